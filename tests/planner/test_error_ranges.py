@@ -13,10 +13,10 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.error_ranges import (
     POOL,
     fit_probability,
-    groups_of,
     memory_range,
     ranges,
     relative_range,
+    row_groups,
     share_below,
 )
 from meshwright.planner.step.predict import predict
@@ -88,7 +88,7 @@ def test_share_below_is_that_of_the_quantiles(value: float) -> None:
 def drawn(seed: int, models: int, each: int) -> list[RowError]:
     """Errors of models that are each off by something of their own, and rows by something of theirs."""
     dice = random.Random(seed)
-    groups = groups_of("drawn", routed=False, nodes=2)
+    groups = row_groups("drawn", routed=False, nodes=2)
     found = []
     for model in range(models):
         bias = dice.gauss(0, 0.1)
@@ -108,7 +108,7 @@ def test_models_nobody_has_run_lie_within_the_ranges_of_others() -> None:
 
 
 def test_a_model_with_many_rows_counts_as_one_with_few() -> None:
-    groups = groups_of(POOL, routed=False, nodes=1)
+    groups = row_groups(POOL, routed=False, nodes=1)
     rows = [RowError(groups, ("many",), log(2))] * 1000 + [RowError(groups, ("few",), log(0.5))] * 2
     spread = distributions(rows)[POOL]
     assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
@@ -116,7 +116,7 @@ def test_a_model_with_many_rows_counts_as_one_with_few() -> None:
 
 
 def of_software(name: str, model: str, errors: list[float], nodes: int = 2) -> list[RowError]:
-    return [RowError(groups_of(name, routed=False, nodes=nodes), (model,), error) for error in errors]
+    return [RowError(row_groups(name, routed=False, nodes=nodes), (model,), error) for error in errors]
 
 
 def test_software_with_many_models_counts_as_one_with_few_for_software_without_rows() -> None:

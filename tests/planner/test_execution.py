@@ -245,7 +245,7 @@ def test_a_search_ranks_layouts_by_how_they_run(name: str, batch: int, sequence:
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16", steps=10**6)  # so many share a start
     plan = Plan(model=presets.model(name), recipe=recipe, cluster=presets.cluster("h100x8"))
     costs = build_estimator(plan)
-    searched = costs.looked_at(search_base(plan, {}))
+    searched = costs.search_plan(search_base(plan, {}))
     layouts = [
         region.layout(*split, base=searched.layout)
         for least, family in families(costs, searched, {}) for region in family.regions() for split in least.splits

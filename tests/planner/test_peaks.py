@@ -19,8 +19,8 @@ from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.planner.memory.engine_peak import standing
-from meshwright.planner.memory.instants import moments_of
+from meshwright.planner.memory.engine_peak import fullest_moments
+from meshwright.planner.memory.instants import schedule_moments
 from meshwright.planner.memory.rank_memory import in_flight
 from meshwright.planner.step import predict as of_estimator
 from meshwright.planner.step.predict import build_estimator, predict
@@ -339,10 +339,10 @@ def test_a_shortened_step_holds_as_much_as_the_whole(schedule: str, ranks: int, 
 
 def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
     """Those of a step's second micro-batch are the first to find any."""
-    found = moments_of("zb-h1", 2, 1, 1, 1)
+    found = schedule_moments("zb-h1", 2, 1, 1, 1)
     assert {one.what for one in found} == {"loss", "inputs", "split", "weights", "reduce"}
     assert all(one.graded == (one.what == "reduce",) for one in found)
-    assert (1,) in {one.graded for one in moments_of("zb-h1", 2, 3, 1, 1) if one.what == "weights"}
+    assert (1,) in {one.graded for one in schedule_moments("zb-h1", 2, 3, 1, 1) if one.what == "weights"}
     small, large = (
         predict(plan(LLAMA, Recipe(sequence=4096, global_batch=batch, precision="bf16"), pp=2, schedule="zb-h1",
                      micro_batch=1, compile="off")).memory[0].kinds["gradients"]
@@ -381,12 +381,12 @@ def test_sifted_moments_hold_as_much_as_all(
     for split in splits:
         one = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
                    **split)  # fmt: skip
-        monkeypatch.setattr(of_estimator, "standing", standing)
+        monkeypatch.setattr(of_estimator, "standing", fullest_moments)
         sifted = build_estimator(one).memory(one.layout, range(4))
         monkeypatch.setattr(
             of_estimator,
             "standing",
-            lambda found, costs, shares: tuple(m for one in found for m in standing((one,), costs, shares)),
+            lambda found, costs, shares: tuple(m for one in found for m in fullest_moments((one,), costs, shares)),
         )
         assert [rank.total_bytes for rank in sifted] == pytest.approx(
             [rank.total_bytes for rank in build_estimator(one).memory(one.layout, range(4))]

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.memory.engine_peak import enough
-from meshwright.planner.memory.instants import moments_of
+from meshwright.planner.memory.instants import schedule_moments
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
 from meshwright.planner.search.bounds import CellBounds, families
 from meshwright.planner.search.memory_bounds import CellTerms
@@ -271,7 +271,7 @@ def test_what_leads_is_a_moment_of_the_schedule(name: str) -> None:
 @pytest.mark.parametrize(("p", "v", "m"), [(8, 4, 63), (16, 2, 95), (8, 3, 36), (4, 5, 64), (4, 5, 84)])
 def test_a_short_step_has_as_much_in_flight_as_a_long_one(p: int, v: int, m: int) -> None:
     few = enough("interleaved", p, m, v)
-    most = [max(sum(one.alive) for one in moments_of("interleaved", p, n, v, 0)) for n in (few, m)]
+    most = [max(sum(one.alive) for one in schedule_moments("interleaved", p, n, v, 0)) for n in (few, m)]
     assert most[0] == most[1]
 
 

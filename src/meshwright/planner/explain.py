@@ -199,7 +199,7 @@ def bill(best: Prediction, tokens: float, price: float) -> str:
     within = relative_range(best.plan, best.stack)
 
     def known(value: float, unit: str = "") -> str:
-        low, high = between(within.of(value)).split(" to ")
+        low, high = between(within.scale(value)).split(" to ")
         return f"{unit}{_amount(value)} ({unit}{low} to {unit}{high})"
 
     money = f", {known(total.price, '$')} at ${price:g} per device-hour" if price else ""

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from meshwright.planner.accuracy.holdout import kind
 from meshwright.planner.accuracy.judged import Judged
-from meshwright.planner.step.error_ranges import LEVEL, POOL, groups_of
+from meshwright.planner.step.error_ranges import LEVEL, POOL, row_groups
 
 What = Literal["time", "memory"]
 STEPS = 40
@@ -51,7 +51,7 @@ def errors(judged: Iterable[object], what: What) -> list[RowError]:
         if error is None:
             continue
         plan, stack = one.row.plan, one.row.stack.name
-        groups = groups_of(stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
+        groups = row_groups(stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
         if what == "time" and stack == BUSY and plan.cluster.nodes > 1:
             groups = tuple(group for group in groups if not group.startswith(POOL))
         found.append(RowError(groups, kind(plan.model), -log(1 + error)))
@@ -116,7 +116,7 @@ def _sets(group: str, errors: dict[tuple[object, ...], list[float]]) -> list[lis
 
 def _pool(row: RowError) -> tuple[str, ...]:
     """Groups that stand for it where its own have no rows."""
-    return groups_of(POOL, routed="experts" in row.groups[0], nodes=1)[-2:]
+    return row_groups(POOL, routed="experts" in row.groups[0], nodes=1)[-2:]
 
 
 def _widened(weighted: Weighted, times: float) -> Weighted:

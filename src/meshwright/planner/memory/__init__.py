@@ -1,1 +1,1 @@
-"""The schedule played with those bytes: the peak of a pipeline rank and the instant at which it is reached."""
+"""Peak memory of a pipeline rank, from the schedule played with the planner's bytes."""

@@ -1,8 +1,10 @@
-"""The peak of a pipeline rank of Meshwright's own engine: every moment of its schedule at which it may hold most, with
-what head, layers, embedding, gathers and reductions need beside the states then. Held against a dry run of the engine.
+"""Peak of a pipeline rank of Meshwright's engine, over every moment of its schedule at which it may hold most.
 
-What FSDP keeps (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a gather of a forward pass leaves its buffer
-until the next one's is there; a reduction copies a unit's gradients into one, which lives until the next reduction.
+Each moment adds what head, layers, embedding, gathers and reductions need to the states. Tests compare it with a dry
+run.
+
+FSDP's buffers (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a forward gather keeps its buffer until the
+next one is complete. A reduction copies a unit's gradients into one, which lives until the next reduction.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.memory.gather_units import GatherUnit, GatherUnits
-from meshwright.planner.memory.instants import Instant, What, moments_of
+from meshwright.planner.memory.instants import Instant, What, schedule_moments
 from meshwright.spec.layout import Layout
 from meshwright.spec.schedule_kinds import KINDS
 
@@ -24,22 +26,22 @@ WORDS = {
     "reduce": "sum of gradients",
 }  # fmt: skip
 ROUNDS = 3
-"""Micro-batches in flight do not grow beyond so many rounds of the pipeline (all but AFAB)."""
+"""Rounds of the pipeline after which micro-batches in flight no longer grow (all but AFAB)."""
 
 
-class Place(NamedTuple):
-    """Bytes at a place inside a pass."""
+class PassBytes(NamedTuple):
+    """Bytes at a moment inside a pass."""
 
     gradients: float
     logits: float
     temporaries: float
     buffers: float = 0.0
-    gone: float = 0.0
-    """Of parameters that were whole and are not any more."""
+    freed: float = 0.0
+    """Bytes of parameters that were whole and have been freed."""
 
 
 class Sizes(NamedTuple):
-    """Bytes of the kinds of memory that a moment decides; the others are as between passes."""
+    """Bytes of the kinds of memory that a moment decides. The others are as between passes."""
 
     gradients: float
     logits: float
@@ -50,7 +52,7 @@ class Sizes(NamedTuple):
 
 
 def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
-    """Micro-batches after which nothing new comes: whole rounds of the width that the step has."""
+    """Return the micro-batches after which the schedule repeats: whole rounds of the step's width."""
     width = micro_batches // max(1, micro_batches // ranks)
     if KINDS[name].holds_all or micro_batches <= (ROUNDS + 1) * width:
         return micro_batches
@@ -58,73 +60,80 @@ def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
 
 
 def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...]:
-    """Of a pipeline rank, or of a step without a pipeline."""
+    """Return the moments of a pipeline rank, or of a step without a pipeline."""
     if layout.pp > 1:
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
-        return moments_of(layout.schedule, layout.pp, few, layout.vp, rank)
-    if layout.cuda_graphs == "on":  # gradients are there from the first micro-batch on
+        return schedule_moments(layout.schedule, layout.pp, few, layout.vp, rank)
+    if layout.cuda_graphs == "on":  # gradients exist from the first micro-batch
         micro_batches = max(2, micro_batches)
-    found = [Instant("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
-    passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one between is above the first
-    if micro_batches < 3 or layout.zero < 2:  # and above the last, but where all gradients are summed in that
+    instants = [Instant("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
+    passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one in between exceeds the first
+    if micro_batches < 3 or layout.zero < 2:  # and the last, unless all gradients are summed in that
         passes.append(((int(micro_batches > 1),), True))
     for graded, final in passes:
-        found.append(Instant("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
-        found.append(Instant("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
-    return tuple(found)
+        instants.append(Instant("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
+        instants.append(Instant("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
+    return tuple(instants)
 
 
-class Standing(NamedTuple):
-    """What all stages of a rank hold at a moment, that no other moment of its kind holds more of."""
+class MomentBytes(NamedTuple):
+    """Bytes that all stages of a rank hold at a moment, not exceeded by another moment of its kind."""
 
     what: What
-    place: int
-    again: bool
-    """Whether the stage under way has gradients of earlier micro-batches."""
+    stage: int
+    graded: bool
+    """True if the current stage has gradients of earlier micro-batches."""
     waits: bool
-    """Whether gradients of its weights wait to be made."""
+    """True if weight gradients of the current stage are deferred."""
     share: float
-    """Of the rank's gradients that are there, and not reduced yet."""
+    """Share of the rank's gradients that exist and are not reduced yet."""
     reduced: float
-    """Of those that are reduced."""
-    own: float
-    """Of those of the stage under way, whether there or not."""
+    """Share of the rank's gradients that are reduced."""
+    stage_share: float
+    """Share of the rank's gradients that belong to the current stage, whether they exist or not."""
     kept_bytes: float
     logits_bytes: float
 
 
-def standing(
-    found: tuple[Instant, ...], costs: list[MicroBatchCost], shares: tuple[float, ...]
-) -> tuple[Standing, ...]:
-    """Of these moments the fullest. Where the layers of all stages need the same inside a pass, it does not matter
-    which of the stages before the last is under way. `shares`: of the rank's parameters, each stage's."""
+def fullest_moments(
+    instants: tuple[Instant, ...], costs: list[MicroBatchCost], shares: tuple[float, ...]
+) -> tuple[MomentBytes, ...]:
+    """Return the fullest of these instants. `shares`: each stage's part of the rank's parameters.
+
+    If all stages need the same inside a pass, it does not matter which stage before the last is under way.
+    """
     alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
-    kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
-    leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept_bytes  # only a model's last stage has any
-    kinds: dict[tuple[object, ...], list[Standing]] = {}
-    for what, place, alive, waiting, graded, done in found:
-        kept_bytes = sum(map(mul, alive, kept)) + (sum(map(mul, waiting, queued)) if leaves else 0.0)
+    kept_bytes_each, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
+    defers, end = any(queued), len(costs) - 1
+    logits = costs[-1].logits.kept_bytes  # only a model's last stage has any
+    kinds: dict[tuple[object, ...], list[MomentBytes]] = {}
+    for what, stage, alive, waiting, graded, done in instants:
+        kept_bytes = sum(map(mul, alive, kept_bytes_each)) + (sum(map(mul, waiting, queued)) if defers else 0.0)
         reduced = sum(map(mul, done, shares))
-        share, again, waits = sum(map(mul, graded, shares)) - reduced, bool(graded[place]), bool(waiting[place])
-        one = Standing(what, place, again, waits, share, reduced, shares[place], kept_bytes, alive[-1] * logits)
-        kind = what, place == end if alike and what != "reduce" else place, again, waits, reduced, shares[place]
-        kinds.setdefault(kind, []).append(one)
-    return tuple(one for some in kinds.values() for one in _front(some))
+        share, stage_graded, waits = sum(map(mul, graded, shares)) - reduced, bool(graded[stage]), bool(waiting[stage])
+        moment = MomentBytes(
+            what, stage, stage_graded, waits, share, reduced, shares[stage], kept_bytes, alive[-1] * logits
+        )
+        where = stage == end if alike and what != "reduce" else stage
+        kinds.setdefault((what, where, stage_graded, waits, reduced, shares[stage]), []).append(moment)
+    return tuple(moment for candidates in kinds.values() for moment in _pareto_front(candidates))
 
 
-def _front(some: list[Standing]) -> Iterator[Standing]:
-    """Those below no other, in what is kept and in gradients."""
+def _pareto_front(moments: list[MomentBytes]) -> Iterator[MomentBytes]:
+    """Yield the moments that no other exceeds both in kept bytes and in gradients."""
     most = -1.0
-    for one in sorted(some, key=lambda one: (one.kept_bytes + one.logits_bytes, one.share), reverse=True):
-        if one.share > most:
-            most = one.share
-            yield one
+    for moment in sorted(moments, key=lambda m: (m.kept_bytes + m.logits_bytes, m.share), reverse=True):
+        if moment.share > most:
+            most = moment.share
+            yield moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRank:
-    """A pipeline rank: costs of its stages for one micro-batch, bytes of its states inside a step, what is gathered and
-    reduced together. `last`: its last stage is the model's."""
+    """Pipeline rank: costs of its stages for one micro-batch, states inside a step, gather and reduce units.
+
+    `last`: its last stage is the model's.
+    """
 
     layout: Layout
     costs: list[MicroBatchCost]
@@ -132,94 +141,101 @@ class PipelineRank:
     units: GatherUnits
     last: bool
     first: bool
-    """Its first stage is."""
+    """Its first stage is the model's."""
     made: float
-    """Bytes of an element of a gradient as it is made."""
+    """Bytes per element of a gradient as computed."""
     summed: float
-    """As it is kept."""
+    """Bytes per element of a gradient as kept."""
     sums_products: bool = False
-    """Gradients of all weights of its layers are products that are added where they are kept: none is made."""
+    """Gradients of all layer weights are products that add in place, without a temporary."""
 
     @property
-    def apart(self) -> bool:
-        """Whether each micro-batch's gradients are reduced at once."""
+    def reduces_each(self) -> bool:
+        """True if each micro-batch's gradients are reduced at once."""
         return self.layout.pp == 1 and self.layout.zero >= 2
 
     @property
-    def frees(self) -> bool:
-        """Whether parameters are gathered for each pass."""
+    def gathers_per_pass(self) -> bool:
+        """True if parameters are gathered for each pass."""
         return self.layout.pp == 1 and self.layout.zero == 3
 
-    def peak(self, found: tuple[Standing, ...]) -> tuple[str, Kinds]:
-        """(when, bytes by kind) of the worst of these moments."""
-        what, best = max(((one.what, sizes) for one in found for sizes in self.at(one)), key=lambda at: sum(at[1]))
-        return WORDS[what], {**self.state, **best._asdict()}
+    def peak(self, moments: tuple[MomentBytes, ...]) -> tuple[str, Kinds]:
+        """Return (when, bytes by kind) at the worst of these moments."""
+        pairs = ((moment.what, sizes) for moment in moments for sizes in self.sizes_at(moment))
+        what, worst = max(pairs, key=lambda pair: sum(pair[1]))
+        return WORDS[what], {**self.state, **worst._asdict()}
 
     @property
-    def lets_go(self) -> bool:
-        """Whether parameters that were whole are gone when a stage's last backward pass has come by."""
-        return self.units.summed and bool(self.layout.zero) and not self.frees
+    def frees_parameters(self) -> bool:
+        """True if whole parameters are freed after a stage's last backward pass."""
+        return self.units.summed and bool(self.layout.zero) and not self.gathers_per_pass
 
-    def at(self, moment: Standing) -> Iterator[Sizes]:
-        """What is held at the worst places of the pass under way, instead of the state's gradients and parameters."""
-        what, place, again, waits, share, reduced, own, kept, logits = moment
-        cost, units, whole = self.costs[place], self.units, self.state["gradients"]
-        ends, early = self.last and place == len(self.costs) - 1, waits and not again
-        before = whole * share + self._left(whole * reduced) + (units.last.gradients if ends and early else 0.0)
-        parameters = self.state["parameters"] * (1 - reduced * self.lets_go)
+    def sizes_at(self, moment: MomentBytes) -> Iterator[Sizes]:
+        """Yield the sizes at the worst places of the current pass, which replace the state's."""
+        what, stage, graded, waits, share, reduced, stage_share, kept_bytes, logits = moment
+        cost, units, whole = self.costs[stage], self.units, self.state["gradients"]
+        ends, early = self.last and stage == len(self.costs) - 1, waits and not graded
+        before = (
+            whole * share + self._after_reduction(whole * reduced) + (units.last.gradients if ends and early else 0.0)
+        )
+        parameters = self.state["parameters"] * (1 - reduced * self.frees_parameters)
         final = units.summed and what == "sums" and self.layout.cuda_graphs != "on"
 
-        def kinds(at: Place) -> Sizes:
-            return Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.gone, kept)
+        def sizes(at: PassBytes) -> Sizes:
+            return Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.freed, kept_bytes)
 
         if what == "loss":
-            gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
-            late = units.block if units.tied else units.last  # a tied matrix was gathered before blocks
-            buffers = late.parameters * bool(gathered) + units.last.parameters * self.frees
-            yield kinds(Place(before, logits + cost.logits.transient, 0.0, buffers))
+            gathered = (
+                self.layout.pp == 1 and units.summed and (self.gathers_per_pass or (self.layout.zero and not graded))
+            )
+            late = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
+            buffers = late.parameters * bool(gathered) + units.last.parameters * self.gathers_per_pass
+            yield sizes(PassBytes(before, logits + cost.logits.transient, 0.0, buffers))
         elif what == "weights":
-            wider = self.summed if self.made < self.summed and not again else 0.0
+            wider = self.summed if self.made < self.summed and not graded else 0.0
             made = 0.0 if self.sums_products else self.made
-            yield kinds(Place(before, logits, cost.weights * (made + wider)))
+            yield sizes(PassBytes(before, logits, cost.weights * (made + wider)))
         elif what == "reduce":
             if units.summed:
-                yield kinds(Place(before, logits, 0.0, *self._reduction(self.first and place == 0)))
+                yield sizes(PassBytes(before, logits, 0.0, *self._reduction(self.first and stage == 0)))
         elif what == "split":
-            yield kinds(Place(before, logits, cost.split_bytes))
+            yield sizes(PassBytes(before, logits, cost.split_bytes))
         elif what in ("embedding", "end"):
             last = what == "end" and units.summed and self.layout.cuda_graphs != "on"
-            after = before if again else before + (units.first.gradients if early else whole * own)
-            yield kinds(self._embedding(after, logits, again, own if last and self.layout.zero else 0.0))
+            after = before if graded else before + (units.first.gradients if early else whole * stage_share)
+            yield sizes(self._embedding(after, logits, graded, stage_share if last and self.layout.zero else 0.0))
         else:
             if ends:
-                yield from map(kinds, self._head(before, logits, cost, again, final))
+                yield from map(sizes, self._head(before, logits, cost, graded, final))
             left = self.sums_products or (what == "inputs" and cost.new_bytes > 0)
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
-            inside = kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
+            inside = sizes(self._layer(before, logits, temporaries, cost, graded, final, ends))
             yield inside
-            if final and self.layout.zero and not self.apart:
+            if final and self.layout.zero and not self.reduces_each:
                 yield self._reduced_layer(inside, cost, ends)
-            if self.frees and not again:
+            if self.gathers_per_pass and not graded:
                 yield self._first_layers(cost, parameters)
-            if self.layout.pp == 1 and not (again or units.summed):
-                # at the first layer gradients of all others are there, and what these kept is gone
+            if self.layout.pp == 1 and not (graded or units.summed):
+                # at the first layer gradients of all others exist, and their activations are freed
                 made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
-                gradients = max(0.0, whole * own - made_last)
+                gradients = max(0.0, whole * stage_share - made_last)
                 yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
 
-    def _head(self, before: float, logits: float, cost: MicroBatchCost, again: bool, final: bool) -> Iterator[Place]:
-        """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
-        last, gone = self.units.last, cost.logits.kept_bytes - cost.logits.held_bytes
-        gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
-        yield Place(before, logits, last.made, gathers)
-        if self.apart:
-            gradients = before + (0.0 if again else last.share)
-            yield Place(gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final))
+    def _head(
+        self, before: float, logits: float, cost: MicroBatchCost, graded: bool, final: bool
+    ) -> Iterator[PassBytes]:
+        """Yield the head: its matrix gradient is rounded, then kept or added to one, and perhaps reduced."""
+        last, freed = self.units.last, cost.logits.kept_bytes - cost.logits.held_bytes
+        gathers = last.parameters + self.units.block.parameters if self.gathers_per_pass else 0.0
+        yield PassBytes(before, logits, last.made, gathers)
+        if self.reduces_each:
+            gradients = before + (0.0 if graded else last.share)
+            yield PassBytes(gradients, logits - freed, last.made, gathers + last.gradients, self._freed_head(final))
             return
-        gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        yield Place(gradients, logits - gone, last.made)
-        if final and self.layout.zero and not self.units.tied:  # that of both ends waits for the embedding's
-            yield Place(gradients + last.share, logits - gone, 0.0, last.gradients, self._gone(final))
+        gradients = before if graded else min(self.state["gradients"], before + last.gradients)
+        yield PassBytes(gradients, logits - freed, last.made)
+        if final and self.layout.zero and not self.units.tied:  # of tied ends it waits for the embedding's
+            yield PassBytes(gradients + last.share, logits - freed, 0.0, last.gradients, self._freed_head(final))
 
     def _layer(
         self,
@@ -227,34 +243,36 @@ class PipelineRank:
         logits: float,
         temporaries: float,
         cost: MicroBatchCost,
-        again: bool,
+        graded: bool,
         final: bool,
         ends: bool,
-    ) -> Place:
-        """The first layer of the pass. The head's gradients may still be under way."""
+    ) -> PassBytes:
+        """Return the first layer of the pass. The head's gradients may still be reducing."""
         last = self.units.last if ends else GatherUnit()
-        gone = cost.logits.kept_bytes - cost.logits.held_bytes if ends else 0.0
-        freed = self._gone(final and ends)
-        if self.apart or (final and not again and self.lets_go and self.layout.pp == 1):
-            gradients = before + (0.0 if again else last.share)
+        freed_logits = cost.logits.kept_bytes - cost.logits.held_bytes if ends else 0.0
+        freed = self._freed_head(final and ends)
+        if self.reduces_each or (final and not graded and self.frees_parameters and self.layout.pp == 1):
+            gradients = before + (0.0 if graded else last.share)
             inside = self._inside(cost, max(last.gradients, self.units.dense.gradients))
-            return Place(gradients, logits - gone, *inside, freed)
-        gradients = before if again else min(self.state["gradients"], before + last.gradients)
-        return Place(gradients, logits - gone, temporaries, gone=freed)
+            return PassBytes(gradients, logits - freed_logits, *inside, freed)
+        gradients = before if graded else min(self.state["gradients"], before + last.gradients)
+        return PassBytes(gradients, logits - freed_logits, temporaries, freed=freed)
 
     def _inside(self, cost: MicroBatchCost, reduced: float) -> tuple[float, float]:
-        """(temporaries, buffers) at the worst place of a layer where each micro-batch's gradients are reduced at once.
-        `reduced`: gradients that were copied when the pass came here. With ZeRO-3 the layer in front is gathered
-        beside it. Experts apart are reduced when the pass leaves them, and their copy stays until the rest is."""
+        """Return (temporaries, buffers) at the worst place of a layer, if each micro-batch is reduced at once.
+
+        `reduced`: gradients copied when the pass arrived here. With ZeRO-3 the previous layer is gathered beside it.
+        Separate experts are reduced when the pass leaves them, and their copy stays until the rest is reduced.
+        """
         units, block, experts = self.units, self.units.block, self.units.experts
-        gathered = 2 * block.parameters if self.frees else 0.0
+        gathered = 2 * block.parameters if self.gathers_per_pass else 0.0
         reduced *= units.summed
         if not experts.made:
             inside = max(cost.mlp_bytes, max(cost.after_bytes, cost.attention_bytes) + block.made)
             return inside, gathered + reduced
-        if self.frees and units.alone:
+        if self.gathers_per_pass and units.alone:
             gathered -= experts.parameters
-        behind = gathered - experts.parameters * self.frees + experts.gradients * (1 + units.alone)
+        behind = gathered - experts.parameters * self.gathers_per_pass + experts.gradients * (1 + units.alone)
         outside = cost.outside_bytes - cost.inner_bytes
         places = [
             (cost.mlp_bytes, gathered + reduced),
@@ -262,14 +280,16 @@ class PipelineRank:
             (outside + experts.made + units.stack, behind),
             (cost.attention_bytes + units.dense.made, behind),
         ]
-        if self.frees and units.stack:  # the layer's own from the buffer, stack by stack, before that is gone
-            rows = outside if outside > 0 else cost.outside_bytes  # what is not made again is there, kept
+        if self.gathers_per_pass and units.stack:  # stacks are copied from the buffer before it is freed
+            rows = outside if outside > 0 else cost.outside_bytes  # what is not recomputed exists, kept
             places.append((rows, gathered + 2 * experts.parameters + reduced))
         return max(places, key=sum)
 
     def _first_layers(self, cost: MicroBatchCost, parameters: float) -> Sizes:
-        """The second layer of the model, in a step whose gradients are its only ones: those of all layers behind it are
-        there, and what these kept is gone."""
+        """Return the model's second layer, in a step with one micro-batch.
+
+        Gradients of all layers behind it exist, and their activations are freed.
+        """
         units, whole = self.units, self.state["gradients"]
         gradients = whole - units.first.share - 2 * units.block.share
         temporaries, buffers = self._inside(cost, units.dense.gradients)
@@ -277,8 +297,10 @@ class PipelineRank:
         return Sizes(max(0.0, gradients), 0.0, temporaries, buffers, parameters, activations)
 
     def _reduced_layer(self, inside: Sizes, cost: MicroBatchCost, ends: bool) -> Sizes:
-        """The last layer's gradients are copied to be reduced, when its parameters and what it kept are gone, and the
-        head's have been."""
+        """Return the moment at which the last layer's gradients are copied for their reduction.
+
+        Its parameters and activations are freed, and the head's gradients are reduced.
+        """
         last, block = self.units.last if ends and not self.units.tied else GatherUnit(), self.units.block
         return inside._replace(
             gradients=inside.gradients - last.gradients + last.share,
@@ -289,40 +311,44 @@ class PipelineRank:
         )
 
     def _reduction(self, first: bool) -> tuple[float, float]:
-        """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
-        gradients are added up where they are reduced."""
+        """Return (bytes of the buffer, of freed parameters), unit by unit in the order of the model.
+
+        Without ZeRO gradients accumulate where they are reduced.
+        """
         units = [*([self.units.first] if first else []), self.units.block]
         if not self.layout.zero:
             return 0.0, 0.0
         unit = max(units, key=lambda unit: unit.gradients - unit.parameters)
         return unit.gradients, unit.parameters
 
-    def _gone(self, final: bool) -> float:
-        """Parameters of the head, when its last backward pass has come by."""
-        return self.units.last.parameters if final and self.lets_go and not self.units.tied else 0.0
+    def _freed_head(self, final: bool) -> float:
+        """Return the parameters of the head that are freed after its last backward pass."""
+        return self.units.last.parameters if final and self.frees_parameters and not self.units.tied else 0.0
 
-    def _left(self, gradients: float) -> float:
-        """Of a stage's gradients, when they are reduced."""
-        return self._shared(gradients) if self.lets_go else gradients
+    def _after_reduction(self, gradients: float) -> float:
+        """Return what is left of a stage's gradients after their reduction."""
+        return self._shared(gradients) if self.frees_parameters else gradients
 
-    def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
-        """Made whole, however few rows of it are not zero; then added or reduced, or the first of a step on one device,
-        which becomes the gradient. Where it is reduced, those of the stage's layers are shards already, and their
-        parameters are gone. `final`: the stage's share of the rank where
-        they are reduced."""
+    def _embedding(self, gradients: float, logits: float, graded: bool, final: float) -> PassBytes:
+        """Return the embedding's gradient, which is computed whole, however few of its rows are not zero.
+
+        Then it is added or reduced. The first one of a step on one device becomes the gradient itself. If it is
+        reduced, the stage's layers are already shards and their parameters freed. `final`: the stage's share of the
+        rank in that case.
+        """
         first, block = self.units.first, self.units.block
-        gone = max(0.0, self.state["parameters"] * final - first.parameters) if self.lets_go else 0.0
-        if self.apart:
-            gathers = first.parameters if self.frees else 0.0
+        freed = max(0.0, self.state["parameters"] * final - first.parameters) if self.frees_parameters else 0.0
+        if self.reduces_each:
+            gathers = first.parameters if self.gathers_per_pass else 0.0
             buffers = gathers + max(first.gradients, block.gradients)
-            return Place(self.state["gradients"], logits, first.made, buffers, gone)
+            return PassBytes(self.state["gradients"], logits, first.made, buffers, freed)
         if final:
-            own = self.state["gradients"] * final
-            left = first.gradients + block.gradients + self._shared(own)
-            gradients -= max(0.0, own - left)
-        added = again or self.units.tied or self.units.summed or self.made < self.summed or self.layout.pp > 1
-        return Place(gradients, logits, first.made if added else 0.0, gone=gone)
+            stage_gradients = self.state["gradients"] * final
+            left = first.gradients + block.gradients + self._shared(stage_gradients)
+            gradients -= max(0.0, stage_gradients - left)
+        added = graded or self.units.tied or self.units.summed or self.made < self.summed or self.layout.pp > 1
+        return PassBytes(gradients, logits, first.made if added else 0.0, freed=freed)
 
     def _shared(self, gradients: float) -> float:
-        """Of a stage's gradients after their reduction."""
+        """Return a rank's share of a stage's gradients."""
         return gradients / (self.layout.dp_shard * self.layout.cp)

@@ -1,5 +1,7 @@
-"""What fully_shard gathers and reduces together on a rank (parallel/data.py): the embedding, a block, in it experts
-that are spread over ranks, the norm with the head."""
+"""Units that fully_shard gathers and reduces together on a rank (parallel/data.py).
+
+The embedding, a block, in it experts that are spread over ranks, and the norm with the head.
+"""
 
 from dataclasses import dataclass
 from operator import sub
@@ -11,13 +13,13 @@ from meshwright.spec.shape import ModelShape
 
 
 class GatherUnit(NamedTuple):
-    """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
+    """Bytes of a unit: parameters, gradients as summed and as computed."""
 
     parameters: float = 0.0
     gradients: float = 0.0
     made: float = 0.0
     share: float = 0.0
-    """Of the gradients, what is left when they are reduced."""
+    """Bytes of gradients left after the reduction."""
 
 
 NO_UNIT = GatherUnit()
@@ -25,34 +27,36 @@ NO_UNIT = GatherUnit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherUnits:
-    """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
+    """Units of a model: the embedding, a block, norm with head. A tied matrix is in both ends."""
 
     first: GatherUnit
     block: GatherUnit
     last: GatherUnit
     summed: bool
-    """Whether any other rank has gradients to be summed with these."""
+    """True if other ranks have gradients to be summed with these."""
     tied: bool
     """Both ends are one unit."""
     dense: GatherUnit
-    """A block, but for experts that are a unit of their own."""
+    """A block without experts that are a separate unit."""
     experts: GatherUnit = NO_UNIT
-    """Of a block, those on this rank where others have other ones."""
+    """A block's experts on this rank, if other ranks have other ones."""
     stack: float = 0.0
-    """Bytes of the largest stack of experts as its gradient is made, where ZeRO cuts inside of experts: then stacks are
-    copied as they are gathered, and one by one before they are reduced."""
+    """Bytes of the largest stack of experts as its gradient is computed, if ZeRO cuts inside experts.
+
+    Stacks are then copied as they are gathered, and one by one before they are reduced.
+    """
     alone: bool = False
-    """No other rank has these experts, so that nothing of them is gathered."""
+    """No other rank has these experts, so nothing of them is gathered."""
 
 
 def widest_layer(shape: ModelShape) -> int:
-    """The last layer, or the last of linear attention where that has more parameters."""
+    """Return the last layer, or the last of linear attention if that has more parameters."""
     ends = {bool(shape.linear_of(layer)): layer for layer in range(shape.layers)}.values()
     return max(ends, key=lambda layer: counts(shape, Layout(), (layer,), first=False, last=False).whole)
 
 
 def gather_units(shape: ModelShape, layout: Layout, state: States) -> GatherUnits:
-    """Of a shape, in bytes of an element as `state` has them."""
+    """Return the units of a shape, in bytes of an element as `state` has them."""
     tied, layer, width = shape.tied, widest_layer(shape), state.parameter_bytes
 
     def unit(elements: ElementCounts) -> GatherUnit:

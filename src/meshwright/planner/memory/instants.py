@@ -1,5 +1,7 @@
-"""The moments of a step at which a rank of Meshwright's own engine may hold most: what its schedule has in flight then,
-and what the pass under way needs beside it."""
+"""Moments of a step at which a rank of Meshwright's engine may hold most.
+
+Each says what the schedule has in flight, and what the current pass needs beside it.
+"""
 
 from collections.abc import Collection, Iterator
 from functools import cache
@@ -12,73 +14,80 @@ What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "w
 
 
 class Instant(NamedTuple):
-    """`loss`: head and loss are made. `pass`: a backward pass begins; `sums`: so does a stage's last, in which its
-    gradients are reduced. `inputs`: so does one that leaves gradients of weights; `split`: it comes to its last layer.
-    `embedding`: one ends with the gradient of the embedding; `end`: so does a stage's last. `weights`: gradients of
-    weights that a split pass has left are made; `reduce`: with them all of a stage are there and are reduced next.
-    Numbers are by the rank's stages, ascending."""
+    """Moment in a rank's schedule. Tuples are indexed by the rank's stages, ascending.
+
+    loss       head and loss are computed
+    pass       a backward pass begins
+    sums       a stage's last backward pass begins, in which its gradients are reduced
+    inputs     a backward pass that defers weight gradients begins
+    split      such a pass reaches its last layer
+    embedding  a pass ends with the gradient of the embedding
+    end        a stage's last pass does
+    weights    deferred weight gradients are computed
+    reduce     with them all gradients of a stage exist, and are reduced next
+    """
 
     what: What
-    place: int
-    """Of the stage among the rank's."""
+    stage: int
+    """Index of the stage among the rank's."""
     alive: tuple[int, ...]
     """Micro-batches between their forward and their backward pass."""
     queued: tuple[int, ...]
-    """Micro-batches between their backward pass and the gradients of weights that it has left."""
+    """Micro-batches between their backward pass and its deferred weight gradients."""
     graded: tuple[int, ...]
-    """1 where gradients of earlier micro-batches are there, those of weights that a split pass leaves included."""
+    """1 = gradients of earlier micro-batches exist, deferred ones included."""
     reduced: tuple[int, ...]
-    """1 where the last of them is: data-parallel ranks have summed them and keep what ZeRO leaves a rank."""
+    """1 = all gradients are complete and reduced, and only ZeRO's share is left."""
 
 
 @cache
-def moments_of(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[Instant, ...]:
-    """Those of a pipeline rank in a step, none of which is below another of its kind."""
+def schedule_moments(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[Instant, ...]:
+    """Return the instants of a pipeline rank in a step that can be its fullest."""
     kinds: dict[tuple[What, int], set[Instant]] = {}
-    for one in _walk(name, ranks, micro_batches, virtual, rank):
-        kinds.setdefault((one.what, one.place), set()).add(one)
-    return tuple(sorted(one for some in kinds.values() for one in _highest(some)))
+    for instant in _walk(name, ranks, micro_batches, virtual, rank):
+        kinds.setdefault((instant.what, instant.stage), set()).add(instant)
+    return tuple(sorted(instant for instants in kinds.values() for instant in _highest(instants)))
 
 
-def _highest(some: Collection[Instant]) -> Iterator[Instant]:
-    """Those of one kind below no other. What is reduced is less with ZeRO and as much without."""
-    flat = {one: (*one.alive, *one.queued, *one.graded, *(-done for done in one.reduced)) for one in some}
-    for one, mine in flat.items():
-        if not any(other is not one and all(map(le, mine, its)) for other, its in flat.items()):
-            yield one
+def _highest(instants: Collection[Instant]) -> Iterator[Instant]:
+    """Yield the instants of one kind that no other exceeds. Reduced gradients are fewer with ZeRO, else as many."""
+    flat = {i: (*i.alive, *i.queued, *i.graded, *(-done for done in i.reduced)) for i in instants}
+    for instant, counts in flat.items():
+        if not any(other is not instant and all(map(le, counts, others)) for other, others in flat.items()):
+            yield instant
 
 
 def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Instant]:
     actions = schedule(name, ranks, micro_batches, virtual)[rank]
-    places = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
-    alive, queued, graded, reduced = ([0] * len(places) for _ in range(4))
+    stages = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
+    alive, queued, graded, reduced = ([0] * len(stages) for _ in range(4))
     last = last_of(actions, ("W", "BW"))
 
     def now(what: What) -> Instant:
-        return Instant(what, place, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))
+        return Instant(what, stage, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))
 
     for action in actions:
-        place = places[action.stage]
+        stage = stages[action.stage]
         if action.kind == "F":
-            alive[place] += 1
+            alive[stage] += 1
             if action.stage == ranks * virtual - 1:
                 yield now("loss")
         elif action.kind == "W":
             yield now("weights")
-            queued[place] -= 1
-            graded[place] = 1
+            queued[stage] -= 1
+            graded[stage] = 1
             if action == last[action.stage]:
                 yield now("reduce")
         else:
             final = action == last[action.stage]
             yield now("inputs" if action.kind == "B" else "sums" if final else "pass")
-            alive[place] -= 1
+            alive[stage] -= 1
             if action.kind == "B":
-                queued[place] += 1
+                queued[stage] += 1
                 yield now("split")
             if action.stage == 0:
                 yield now("end" if final else "embedding")
             if action.kind == "BW":
-                graded[place] = 1
+                graded[stage] = 1
         if action == last[action.stage]:
-            reduced[place] = 1
+            reduced[stage] = 1

@@ -1,4 +1,4 @@
-"""Peak memory of a pipeline rank: what it always holds, and the worst moment of the schedule it runs."""
+"""Peak memory of a pipeline rank: what it always holds, and the worst moment of its schedule."""
 
 from dataclasses import dataclass
 from operator import add
@@ -6,7 +6,7 @@ from operator import add
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import PipelineRank, Standing, moments
+from meshwright.planner.memory.engine_peak import MomentBytes, PipelineRank, moments
 from meshwright.planner.memory.gather_units import GatherUnits
 from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout import Layout
@@ -15,8 +15,11 @@ from meshwright.spec.places import own_stages
 from meshwright.spec.schedule_kinds import KINDS, SPLIT_ALWAYS, V_PLACED, Rounds
 
 DRIVER_BYTES = 1.7e9
-"""Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
-80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels 0.3 GiB and more (torch 2.11, NCCL 2.2x)."""
+"""Bytes of a device's nominal memory that firmware, context and communication library take.
+
+An A100 or H100 of 80 GiB shows 79.1 GiB, a CUDA context takes 0.5 GiB, NCCL's channels at least 0.3 GiB (torch 2.11,
+NCCL 2.2x).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,7 @@ class RankMemory:
     when: str
     kinds: dict[str, float]
     host_bytes: float = 0.0
-    """In host memory, at the most."""
+    """Most bytes in host memory."""
 
     @property
     def total_bytes(self) -> float:
@@ -36,15 +39,19 @@ class RankMemory:
 
 
 def in_flight(layout: Layout, micro_batches: int, rank: int) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches alive in each stage of a rank, until the gradients of weights are made too, at moments of a step
-    among which every fullest one is."""
-    found = moments(layout, micro_batches, rank)
-    return tuple({tuple(map(add, one.alive, one.queued)) for one in found})
+    """Return micro-batches alive in each stage of a rank at moments that include every fullest one.
+
+    A micro-batch is alive until its weight gradients are computed.
+    """
+    instants = moments(layout, micro_batches, rank)
+    return tuple({tuple(map(add, instant.alive, instant.queued)) for instant in instants})
 
 
 def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[int, ...]:
-    """Micro-batches alive in each stage of a rank when its first backward pass begins, by closed form: one of the
-    moments of the schedule, so that no peak is below it. Mostly it is the fullest."""
+    """Return micro-batches alive in each stage of a rank when its first backward pass begins, by closed form.
+
+    It is a moment of the schedule, so no peak is below it. Usually it is the fullest.
+    """
     p, v, m = ranks, virtual, micro_batches
     if p == 1:
         return (1,)
@@ -60,8 +67,10 @@ def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) 
 
 
 def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
-    """Whether all gradients are there when as much is in flight again as before a rank's first backward pass; not known
-    of schedules laid out in a V."""
+    """Return True if all gradients exist when as much is in flight as before a rank's first backward pass.
+
+    Unknown, hence False, for schedules laid out in a V.
+    """
     p, v, m = ranks, virtual, micro_batches
     if p == 1:
         return m > 1
@@ -76,7 +85,7 @@ def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
 
 
 def first_backward(layout: Layout, micro_batches: int, rank: int) -> Instant:
-    """By closed form, of a pipeline rank: a backward pass begins with as much in flight as before its first."""
+    """Return the moment at which a backward pass begins with as much in flight as before the first, by closed form."""
     name, p, v = layout.schedule, layout.pp, layout.vp
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
@@ -88,21 +97,32 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Instant:
 def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], state: States, rank: int,
     gathered_bytes: float, border_bytes: float, update_bytes: float, exact: bool = True,
-    units: GatherUnits | None = None, found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
+    units: GatherUnits | None = None, fullest: tuple[MomentBytes, ...] = (), logits_bytes: float = 0.0,
     sums_products: bool = False,
 ) -> RankMemory:  # fmt: skip
-    """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
-    closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments;
-    `gathered_bytes`: of other software, what data parallelism gathers and reduces from. `sums_products`: as
-    PipelineRank."""
-    own = own_stages(layout, rank)
-    costs, first, last = [stages[stage] for stage in own], own[0] == 0, own[-1] == len(stages) - 1
+    """Return the peak of a pipeline rank.
+
+    Args:
+        gathered_bytes: Of other software, what data parallelism gathers and reduces from.
+        border_bytes: A stage's output.
+        exact: Play the schedule. Otherwise in-flight counts come from a closed form, which never exceeds the peak.
+        units: Of Meshwright's engine, with its `fullest` moments.
+        logits_bytes: The last stage's output, in 16 bit.
+        sums_products: As in PipelineRank.
+    """
+    rank_stages = own_stages(layout, rank)
+    costs, first, last = (
+        [stages[stage] for stage in rank_stages],
+        rank_stages[0] == 0,
+        rank_stages[-1] == len(stages) - 1,
+    )
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
-        one = PipelineRank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
-                           summed=state.gradient_bytes, sums_products=sums_products, last=last,
-                           first=first)  # fmt: skip
-        when, kinds = one.peak(found)
+        engine = PipelineRank(
+            layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
+            summed=state.gradient_bytes, sums_products=sums_products, last=last, first=first,
+        )  # fmt: skip
+        when, kinds = engine.peak(fullest)
     else:
         when = "backward pass"
         alive = (leading(layout.schedule, layout.pp, micro_batches, layout.vp, rank),)
@@ -110,13 +130,13 @@ def rank_memory(
             alive = in_flight(layout, micro_batches, rank)
         activations = max(_sum(moment, [cost.kept_bytes for cost in costs]) for moment in alive)
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, gathered_bytes)}
-    # this engine receives into what a stage keeps as its input, so that a dry run counts activations
+    # Meshwright receives into what a stage keeps as its input, which a dry run counts as activations
     kinds["buffers" if units is None else "activations"] += _borders(layout, stack, alive, border_bytes)
     if stack.step_buffers and layout.pp > 1:
-        kinds["buffers"] += (2 * len(own) - first - last) * micro_batches * border_bytes
+        kinds["buffers"] += (2 * len(rank_stages) - first - last) * micro_batches * border_bytes
         kinds["logits"] += micro_batches * logits_bytes if last else 0.0
     update, then = {**state.update, "temporaries": update_bytes}, "optimizer step"
-    if layout.cuda_graphs == "on":  # the graphs' pool keeps what a pass takes at the most
+    if layout.cuda_graphs == "on":  # the graphs' pool retains the peak of a pass
         update["buffers"] = sum(kinds.values()) - sum(state.step.values())
         head_bytes = max(cost.logits.chunk for cost in costs)
         if head_bytes > update_bytes:
@@ -126,7 +146,7 @@ def rank_memory(
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     host = [cost.host_bytes for cost in costs]
-    moved = max(_sum(one, host) for one in in_flight(layout, micro_batches, rank)) if any(host) else 0.0
+    moved = max(_sum(alive, host) for alive in in_flight(layout, micro_batches, rank)) if any(host) else 0.0
     kinds = {kind: kinds.get(kind, 0.0) for kind in PLANNED}
     return RankMemory(pp_rank=rank, when=when, kinds=kinds, host_bytes=moved)
 
@@ -136,18 +156,24 @@ def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
 
 
 def _backward(alive: tuple[tuple[int, ...], ...], costs: list[MicroBatchCost], gathered: float) -> dict[str, float]:
-    """The worse of two moments: inside head and loss; inside the layer behind them, when one micro-batch's logits are
-    gone."""
-    kept = max(_sum(moment, [cost.logits.kept_bytes for cost in costs]) for moment in alive)
-    gone = max(cost.logits.kept_bytes - cost.logits.held_bytes for cost in costs)
+    """Return the worse of two moments: inside head and loss, or inside the layer behind.
+
+    In the latter one micro-batch's logits are already freed.
+    """
+    kept_bytes = max(_sum(moment, [cost.logits.kept_bytes for cost in costs]) for moment in alive)
+    freed_bytes = max(cost.logits.kept_bytes - cost.logits.held_bytes for cost in costs)
     inside = max(cost.transient_bytes for cost in costs)
-    head = {"logits": kept + max(cost.logits.transient for cost in costs), "temporaries": 0.0, "buffers": gathered}
-    layer = {"logits": kept - gone, "temporaries": inside, "buffers": gathered}
+    head = {
+        "logits": kept_bytes + max(cost.logits.transient for cost in costs),
+        "temporaries": 0.0,
+        "buffers": gathered,
+    }
+    layer = {"logits": kept_bytes - freed_bytes, "temporaries": inside, "buffers": gathered}
     return max(head, layer, key=lambda kinds: sum(kinds.values()))
 
 
 def _borders(layout: Layout, stack: Stack, alive: tuple[tuple[int, ...], ...], border_bytes: float) -> float:
-    """What a pipeline receives and has yet to send."""
+    """Return what a pipeline has received and has yet to send."""
     if layout.pp == 1:
         return 0.0
     return 2 * border_bytes + (border_bytes * max(map(sum, alive)) if stack.outputs_kept else 0.0)

@@ -153,7 +153,7 @@ class _Search:
         self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float, below_s: float
     ) -> None:
         self.estimator, self.requested_plan, self.fixed, self.listed = estimator, plan, fixed, listed
-        self.plan = estimator.looked_at(search_base(plan, fixed))
+        self.plan = estimator.search_plan(search_base(plan, fixed))
         self.room, self.below_s = share * usable_bytes(plan), below_s
         self.ranking = Ranking()
         self.numbers = count()
@@ -191,7 +191,7 @@ class _Search:
     def fitting(self) -> Iterator[Waiting]:
         """Yield the families that may fit, compiled and without graphs, then those that may run as graphs."""
         yield from self.fitting_families()
-        for layout, fixed in graph_variants(self.plan, self.fixed) if self.estimator.chooses else ():
+        for layout, fixed in graph_variants(self.plan, self.fixed) if self.estimator.chooses_execution else ():
             plan = replace(self.plan, layout=layout)
             for bounds, family in families(self.estimator, plan, fixed):
                 if self.offers_graphs(bounds, family) and bounds.family_bytes(family, self.room) <= self.room:
@@ -254,7 +254,7 @@ class _Search:
                 self.reject(_largest(memory), memory.total_bytes, choice.region, choice.split, 1)
             return
         graphs = bounds.base is not self.plan.layout
-        if graphs or (self.estimator.chooses and self.plan.model.norm == "layernorm"):
+        if graphs or (self.estimator.chooses_execution and self.plan.model.norm == "layernorm"):
             # graphs may gain too little to be taken, and LayerNorm's blocks may run uncompiled, which takes longer
             step_s = max(step_s, self.predict(searched).step_s)
             if step_s > self.limit_s or step_s >= self.below_s:
@@ -284,13 +284,13 @@ class _Search:
 
 def fullest_rank(estimator: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
     """Return the pipeline rank with the highest peak, or one likely to have it that already exceeds `room`."""
-    telling = estimator.telling(layout)
+    telling = estimator.likely_fullest(layout)
     if layout.pp > 1 and room < float("inf"):
         bounds = _fullest(estimator.memory(layout, telling, exact=False))
         if bounds.total_bytes > room:
             return bounds
     likely = _fullest(estimator.memory(layout, telling))
-    others = [ranking_key for ranking_key in estimator.fullest(layout) if ranking_key not in telling]
+    others = [ranking_key for ranking_key in estimator.fullest_candidates(layout) if ranking_key not in telling]
     if likely.total_bytes > room or not others:
         return likely
     return _fullest((likely, *estimator.memory(layout, others)))

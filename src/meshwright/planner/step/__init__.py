@@ -1,1 +1,1 @@
-"""One layout as a whole: memory, time and traffic of a step, and what follows from them."""
+"""Prediction of one layout: memory, time and traffic of a step, and the figures that follow from them."""

@@ -1,8 +1,8 @@
-"""How far a prediction may be off: ranges that nine runs of ten lie in, and how likely a plan fits.
+"""Error ranges of a prediction: intervals that hold nine runs of ten, and the probability that a plan fits.
 
-The quantiles are those of measured over predicted on published rows (docs/accuracy.md), by software, by dense or
-mixture of experts, by nodes. `planner/accuracy/error_table.py` makes them; `python -m benchmarks.leaderboard --write`
-writes the file. Software without rows of its own, as this package's engine, has those of all others together.
+The quantiles are of measured over predicted on published rows (docs/accuracy.md), grouped by software, dense or mixture
+of experts, and nodes. `planner/accuracy/error_table.py` computes them, and `python -m benchmarks.leaderboard --write`
+writes the file. Software without rows, such as Meshwright's engine, uses the rows of all others together.
 """
 
 import json
@@ -17,15 +17,15 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 
 FILE = "data/error_quantiles.json"
-"""Beside this module."""
+"""Path beside this module."""
 LEVEL = 0.9
 """Share of the runs that a range is meant to hold."""
 LIKELY = 0.95
-"""Probability that a recommended layout fits, of runs that were measured."""
+"""Probability of fitting, among measured runs, that a recommended layout has."""
 POOL = "any"
-"""Software that has no rows of its own."""
+"""Group for software without rows."""
 FEW = 8
-"""Nodes, at most, of a group between one node and many."""
+"""Most nodes of the group between one node and many."""
 
 
 class Range(NamedTuple):
@@ -34,14 +34,14 @@ class Range(NamedTuple):
     low: float
     high: float
     pooled: bool
-    """No row of this software is among those they come from."""
+    """None of the rows behind it is of this software."""
 
-    def of(self, value: float) -> tuple[float, float]:
-        """(low, high) of a figure that grows with the prediction."""
+    def scale(self, value: float) -> tuple[float, float]:
+        """Return (low, high) of a figure that grows with the prediction."""
         return value * self.low, value * self.high
 
-    def inverse(self, value: float) -> tuple[float, float]:
-        """(low, high) of a figure that shrinks as the prediction grows: a rate, of a time."""
+    def scale_inverse(self, value: float) -> tuple[float, float]:
+        """Return (low, high) of a figure that shrinks as the prediction grows, such as a rate."""
         return value / self.high, value / self.low
 
 
@@ -49,7 +49,7 @@ Pair = tuple[float, float]
 
 
 class Ranges(NamedTuple):
-    """Of the figures of a prediction, (low, high) each, and the probability that it fits."""
+    """(low, high) of each figure of a prediction, and the probability that it fits."""
 
     step_seconds: Pair
     tokens_per_second_per_device: Pair
@@ -58,76 +58,79 @@ class Ranges(NamedTuple):
     peak_bytes: Pair
     fit_probability: float
     pooled: bool
-    """They come from rows of other software."""
+    """The rows are of other software."""
 
     def document(self) -> dict[str, Any]:
-        """As the document of `plan` has them."""
+        """Return the entry in the document of `plan`."""
         pairs = {name: list(pair) for name, pair in zip(self._fields[:5], self[:5], strict=True)}
-        pairs["peak_bytes"] = [round(one) for one in self.peak_bytes]
+        pairs["peak_bytes"] = [round(size) for size in self.peak_bytes]
         return {"level": LEVEL, "rows_of": "other software" if self.pooled else "this software", **pairs}
 
 
-def ranges(found: Prediction) -> Ranges:
-    """Of one plan."""
-    time, memory = relative_range(found.plan, found.stack), memory_range(found.plan, found.stack)
+def ranges(prediction: Prediction) -> Ranges:
+    """Return the ranges of a prediction."""
+    time, memory = relative_range(prediction.plan, prediction.stack), memory_range(prediction.plan, prediction.stack)
     return Ranges(
-        step_seconds=time.of(found.step_s),
-        tokens_per_second_per_device=time.inverse(found.tokens_per_s_per_device),
-        mfu_causal=time.inverse(found.mfu(causal=True)),
-        mfu_full=time.inverse(found.mfu(causal=False)),
-        peak_bytes=memory.of(found.peak_bytes),
-        fit_probability=fit_probability(found),
+        step_seconds=time.scale(prediction.step_s),
+        tokens_per_second_per_device=time.scale_inverse(prediction.tokens_per_s_per_device),
+        mfu_causal=time.scale_inverse(prediction.mfu(causal=True)),
+        mfu_full=time.scale_inverse(prediction.mfu(causal=False)),
+        peak_bytes=memory.scale(prediction.peak_bytes),
+        fit_probability=fit_probability(prediction),
         pooled=time.pooled or memory.pooled,
     )
 
 
-def groups_of(stack: str, *, routed: bool, nodes: int) -> tuple[str, ...]:
-    """The groups of rows that a run belongs to, the narrowest first."""
+def row_groups(stack: str, *, routed: bool, nodes: int) -> tuple[str, ...]:
+    """Return the groups of rows that a run belongs to, narrowest first."""
     kind = "experts" if routed else "dense"
     size = "one node" if nodes == 1 else f"to {FEW} nodes" if nodes <= FEW else "more nodes"
-    own = () if stack == POOL else (f"{stack}, {kind}, {size}", f"{stack}, {kind}")
-    return *own, f"{POOL}, {kind}, {size}", f"{POOL}, {kind}", POOL
+    narrow = () if stack == POOL else (f"{stack}, {kind}, {size}", f"{stack}, {kind}")
+    return *narrow, f"{POOL}, {kind}, {size}", f"{POOL}, {kind}", POOL
 
 
 def relative_range(plan: Plan, stack: Stack = MESHWRIGHT) -> Range:
-    """Of the step time of a plan that `stack` runs, and of all that is proportional to it."""
+    """Return the range of the step time of a plan under `stack`, and of everything proportional to it."""
     return _range("time", plan, stack)
 
 
 def memory_range(plan: Plan, stack: Stack = MESHWRIGHT) -> Range:
-    """The same of the peak memory."""
+    """Return the range of the peak memory."""
     return _range("memory", plan, stack)
 
 
-def fit_probability(found: Prediction) -> float:
-    """That the fullest rank takes no more than a program can have of its device."""
-    room = usable_bytes(found.plan)
+def fit_probability(prediction: Prediction) -> float:
+    """Return the probability that the fullest rank fits into the usable memory of its device."""
+    room = usable_bytes(prediction.plan)
     if room == float("inf"):
         return 1.0
     if room <= 0:
         return 0.0
-    _, quantiles = _quantiles("memory", found.plan, found.stack)
-    return share_below(quantiles, log(room / found.peak_bytes))
+    _, quantiles = _quantiles("memory", prediction.plan, prediction.stack)
+    return share_below(quantiles, log(room / prediction.peak_bytes))
 
 
 def likely_share(stack: Stack, *, routed: bool, nodes: int, probability: float = LIKELY) -> float:
-    """Largest predicted peak that fits with this probability, as a share of the room: one over the error's quantile."""
-    known = _table()["memory"]
-    quantiles = known[next(one for one in groups_of(stack.name, routed=routed, nodes=nodes) if one in known)]
+    """Return the largest predicted peak that fits with this probability, as a share of the usable memory."""
+    groups = _table()["memory"]
+    quantiles = groups[next(name for name in row_groups(stack.name, routed=routed, nodes=nodes) if name in groups)]
     last = len(quantiles) - 1
-    place = min(probability * last, last - 1e-9)
-    low, high = quantiles[int(place)], quantiles[int(place) + 1]
-    return min(exp(-low - (high - low) * (place - int(place))), 1.0)
+    position = min(probability * last, last - 1e-9)
+    low, high = quantiles[int(position)], quantiles[int(position) + 1]
+    return min(exp(-low - (high - low) * (position - int(position))), 1.0)
 
 
-def share_below(quantiles: tuple[float, ...], value: float) -> float:
-    """Of a distribution with these quantiles, evenly spaced from 0 to 1; linear between them. The outermost are the
-    worst that was seen, so never wholly sure: half a step short of 0 and 1."""
-    last, place = len(quantiles) - 1, bisect_right(quantiles, value)
-    if place == 0 or place > last:
-        return 0.5 / last if place == 0 else 1 - 0.5 / last
-    low, high = quantiles[place - 1], quantiles[place]
-    share = (place - 1 + ((value - low) / (high - low) if high > low else 0.0)) / last
+def share_below(quantiles: tuple[float, ...], error: float) -> float:
+    """Return the share of a distribution below `error`, given its quantiles evenly spaced from 0 to 1.
+
+    It is linear between them. The outermost are the worst that were seen, so the share stays half a step short of 0 and
+    1.
+    """
+    last, index = len(quantiles) - 1, bisect_right(quantiles, error)
+    if index == 0 or index > last:
+        return 0.5 / last if index == 0 else 1 - 0.5 / last
+    low, high = quantiles[index - 1], quantiles[index]
+    share = (index - 1 + ((error - low) / (high - low) if high > low else 0.0)) / last
     return min(max(share, 0.5 / last), 1 - 0.5 / last)
 
 
@@ -140,8 +143,8 @@ def _range(what: str, plan: Plan, stack: Stack) -> Range:
 
 def _quantiles(what: str, plan: Plan, stack: Stack) -> tuple[str, tuple[float, ...]]:
     known = _table()[what]
-    groups = groups_of(stack.name, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
-    group = next(one for one in groups if one in known)
+    groups = row_groups(stack.name, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
+    group = next(name for name in groups if name in known)
     return group, known[group]
 
 
@@ -149,5 +152,5 @@ def _quantiles(what: str, plan: Plan, stack: Stack) -> tuple[str, tuple[float, .
 def _table() -> dict[str, dict[str, tuple[float, ...]]]:
     document = json.loads(files(__package__).joinpath(FILE).read_text(encoding="utf-8"))
     return {
-        what: {group: tuple(one["quantiles"]) for group, one in document[what].items()} for what in ("time", "memory")
+        what: {group: tuple(row["quantiles"]) for group, row in document[what].items()} for what in ("time", "memory")
     }

@@ -1,9 +1,9 @@
-"""How the passes of a step are run on a GPU: kernel by kernel, by compiled blocks, or as a CUDA graph of either. This
-is the rule of layout.compile=auto and layout.cuda_graphs=auto.
+"""Execution of a step's passes on a GPU: kernel by kernel, by compiled blocks, or as a CUDA graph of either.
 
-Of the ways that a plan leaves open, those that are likely to fit are weighed by their step, and by their start, shared
-among the steps of the run. Graphs must gain GRAPHS_GAIN, since the host's time is that of another machine. Where
-nothing is gained, kernels run one by one: nobody waits at the start, and errors name their operation.
+This is the rule of layout.compile=auto and layout.cuda_graphs=auto. Among the choices that a plan leaves open, those
+likely to fit are compared by their step time plus their start-up time, spread over the steps of the run. Graphs must
+gain GRAPHS_GAIN, since host times were measured on another machine. Without a gain kernels run one by one: the start is
+quick, and errors name their operation.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,13 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.units import short_gib, step_time
 
 COMPILE_S = 40.0
-"""Of a start, for each kind of block: 20 to 60 s of Llama-3.2-1B and GPT-2 124M on one H200 (2026-11-27). A later start
-finds the code on disk, if the disk is still there."""
+"""Seconds at start-up for each kind of block.
+
+20 to 60 s of Llama-3.2-1B and GPT-2 124M on one H200 (2026-11-27). A later start finds the code on disk, if the disk
+still exists.
+"""
 GRAPHS_GAIN = 0.05
-"""Share of a step that graphs must gain."""
+"""Least share of a step that graphs must gain."""
 
 Measure = Callable[[Layout], tuple[StepTime, tuple[RankMemory, ...]]]
 """Layout -> time of its step, and memory of each pipeline rank."""
@@ -33,62 +36,62 @@ class Execution:
     """One way to run the passes of a layout."""
 
     layout: Layout
-    """With `on` or `off` for compile and cuda_graphs."""
+    """Layout with `on` or `off` for compile and cuda_graphs."""
     time: StepTime
     memory: tuple[RankMemory, ...]
-    """Of each pipeline rank."""
+    """Memory of each pipeline rank."""
     start_s: float = 0.0
-    """Before the first step."""
+    """Seconds before the first step."""
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Peak of the fullest rank."""
         return max(rank.total_bytes for rank in self.memory)
 
     @property
     def captured(self) -> bool:
-        """Whether passes are CUDA graphs."""
+        """True if passes are CUDA graphs."""
         return self.layout.cuda_graphs == "on"
 
     @property
     def plain(self) -> bool:
-        """Whether the host launches each kernel, and nothing is compiled."""
+        """True if the host launches each kernel and nothing is compiled."""
         return not self.captured and self.layout.compile != "on"
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         blocks = "compiled" if self.layout.compile == "on" else "uncompiled"
         return f"{blocks} in CUDA graphs" if self.captured else blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Executions:
-    """The ways to run a plan that its layout leaves open."""
+    """Executions that a plan's layout leaves open."""
 
     best: Execution
     others: tuple[Execution, ...] = ()
     room_bytes: float = float("inf")
-    """What a program can have of a device."""
+    """Usable memory of a device."""
     likely_bytes: float = float("inf")
-    """What a way may take of it to be likely to fit (planner/step/error_ranges.py)."""
+    """Most bytes that are likely to fit (planner/step/error_ranges.py)."""
     uncompiled: str = ""
-    """Why compile=auto does not compile, whatever it would gain."""
+    """Reason why compile=auto does not compile, whatever the gain."""
     uncaptured: str = ""
-    """What a graph does, and what of the plan clashes with it, so that cuda_graphs=auto is off."""
+    """Property of graphs that clashes with the plan, so that cuda_graphs=auto is off."""
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the JSON document."""
         return {"compile": self.best.layout.compile, "cuda_graphs": self.best.layout.cuda_graphs, "why": list(self.why)}
 
     @property
     def why(self) -> tuple[str, ...]:
-        """Sentences: what runs, and what each other way would take."""
-        found = [f"Blocks run {self._words(self.best)}."]
-        found += [f"As {self._words(way)}." for way in self.others]
-        found += [f"No blocks are compiled: {self.uncompiled}."] if self.uncompiled else []
-        found += [f"No CUDA graphs: a graph {self.uncaptured}."] if self.uncaptured else []
-        return tuple(found)
+        """Sentences that say what runs, and what each alternative would take."""
+        sentences = [f"Blocks run {self._words(self.best)}."]
+        sentences += [f"As {self._words(way)}." for way in self.others]
+        sentences += [f"No blocks are compiled: {self.uncompiled}."] if self.uncompiled else []
+        sentences += [f"No CUDA graphs: a graph {self.uncaptured}."] if self.uncaptured else []
+        return tuple(sentences)
 
     def _words(self, way: Execution) -> str:
         start = f", and about {way.start_s:.0f} s at the start" if way.start_s else ""
@@ -100,9 +103,12 @@ class Executions:
 def executions(
     plan: Plan, measure: Measure, room_bytes: float, share: float, run_steps: int = 0
 ) -> Executions:  # fmt: skip
-    """The ways that a plan of a GPU leaves open, and the one to take. `room_bytes` of a device, of which a way that
-    takes no more than `share` is likely to fit. `run_steps`: of the whole run; 0 = as the recipe says, and where it
-    counts epochs no start is weighed."""
+    """Return the executions that a plan for a GPU leaves open, and the best of them.
+
+    Args:
+        room_bytes: Usable memory of a device. Up to `share` of it is likely to fit.
+        run_steps: Steps of the whole run. 0 = as the recipe says. If it counts epochs, start-up time is ignored.
+    """
     run_steps = run_steps or (0 if plan.recipe.epochs else plan.recipe.steps)
     uncompiled = uncompiled_because(plan)
     ways = list(_ways(plan, measure, compiles=not uncompiled))
@@ -124,7 +130,7 @@ def executions(
 
 
 def uncompiled_because(plan: Plan) -> str:
-    """Why compile=auto compiles nothing; empty where it may."""
+    """Return why compile=auto compiles nothing. Empty if it may compile."""
     if plan.layout.compile != "auto":
         return ""
     if not can_be_compiled(plan.model, plan.recipe.fake_quantize):
@@ -135,29 +141,31 @@ def uncompiled_because(plan: Plan) -> str:
 
 
 def _ways(plan: Plan, measure: Measure, *, compiles: bool) -> Iterator[Execution]:
-    """Each with its time and memory, the plainest first."""
+    """Yield each execution with its time and memory, the plainest first."""
     asked = plan.layout
-    words = {"auto": ("off", "on") if compiles else ("off",)}
+    choices = {"auto": ("off", "on") if compiles else ("off",)}
     for graphs in ("off", "on") if asked.cuda_graphs == "auto" else (asked.cuda_graphs,):
-        for compiled in words.get(asked.compile, (asked.compile,)):
+        for compiled in choices.get(asked.compile, (asked.compile,)):
             layout = replace(asked, compile=compiled, cuda_graphs=graphs)  # type: ignore[arg-type]  # two of its words
-            if graphs == "on" and _refused(plan, layout):
+            if graphs == "on" and _is_left_out(plan, layout):
                 continue
             time, memory = measure(layout)
-            start_s = COMPILE_S * _kinds(plan) if compiled == "on" else 0.0
+            start_s = COMPILE_S * _compiled_kinds(plan) if compiled == "on" else 0.0
             yield Execution(layout=layout, time=time, memory=memory, start_s=start_s)
 
 
-def _refused(plan: Plan, layout: Layout) -> bool:
-    """Whether passes of a layout with graphs are left out. Those that are asked for come with compiled blocks or
-    without, and one of both is legal."""
+def _is_left_out(plan: Plan, layout: Layout) -> bool:
+    """Return True if a layout with graphs is not considered.
+
+    Explicit graphs are tried with compiled blocks and without, and one of both is legal.
+    """
     if plan.layout.cuda_graphs == "auto":
         return any(left_to_auto(plan.model, plan.recipe, layout))
     return plan.layout.compile == "auto" and layout.compile == "on" and any(
         hindrances(plan.model, plan.recipe, layout))  # fmt: skip
 
 
-def _kinds(plan: Plan) -> int:
-    """Kinds of blocks that are compiled: dense and routed ones, and those that recompute beside the others."""
+def _compiled_kinds(plan: Plan) -> int:
+    """Return the number of kinds of blocks to compile: dense and routed, with and without recomputation."""
     routed = plan.model.routed_layers
     return (2 if 0 < routed < plan.model.layers else 1) * (2 if 0 < plan.recomputed_share < 1 else 1)

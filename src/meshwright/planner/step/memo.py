@@ -1,5 +1,8 @@
-"""What an estimator has counted already; layouts share most of it. A key has all that its entry depends on: a test
-changes each field of a layout, and compares entries of one key."""
+"""Cache of an estimator. Layouts share most of what it counts.
+
+A key contains everything that its entry depends on. A test changes each field of a layout and compares entries of equal
+keys.
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +11,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import CostsByPolicy, FirstHalves, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
-from meshwright.planner.memory.engine_peak import Standing
+from meshwright.planner.memory.engine_peak import MomentBytes
 from meshwright.planner.memory.gather_units import GatherUnits
 from meshwright.planner.time.collectives import Sharing, StageContents
 from meshwright.planner.time.timeline import Edges
@@ -16,7 +19,7 @@ from meshwright.planner.time.timeline import Edges
 
 @dataclass(slots=True)
 class Memo:
-    """By what each depends on: degrees, micro-batch, recomputation, kind of rank."""
+    """Results by what they depend on: degrees, micro-batch, recomputation, kind of rank."""
 
     stacks: dict[tuple[object, ...], Stack] = field(default_factory=dict)
     parts: dict[tuple[object, ...], tuple[LocalShape, CostsByPolicy]] = field(default_factory=dict)
@@ -25,15 +28,15 @@ class Memo:
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
     units: dict[tuple[object, ...], GatherUnits] = field(default_factory=dict)
     contents: dict[tuple[object, ...], tuple[StageContents, tuple[tuple[str, int], ...]]] = field(default_factory=dict)
-    """Of a pipeline rank, and how many of its layers are of each kind."""
+    """Layers of a pipeline rank, and how many of them are of each kind."""
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
     shares: dict[tuple[object, ...], Edges] = field(default_factory=dict)
     stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)
-    standing: dict[tuple[object, ...], tuple[Standing, ...]] = field(default_factory=dict)
+    moments: dict[tuple[object, ...], tuple[MomentBytes, ...]] = field(default_factory=dict)
     kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool, tuple[int, ...]]]] = field(default_factory=dict)
     played: dict[tuple[object, ...], float] = field(default_factory=dict)
     splits: dict[tuple[object, ...], list[range]] = field(default_factory=dict)
     stage_kinds: dict[tuple[object, ...], tuple[list[tuple[StageKind, ...]], list[int]]] = field(default_factory=dict)
     least: dict[tuple[object, ...], float] = field(default_factory=dict)
     busy: tuple[tuple[object, ...], tuple[float, ...]] = ((), ())
-    """Of the layout asked for last."""
+    """Seconds per rank of the most recent layout."""

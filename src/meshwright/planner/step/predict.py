@@ -1,4 +1,4 @@
-"""Plan -> Prediction: memory, traffic and time of one layout, by counting."""
+"""Predictor of memory, traffic and time of one layout, by counting."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
 from meshwright.planner.cost.states import ElementCounts, States, number_of_kinds, states
-from meshwright.planner.memory.engine_peak import Standing, moments, standing
+from meshwright.planner.memory.engine_peak import MomentBytes, fullest_moments, moments
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.execution import executions
 from meshwright.planner.step.prediction import Prediction
@@ -52,19 +52,19 @@ from meshwright.spec.shape import ModelShape
 Kinds = tuple[tuple[str, int], ...]
 """Layers of each kind: states.number_of_kinds."""
 POSITION_BYTES = 8
-"""A position alone, int64, or with the number of its document, int32 each."""
+"""Bytes of a position alone, int64, or with the number of its document, int32 each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator(SharedCosts):
-    """Predicts layouts."""
+    """Predictor of the layouts of one model, recipe and cluster."""
 
     def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
-        """Seconds of data parallelism of a pipeline rank."""
+        """Return the seconds of data parallelism of a pipeline rank."""
         return self._sharing_of(layout, state, *self._contents(layout, rank))
 
     def _sharing_of(self, layout: Layout, state: States, held: StageContents, kinds: Kinds) -> Sharing:
-        """Of a rank that holds these layers, so many of each kind."""
+        """Return the same of a rank that holds these layers, counted by kind."""
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
         key = *degrees, shares_codes(layout), kinds, held.first, held.last, summed
@@ -75,30 +75,33 @@ class Estimator(SharedCosts):
         return self._known.sums[key]
 
     def _contents(self, layout: Layout, rank: int) -> tuple[StageContents, Kinds]:
-        """What a pipeline rank holds, and how many of its layers are of each kind."""
-        own = own_stages(layout, rank)
-        key = layout.pp, layout.vp, layout.stages, own
+        """Return what a pipeline rank holds, and how many of its layers are of each kind."""
+        stages = own_stages(layout, rank)
+        key = layout.pp, layout.vp, layout.stages, stages
         if key not in self._known.contents:
-            found = StageContents.of(own, self.split(layout))
-            self._known.contents[key] = found, number_of_kinds(self.shape, found.layers)
+            contents = StageContents.from_stages(stages, self.split(layout))
+            self._known.contents[key] = contents, number_of_kinds(self.shape, contents.layers)
         return self._known.contents[key]
 
     def predict(self, plan: Plan) -> Prediction:
-        """Memory and time of a legal plan of this shape, recipe and cluster."""
-        ways = executions(plan, self.measure, *self._limits(plan), self.run_steps) if self.chooses else None
+        """Return memory and time of a legal plan of this shape, recipe and cluster."""
+        ways = executions(plan, self.measure, *self._limits(plan), self.run_steps) if self.chooses_execution else None
         time, memory = (ways.best.time, ways.best.memory) if ways else self.measure(plan.layout)
         peak = max(self.cluster.device.half_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak,
                           document_tokens=self.document_tokens, executions=ways)  # fmt: skip
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
-        """Time of a step and memory of every pipeline rank; not `exact`: of a few ranks, without playing the schedule:
-        neither is more than what is exact."""
-        ranks = range(layout.pp) if exact else self.telling(layout)
+        """Return the time of a step and the memory of every pipeline rank.
+
+        Without `exact`, the schedule is not played and only the ranks likely to be fullest are counted. Neither figure
+        then exceeds the exact one.
+        """
+        ranks = range(layout.pp) if exact else self.likely_fullest(layout)
         return self.time(layout, exact=exact), self.memory(layout, ranks, exact=exact)
 
     def time(self, layout: Layout, *, exact: bool = True) -> StepTime:
-        """Of a step."""
+        """Return the time of a step."""
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         shared_s, update_s, muon_s, of_update = Sharing(), 0.0, 0.0, (self.speeds, self.stack, recipe)
@@ -118,13 +121,16 @@ class Estimator(SharedCosts):
             self._known.busy = key, busy_s(layout, shown)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        one = step_time(layout, self._stack(layout), m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
+        stack = self._launched_stack(layout)
+        step = step_time(layout, stack, m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
                         passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
-        return one if self.teacher is None else before_step(self.teacher, one, layout, m)
+        return step if self.teacher is None else before_step(self.teacher, step, layout, m)
 
     def least_sharing(self, layout: Layout, layers: tuple[int, int], m: int) -> tuple[Sharing, float]:
-        """Seconds of data parallelism and of the optimizer, neither above the truth where a rank holds at least so many
-        layers (dense, routed); without a pipeline it holds all."""
+        """Return lower bounds of the seconds of data parallelism and of the optimizer.
+
+        The rank holds at least `layers` (dense, routed). Without a pipeline it holds all.
+        """
         ends = layout.pp == 1
         shared, update_s = [], []
         for alike in self.layers_alike(*layers):
@@ -137,15 +143,15 @@ class Estimator(SharedCosts):
         return Sharing(*map(min, zip(*shared, strict=True))), min(update_s) + muon_s
 
     def unhidden(self, layout: Layout, m: int, sharing: Sharing, update_s: float) -> Unhidden:
-        """What these add to a step, whatever its passes are."""
-        return unhidden(layout, self._stack(layout), m, sharing, update_s, self._edges(layout))
+        """Return what these add to a step, whatever its passes are."""
+        return unhidden(layout, self._launched_stack(layout), m, sharing, update_s, self._edges(layout))
 
     def least_teacher_s(self, layout: Layout, m: int) -> float:
-        """Seconds of a teacher's passes in a step, where there is one: not above the truth."""
+        """Return a lower bound of a teacher's passes in a step. 0 without a teacher."""
         return 0.0 if self.teacher is None else least_ahead_s(self.teacher, layout, m)
 
     def least_s(self, layout: Layout) -> float:
-        """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
+        """Return a lower bound of the step time over all splits of data parallelism with the same passes."""
         m = layout.micro_batches(self.recipe.global_batch)
         send_s = self.send_s(layout)
         shown = self._with_sends(layout, self.stages(layout), send_s)
@@ -153,13 +159,16 @@ class Estimator(SharedCosts):
         passes_s = self._passes_s(layout, m, shown, send_s, False, key)
         if layout.pp > 1:
             passes_s /= max(1.0, self.speeds.ranks_per_core)
-        stack = self._stack(layout)
+        stack = self._launched_stack(layout)
         return passes_s + stack.step_s + m * stack.micro_batch_s
 
     def _passes_s(
         self, layout: Layout, m: int, stages: list[MicroBatchCost], send_s: float, exact: bool, key: tuple[object, ...]
     ) -> float:
-        """Of all passes of a step. What was played is kept, since all splits of dp play the same."""
+        """Return the seconds of all passes of a step.
+
+        Played schedules are cached, since all splits of dp play the same.
+        """
         if not exact or layout.pp == 1:
             if key not in self._known.least:
                 self._known.least[key] = least_s(layout.schedule, layout.pp, layout.vp, m, stages, send_s)
@@ -169,14 +178,16 @@ class Estimator(SharedCosts):
         return self._known.played[key]
 
     def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
-        """Of some pipeline ranks, in the largest steps of the recipe."""
+        """Return the memory of these pipeline ranks in the largest steps of the recipe."""
         if self.recipe.batch_ramp:
             return self._largest.memory(layout, ranks, exact=exact)
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
-        of, _ = self.parts(layout)
+        local, _ = self.parts(layout)
         summed = not self.shape.moe and self.sums_products(layout, m)
-        found = []
+        vocab_ranks = local.tp if self.stack.vocab_parallel else 1
+        logits_bytes = local.tokens * self.shape.vocab * local.width / vocab_ranks
+        memories = []
         for rank in ranks:
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
@@ -184,36 +195,41 @@ class Estimator(SharedCosts):
                 for kinds in (state.step, state.update):
                     kind = "shards" if layout.zero == 3 and layout.pp > 1 else "parameters"
                     kinds[kind] += held_bytes(self.teacher, layout, rank)
-            if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
+            if recipe.noise_scale_every:  # each micro-batch's gradients exist beside the sum of earlier ones
                 state.step["gradients"] *= 2
-            one = rank_memory(
+            memory = rank_memory(
                 layout, self.stack, m, stages, state, rank,
                 gathered_bytes=0.0 if self.stack.is_meshwright else self._gathered(layout, state),
-                border_bytes=of.between_bytes,
+                border_bytes=local.between_bytes,
                 update_bytes=self.update_bytes(layout, rank, count, state),
                 exact=exact,
-                logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
+                logits_bytes=logits_bytes,
                 units=self.units(layout, state) if self.stack.is_meshwright else None,
-                found=self._standing(layout, m, stages, rank, exact) if self.stack.is_meshwright else (),
+                fullest=self._moments(layout, m, stages, rank, exact) if self.stack.is_meshwright else (),
                 sums_products=summed,
             )  # fmt: skip
             if self.teacher is not None:
-                one = with_cache(with_states(self.teacher, one, layout, rank, m), self.shape, recipe, layout)
-            found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
-        return tuple(found)
+                memory = with_cache(with_states(self.teacher, memory, layout, rank, m), self.shape, recipe, layout)
+            memories.append(
+                memory if self._gpu else replace(memory, kinds={**memory.kinds, **self._host_kinds(layout, rank)})
+            )
+        return tuple(memories)
 
     def states(self, layout: Layout, count: ElementCounts, m: int) -> States:
-        """Of the elements of a pipeline rank, with steps of `m` micro-batches."""
+        """Return the states of a pipeline rank's elements, in steps of `m` micro-batches."""
         recipe = self.recipe
         return states(self.stack, layout, recipe.precision, count, m, recipe.reduce_dtype, storage=recipe.storage)
 
-    def _taught(self, layout: Layout) -> MicroBatchCost:
+    def _teacher_cost(self, layout: Layout) -> MicroBatchCost:
         assert self.teacher is not None, "asked where there is one"
         return pass_cost(self.teacher, layout)
 
-    def _of_host(self, layout: Layout, rank: int) -> dict[str, float]:
-        """What a CPU's memory holds beside the program's tensors: the tokens of this step and of the next, and the copy
-        from which a thread writes checkpoints. Of a GPU's memory tokens are less than a thousandth."""
+    def _host_kinds(self, layout: Layout, rank: int) -> dict[str, float]:
+        """Return what a CPU's memory holds beside the program's tensors.
+
+        The tokens of this and the next step, and the copy from which a thread writes checkpoints. On a GPU tokens are
+        less than a thousandth.
+        """
         recipe = self.recipe
         each = TOKEN_BYTES + POSITION_BYTES * (layout.cp > 1 or recipe.document_mask)
         tokens = 2 * recipe.global_batch // layout.dp * recipe.sequence // layout.cp * each
@@ -226,50 +242,58 @@ class Estimator(SharedCosts):
     def _largest(self) -> "Estimator":
         return replace(self, recipe=self.recipe.largest)
 
-    def telling(self, layout: Layout) -> list[int]:
-        """The ranks among which the highest peak is to be expected: both ends, and the first with the most layers, of
-        which routed ones count more."""
+    def likely_fullest(self, layout: Layout) -> list[int]:
+        """Return the ranks among which the highest peak is likely.
+
+        They are both ends and the first with the most layers. Among layers, routed ones count more.
+        """
         kinds = [(routed, dense + routed) for dense, routed, *_ in self._ranks(layout)]
         return sorted({0, kinds.index(max(kinds)), layout.pp - 1})
 
-    def fullest(self, layout: Layout) -> list[int]:
-        """The ranks that no other is above: of those with equal layers the first, which has most in flight, unless the
-        stages lie in a V."""
+    def fullest_candidates(self, layout: Layout) -> list[int]:
+        """Return the ranks that no other can exceed.
+
+        Of ranks with equal layers it is the first, which has most in flight, unless the stages lie in a V.
+        """
         if layout.schedule in V_PLACED:
             return list(range(layout.pp))
         kinds = self._ranks(layout)
         return [rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]]
 
     def send_s(self, layout: Layout) -> float:
-        """Of what a stage passes on to the next, for one micro-batch."""
+        """Return the seconds of what a stage sends to the next for one micro-batch."""
         if layout.pp == 1:
             return 0.0
-        of, _ = self.parts(layout)
-        return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
+        local, _ = self.parts(layout)
+        return self.links.send_seconds(local.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
 
     def _with_sends(self, layout: Layout, stages: list[MicroBatchCost], send_s: float) -> list[MicroBatchCost]:
-        """What of the transfers no computation hides stands in both neighbours' time."""
+        """Return the stages with the transfers that no computation hides, which cost both neighbours time."""
         shown = send_s * (1 - self.stack.hides_sends) + (self.stack.send_s if layout.pp > 1 else 0.0)
         if not shown:
             return stages
         return [c.plus(MicroBatchCost(forward_s=shown, input_s=shown, exchange_s=2 * shown)) for c in stages]
 
-    def _standing(
+    def _moments(
         self, layout: Layout, m: int, stages: list[MicroBatchCost], rank: int, exact: bool
-    ) -> tuple[Standing, ...]:
-        """The moments of a rank's schedule, the same for all splits of data parallelism but those that reduce each
-        micro-batch at once."""
+    ) -> tuple[MomentBytes, ...]:
+        """Return the fullest moments of a rank's schedule.
+
+        They are equal for all splits of data parallelism, except those that reduce each micro-batch at once.
+        """
         key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
-        if key not in self._known.standing:
-            exact, own = exact or layout.pp == 1, own_stages(layout, rank)
-            found = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)
-            shares = self.stage_shares(layout, own)
-            self._known.standing[key] = standing(found, [stages[stage] for stage in own], shares)
-        return self._known.standing[key]
+        if key not in self._known.moments:
+            exact, rank_stages = exact or layout.pp == 1, own_stages(layout, rank)
+            instants = moments(layout, m, rank) if exact else (first_backward(layout, m, rank),)
+            shares = self.stage_shares(layout, rank_stages)
+            self._known.moments[key] = fullest_moments(instants, [stages[stage] for stage in rank_stages], shares)
+        return self._known.moments[key]
 
     def update_bytes(self, layout: Layout, rank: int, count: ElementCounts, state: States) -> float:
-        """Temporaries of the optimizer step. Gradients that are fp32 already are not widened: that is counted where
-        this moment is often the fullest (layout.cuda_graphs)."""
+        """Return the bytes of temporaries of the optimizer step.
+
+        fp32 gradients are not widened. That is counted only with CUDA graphs, where this moment is often the fullest.
+        """
         matrices = self.matrices.buffer_bytes(layout, *self._ranks(layout)[rank][:2]) if self.matrices else 0.0
         wide = layout.cuda_graphs == "on" and state.gradient_bytes == 4 and not self.recipe.storage.narrow
         each = 0.0 if wide else self.widened_bytes
@@ -277,7 +301,7 @@ class Estimator(SharedCosts):
 
     @cached_property
     def matrices(self) -> MatrixCosts | None:
-        """Muon's, where the recipe has it."""
+        """Costs of Muon, if the recipe uses it."""
         if self.recipe.optimizer != "muon":
             return None
         return MatrixCosts(
@@ -287,14 +311,17 @@ class Estimator(SharedCosts):
 
     @property
     def widened_bytes(self) -> float:
-        """Of an element's temporaries: narrow states, or a 16-bit gradient that AdamW cannot read, in fp32."""
+        """Bytes per element of temporaries: narrow states, or a 16-bit gradient that AdamW cannot read, in fp32."""
         if self.recipe.storage.narrow:
             return float(NARROW_BYTES)
         return 4.0 if self.recipe.precision != "fp32" and not (self.stack.is_meshwright and self._gpu) else 0.0
 
     def _gathered(self, layout: Layout, state: States) -> float:
-        """ZeRO-3 of other software, where the ends stay whole from the first forward to the last backward pass: two
-        blocks beside them, since the next is gathered early; one's gradients and the buffer they are reduced from."""
+        """Return the bytes that ZeRO-3 of other software holds gathered.
+
+        The ends stay whole from the first forward to the last backward pass. Beside them are two blocks, since the next
+        is gathered early, and one block's gradients with the buffer from which they are reduced.
+        """
         if layout.dp * layout.cp == 1 or layout.zero < 3 or (layout.pp > 1 and self.stack.sharding != "flat"):
             return 0.0
         units = self.units(layout, state)
@@ -306,22 +333,24 @@ def build_estimator(
     plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None,
     document_tokens: float = 0.0,
 ) -> Estimator:  # fmt: skip
-    """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given.
-    `document_tokens`: SharedCosts'."""
+    """Return the estimator of a plan's model, recipe and cluster.
+
+    Speeds and links default to the cluster's data sheet. `document_tokens`: as in SharedCosts.
+    """
     stack = on_gpu(stack) if plan.cluster.device.is_gpu and speeds is None else stack
     listed = planned_speeds(stack, plan)
     speeds, links = speeds or (listed.in_tf32() if plan.recipe.tf32 else listed), links or links_of(plan.cluster)
 
-    def of(shape: ModelShape, recipe: Recipe, teacher: Estimator | None = None) -> Estimator:
+    def build(shape: ModelShape, recipe: Recipe, teacher: Estimator | None = None) -> Estimator:
         return Estimator(
             shape=shape, recipe=recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links, teacher=teacher,
             document_tokens=document_tokens,
         )  # fmt: skip
 
-    beside = None if plan.beside is None else of(plan.beside, teachers_recipe(plan.recipe))
-    return of(plan.model, plan.recipe, beside)
+    beside = None if plan.beside is None else build(plan.beside, teachers_recipe(plan.recipe))
+    return build(plan.model, plan.recipe, beside)
 
 
 def predict(plan: Plan, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0) -> Prediction:
-    """What a legal plan would cost."""
+    """Predict the cost of a legal plan."""
     return build_estimator(plan, stack, document_tokens=document_tokens).predict(plan)

@@ -1,6 +1,8 @@
-"""What a teacher beside the student adds to a step: its frozen weights, its forward passes, and at the student's loss
-the logits of both. Under a pipeline its passes stand before the student's, and hidden states wait for those. Its
-gathers under ZeRO-3 are counted in bytes and not in time."""
+"""Cost of a teacher beside the student: frozen weights, forward passes, and the logits of both at the student's loss.
+
+Under a pipeline its passes precede the student's, and hidden states wait for those. Its gathers under ZeRO-3 are
+counted in bytes and not in time.
+"""
 
 from dataclasses import replace
 
@@ -20,36 +22,41 @@ from meshwright.spec.sampling_memory import cache_bytes
 from meshwright.spec.shape import ModelShape
 
 AFTER_PASSES = ("optimizer step", "evaluation")
-"""Moments (rank_memory) at which nothing waits any more."""
+"""Moments (rank_memory) at which no hidden states wait any more."""
 BUFFERS = 5
-"""Of a chunk's logits in fp32 (kernels/linear_divergence.py)."""
+"""fp32 tensors of a chunk's logits (kernels/linear_divergence.py)."""
 
 
 def teachers_recipe(recipe: Recipe) -> Recipe:
-    """Of the teacher's forward passes."""
+    """Return the recipe of the teacher's forward passes."""
     plain = replace(recipe, products="same", fake_quantize=NO_SCHEME, dropout=0.0)
     return replace(plain, objective=CROSS_ENTROPY, noise_scale_every=0, batch_ramp=())
 
 
 def pass_cost(teacher: SharedCosts, layout: Layout) -> MicroBatchCost:
-    """Of one micro-batch, on the student's last stage: the forward pass, where it is made there, and the worst of what
-    is held for a moment."""
-    own = teacher_layout(layout, teacher.shape)
-    of, _ = teacher.parts(own)
-    restored = max(adapters.restored_bytes(of, group) for group in ("attention", "mlp", "expert"))
-    logits = max(activations.divergence_chunk(of, BUFFERS), restored) + _gathered_bytes(teacher, own)
-    forward_s = 0.0 if layout.pp > 1 else teacher.stages(own)[0].forward_s
+    """Return the cost of one micro-batch on the student's last stage.
+
+    It is the forward pass, if it runs there, and the largest transient memory.
+    """
+    forward_layout = teacher_layout(layout, teacher.shape)
+    local, _ = teacher.parts(forward_layout)
+    restored = max(adapters.restored_bytes(local, group) for group in ("attention", "mlp", "expert"))
+    logits = max(activations.divergence_chunk(local, BUFFERS), restored) + _gathered_bytes(teacher, forward_layout)
+    forward_s = 0.0 if layout.pp > 1 else teacher.stages(forward_layout)[0].forward_s
     return MicroBatchCost(forward_s=forward_s, logits=activations.Logits(0.0, 0.0, logits))
 
 
-def _gathered_bytes(teacher: SharedCosts, own: Layout) -> float:
-    """Under ZeRO-3 norm and head, and without a pipeline a block's, which FSDP keeps until the next gather."""
-    if not own.zero:
+def _gathered_bytes(teacher: SharedCosts, forward_layout: Layout) -> float:
+    """Return the bytes that ZeRO-3 gathers: norm and head, and without a pipeline a block.
+
+    FSDP keeps the block until the next gather.
+    """
+    if not forward_layout.zero:
         return 0.0
     shape = teacher.shape
-    last = counts(shape, own, (), first=shape.tied, last=True).gathered * _width(teacher)
-    block = counts(shape, own, (shape.layers - 1,), first=False, last=False)
-    return float(last + (block.gathered * _width(teacher) + block.codes_gathered if own.pp == 1 else 0))
+    last = counts(shape, forward_layout, (), first=shape.tied, last=True).gathered * _width(teacher)
+    block = counts(shape, forward_layout, (shape.layers - 1,), first=False, last=False)
+    return float(last + (block.gathered * _width(teacher) + block.codes_gathered if forward_layout.pp == 1 else 0))
 
 
 def _width(teacher: SharedCosts) -> int:
@@ -57,60 +64,82 @@ def _width(teacher: SharedCosts) -> int:
 
 
 def held_bytes(teacher: SharedCosts, layout: Layout, rank: int) -> float:
-    """Of the weights of a pipeline rank."""
-    own = teacher_layout(layout, teacher.shape)
-    count = teacher.held(own, rank)
-    return float((count.shard if own.zero else count.whole) * _width(teacher) + count.codes)
+    """Return the bytes of the weights of a pipeline rank."""
+    forward_layout = teacher_layout(layout, teacher.shape)
+    count = teacher.held(forward_layout, rank)
+    return float((count.shard if forward_layout.zero else count.whole) * _width(teacher) + count.codes)
 
 
 def before_step(teacher: SharedCosts, time: StepTime, layout: Layout, micro_batches: int) -> StepTime:
-    """A step of a pipeline, with the teacher's passes in front: one micro-batch goes through all of its stages, the
-    others through its slowest rank."""
+    """Return the time of a pipeline's step with the teacher's passes in front.
+
+    One micro-batch goes through all stages, the others through the slowest rank.
+    """
     if layout.pp == 1:
         return time
-    own = teacher_layout(layout, teacher.shape)
-    forward = [one.forward_s for one in teacher.stages(own)]
-    busiest = max(sum(forward[stage] for stage in own_stages(own, rank)) for rank in range(own.pp))
+    forward_layout = teacher_layout(layout, teacher.shape)
+    forward = [stage.forward_s for stage in teacher.stages(forward_layout)]
+    busiest = max(
+        sum(forward[stage] for stage in own_stages(forward_layout, rank)) for rank in range(forward_layout.pp)
+    )
     return replace(
         time, compute_s=time.compute_s + micro_batches * busiest, bubble_s=time.bubble_s + sum(forward) - busiest
     )
 
 
 def least_ahead_s(teacher: SharedCosts, layout: Layout, micro_batches: int) -> float:
-    """Seconds that a teacher's passes add to a step at the least, wherever its layers lie: of a pipeline those of
-    `before_step`."""
+    """Return the least seconds that a teacher's passes add to a step, wherever its layers lie.
+
+    Of a pipeline those of `before_step`.
+    """
     forward_s = sum(stage.forward_s for stage in teacher.stages(teacher_layout(layout, teacher.shape)))
     return forward_s * (1 + (micro_batches - 1) / layout.pp)
 
 
-def with_cache(one: RankMemory, shape: ModelShape, recipe: Recipe, layout: Layout) -> RankMemory:
-    """The memory of a rank whose student samples: where that is more, its cache of keys and values beside the states,
-    without gradients. What a step of sampling computes for a moment is left out: some rows of one layer."""
+def with_cache(memory: RankMemory, shape: ModelShape, recipe: Recipe, layout: Layout) -> RankMemory:
+    """Return the memory of a rank whose student generates samples.
+
+    If that is more, it is the cache of keys and values beside the states, without gradients. Transient memory of a
+    sampling step is ignored: some rows of one layer.
+    """
     if not recipe.distillation_on_policy:
-        return one
+        return memory
     cache = cache_bytes(shape, recipe, layout, WIDTHS[recipe.precision].parameter)
     none = dict.fromkeys(("gradients", "logits", "temporaries", "activations"), 0.0)
-    sampling = {**one.kinds, **none, "buffers": float(cache)}
-    return replace(one, kinds=sampling, when="sampling") if sum(sampling.values()) > one.total_bytes else one
+    sampling = {**memory.kinds, **none, "buffers": float(cache)}
+    return replace(memory, kinds=sampling, when="sampling") if sum(sampling.values()) > memory.total_bytes else memory
 
 
-def with_states(teacher: SharedCosts, one: RankMemory, layout: Layout, rank: int, micro_batches: int) -> RankMemory:
-    """A pipeline rank's memory with what waits at the teacher's head on the last stage: hidden states of all
-    micro-batches. Or, where it is more, what the teacher's passes hold: its stage, gathered, and no gradients."""
+def with_states(teacher: SharedCosts, memory: RankMemory, layout: Layout, rank: int, micro_batches: int) -> RankMemory:
+    """Return a pipeline rank's memory with a teacher.
+
+    On the last stage hidden states of all micro-batches wait at the teacher's head. If the teacher's passes hold more,
+    they count instead: its stage, gathered, and no gradients.
+    """
     if layout.pp == 1:
-        return one
-    own = teacher_layout(layout, teacher.shape)
-    of, _ = teacher.parts(own)
-    stages = own_stages(own, rank)
-    waits = micro_batches * of.tokens * teacher.shape.hidden * of.width if stages[-1] == own.pp * own.vp - 1 else 0.0
-    if one.when not in AFTER_PASSES:
-        one = replace(one, kinds={**one.kinds, "activations": one.kinds["activations"] + waits})
-    before = {**one.kinds, "gradients": 0.0, "logits": 0.0, "temporaries": 0.0, "activations": waits + of.hidden_bytes}
-    if own.zero:  # the whole stage, and what two blocks were gathered into
-        block = counts(teacher.shape, own, (teacher.shape.layers - 1,), first=False, last=False).gathered
-        held = teacher.held(own, rank)
+        return memory
+    forward_layout = teacher_layout(layout, teacher.shape)
+    local, _ = teacher.parts(forward_layout)
+    stages = own_stages(forward_layout, rank)
+    waits = (
+        micro_batches * local.tokens * teacher.shape.hidden * local.width
+        if stages[-1] == forward_layout.pp * forward_layout.vp - 1
+        else 0.0
+    )
+    if memory.when not in AFTER_PASSES:
+        memory = replace(memory, kinds={**memory.kinds, "activations": memory.kinds["activations"] + waits})
+    before = {
+        **memory.kinds,
+        "gradients": 0.0,
+        "logits": 0.0,
+        "temporaries": 0.0,
+        "activations": waits + local.hidden_bytes,
+    }
+    if forward_layout.zero:  # the whole stage, and what two blocks were gathered into
+        block = counts(teacher.shape, forward_layout, (teacher.shape.layers - 1,), first=False, last=False).gathered
+        held = teacher.held(forward_layout, rank)
         before["parameters"] = float(held.gathered * _width(teacher) + held.codes)
         before["buffers"] = float(2 * block * _width(teacher))
-    if sum(before.values()) > one.total_bytes:
-        return replace(one, kinds=before, when="teacher's forward passes")
-    return one
+    if sum(before.values()) > memory.total_bytes:
+        return replace(memory, kinds=before, when="teacher's forward passes")
+    return memory

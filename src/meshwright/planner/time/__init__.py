@@ -1,1 +1,1 @@
-"""The schedule played with those seconds, and what a rank sends in a step."""
+"""Time of a step: the schedule played with the planner's seconds, and what a rank sends."""

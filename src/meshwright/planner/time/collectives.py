@@ -1,8 +1,8 @@
-"""What a rank sends in a step: axis, collective, calls, bytes. For Meshwright's own stack the very numbers that the
-trainer's ledger counts (tests), except those of learned routing, which is taken to be even.
+"""Traffic of a rank in a step: axis, collective, calls, bytes.
 
-Bytes are those that the rank sends, as rings do: with n ranks, all-reduce 2 (n-1)/n of the tensor, all-gather,
-reduce-scatter and all-to-all (n-1)/n of the whole one.
+For Meshwright's engine tests check these figures against the trainer's ledger, except those of learned routing, which
+is assumed even. Bytes are those that the rank sends, as rings do. With n ranks an all-reduce sends 2 (n-1)/n of the
+tensor, an all-gather, reduce-scatter or all-to-all (n-1)/n of the whole one.
 """
 
 from collections import Counter
@@ -51,10 +51,10 @@ class StageContents(NamedTuple):
     last: bool
 
     @staticmethod
-    def of(own: Sequence[int], split: Sequence[range]) -> "StageContents":
-        """Of a rank with these stages, of a pipeline whose stages have these layers."""
-        layers = tuple(layer for stage in own for layer in split[stage])
-        return StageContents(layers, 0 in own, len(split) - 1 in own)
+    def from_stages(stages: Sequence[int], split: Sequence[range]) -> "StageContents":
+        """Return the contents of a rank with these stages. `split`: the layers of every stage."""
+        layers = tuple(layer for stage in stages for layer in split[stage])
+        return StageContents(layers, 0 in stages, len(split) - 1 in stages)
 
 
 Calls = Iterator[tuple[str, str, int, float]]
@@ -66,17 +66,17 @@ NAMES = {
 
 
 def traffic(plan: Plan, pp_rank: int = 0, stack: Stack = MESHWRIGHT) -> tuple[SentCalls, ...]:
-    """Of the ranks with place 0 on every axis but the pipeline's."""
+    """Return what the ranks with index 0 on every axis except the pipeline's send."""
     calls: Counter[tuple[str, str]] = Counter()
     sent: Counter[tuple[str, str]] = Counter()
-    for axis, collective, times, each_bytes in _all(plan, pp_rank, stack):
+    for axis, collective, times, each_bytes in _all_calls(plan, pp_rank, stack):
         calls[axis, collective] += times
         sent[axis, collective] += times * int(each_bytes)
     return tuple(SentCalls(*key, calls[key], sent[key]) for key in sorted(calls) if calls[key])
 
 
-def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
-    """(calls, bytes that a rank sends in each)."""
+def exchange_calls(exchange: Exchange, ranks: int) -> tuple[int, float]:
+    """Return (calls, bytes that a rank sends in each)."""
     times = round(exchange.times)
     if exchange.collective == "ring":
         return times * (ranks - 1), exchange.size_bytes / ranks
@@ -84,55 +84,65 @@ def of_exchange(exchange: Exchange, ranks: int) -> tuple[int, float]:
     return times, rounds * exchange.size_bytes * (ranks - 1) / ranks
 
 
-def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
+def _all_calls(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
     gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
-    of = local_shape(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
+    local = local_shape(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
                compares=recipe.traits.pairs, fake_quantize=recipe.fake_quantize)  # fmt: skip
     m = layout.micro_batches(recipe.global_batch)
-    own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
-    part = StageContents.of(own, split)
+    stages, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
+    contents = StageContents.from_stages(stages, split)
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
-    recomputed = {n for stage in own for n in split[stage][: layout.recomputed(len(split[stage]))]}
-    yield from _of_blocks(of, layout, m, part, recomputed)
-    yield from _of_borders(of, layout, m, own, len(split))
+    recomputed = {n for stage in stages for n in split[stage][: layout.recomputed(len(split[stage]))]}
+    yield from _block_calls(local, layout, m, contents, recomputed)
+    yield from _border_calls(local, layout, m, stages, len(split))
     if layout.zero:
-        yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed, shares_codes(layout))
+        yield from _shard_calls(
+            layout, m, _units(shape, layout, contents), width.parameter, summed, shares_codes(layout)
+        )
     else:
-        yield from _of_replicas(shape, layout, part, summed)
+        yield from _replica_calls(shape, layout, contents, summed)
     first = pipeline_ranks(layout)[pp_rank]
-    yield from _of_common_gradients(shape, layout, first, summed)
+    yield from _common_gradient_calls(shape, layout, first, summed)
     if recipe.optimizer == "muon":
         yield from matrix_traffic(shape, layout, first, recipe.precision)
-    yield from _of_numbers(layout, len(recipe.traits.figures))
+    yield from _scalar_calls(layout, len(recipe.traits.figures))
 
 
 class Sharing(NamedTuple):
-    """Seconds of data parallelism, each collective by itself: reducing all gradients once, gathering all parameters
-    once, and summing gradients over replicas that hold the same shards, once a step."""
+    """Seconds of data parallelism, each collective by itself.
+
+    Reducing all gradients once, gathering all parameters once, and summing gradients once per step over replicas that
+    hold the same shards.
+    """
 
     reduce_s: float = 0.0
     gather_s: float = 0.0
     copies_s: float = 0.0
 
     def worst(self, other: "Sharing") -> "Sharing":
-        """Of two ranks."""
+        """Return the larger seconds of two ranks."""
         return Sharing(*map(max, self, other))
 
 
 def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links, word: float, summed: float,
             lump: bool) -> Sharing:  # fmt: skip
-    """Of the calls of the ledger. `word`, `summed`: bytes of a parameter and of a gradient as they travel. `lump`: a
-    collective takes all it can at once, not unit by unit."""
+    """Return the seconds of the ledger's calls.
+
+    Args:
+        word: Bytes of a parameter as it travels.
+        summed: Bytes of a gradient as it travels.
+        lump: A collective takes everything at once, not unit by unit.
+    """
     plain = replace(layout, pp=1) if layout.pp > 1 else layout
     calls = (
-        _of_shards(plain, 1, _units(shape, layout, held), word, summed, shares_codes(layout))
+        _shard_calls(plain, 1, _units(shape, layout, held), word, summed, shares_codes(layout))
         if layout.zero
-        else _of_replicas(shape, layout, held, summed)
+        else _replica_calls(shape, layout, held, summed)
     )
-    found = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
+    seconds = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
     sizes: dict[tuple[str, str], float] = {}
     for axis, collective, times, sent in calls:
         if collective == "all_gather":
@@ -141,10 +151,10 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
         if lump:
             sizes[axis, collective] = sizes.get((axis, collective), 0.0) + times * size
         else:
-            found[_part(axis, collective)] += times * _seconds(layout, links, axis, collective, size)
+            seconds[_part(axis, collective)] += times * _seconds(layout, links, axis, collective, size)
     for (axis, collective), size in sizes.items():
-        found[_part(axis, collective)] += _seconds(layout, links, axis, collective, size)
-    return Sharing(found["reduce"], found["gather"], found["copies"])
+        seconds[_part(axis, collective)] += _seconds(layout, links, axis, collective, size)
+    return Sharing(seconds["reduce"], seconds["gather"], seconds["copies"])
 
 
 def _part(axis: str, collective: str) -> str:
@@ -152,7 +162,7 @@ def _part(axis: str, collective: str) -> str:
 
 
 def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: float) -> float:
-    """Of one call whose rounds each send so many bytes."""
+    """Return the seconds of one call whose rounds each send `sent` bytes."""
     holders = _holders(layout)
     ranks, stride = {
         "shard": (layout.dp_shard * layout.cp, layout.tp),
@@ -164,49 +174,52 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
     return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
 
 
-def _of_blocks(of: LocalShape, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
-    """`recomputed`: the layers that are."""
+def _block_calls(local: LocalShape, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
+    """Yield the calls inside blocks. `recomputed`: the layers that recompute."""
     layers, first, last = held
-    frozen = of.shape.lora is not None
-    policy = layout.acting_recompute if of.stack.drops_scores_alone else layout.recompute
+    frozen = local.shape.lora is not None
+    policy = layout.acting_recompute if local.stack.drops_scores_alone else layout.recompute
     kinds = Counter(
-        (of.shape.is_moe_layer(n), policy if n in recomputed else "none", frozen and n == 0) for n in layers
+        (local.shape.is_moe_layer(n), policy if n in recomputed else "none", frozen and n == 0) for n in layers
     )
     parts = [
-        (_entered(layer(of, routed=routed), entered), again, times) for (routed, again, entered), times in kinds.items()
+        (_entered(layer(local, routed=routed), entered), again, times)
+        for (routed, again, entered), times in kinds.items()
     ]
-    parts += [(embedding(of), "none", 1)] if first else []
-    parts += [(head(of), "none", 1)] if last else []
+    parts += [(embedding(local), "none", 1)] if first else []
+    parts += [(head(local), "none", 1)] if last else []
     for block, again, times in parts:
         for exchange in exchanges(block, again):
             ranks, _ = ranks_of(layout, exchange.axis)
-            number, each = of_exchange(exchange, ranks)
+            number, each = exchange_calls(exchange, ranks)
             yield exchange.axis, NAMES[exchange.collective], m * times * number, each
 
 
 def _entered(block: LayerWork, entered: bool) -> LayerWork:
-    """`entered`: it reads what no trained weight has made."""
+    """Return the block. `entered`: its input comes from no trained weight."""
     return replace(block, operations=adapters.behind_frozen(block.operations)) if entered else block
 
 
 def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:
-    """Of a micro-batch's forward and backward pass; what follows the last kept tensor is not repeated."""
-    for place, op in enumerate(block.operations):
+    """Yield the exchanges of a micro-batch's passes. What follows the last kept tensor is not repeated."""
+    for index, op in enumerate(block.operations):
         yield from op.exchanges.forward
         yield from op.exchanges.backward
-        kept = recompute in ("none", "norms") or (recompute == "all-but-attention" and op.name == "attention")
-        if not kept and any(later.inputs for later in block.operations[place:-1]):
+        repeats_nothing = recompute in ("none", "norms") or (
+            recompute == "all-but-attention" and op.name == "attention"
+        )
+        if not repeats_nothing and any(later.inputs for later in block.operations[index:-1]):
             yield from op.exchanges.forward
 
 
-def _of_borders(of: LocalShape, layout: Layout, m: int, own: tuple[int, ...], stages: int) -> Calls:
+def _border_calls(local: LocalShape, layout: Layout, m: int, rank_stages: tuple[int, ...], stages: int) -> Calls:
     if layout.pp == 1:
         return
     holders = stage_rank(layout.schedule, layout.pp, layout.vp)
-    for stage in own:
+    for stage in rank_stages:
         for other in (stage + 1, stage - 1):
             if 0 <= other < stages and holders[other] != holders[stage]:
-                yield "pp", "send", m, of.between_bytes
+                yield "pp", "send", m, local.between_bytes
 
 
 class ShardingUnit(NamedTuple):
@@ -214,52 +227,54 @@ class ShardingUnit(NamedTuple):
 
     sizes: Sizes
     spread: bool = False
-    """Experts that lie on the ranks of ep."""
-    kept: bool = False
+    """Experts spread over the ranks of ep."""
+    stays_whole: bool = False
     """Whole from the forward to the backward pass, under ZeRO-3 too."""
     times: int = 1
-    """So many of them."""
+    """Number of such units."""
 
     @property
     def learned(self) -> Sizes:
-        """What is trained of it."""
+        """The trained part."""
         return tuple(size for size in self.sizes if size[3])
 
 
 def _ends(shape: ModelShape, layout: Layout, held: StageContents) -> tuple[Sizes, Sizes]:
-    """Embedding with positions, and norm with head, as far as a rank has them; a tied matrix is in the first."""
-    found = pieces(shape, layout.tp, layout.ep)
-    front, behind = found.embedding if held.first else (), found.norm if held.last else ()
+    """Return embedding with positions, and norm with head, as far as a rank has them. A tied matrix is in the first."""
+    sizes = pieces(shape, layout.tp, layout.ep)
+    front, behind = sizes.embedding if held.first else (), sizes.norm if held.last else ()
     if shape.tied:
-        return (*front, *(found.head if held.last and not held.first else ())), behind
-    return front, (*behind, *found.head) if held.last else behind
+        return (*front, *(sizes.head if held.last and not held.first else ())), behind
+    return front, (*behind, *sizes.head) if held.last else behind
 
 
 def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[ShardingUnit]:
-    """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
-    makes the ends one unit under ZeRO."""
+    """Yield each block, embedding with positions, and norm with head.
+
+    Experts on other ranks are separate units. Under ZeRO a tied matrix makes both ends one unit.
+    """
     apart, (front, behind) = layout.ep > 1, _ends(shape, layout, held)
     units = list(_blocks(shape, layout, held.layers))
     units.append(ShardingUnit(tuple(size for size in behind if apart and size[1]), spread=True))
     behind = tuple(size for size in behind if not (apart and size[1]))
     ends = (
-        [ShardingUnit((*front, *behind), kept=True)]
+        [ShardingUnit((*front, *behind), stays_whole=True)]
         if shape.tied and layout.zero
-        else [ShardingUnit(front), ShardingUnit(behind, kept=True)]
+        else [ShardingUnit(front), ShardingUnit(behind, stays_whole=True)]
     )
     return (unit for unit in (*units, *ends) if unit.sizes and unit.times)
 
 
 def _blocks(shape: ModelShape, layout: Layout, layers: Iterable[int]) -> Iterator[ShardingUnit]:
-    """Of layers, those of a kind together."""
-    found, apart = pieces(shape, layout.tp, layout.ep), layout.ep > 1
-    for block, times in ((getattr(found, kind), times) for kind, times in number_of_kinds(shape, layers)):
+    """Yield the units of these layers, those of a kind together."""
+    sizes, apart = pieces(shape, layout.tp, layout.ep), layout.ep > 1
+    for block, times in ((getattr(sizes, kind), times) for kind, times in number_of_kinds(shape, layers)):
         yield ShardingUnit(tuple(size for size in block if not (apart and size[1])), times=times)
         yield ShardingUnit(tuple(size for size in block if apart and size[1]), spread=True, times=times)
 
 
 def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
-    """Elements of a rank's padded share, but for those that are codes."""
+    """Return the elements of a rank's padded share, without quantized ones."""
     numel = 0
     for size, _, _, _, coded, _ in sizes:
         if not coded:
@@ -269,20 +284,20 @@ def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
 
 
 def _code_bytes(sizes: Iterable[Size], ranks: int) -> int:
-    """Of a rank's padded share of those that are codes."""
+    """Return the bytes of a rank's padded share of quantized matrices."""
     return sum(share_bytes(lines, ranks) for *_, coded, lines in sizes if coded)
 
 
 def _holders(layout: Layout) -> int:
-    """Ranks of a replica that hold the same experts."""
+    """Return the ranks of a replica that hold the same experts."""
     return layout.dp_shard * layout.cp * layout.tp // layout.ep
 
 
-def _of_replicas(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
-    """Buckets of norm with head, blocks and embedding, in the order of the backward pass."""
-    found, (front, behind) = pieces(shape, layout.tp, layout.ep), _ends(shape, layout, held)
+def _replica_calls(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
+    """Yield the buckets of norm with head, blocks and embedding, in the order of the backward pass."""
+    local, (front, behind) = pieces(shape, layout.tp, layout.ep), _ends(shape, layout, held)
     kinds = [*map(layer_kinds(shape).__getitem__, reversed(held.layers))]
-    parts = {"behind": behind, "front": front, **{kind: getattr(found, kind) for kind in set(kinds)}}
+    parts = {"behind": behind, "front": front, **{kind: getattr(local, kind) for kind in set(kinds)}}
     for spread, axis in ((False, "data"), (True, "expert_data")):
         n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)
         if n == 1 or (spread and layout.ep == 1):
@@ -297,39 +312,45 @@ def _of_replicas(shape: ModelShape, layout: Layout, held: StageContents, summed:
             yield axis, "all_reduce", times, 2 * (n - 1) * size // n
 
 
-def _of_shards(
+def _shard_calls(
     layout: Layout, m: int, units: Iterable[ShardingUnit], word: float, summed: float, coded: bool
 ) -> Calls:  # fmt: skip
-    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a step.
-    `coded`: ranks share codes, too."""
+    """Yield the calls of ZeRO.
+
+    ZeRO-2 reduces after each micro-batch. ZeRO-3 also gathers each unit once or twice, under a pipeline once a step.
+    `coded`: ranks share quantized matrices, too.
+    """
     each, r = m if layout.pp == 1 else 1, layout.dp_replicate
     for unit in units:
         n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
         learned = unit.learned
-        own = _numel(learned, n)
-        whole = own if len(learned) == len(unit.sizes) else _numel(unit.sizes, n)
+        share = _numel(learned, n)
+        whole = share if len(learned) == len(unit.sizes) else _numel(unit.sizes, n)
         shard_bytes = whole * word + (_code_bytes(unit.sizes, n) if coded else 0)
-        gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
+        gathers = each * (1 if unit.stays_whole or layout.pp > 1 else 2) if layout.zero == 3 else 1
         if n > 1 and shard_bytes:
             yield axis, "all_gather", unit.times * gathers, (n - 1) * shard_bytes
-        if n > 1 and own:
-            yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * own * summed
-        if r > 1 and own:
-            yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * own * summed // r
+        if n > 1 and share:
+            yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * share * summed
+        if r > 1 and share:
+            yield "replicate", "all_reduce", unit.times, 2 * (r - 1) * share * summed // r
 
 
-def _of_common_gradients(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
-    """What data parallelism leaves to be summed: held by several tp ranks, or by both ends of a pipeline."""
-    own = {one.parameter.name: one.own for one in held(shape, layout, rank) if one.parameter.trained}
-    for one in common(shape, layout, rank):
-        n, numel = len(one.ranks), sum(own.get(name, 0) for name in one.names)
-        if one.late and numel:
-            yield one.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n
+def _common_gradient_calls(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
+    """Yield sums that data parallelism leaves: of weights on several tp ranks, or on both ends of a pipeline."""
+    shares = {box.parameter.name: box.own for box in held(shape, layout, rank) if box.parameter.trained}
+    for group in common(shape, layout, rank):
+        n, numel = len(group.ranks), sum(shares.get(name, 0) for name in group.names)
+        if group.late and numel:
+            yield group.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n
 
 
-def _of_numbers(layout: Layout, figures: int) -> Calls:
-    """Tokens (float64); loss, balance loss and figures of the objective (float32) in one; the squared norm of the
-    gradients."""
+def _scalar_calls(layout: Layout, figures: int) -> Calls:
+    """Yield the sums of scalars.
+
+    Tokens (float64). Loss, balance loss and figures of the objective (float32) in one. The squared norm of the
+    gradients.
+    """
     n, p, world = layout.dp * layout.cp, layout.pp, layout.world
     for axis, ranks, size in (("data", n, 8), ("losses", n * p, 8 + 4 * figures), ("world", world, 4)):
         if ranks > 1:

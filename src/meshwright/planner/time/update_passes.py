@@ -9,32 +9,32 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 
 GRADIENT_BYTES = 4.0
-"""A gradient as the optimizer of other software reads it."""
+"""Bytes of a gradient as the optimizer of other software reads it."""
 NORM_BYTES = 4.0
-"""Reading such gradients once for their norm."""
+"""Bytes to read such gradients once for their norm."""
 NARROW_BYTES = 18.0
-"""Of moments of 8 bits: code books and scales bound that kernel, whatever the weights are."""
+"""Bytes with 8-bit moments: code books and scales bound that kernel, whatever the weights are."""
 
 
 class UpdatePass(NamedTuple):
     """One kernel over all parameters of a rank."""
 
     kernel: str
-    """A name in Speeds.update_shares."""
+    """Name in Speeds.update_shares."""
     weight_bytes: float
-    """Of a parameter: gradient and weights, read and written."""
+    """Bytes per parameter: gradient and weights, read and written."""
     moments: float = 0.0
-    """How often it moves the bytes of the moments."""
+    """Times that it moves the bytes of the moments."""
 
 
 def update_passes(
     stack: Stack, recipe: Recipe, gradient_bytes: float, *, at_once: bool = False, measured: bool = False
 ) -> tuple[UpdatePass, ...]:
-    """In the order in which they run; of a `measured` machine one, as `calibrate` timed it.
+    """Return the kernels in the order in which they run. A `measured` machine has one, as `calibrate` timed it.
 
     torch's AdamW reads gradients in fp32, and its masters are rounded to new weights. Kernels of narrower moments, and
-    of fp32 ones `at_once` (kernels/triton/many_tensors.py), read gradients as they are, and write both.
-    `gradient_bytes`: of one as it is kept over a step.
+    of fp32 ones `at_once` (kernels/triton/many_tensors.py), read gradients as they are and write both.
+    `gradient_bytes`: of a gradient as kept over a step.
     """
     sixteen, storage = recipe.precision != "fp32", recipe.storage
     only = 4.0 if sixteen else 8.0
@@ -54,36 +54,39 @@ def update_seconds(
     speeds: Speeds, stack: Stack, recipe: Recipe, elements: float, moment_bytes: float, gradient_bytes: float,
     *, at_once: bool = False,
 ) -> float:  # fmt: skip
-    """The optimizer over a rank's own elements, whose moments are read and written, and the norm of its gradients."""
+    """Return the seconds of the optimizer over a rank's elements and moments, and of the norm of its gradients."""
     passes = update_passes(stack, recipe, gradient_bytes, at_once=at_once, measured=speeds.curves is not None)
     return sum(
-        speeds.update_seconds(elements * one.weight_bytes + one.moments * moment_bytes, one.kernel) for one in passes
+        speeds.update_seconds(elements * kernel.weight_bytes + kernel.moments * moment_bytes, kernel.kernel)
+        for kernel in passes
     )
 
 
 class GradientSums(NamedTuple):
-    """Of a rank: how its gradients of 16 bits become sums in fp32 (kernels/gradient_sums.py)."""
+    """Summation of a rank's 16-bit gradients in fp32 (kernels/gradient_sums.py)."""
 
     learned: float
-    """Elements of its parameters that are trained."""
-    own: float
-    """Those of them that it updates."""
+    """Trained elements of its parameters."""
+    updated: float
+    """Elements that the rank updates."""
     micro_batches: int
     reduces_each: bool
-    """Each micro-batch's are reduced to the rank's own by themselves (ZeRO-2 and -3 without a pipeline)."""
+    """Each micro-batch's gradients are reduced separately (ZeRO-2 and -3 without a pipeline)."""
 
     def seconds(
         self, speeds: Speeds, stack: Stack, recipe: Recipe, gradient_bytes: float, *, at_once: bool = False
     ) -> float:
-        """Each gradient is widened where it is summed first, and later ones are added, in passes of their own. One that
-        nothing was summed with is read as it is, where the kernel can. Other software adds inside its products, or says
-        otherwise (Stack.accumulates)."""
+        """Return the seconds of widening and adding gradients in separate passes.
+
+        Each gradient is widened where it is summed first, and later ones are added. A gradient without a sum is read as
+        it is, if the kernel can. Other software adds inside its products, or sets Stack.accumulates.
+        """
         if not stack.is_meshwright or speeds.curves is not None or recipe.precision == "fp32":
             return 0.0
         if gradient_bytes < 4 and (recipe.storage.narrow or at_once):
             return 0.0
         widened = self.learned * (2.0 + 4.0) * (self.micro_batches if self.reduces_each else 1)
-        added = (self.micro_batches - 1) * (self.own * 12.0 if self.reduces_each else self.learned * (2.0 + 8.0))
+        added = (self.micro_batches - 1) * (self.updated * 12.0 if self.reduces_each else self.learned * (2.0 + 8.0))
         return speeds.update_seconds(widened, "widen") + (speeds.update_seconds(added, "add") if added else 0.0)
 
 
@@ -96,10 +99,12 @@ def optimizer_seconds(
     state: States,
     micro_batches: int,
 ) -> float:
-    """Of a rank: what sums the gradients of a step, and what updates its weights by them. Gradients that stay where
-    they are (layout.cuda_graphs) are set to zero and added to, and not given."""
+    """Return the seconds of a rank to sum the gradients of a step and update its weights.
+
+    With CUDA graphs gradients stay in place: they are zeroed and added to.
+    """
     sums = GradientSums(count.learned, count.updated, micro_batches, layout.zero >= 2 and layout.pp == 1)
     at_once, width = stack.updates_at_once and layout.kernels in ("auto", "triton"), state.gradient_bytes
-    found = update_seconds(speeds, stack, recipe, count.updated, count.moments, width, at_once=at_once)
-    found += sums.seconds(speeds, stack, recipe, width, at_once=at_once)
-    return found + (speeds.update_seconds(4 * state.step["gradients"]) if layout.cuda_graphs == "on" else 0.0)
+    seconds = update_seconds(speeds, stack, recipe, count.updated, count.moments, width, at_once=at_once)
+    seconds += sums.seconds(speeds, stack, recipe, width, at_once=at_once)
+    return seconds + (speeds.update_seconds(4 * state.step["gradients"]) if layout.cuda_graphs == "on" else 0.0)
