@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.speeds import speeds_of
-from meshwright.planner.time.matrix_costs import _layer, layer_matrices, moved, spread
+from meshwright.planner.time.matrix_costs import _layer_matrices, layer_matrices, moved, spread
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.inventory import parameters
 from meshwright.spec.matrix_exchange import dealt, flop
@@ -70,7 +70,7 @@ def test_seconds_are_those_of_the_flop_at_less_than_the_best_rate(name: str) -> 
     speeds = speeds_of(device)
     found = layer_matrices(shape, "bf16", speeds)
     for routed, seconds in ((False, found.dense_s), (True, found.routed_s)):
-        layer = _layer(shape, routed)
+        layer = _layer_matrices(shape, routed)
         work = sum(one.matrices[0] * flop(*one.matrices[1:]) for one in layer if one.matrices)
         if layer:
             assert work / speeds.matmul_flop_per_s < seconds < 3 * work / speeds.matmul_flop_per_s

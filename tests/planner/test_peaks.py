@@ -381,11 +381,11 @@ def test_sifted_moments_hold_as_much_as_all(
     for split in splits:
         one = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
                    **split)  # fmt: skip
-        monkeypatch.setattr(of_estimator, "standing", fullest_moments)
+        monkeypatch.setattr(of_estimator, "fullest_moments", fullest_moments)
         sifted = build_estimator(one).memory(one.layout, range(4))
         monkeypatch.setattr(
             of_estimator,
-            "standing",
+            "fullest_moments",
             lambda found, costs, shares: tuple(m for one in found for m in fullest_moments((one,), costs, shares)),
         )
         assert [rank.total_bytes for rank in sifted] == pytest.approx(

@@ -11,7 +11,7 @@ from meshwright.observe.verify.one_device import Case
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.time.collectives import exchanges, of_exchange, traffic
+from meshwright.planner.time.collectives import exchange_calls, exchanges, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets
 from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.lora import LoRAShape
@@ -60,10 +60,10 @@ def test_a_layer_sends_eight_activations_under_tensor_parallelism(t: int, sp: bo
     gathers more; full recomputation repeats those that something kept depends on."""
     of = local_shape(SHAPE, MESHWRIGHT, Layout(tp=t, sp=sp), S, B, WORD)
     activation = B * S * D * WORD
-    sums = [times * each for times, each in (of_exchange(one, t) for one in exchanges(layer(of)))]
+    sums = [times * each for times, each in (exchange_calls(one, t) for one in exchanges(layer(of)))]
     assert sum(sums) == pytest.approx((10 if sp else 8) * (t - 1) / t * activation)
     again = sum(
-        times * each for times, each in (of_exchange(one, t) for one in exchanges(layer(of), "full"))
+        times * each for times, each in (exchange_calls(one, t) for one in exchanges(layer(of), "full"))
     )  # the last all-reduce of a layer feeds the residual stream alone
     assert again - sum(sums) == pytest.approx((3 if sp else 2) * (t - 1) / t * activation)
 
@@ -74,7 +74,7 @@ def test_context_parallelism_sends_keys_and_values_in_hops(c: int, precision: in
     """(c - 1) hops of 2 b s/c g h forward; backward those again and their gradients, which are fp32."""
     of = local_shape(SHAPE, MESHWRIGHT, Layout(cp=c), S, B, precision)
     hop = 2 * B * S / c * SHAPE.kv_heads * SHAPE.head_dim * precision
-    found = [of_exchange(one, c) for one in exchanges(layer(of))]
+    found = [exchange_calls(one, c) for one in exchanges(layer(of))]
     assert [times for times, _ in found] == [c - 1] * 3
     assert [each for _, each in found] == [hop, hop, gradients * hop]
 

@@ -1,5 +1,8 @@
-"""What stands behind a prediction and was not measured: parts of a model that are planned only, rates of a device,
-lengths of documents; and where it is above all that was published."""
+"""Caveats of a prediction.
+
+They name unmeasured assumptions behind it: parts of a model that exist in plans only, rates of a device, lengths of
+documents. They also say if it is above everything published.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,69 +20,71 @@ BEST_MFU: dict[str, tuple[float, str]] = {
     "H100": (0.60, "IST-DASLab/llmq, README at b77d969: Qwen2.5 7B, 1,024 tokens, one"),
     "H200": (0.601, "this engine, 2026-11-27: Llama 3.1 8B, 4,096 tokens, one; KempnerForge at 5666d0d: 57.8%"),
 }
-"""Beginning of a device's name -> the best share of its data sheet's peak that anybody published of training in 16 bits
-(FLOP of all keys, none of what recomputation repeats), and where."""
+"""Prefix of a device's name -> (best published share of its data sheet's peak in 16-bit training, source).
+
+FLOP of all keys, without recomputation.
+"""
 LEAST_SAVED = 2**20
-"""Bytes of a peak below which a policy is not named as one that saves memory."""
+"""Least bytes of a peak that a policy must save to be named."""
 MEASURED = "H200-SXM"
-"""The device on which steps of this engine were measured (cost/engine_speeds.py)."""
+"""Device on which steps of Meshwright's engine were measured (cost/engine_speeds.py)."""
 
 
-def caveats(found: Prediction) -> tuple[str, ...]:
-    """Sentences, the gravest first."""
-    return tuple((*_of_recomputation(found), *_caveats(found.plan), *_of_time(found)))
+def caveats(prediction: Prediction) -> tuple[str, ...]:
+    """Return the caveats as sentences, the gravest first."""
+    return tuple((*_recompute_caveats(prediction), *_plan_caveats(prediction.plan), *_time_caveats(prediction)))
 
 
-def _of_recomputation(found: Prediction) -> Iterator[str]:
-    """Where a policy saves nothing, those that do."""
-    layout = found.plan.layout
-    if not found.stack.drops_scores_alone or layout.recompute == layout.acting_recompute:
+def _recompute_caveats(prediction: Prediction) -> Iterator[str]:
+    """Yield the policies that save memory, if the chosen one saves none."""
+    layout = prediction.plan.layout
+    if not prediction.stack.drops_scores_alone or layout.recompute == layout.acting_recompute:
         return
     sentence = "layout.recompute=selective saves nothing here: this attention stores no S x S weights to make again."
     policies = [policy for policy in layout.policies if policy not in ("none", layout.recompute)]
-    plans = [replace(found.plan, layout=replace(layout, recompute=policy)) for policy in policies]
-    peaks = [(policy, predict(plan, found.stack).peak_bytes) for policy, plan in zip(policies, plans, strict=True)]
-    less = [f"{policy} {gib(peak)}" for policy, peak in peaks if peak < found.peak_bytes - LEAST_SAVED]
-    yield f"{sentence} Peaks: selective {gib(found.peak_bytes)}, {', '.join(less)}." if less else sentence
+    plans = [replace(prediction.plan, layout=replace(layout, recompute=policy)) for policy in policies]
+    peaks = [(policy, predict(plan, prediction.stack).peak_bytes) for policy, plan in zip(policies, plans, strict=True)]
+    less = [f"{policy} {gib(peak)}" for policy, peak in peaks if peak < prediction.peak_bytes - LEAST_SAVED]
+    yield f"{sentence} Peaks: selective {gib(prediction.peak_bytes)}, {', '.join(less)}." if less else sentence
 
 
-def rate_caveats(found: Prediction) -> Iterator[str]:
-    """Where a plan of a GPU is faster than what anybody published, or no step of this engine was measured."""
-    device, recipe = found.plan.cluster.device, found.plan.recipe
-    full, narrow = found.mfu(causal=False), recipe.precision != "fp32" and recipe.products == "same"
-    best, source = next((one for name, one in BEST_MFU.items() if device.name.startswith(name)), (1.0, ""))
+def rate_caveats(prediction: Prediction) -> Iterator[str]:
+    """Yield caveats of a GPU plan that is faster than anything published, or whose device was not measured."""
+    device, recipe = prediction.plan.cluster.device, prediction.plan.recipe
+    full, narrow = prediction.mfu(causal=False), recipe.precision != "fp32" and recipe.products == "same"
+    best, source = next((published for name, published in BEST_MFU.items() if device.name.startswith(name)), (1.0, ""))
     if narrow and full > best:
         yield f"{full:.0%} MFU (full) is above the best published for the {device.name}, {best:.0%} ({source})."
-    if _is_preset(found) and not device.name.startswith(MEASURED):
+    if _is_preset(prediction) and not device.name.startswith(MEASURED):
         yield f"Steps of this engine were measured on one {MEASURED} alone: on the {device.name} this is a prediction."
 
 
-def _is_preset(found: Prediction) -> bool:
-    """Whether times rest on a data sheet, and not on what `calibrate` measured."""
-    device = found.plan.cluster.device
-    return found.stack.is_meshwright and device.is_gpu and not device.certainty.startswith("measured")
+def _is_preset(prediction: Prediction) -> bool:
+    """Return True if times rest on a data sheet rather than on `calibrate`."""
+    device = prediction.plan.cluster.device
+    return prediction.stack.is_meshwright and device.is_gpu and not device.certainty.startswith("measured")
 
 
-def _of_time(found: Prediction) -> Iterator[str]:
-    """What the time of a plan of a GPU rests on."""
-    yield from rate_caveats(found)
-    if not _is_preset(found):
+def _time_caveats(prediction: Prediction) -> Iterator[str]:
+    """Yield the assumptions behind the time of a GPU plan."""
+    yield from rate_caveats(prediction)
+    if not _is_preset(prediction):
         return
-    if takes_flash_4(found.plan):
+    if takes_flash_4(prediction.plan):
         yield (
             "Documents and windows are planned with FlashAttention 4, which is installed here; "
             "its rates are published ones, and this engine has not measured it."
         )
-    if found.plan.recipe.document_mask and not found.document_tokens:
+    if prediction.plan.recipe.document_mask and not prediction.document_tokens:
         yield "Documents are taken to fill their rows, the slowest case: --document-tokens says how long yours are."
 
 
-def _caveats(plan: Plan) -> Iterator[str]:
+def _plan_caveats(plan: Plan) -> Iterator[str]:
     if plan.layout.kernels == "reference":
         yield "layout.kernels=reference is plain code, for comparison: it is slower and keeps more activations."
     if plan.plan_only:
         yield f"{plan.plan_only[:1].upper()}{plan.plan_only[1:]}."
-        yield from _counted(plan.model)
+        yield from _unbuilt_caveats(plan.model)
     device = plan.cluster.device
     if plan.recipe.products == "fp8-all" and plan.model.moe is not None and device.is_gpu:
         yield (
@@ -94,8 +99,8 @@ def _caveats(plan: Plan) -> Iterator[str]:
         )
 
 
-def _counted(shape: ModelShape) -> Iterator[str]:
-    """What the plan takes for a part that has no formula of its own."""
+def _unbuilt_caveats(shape: ModelShape) -> Iterator[str]:
+    """Yield how the plan counts parts that have no formula of their own."""
     parts = shape.unbuilt
     if parts is None:
         return

@@ -1,4 +1,4 @@
-"""A search's answer in words: what fits and why, what it costs, what each degree bought, what to change."""
+"""Search answers in words: what fits and why, what it costs, what each degree gains, what to change."""
 
 from collections.abc import Iterator
 from math import floor, log10
@@ -25,23 +25,26 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GIB, count, duration, many, short_gib, step_time
 
 SHOWN = 3
-"""Kinds of memory named in a few words; the rest is one figure."""
+"""Kinds of memory named in a summary. The rest is one figure."""
 COLLAPSED = 0.25
-"""MFU below which a warning is due, where fewer devices would use each better by as much as WORTH."""
+"""MFU below which a warning is due, if fewer devices would each do WORTH times as much."""
 WORTH = 1.25
 NAMES = {
     "moments": "optimizer moments", "masters": "fp32 master weights", "shards": "own shards",
     "buffers": "gathered layers and exchange buffers",
 }  # fmt: skip
 PASSING = ("activations", "logits", "temporaries", "buffers")
-"""Kinds that a shorter sequence makes smaller."""
+"""Kinds that a shorter sequence shrinks."""
 NOT_STATES = (*PASSING, "tokens", "staging", "reserve")
 """Kinds that are not kept from step to step."""
 
 
 def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
-    """`dp_shard=8 zero=3 tp=4 sp pp=2 1f1b micro_batch=1 recompute=none`: given back to --layout of the same model and
-    cluster, it is this layout and no other. `model`: one with experts, of which ep=1 is a choice."""
+    """Return `dp_shard=8 zero=3 tp=4 sp pp=2 1f1b micro_batch=1 recompute=none`.
+
+    Passed to --layout with the same model and cluster, it gives exactly this layout. `model`: with experts, ep=1 is
+    spelled out.
+    """
     words = [f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard") if getattr(layout, axis) > 1]
     if layout.zero or layout.dp_shard * layout.cp > 1:
         words.append(f"zero={layout.zero}")
@@ -59,51 +62,55 @@ def layout_words(layout: Layout, model: ModelShape | None = None) -> str:
 
 
 def words_of(plan: Plan) -> str:
-    """The same of a plan."""
+    """Return the layout words of a plan."""
     return layout_words(plan.layout, plan.model)
 
 
 def kind_name(kind: str) -> str:
-    """What people call a kind of memory."""
+    """Return the common name of a kind of memory."""
     return NAMES.get(kind, kind)
 
 
-def largest_kind(found: Prediction) -> tuple[str, float]:
-    """Name and bytes of the kind that holds most at the peak."""
-    kind, size = max(found.worst.kinds.items(), key=lambda item: item[1])
+def largest_kind(prediction: Prediction) -> tuple[str, float]:
+    """Return name and bytes of the largest kind at the peak."""
+    kind, size = max(prediction.worst.kinds.items(), key=lambda pair: pair[1])
     return kind_name(kind), size
 
 
-def groups(found: Prediction) -> list[tuple[str, float]]:
-    """The peak in a few words: (name, bytes), the largest first; what is kept from step to step is one of them."""
-    kinds = found.worst.kinds
+def groups(prediction: Prediction) -> list[tuple[str, float]]:
+    """Return a summary of the peak: (name, bytes), the largest first.
+
+    States that are kept from step to step are one entry.
+    """
+    kinds = prediction.worst.kinds
     states = sum(size for kind, size in kinds.items() if kind not in NOT_STATES)
     passing = [(kind, size) for kind, size in kinds.items() if kind in NOT_STATES]
     rows = sorted([("states", states), *passing], key=lambda row: -row[1])
     return [*rows[:SHOWN], ("other", sum(size for _, size in rows[SHOWN:]))]
 
 
-def searched(found: Ranking) -> str:
-    """How many layouts were searched, and what became of those that are not shown."""
-    do = "does" if found.too_large == 1 else "do"
-    return f"{found.legal:,} layouts searched; {found.too_large:,} {do} not fit."
+def searched(ranking: Ranking) -> str:
+    """Say how many layouts were searched and how many do not fit."""
+    do = "does" if ranking.too_large == 1 else "do"
+    return f"{ranking.legal:,} layouts searched; {ranking.too_large:,} {do} not fit."
 
 
-def rejected(found: Ranking) -> Iterator[str]:
-    """Each reason with the nearest layout that it rejects, and how many were not counted at all."""
-    plan = found.best[0].plan
-    for one in found.rejected[:3]:
+def rejected(ranking: Ranking) -> Iterator[str]:
+    """Yield each reason with its nearest rejected layout, and how many layouts were not counted."""
+    plan = ranking.best[0].plan
+    for rejection in ranking.rejected[:3]:
+        have, peak_bytes = "has" if rejection.count == 1 else "have", rejection.peak_bytes
         yield (
-            f"{one.count:,} {'has' if one.count == 1 else 'have'} too much memory in {kind_name(one.reason)}. One of "
-            f"the nearest needs {short_gib(one.peak_bytes)}, {short_gib(one.peak_bytes - usable_bytes(plan))} over "
-            f"the usable memory: {layout_words(one.layout, plan.model)}"
+            f"{rejection.count:,} {have} too much memory in {kind_name(rejection.reason)}. One of "
+            f"the nearest needs {short_gib(peak_bytes)}, {short_gib(peak_bytes - usable_bytes(plan))} over "
+            f"the usable memory: {layout_words(rejection.layout, plan.model)}"
         )
-    if found.slower:
-        yield f"{found.slower:,} {'is' if found.slower == 1 else 'are'} provably no faster than those listed."
+    if ranking.slower:
+        yield f"{ranking.slower:,} {'is' if ranking.slower == 1 else 'are'} provably no faster than those listed."
 
 
-def own_batch(plan: Plan) -> Iterator[str]:
-    """Of a batch that nobody chose, why it is no power of two."""
+def batch_note(plan: Plan) -> Iterator[str]:
+    """Yield why a batch that nobody chose is no power of two."""
     batch, devices = plan.recipe.global_batch, plan.cluster.devices
     if batch & (batch - 1):
         yield (
@@ -112,17 +119,19 @@ def own_batch(plan: Plan) -> Iterator[str]:
         )
 
 
-def caution(of: Estimator, found: Ranking, fixed: Fixed) -> Iterator[str]:
-    """What makes the recommended layout a risk: little memory left, or tensor parallelism between nodes."""
-    best, plan = found.best[0], found.best[0].plan
+def caution(estimator: Estimator, ranking: Ranking, fixed: Fixed) -> Iterator[str]:
+    """Yield the risks of the recommended layout: little free memory, or tensor parallelism between nodes."""
+    best, plan = ranking.best[0], ranking.best[0].plan
     if is_bold(best):
         room = usable_bytes(plan)
-        none = f" No layout that was found fits with {LIKELY:.0%}." if found.legal > 1 else ""
+        none = f" No layout that was found fits with {LIKELY:.0%}." if ranking.legal > 1 else ""
         yield f"Only {short_gib(room - best.peak_bytes)} of {short_gib(room)} are free.{none}"
     node = plan.cluster.devices_per_node
     if plan.layout.tp <= node or "tp" in fixed:
         return
-    inside = search(of, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=of.largest_share).best
+    inside = search(
+        estimator, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=estimator.largest_share
+    ).best
     other = f"With tp={node} or less none fits with {LIKELY:.0%}."
     if inside:
         slower = inside[0].step_s / best.step_s - 1
@@ -130,13 +139,13 @@ def caution(of: Estimator, found: Ranking, fixed: Fixed) -> Iterator[str]:
     yield f"Note: tp={plan.layout.tp} spans nodes of {many(node, 'device')}. {other}"
 
 
-def reasons(of: Estimator, best: Prediction) -> Iterator[str]:
-    """Why each technique is there: the same layout with less of it."""
-    for change in without_techniques(of, best.plan):
-        yield f"with {change.what} {_compared(best, change)}."
+def reasons(estimator: Estimator, best: Prediction) -> Iterator[str]:
+    """Yield why each technique is there: the same layout without it."""
+    for change in without_techniques(estimator, best.plan):
+        yield f"with {change.what} {_compare(best, change)}."
 
 
-def _compared(best: Prediction, change: LayoutChange) -> str:
+def _compare(best: Prediction, change: LayoutChange) -> str:
     other, less = change.prediction, change.prediction.peak_bytes - best.peak_bytes
     time = other.step_s / best.step_s - 1
     speed_words = f"{abs(time):.0%} {'slower' if time > 0 else 'faster'}" if abs(time) >= 0.005 else "as fast"
@@ -146,9 +155,9 @@ def _compared(best: Prediction, change: LayoutChange) -> str:
     return f"it takes {short_gib(abs(less))} {'more' if less > 0 else 'less'} memory and is {speed_words}"
 
 
-def limit(of: Estimator, best: Prediction) -> str:
-    """The longest sequence that fits with this layout; empty where no longer one is legal."""
-    sequence, beyond = longest_sequence(of, best.plan)
+def limit(estimator: Estimator, best: Prediction) -> str:
+    """Return the longest sequence that fits with this layout. Empty if no longer one is legal."""
+    sequence, beyond = longest_sequence(estimator, best.plan)
     if not beyond:
         return ""
     over = beyond.prediction.peak_bytes - usable_bytes(best.plan)
@@ -157,9 +166,9 @@ def limit(of: Estimator, best: Prediction) -> str:
     return f"{fits}{reach} {largest_kind(beyond.prediction)[0]}."
 
 
-def half_machine(of: Estimator, best: Prediction) -> Iterator[str]:
-    """The best layout of half the devices; nothing where there is no half."""
-    plan, half = best.plan, on_half(of, best.plan)
+def half_machine(estimator: Estimator, best: Prediction) -> Iterator[str]:
+    """Yield the best layout on half the devices. Nothing if they cannot be halved."""
+    plan, half = best.plan, on_half(estimator, best.plan)
     if half is None:
         return
     devices = f"Half the devices ({plan.cluster.devices // 2})"
@@ -173,12 +182,12 @@ def half_machine(of: Estimator, best: Prediction) -> Iterator[str]:
     )
 
 
-def scale_warnings(of: Estimator, best: Prediction, tokens: float) -> Iterator[str]:
-    """Sequences beyond the model's positions; more devices than the model and its batch can use."""
+def scale_warnings(estimator: Estimator, best: Prediction, tokens: float) -> Iterator[str]:
+    """Yield warnings of sequences beyond the model's positions, and of too many devices for model and batch."""
     plan = best.plan
     if plan.beyond_positions:
         yield f"Warning: {plan.beyond_positions}."
-    half = on_half(of, plan) if best.mfu(causal=False) < COLLAPSED else None
+    half = on_half(estimator, plan) if best.mfu(causal=False) < COLLAPSED else None
     if half and half.best and (ratio := half.best[0].step_s / best.step_s) < 2 / WORTH:
         yield (
             f"Warning: {plan.cluster.devices} devices are too many for this model and batch. MFU is "
@@ -194,58 +203,58 @@ def scale_warnings(of: Estimator, best: Prediction, tokens: float) -> Iterator[s
 
 
 def bill(best: Prediction, tokens: float, price: float) -> str:
-    """Time and money of a token budget, each with its range."""
+    """Return time and money of a token budget, each with its range."""
     total = budget(tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, price)
     within = relative_range(best.plan, best.stack)
 
-    def known(value: float, unit: str = "") -> str:
-        low, high = between(within.scale(value)).split(" to ")
-        return f"{unit}{_amount(value)} ({unit}{low} to {unit}{high})"
+    def with_range(figure: float, unit: str = "") -> str:
+        low, high = between(within.scale(figure)).split(" to ")
+        return f"{unit}{_amount(figure)} ({unit}{low} to {unit}{high})"
 
-    money = f", {known(total.price, '$')} at ${price:g} per device-hour" if price else ""
-    long = f"{known(total.days)} days" if total.days >= 1 else duration(total.days * 86400)
+    money = f", {with_range(total.price, '$')} at ${price:g} per device-hour" if price else ""
+    long = f"{with_range(total.days)} days" if total.days >= 1 else duration(total.days * 86400)
     return (
         f"{count(tokens)} tokens: {total.steps:,} {'step' if total.steps == 1 else 'steps'}, {long}, "
-        f"{known(total.device_hours)} device-hours{money} (without failures, evaluation, checkpoints)."
+        f"{with_range(total.device_hours)} device-hours{money} (without failures, evaluation, checkpoints)."
     )
 
 
-def _amount(value: float) -> str:
-    """To three digits: no more is known."""
-    return f"{value:,.{max(0, 2 - floor(log10(value)))}f}" if 1e-3 < value < 100 else f"{_three(value):,.0f}"
-
-
-def _three(value: float) -> float:
-    return round(value, 2 - floor(log10(value))) if value > 0 else 0.0
+def _amount(figure: float) -> str:
+    """Format a number with three digits, as many as are certain."""
+    if 1e-3 < figure < 100:
+        return f"{figure:,.{max(0, 2 - floor(log10(figure)))}f}"
+    return f"{round(figure, 2 - floor(log10(figure))) if figure > 0 else 0.0:,.0f}"
 
 
 def between(pair: tuple[float, float], unit: float = 1.0) -> str:
-    """`5.95 to 7.94`, three digits each, in some unit."""
-    low, high = (one / unit for one in pair)
+    """Return `5.95 to 7.94`, three digits each, in multiples of `unit`."""
+    low, high = (bound / unit for bound in pair)
     return f"{_amount(low)} to {_amount(high)}"
 
 
 def probability(share: float, least: float = 0.02) -> str:
-    """`a probability of 84%`; the outermost errors that were seen allow no more than `below 2%` and `above 98%`."""
+    """Return `a probability of 84%`. The outermost observed errors allow only `below 2%` and `above 98%`."""
     known = f"below {least:.0%}" if share < least else f"above {1 - least:.0%}" if share > 1 - least else ""
     return f"a probability {known or f'of {share:.0%}'}"
 
 
-def range_words(found: Prediction) -> str:
-    """What nine of ten published runs lie within, in one sentence."""
-    said = ranges(found)
-    whose = "other software, the widest of it, since this has none" if said.pooled else "this software"
+def range_words(prediction: Prediction) -> str:
+    """Return one sentence with the ranges that hold nine of ten published runs."""
+    known = ranges(prediction)
+    whose = "other software, the widest of it, since this has none" if known.pooled else "this software"
     return (
-        f"Ranges hold nine of ten published runs of {whose}: {between(said.step_seconds)} s per step, MFU "
-        f"{between(said.mfu_full, 0.01)}%, {between(said.peak_bytes, GIB)} GiB; fits with "
-        f"{probability(said.fit_probability)}."
+        f"Ranges hold nine of ten published runs of {whose}: {between(known.step_seconds)} s per step, MFU "
+        f"{between(known.mfu_full, 0.01)}%, {between(known.peak_bytes, GIB)} GiB; fits with "
+        f"{probability(known.fit_probability)}."
     )
 
 
-def failure(found: Ranking, nodes: int = 0, *, free: bool = True, adapted_bytes: float | None = None) -> str:
-    """Where nothing fits: the nearest layout, the term that overflows, and what would help. `nodes`: so many are
-    enough. `free`: no degree that was fixed is to blame."""
-    nearest = found.nearest
+def failure(ranking: Ranking, nodes: int = 0, *, free: bool = True, adapted_bytes: float | None = None) -> str:
+    """Return why nothing fits: the nearest layout, its largest kind of memory, and remedies.
+
+    `nodes`: this many are enough. `free`: no fixed degree is to blame.
+    """
+    nearest = ranking.nearest
     assert nearest is not None
     worst, room = nearest.worst, usable_bytes(nearest.plan)
     kind, size = largest_kind(nearest)
@@ -261,24 +270,27 @@ def failure(found: Ranking, nodes: int = 0, *, free: bool = True, adapted_bytes:
     elif nearest.plan.model.lora is not None and not holds_codes(nearest.plan.model):
         cures.append("hold frozen matrices in 4 bits (tune=qlora)")
     return (
-        f"none of {found.legal:,} legal layouts fits: the nearest needs {short_gib(worst.total_bytes)} per device "
+        f"none of {ranking.legal:,} legal layouts fits: the nearest needs {short_gib(worst.total_bytes)} per device "
         f"({kind} {short_gib(size)}); {short_gib(room)} is usable: {words_of(nearest.plan)}; "
         + ", ".join(cures)
         + " or another device"
     )
 
 
-def unfit(of: Estimator, found: Prediction) -> str:
-    """Where one given layout does not fit: the largest term and the cheapest changes, each with its price in time."""
+def unfit(estimator: Estimator, prediction: Prediction) -> str:
+    """Return why a requested layout does not fit.
+
+    The largest kind of memory and the cheapest changes, each with its price in time.
+    """
     ways = [
-        f"{change.what} ({change.prediction.step_s / found.step_s - 1:+.0%} time, "
+        f"{change.what} ({change.prediction.step_s / prediction.step_s - 1:+.0%} time, "
         f"{short_gib(change.prediction.peak_bytes)})"
-        for change in cheapest_fixes(of, found.plan)
+        for change in cheapest_fixes(estimator, prediction.plan)
     ]
-    worst, (kind, size) = found.worst, largest_kind(found)
-    where = f"pipeline rank {worst.pp_rank}, {worst.when}" if found.plan.layout.pp > 1 else worst.when
+    worst, (kind, size) = prediction.worst, largest_kind(prediction)
+    where = f"pipeline rank {worst.pp_rank}, {worst.when}" if prediction.plan.layout.pp > 1 else worst.when
     cure = f"; cheapest fixes: {'; or '.join(ways)}" if ways else "; no single change of the layout makes it fit"
     return (
-        f"does not fit: needs {short_gib(worst.total_bytes)} per device; {short_gib(usable_bytes(found.plan))} is "
+        f"does not fit: needs {short_gib(worst.total_bytes)} per device; {short_gib(usable_bytes(prediction.plan))} is "
         f"usable (peak: {where}; largest: {kind} {short_gib(size)}){cure}"
     )

@@ -12,60 +12,60 @@ from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.plan import as_document
 
 
-def document(found: Prediction) -> dict[str, Any]:
-    """Predicted memory, traffic and time of one plan."""
-    worst, time, said = found.worst, found.time, ranges(found)
+def document(prediction: Prediction) -> dict[str, Any]:
+    """Return predicted memory, traffic and time of one plan."""
+    worst, time, error_ranges = prediction.worst, prediction.time, ranges(prediction)
     return {
         "source": "predicted",
-        "plan": as_document(found.plan),
-        "peak_bytes": round(found.peak_bytes),
-        "peak_rank": worst.pp_rank * (found.plan.layout.world // found.plan.layout.pp),
+        "plan": as_document(prediction.plan),
+        "peak_bytes": round(prediction.peak_bytes),
+        "peak_rank": worst.pp_rank * (prediction.plan.layout.world // prediction.plan.layout.pp),
         "memory": [{"kind": kind, "bytes": round(size)} for kind, size in worst.kinds.items() if size],
-        "host_bytes": round(found.host_bytes),
-        "node_bytes": round(found.node_bytes),
+        "host_bytes": round(prediction.host_bytes),
+        "node_bytes": round(prediction.node_bytes),
         "traffic": [
             {"axis": sent.axis, "collective": sent.collective, "bytes": sent.sent_bytes, "calls": sent.calls}
-            for sent in found.traffic(worst.pp_rank)
+            for sent in prediction.traffic(worst.pp_rank)
         ],
         "time": [
             {"what": part.name.removesuffix("_s"), "seconds": getattr(time, part.name)} for part in fields(StepTime)
         ],
-        "step_seconds": found.step_s,
-        "tokens_per_second_per_device": found.tokens_per_s_per_device,
-        "mfu_causal": found.mfu(causal=True),
-        "mfu_full": found.mfu(causal=False),
-        "hfu": found.hfu,
-        "bubble_fraction": found.bubble_fraction,
-        "fit_probability": said.fit_probability,
-        "range": said.document(),
-        **({} if found.executions is None else {"execution": found.executions.document()}),
-        "caveats": list(caveats(found)),
+        "step_seconds": prediction.step_s,
+        "tokens_per_second_per_device": prediction.tokens_per_s_per_device,
+        "mfu_causal": prediction.mfu(causal=True),
+        "mfu_full": prediction.mfu(causal=False),
+        "hfu": prediction.hfu,
+        "bubble_fraction": prediction.bubble_fraction,
+        "fit_probability": error_ranges.fit_probability,
+        "range": error_ranges.document(),
+        **({} if prediction.executions is None else {"execution": prediction.executions.document()}),
+        "caveats": list(caveats(prediction)),
     }
 
 
-def ranked(found: Ranking) -> dict[str, Any]:
-    """What a search adds to the document of the layout that it recommends: all that are listed, the fastest first."""
+def ranked(ranking: Ranking) -> dict[str, Any]:
+    """Return what a search adds to the document of its recommendation: all listed layouts, the fastest first."""
     return {
         "layouts": [
             {
-                "layout": asdict(one.plan.layout),
-                "peak_bytes": round(one.peak_bytes),
-                "step_seconds": one.step_s,
-                "tokens_per_second_per_device": one.tokens_per_s_per_device,
-                "mfu_causal": one.mfu(causal=True),
-                "mfu_full": one.mfu(causal=False),
-                "bubble_fraction": one.bubble_fraction,
-                "tight": is_bold(one),
-                "fit_probability": fit_probability(one),
+                "layout": asdict(prediction.plan.layout),
+                "peak_bytes": round(prediction.peak_bytes),
+                "step_seconds": prediction.step_s,
+                "tokens_per_second_per_device": prediction.tokens_per_s_per_device,
+                "mfu_causal": prediction.mfu(causal=True),
+                "mfu_full": prediction.mfu(causal=False),
+                "bubble_fraction": prediction.bubble_fraction,
+                "tight": is_bold(prediction),
+                "fit_probability": fit_probability(prediction),
             }
-            for one in sorted(found.best, key=lambda one: one.step_s)
+            for prediction in sorted(ranking.best, key=lambda prediction: prediction.step_s)
         ],
         "rejected": [
-            {"layout": asdict(one.layout), "reason": f"does not fit: {one.reason}", "peak_bytes": round(one.peak_bytes),
-             "count": one.count}
-            for one in found.rejected
+            {"layout": asdict(group.layout), "reason": f"does not fit: {group.reason}",
+             "peak_bytes": round(group.peak_bytes), "count": group.count}
+            for group in ranking.rejected
         ],
-        "legal": found.legal,
-        "too_large": found.too_large,
-        "slower": found.slower,
+        "legal": ranking.legal,
+        "too_large": ranking.too_large,
+        "slower": ranking.slower,
     }  # fmt: skip

@@ -46,7 +46,7 @@ def answer(estimator: Estimator, ranking: Ranking, asked: Asked) -> Iterator[str
     yield ""
     rows = merge_alike(ranking.best)
     yield from _verdict(best, _note(rows[0][1], _recommended(ranking.best) if chosen else ""))
-    on_batch = explain.own_batch(best.plan) if asked.own_batch else ()
+    on_batch = explain.batch_note(best.plan) if asked.own_batch else ()
     for line in (*on_batch, *caveats(best), *explain.caution(estimator, ranking, asked.fixed)):
         yield from _marked(line)
     shown = rows[1 : None if asked.details and asked.top is None else 1 + (asked.top or ALTERNATIVES)]
