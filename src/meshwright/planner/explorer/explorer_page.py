@@ -26,7 +26,7 @@ from meshwright.spec.schedule_kinds import KINDS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Of a shape, what the page reads under the same name."""
-STACK = ("own", "slack", "sharding", "vocab_parallel", "outputs_kept", "step_buffers")
+STACK = ("slack", "sharding", "vocab_parallel", "outputs_kept", "step_buffers")
 """Of a stack, what memory.js and peaks.js read under the same name."""
 SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
            "bars.js", "map.js", "timeline.js", "options.js",
@@ -100,6 +100,7 @@ def facts(
             "bucket_bytes": of.stack.update_bucket_bytes,
             "widened_bytes": of.widened_bytes,
             "reserve_bytes": of.stack.reserve_bytes,
+            "own": of.stack.is_meshwright,
             **{name: getattr(of.stack, name) for name in STACK},
         },
         "controls": values,
