@@ -47,7 +47,7 @@ const sumsProducts = ({memory, schedules}, {zero, pp, schedule, ...layout}, m) =
 // Bytes of a rank at the worse of two moments: inside the passes, or the optimizer's update.
 function rankMemory({stack, memory}, table, count, worst, borders, matrices) {
   const step = {...worst.kinds, activations: worst.kinds.activations + borders};
-  const temporaries = Math.max(matrices, Math.min(stack.widened_bytes * count.own, stack.bucket_bytes));
+  const temporaries = Math.max(matrices, Math.min(stack.widened_bytes * count.updated, stack.bucket_bytes));
   const update = {...stateBytes(memory, table.update, count), temporaries};
   const inside = sumOf(step) >= sumOf(update);
   const kinds = {...(inside ? step : update)};
@@ -87,7 +87,7 @@ function countOf(data, layout, layers, first, last, alone = false) {
   if (last) parts.push([pieces.norm, 1]);
   if (last && !(data.model.tied && first)) parts.push([pieces.head, 1]);
   const {zero} = layout, [ranks, same] = sharersOf(layout);
-  const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0,
+  const count = {whole: 0, shard: 0, updated: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0,
     codes: 0, codes_gathered: 0};
   for (const [sizes, times] of parts)
     for (const [shape, expert, copies, stored, trained, codes, lines] of sizes) {
@@ -105,7 +105,7 @@ function countOf(data, layout, layers, first, last, alone = false) {
       count.shard += many * each;
       count.gathered += many * each * n;
       if (!trained) continue;
-      count.own += many * each;
+      count.updated += many * each;
       count.learned += many * all;
       count.learned_gathered += many * each * n;
       count.tensors += many;
@@ -138,7 +138,7 @@ function unitsOf(data, layout, table) {
     const {gathered, learned_gathered: learned} = count;
     return {
       parameters: gathered * table.parameter_bytes + count.codes_gathered, gradients: learned * table.gradient_bytes,
-      made: learned * table.parameter_bytes, share: count.own * table.gradient_bytes,
+      made: learned * table.parameter_bytes, share: count.updated * table.gradient_bytes,
     };
   };
   const widest = [{start: layers - 1, end: layers}], [, same] = sharersOf(layout);

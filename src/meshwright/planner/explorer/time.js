@@ -155,11 +155,11 @@ function stepParts(data, recipe, layout) {
     data, layout, m, own, sharingSeconds(data, layout, held), hidden, edgesOf(data, layout));
   const slowed = stack.contention * Math.max(0, whole - weights - gradients);
   const updates = held.map((one, rank) => {
-    const {own, learned, moments} = countOf(data, layout, ranges[rank], one.first, one.last);
+    const {updated, learned, moments} = countOf(data, layout, ranges[rank], one.first, one.last);
     const {update_s: update, moment_s: moment, widened_s: widened, added_s: added, shards_s: shards} = data.time;
     const sums = layout.zero < 2 || pp > 1 ? learned * (widened + (m - 1) * added)
-      : m * learned * widened + (m - 1) * own * shards;
-    return own * update + sums + moments * moment + matrixSeconds(data, layout, one.dense, one.routed);
+      : m * learned * widened + (m - 1) * updated * shards;
+    return updated * update + sums + moments * moment + matrixSeconds(data, layout, one.dense, one.routed);
   });
   return [
     busy - exchange + slowed, exchange, bubble, weights, gradients, Math.max(...updates),
