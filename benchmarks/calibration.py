@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.observe.calibrate.campaign import calibrate
-from meshwright.observe.calibrate.timed_steps import Timing, measured_steps
+from meshwright.observe.calibrate.timed_steps import Timing, measure_steps
 from meshwright.planner.explain import layout_words
 from meshwright.planner.machine.clusterfile import load
 from meshwright.planner.machine.clusterfile_writer import text
@@ -122,7 +122,7 @@ def main() -> None:
         machine = load(options.save)
     drawn = [replace(p, cluster=machine.cluster(p.layout.world)) for p in plans(options.plans, options.seed)]
     predicted = [machine.estimator(plan).predict(plan).step_s for plan in drawn]
-    measured = measured_steps(drawn, Timing(seconds=3.0, least=4, most=15))
+    measured = measure_steps(drawn, Timing(seconds=3.0, least=4, most=15))
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     sizes = [abs(error) for error in errors]
     figures = {

@@ -165,7 +165,7 @@ def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
     mesh = make_mesh(plan.layout, made=made)
     group = saving_group(mesh).process_group if plan.copies_state("cpu") else None
     program = TrainingProgram(
-        plan=plan, mesh=mesh, device=torch.device("cpu"), told=lambda part: None, initialize=True,
+        plan=plan, mesh=mesh, device=torch.device("cpu"), on_part=lambda part: None, initialize=True,
         assigned=lambda tensors: checkpoint.assigned(tensors, group), documents=plan.recipe.document_mask,
     )  # fmt: skip
     program.build()

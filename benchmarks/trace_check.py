@@ -27,7 +27,7 @@ from meshwright.kernels.target import acting_as
 from meshwright.observe.check.events import RankTrace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import record_ranks, record_world
-from meshwright.observe.check.rules import Checked, check
+from meshwright.observe.check.rules import CheckReport, check
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.observe.tiny_models import shrink
@@ -66,7 +66,7 @@ def schedules(degrees: Sequence[int] = DEGREES) -> Iterator[dict[str, Any]]:
         yield {"name": f"{name} pp={pp}", "cases": len(rows), **_summed(rows)}
 
 
-def _schedule(name: str, pp: int) -> list[Checked]:
+def _schedule(name: str, pp: int) -> list[CheckReport]:
     """All numbers of micro-batches from pp to 3 pp."""
     torch.set_num_threads(1)
     virtual = KINDS[name].stages
@@ -80,7 +80,11 @@ def _schedule(name: str, pp: int) -> list[Checked]:
         for rank in range(pp):
             with compat.fake_world(rank, pp):
                 program = TrainingProgram(
-                    plan=plan, mesh=make_mesh(layout), device=torch.device("cpu"), told=lambda part: None, routing=1.0
+                    plan=plan,
+                    mesh=make_mesh(layout),
+                    device=torch.device("cpu"),
+                    on_part=lambda part: None,
+                    routing=1.0,
                 )
                 program.build()
                 for world, count in zip(worlds, counts, strict=True):
@@ -125,7 +129,7 @@ def layouts(limit: int = 0) -> Iterator[dict[str, Any]]:
         yield {"name": chosen[number].title, "cases": 1, **_summed([checked])}
 
 
-def _layout(trial: Trial) -> Checked:
+def _layout(trial: Trial) -> CheckReport:
     case = trial.case
     recipe = Recipe(
         sequence=case.sequence, global_batch=case.global_batch, precision=trial.precision,  # type: ignore[arg-type]
@@ -158,7 +162,7 @@ def large(chosen: Sequence[tuple[str, int, int]] = LARGE) -> Iterator[dict[str, 
         }  # fmt: skip
 
 
-def _summed(checks: Sequence[Checked]) -> dict[str, Any]:
+def _summed(checks: Sequence[CheckReport]) -> dict[str, Any]:
     return {
         "ranks": sum(check.ranks for check in checks), "operations": sum(check.operations for check in checks),
         "programs": sum(check.programs for check in checks),

@@ -15,7 +15,7 @@ from meshwright.observe.verify.feature_matrix import (
     LARGEST_WORLD,
     PLAIN,
     Trial,
-    merged,
+    merge_settings,
     trial,
     trials,
     trials_of_one_rank,
@@ -30,7 +30,7 @@ def test_every_pair_is_tried_refused_or_impossible() -> None:
     assert not tried & refused.keys()
     for pair in combinations(FEATURES, 2):
         if frozenset(pair) not in tried | refused.keys():
-            assert merged(pair) is None or trial(pair) is None, pair
+            assert merge_settings(pair) is None or trial(pair) is None, pair
     assert max(one.layout.world for one in chosen) <= LARGEST_WORLD and len(chosen) >= 60
 
 

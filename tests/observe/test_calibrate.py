@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.observe.calibrate.campaign import calibrate
-from meshwright.observe.calibrate.sample_plans import jobs
-from meshwright.observe.calibrate.timed_steps import Timing, measured_steps
+from meshwright.observe.calibrate.campaign import calibrate, sample_plans
+from meshwright.observe.calibrate.timed_steps import Timing, measure_steps
 from meshwright.planner.machine.clusterfile import load
 from meshwright.planner.machine.clusterfile_writer import text
 
@@ -24,14 +23,14 @@ def test_quick_calibration_makes_a_file_that_plan_reads(tmp_path: Path, capsys: 
     curves = found.together[2].links.curves
     assert curves is not None
     assert {name for name, _ in curves.seconds} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
-    for plan in jobs(found, (1, 2), "fp32"):
+    for plan in sample_plans(found, (1, 2), "fp32"):
         predicted = found.estimator(plan).predict(plan)
         assert 1e-3 < predicted.step_s < 1e3 and math.isfinite(predicted.peak_bytes)
     words = ["plan", "gpt2", "--cluster", f"{path}x2", "--recipe", "precision=fp32", "--recipe", "global_batch=4"]
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["cluster"]["devices_per_node"] == 2
-    plans = [plan for plan in jobs(found, (1, 2), "fp32") if plan.layout.tp == 2 or plan.layout.pp == 2]
-    assert all(0 < seconds < 60 for seconds in measured_steps(plans, Timing(seconds=0.0, least=1)))
+    plans = [plan for plan in sample_plans(found, (1, 2), "fp32") if plan.layout.tp == 2 or plan.layout.pp == 2]
+    assert all(0 < seconds < 60 for seconds in measure_steps(plans, Timing(seconds=0.0, least=1)))
 
 
 @pytest.mark.parametrize("out", ["x.txt", "absent/x.toml"])

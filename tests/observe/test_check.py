@@ -27,7 +27,7 @@ from meshwright.observe.check.events import (
     WaitEvent,
 )
 from meshwright.observe.check.recorder import TraceRecorder
-from meshwright.observe.check.recording import brief, record_world
+from meshwright.observe.check.recording import abbreviate_plan, record_world
 from meshwright.observe.check.rules import check
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.observe.tiny_models import shrink
@@ -388,7 +388,7 @@ def _deaf() -> None:
 def test_ranks_that_share_a_trace_would_have_recorded_that_trace(layout: Layout, name: str) -> None:
     """Every rank in full beside brief runs of every rank and a full run of one of those that are alike."""
     given = plan(layout, name, layers=4, global_batch=2 * layout.dp)
-    assert brief(given).model.layers < 4
+    assert abbreviate_plan(given).model.layers < 4
     every = record_world(given, device="cuda", in_full=True, processes=2)
     shared = record_world(given, device="cuda", in_full=False, processes=2)
     assert [one.rank for one in every] == list(range(8))
@@ -417,7 +417,7 @@ def test_every_size_of_a_batch_ramp_is_run(batches: tuple[int, ...], whole: bool
     evaluation, last_step = 2, 1
     first = record_world(given, device="cuda", whole=whole, processes=2)[0].trace
     assert len(numbers(first, "send")) == sum(sends) + evaluation + last_step
-    assert brief(given).recipe.batch_ramp == ()
+    assert abbreviate_plan(given).recipe.batch_ramp == ()
 
 
 def test_a_brief_plan_keeps_one_layer_of_each_kind_per_stage() -> None:
@@ -425,7 +425,7 @@ def test_a_brief_plan_keeps_one_layer_of_each_kind_per_stage() -> None:
     assert shape.moe is not None
     shape = replace(shape, layers=9, moe=replace(shape.moe, first_dense=3))
     layout = Layout(pp=2, tp=2, sp=True, zero=0, stages=(5, 4), micro_batch=1, compile="off")
-    found = brief(Plan(model=shape, layout=layout, recipe=Recipe(sequence=64, global_batch=8)))
+    found = abbreviate_plan(Plan(model=shape, layout=layout, recipe=Recipe(sequence=64, global_batch=8)))
     assert found.layout.stages == (2, 1)
     assert found.model.moe is not None and found.model.moe.first_dense == 1
     assert found.recipe.global_batch == 1

@@ -12,11 +12,11 @@ from meshwright.cli.terminal.compare_answer import answer
 from meshwright.observe.compare.disagreement import explanation
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.compare.judge import Comparison, compare
-from meshwright.observe.compare.sources_of_columns import Column, columns, planned
+from meshwright.observe.compare.sources_of_columns import Column, columns, planned_column
 from meshwright.observe.compare.table import as_json
-from meshwright.observe.dryrun.dryrun_document import dry
+from meshwright.observe.dryrun.dryrun_document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.observe.shared_document import TimePart, checked
+from meshwright.observe.shared_document import TimePart, parse_document
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
 from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
@@ -44,8 +44,8 @@ def test_equal_columns_agree_in_every_row(tmp_path: Path) -> None:
     for unit in ("bytes", "calls"):
         sent = row(found, "traffic", "pp send", unit, rank=2)
         assert len(set(sent.values)) == 1 and sent.values[0] > 0 and sent.tolerance == 0
-    planned, dry, measured = row(found, "time", "compute").values
-    assert planned == measured > 0 and dry is None
+    planned_column, dry_run_document, measured = row(found, "time", "compute").values
+    assert planned_column == measured > 0 and dry_run_document is None
     assert row(found, "use", "bubble").values[0] == row(found, "use", "bubble").values[2] > 0
 
 
@@ -120,9 +120,9 @@ def test_memory_that_is_off_is_explained_by_module(tmp_path: Path) -> None:
     kept["bytes"] += 40_000
     rank["peak_bytes"] += 40_000
     rank["activations"][0]["bytes"] = 44_000
-    dry = dried(PLAN)
-    dry["ranks"][0]["activations"].append({"where": "norm mul", "bytes": 40_000})
-    found = laid(write(tmp_path / "run", dryrun=dry, profile=document), tolerance=0.001)
+    dry_run_document = dried(PLAN)
+    dry_run_document["ranks"][0]["activations"].append({"where": "norm mul", "bytes": 40_000})
+    found = laid(write(tmp_path / "run", dryrun=dry_run_document, profile=document), tolerance=0.001)
     peak, activations = found.disagreeing
     assert (peak.what, activations.what) == ("peak", "activations")
     words = " ".join(explanation(found, peak))
@@ -156,20 +156,20 @@ def test_a_toy_differs_by_less_than_a_segment_of_the_allocator(tmp_path: Path) -
 
 def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
     found = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
-    assert found.columns[1].found is None and "of another plan" in found.columns[1].about
+    assert found.columns[1].document is None and "of another plan" in found.columns[1].about
     assert "and not used" in found.columns[2].about
     assert row(found, "memory", "activations", rank=0).values[2] is None
 
 
 def test_a_dry_run_is_asked_for_where_none_is_kept(tmp_path: Path) -> None:
-    from meshwright.observe.shared_document import checked
+    from meshwright.observe.shared_document import parse_document
 
     asked = []
     run = open_run(write(tmp_path / "run"))
 
     def dryer(plan: Any, device: str) -> Any:
         asked.append((plan.layout.pp, device))
-        return checked(dried(plan), "")
+        return parse_document(dried(plan), "")
 
     found = compare(run.plan_as_run, columns(run, dryer=dryer))
     assert asked == [(2, "cuda")] and row(found, "memory", "activations", rank=0).values[1] > 0
@@ -290,13 +290,13 @@ def test_only_bytes_to_experts_may_differ(tmp_path: Path) -> None:
 
 def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
     """The dry run's peak stands at the head, the others' inside a layer: its total counts, what it is made of not."""
-    dry = dried(PLAN)
-    first = dry["ranks"][0]
+    dry_run_document = dried(PLAN)
+    first = dry_run_document["ranks"][0]
     inside = sum(held["bytes"] for held in first["memory"] if held["kind"] in ("activations", "temporaries"))
     first["memory"] = [held for held in first["memory"] if held["kind"] not in ("activations", "temporaries", "logits")]
     first["memory"].append({"kind": "logits", "bytes": inside})
     first["when"] = "step 2, F 0 1"
-    found = laid(write(tmp_path / "run", dryrun=dry, profile=profiled(PLAN)))
+    found = laid(write(tmp_path / "run", dryrun=dry_run_document, profile=profiled(PLAN)))
     assert found.disagreeing == ()
     logits = row(found, "memory", "logits", rank=0)
     assert logits.aside == (1,) and logits.error(1) is None and "dry run at head and loss" in logits.note
@@ -335,25 +335,30 @@ def test_impossible_figures_are_no_profile(tmp_path: Path) -> None:
 def test_waiting_for_host_memory_is_computing_to_a_clock(tmp_path: Path) -> None:
     """The planner says it apart; a profile cannot."""
     run = open_run(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
-    planned, *others = columns(run)
-    assert planned.found is not None
-    plain = row(compare(run.plan_as_run, (planned, *others), 0.1), "time", "compute").values[0]
-    time = (*(one for one in planned.found.time if one.what != "offload"), TimePart(what="offload", seconds=2.0))
-    waiting = replace(planned, found=replace(planned.found, time=time))
+    planned_column, *others = columns(run)
+    assert planned_column.document is not None
+    plain = row(compare(run.plan_as_run, (planned_column, *others), 0.1), "time", "compute").values[0]
+    time = (
+        *(one for one in planned_column.document.time if one.what != "offload"),
+        TimePart(what="offload", seconds=2.0),
+    )
+    waiting = replace(planned_column, found=replace(planned_column.document, time=time))
     found = compare(run.plan_as_run, (waiting, *others), 0.1)
     assert row(found, "time", "compute").values[0] == pytest.approx(plain + 2.0)
     assert "offload" not in {one.what for one in found.rows}
 
 
 README = Path(__file__).parents[2] / "README.md"
-NOT_MEASURED = Column(title="measured", found=None, about="nothing was trained")
+NOT_MEASURED = Column(title="measured", document=None, about="nothing was trained")
 
 
 def beside_a_dry_run(*words: str, processes: int = 1) -> Comparison:
     """Plan and dry run on a CPU, of the default plan with these words."""
     plan = planfile.read(None, ["model=llama-tiny", *words], processes=processes)
-    seen = checked(json.loads(json.dumps(dry(dry_run(plan, device="cpu", processes=1)))), "the dry run")
-    return compare(plan, (planned(plan), Column(title="dry run", found=seen, about=""), NOT_MEASURED))
+    seen = parse_document(
+        json.loads(json.dumps(dry_run_document(dry_run(plan, device="cpu", processes=1)))), "the dry run"
+    )
+    return compare(plan, (planned_column(plan), Column(title="dry run", document=seen, about=""), NOT_MEASURED))
 
 
 def test_plan_and_dry_run_of_the_readmes_run_on_two_processes_agree() -> None:

@@ -14,10 +14,10 @@ from meshwright.cli.main import main
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
 from meshwright.observe.calibrate import campaign
-from meshwright.observe.dryrun.dryrun_document import dry, needed_bytes, room_of
-from meshwright.observe.dryrun.simulate import device_of, dry_run, see
+from meshwright.observe.dryrun.dryrun_document import dry_run_document, needed_bytes, room_of
+from meshwright.observe.dryrun.simulate import device_of, dry_run, watch_rank
+from meshwright.observe.program import Routing
 from meshwright.observe.ranks import SERVER, on_ranks
-from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel.group import Group
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -225,7 +225,7 @@ def _reads_a_value() -> str:
 
     Transformer.stage = stage  # type: ignore[method-assign,assignment]
     try:
-        see(plan(TINY, 2, micro_batch=1), 0, "cpu", 1.0, (1, 1))
+        watch_rank(plan(TINY, 2, micro_batch=1), 0, "cpu", 1.0, (1, 1))
     except PlanError as error:
         return str(error)
     return "no error"
@@ -272,7 +272,7 @@ def test_the_verb_says_what_does_not_fit(written: Path, capsys: pytest.CaptureFi
 def _left_behind() -> list[tuple[bool, bool, str]]:
     """Of a dry run in this very process, and of one that fails: a process group, a mode, a device that is acted as."""
     found = []
-    for run in (lambda: see(plan(TINY, 2, micro_batch=1), 0, "cuda", 1.0, (1, 1)), _reads_a_value):
+    for run in (lambda: watch_rank(plan(TINY, 2, micro_batch=1), 0, "cuda", 1.0, (1, 1)), _reads_a_value):
         run()
         found.append((torch.distributed.is_initialized(), type(torch.ones(1)) is not torch.Tensor, acts()))
     return found
@@ -284,16 +284,16 @@ def test_a_dry_run_leaves_its_process_as_it_was() -> None:
 
 
 def test_the_document_says_what_fits() -> None:
-    assert dry(dry_run(plan(TINY, 2, micro_batch=1), device="cpu"))["fits"] is True
+    assert dry_run_document(dry_run(plan(TINY, 2, micro_batch=1), device="cpu"))["fits"] is True
 
 
 def test_workspaces_of_a_gpu_come_to_what_tensors_hold() -> None:
     found = dry_run(plan(TINY, 2, micro_batch=1), device="cuda")
     described = replace(found, plan=replace(found.plan, cluster=presets.cluster("h100x1")))
-    room = dry(described)["capacity_bytes"]
+    room = dry_run_document(described)["capacity_bytes"]
     for below, fits in ((200 * 2**20, True), (1000, False)):
         full = replace(described, ranks=(replace(found.worst, peak_bytes=room - below),))
-        assert dry(full)["fits"] is fits
+        assert dry_run_document(full)["fits"] is fits
 
 
 def test_kernels_and_memory_are_of_one_device() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright import planfile
 from meshwright.cli.main import main
-from meshwright.observe.calibrate.feedback import learned, seconds_of
+from meshwright.observe.calibrate.feedback import learn, seconds_of
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.planner.machine.clusterfile import ClusterFile, load
 from meshwright.planner.machine.clusterfile_writer import text
@@ -77,7 +77,7 @@ def test_a_profile_of_another_layout_teaches_nothing(tmp_path: Path) -> None:
     (run / "profile.json").write_bytes((other / "profile.json").read_bytes())
     assert seconds_of(open_run(other)) == 123.0
     with pytest.raises(RunError, match="of another plan"):
-        learned(quick(), [run])
+        learn(quick(), [run])
 
 
 def test_what_was_learned_of_some_runs_holds_for_another(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_what_was_learned_of_some_runs_holds_for_another(tmp_path: Path) -> None
         finished(tmp_path / str(n), [true(plan(before, **layout)) + 0.01] * 5, **layout)
         for n, layout in enumerate(layouts)
     ]
-    after, seen = learned(before, runs)
+    after, seen = learn(before, runs)
     for one, seconds in seen:
         assert abs(after.estimator(one).predict(one).step_s / seconds - 1) < 0.1
     other = plan(before, 8, tp=2)

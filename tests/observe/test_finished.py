@@ -11,9 +11,9 @@ import pytest
 from meshwright import __version__
 from meshwright.observe.compare.finished_run import open_run, refuse_other, same_program
 from meshwright.observe.compare.sources_of_columns import columns
-from meshwright.observe.dryrun.dryrun_document import dry
+from meshwright.observe.dryrun.dryrun_document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.observe.shared_document import SharedDocument, checked
+from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
 from tests.cli.toy import call, refused
@@ -64,7 +64,9 @@ def test_a_dry_run_of_another_version_is_made_anew(tmp_path: Path) -> None:
     assert not same_program(PLAN, of(PLAN, "dryrun", version="0.0.1")) and same_program(PLAN, of(PLAN, version="0.0.1"))
     assert not same_program(PLAN, replace(of(PLAN, "dryrun"), environment={}))
     small = replace(ALONE, recipe=replace(ALONE.recipe, sequence=8))
-    assert same_program(small, checked(json.loads(json.dumps(dry(dry_run(small, device="cpu")))), ""))
+    assert same_program(
+        small, parse_document(json.loads(json.dumps(dry_run_document(dry_run(small, device="cpu")))), "")
+    )
 
 
 Change = Callable[[dict[str, Any]], Any]

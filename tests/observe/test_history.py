@@ -9,8 +9,7 @@ import torch
 
 from meshwright import compat
 from meshwright.observe.profile import allocator as account
-from meshwright.observe.profile.allocator import DeviceAllocationRecorder
-from meshwright.observe.profile.gpu_allocator import history
+from meshwright.observe.profile.allocator import DeviceAllocationRecorder, read_history
 
 KB, MB = 2**10, 2**20
 DEVICE = torch.device("cuda", 1)
@@ -82,7 +81,7 @@ def used(allocator: Allocator) -> Allocator:
 
 
 def test_levels_between_the_parts() -> None:
-    found = history(used(Allocator()).snapshot(), 1, 512)
+    found = read_history(used(Allocator()).snapshot(), 1, 512)
     assert found is not None
     assert [size for _, size in found.allocated] == [3 * MB, 8 * MB + 512, 3 * MB, 7 * MB, 3 * MB]
     assert [at for at, _ in found.allocated] == [1_000_000_000 + 1_000_000 * n for n in (2, 3, 4, 5, 7)]
@@ -91,7 +90,7 @@ def test_levels_between_the_parts() -> None:
 
 
 def test_a_history_without_its_beginning_has_the_right_levels() -> None:
-    found = history(used(Allocator(entries=5)).snapshot(), 1, 512)
+    found = read_history(used(Allocator(entries=5)).snapshot(), 1, 512)
     assert found is not None and [size for _, size in found.allocated] == [7 * MB, 3 * MB]
 
 
@@ -99,7 +98,7 @@ def test_what_is_held_at_the_end_counts() -> None:
     allocator = used(Allocator())
     allocator.take(9 * MB, 2 * MB)
     allocator.give(9 * MB, later=True)
-    found = history(allocator.snapshot(), 1, 512)
+    found = read_history(allocator.snapshot(), 1, 512)
     assert found is not None and found.allocated[-1][1] == 3 * MB and found.inactive_split_bytes == 15 * MB
 
 
@@ -113,7 +112,7 @@ def test_what_is_held_at_the_end_counts() -> None:
     ],
 )  # fmt: skip
 def test_another_shape_is_no_history(snapshot: dict[str, Any]) -> None:
-    assert history(snapshot, 1, 512) is None
+    assert read_history(snapshot, 1, 512) is None
 
 
 @pytest.fixture

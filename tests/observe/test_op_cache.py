@@ -11,9 +11,9 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.observe.dryrun.op_cache import OpCache
 from meshwright.observe.dryrun.rank_run import WatchedRank
-from meshwright.observe.dryrun.simulate import see
+from meshwright.observe.dryrun.simulate import watch_rank
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
-from meshwright.observe.program import shortened
+from meshwright.observe.program import probe_counts
 from meshwright.observe.ranks import SERVER
 from meshwright.spec import Plan
 from tests.observe.test_dryrun import MIXED, TINY, plan
@@ -126,7 +126,7 @@ def _seen(one: Plan, remembers: bool) -> WatchedRank:
     if not remembers:
         OpCache.call = lambda self, operation, args, kwargs: operation(*args, **kwargs)  # type: ignore[method-assign]
     rank = one.layout.world - 1
-    return see(one, rank, "cuda", 1.0, shortened(one, rank))
+    return watch_rank(one, rank, "cuda", 1.0, probe_counts(one, rank))
 
 
 @pytest.mark.slow

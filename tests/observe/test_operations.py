@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import record_function
 
-from meshwright.observe.profile.operations import TimedOperation, listed, operations, overlap
+from meshwright.observe.profile.measure import TimedOperation, most_expensive, overlap, time_operations
 from meshwright.observe.profile.step_record import covered_s
 
 
@@ -38,7 +38,7 @@ def on_gpu() -> EventList:
 def test_a_second_of_a_gpu_is_listed_once() -> None:
     rows = on_gpu().key_averages()
     assert sum(row.self_device_time_total > 0 for row in rows) > 1
-    assert listed(rows, cuda=True) == (TimedOperation(name="aten::mm", calls=1, seconds=100e-6),)
+    assert most_expensive(rows, cuda=True) == (TimedOperation(name="aten::mm", calls=1, seconds=100e-6),)
 
 
 def test_named_stretches_are_no_operations() -> None:
@@ -47,7 +47,7 @@ def test_named_stretches_are_no_operations() -> None:
             sleep(0.01)
             torch.ones(9) + 1
 
-    found, kernels = operations(step, torch.device("cpu"))
+    found, kernels = time_operations(step, torch.device("cpu"))
     names = [one.name for one in found]
     assert "aten::add" in names and "aten::ones" in names and kernels is None
     assert not any("FSDP" in name for name in names) and sum(one.seconds for one in found) < 0.01

@@ -12,15 +12,15 @@ import torch
 
 from meshwright.cli.main import main
 from meshwright.compat import torch_compile
-from meshwright.observe.profile.allocator import POINTS, thinned
+from meshwright.observe.profile.allocator import POINTS, thin_curve
 from meshwright.observe.profile.clock import HostClock
 from meshwright.observe.profile.collective_times import CollectiveCall, WaitSpan
-from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gathered, measure
+from meshwright.observe.profile.measure import FIRST, Profile, RankProfile, _Rounds, gather_profile, measure
 from meshwright.observe.profile.perfetto import trace
-from meshwright.observe.profile.profile_document import measured
+from meshwright.observe.profile.profile_document import profile_document
 from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, TimedCall, TimedStep, part_of
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.shared_document import Ran, checked
+from meshwright.observe.shared_document import Ran, parse_document
 from meshwright.parallel import make_mesh
 from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -48,7 +48,7 @@ def plan(layout: Layout, folder: Path = Path("nowhere")) -> Plan:
 
 def _measured(plans: list[Plan]) -> list[Profile | None]:
     made: Made = {}
-    return [gathered(measure(one, steps=STEPS, made=made), one) for one in plans]
+    return [gather_profile(measure(one, steps=STEPS, made=made), one) for one in plans]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +150,8 @@ def test_parts_add_up_to_the_step(profiles: dict[str, Profile], name: str) -> No
 
 @each
 def test_the_document_has_the_keys_that_all_share(profiles: dict[str, Profile], name: str) -> None:
-    found = json.loads(json.dumps(measured(profiles[name]), allow_nan=False))
-    assert len(checked(found, name).ranks) == 2
+    found = json.loads(json.dumps(profile_document(profiles[name]), allow_nan=False))
+    assert len(parse_document(found, name).ranks) == 2
     assert found["ranks"][0]["largest"][0]["bytes"] > 0
     assert found["source"] == "measured" and found["plan"]["layout"]["pp"] == profiles[name].plan.layout.pp
     assert found["peak_bytes"] == max(one["peak_bytes"] for one in found["ranks"])
@@ -191,11 +191,11 @@ def test_the_watched_round_is_never_compiled(
     rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Heartbeat())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda *given, **named: pytest.fail("the watched program was compiled"))
-        seen, _ = rounds.watched()
+        seen, _ = rounds.watch()
     off = _Rounds(plan(Layout(micro_batch=2, compile="off")), rounds.mesh, rounds.device, Heartbeat())
-    assert seen.kinds == off.watched()[0].kinds
+    assert seen.kinds == off.watch()[0].kinds
     rank = replace(profiles["1f1b"].ranks[0], compiled=bool(said))
-    assert len(measured(Profile(plan=one, ranks=(rank,)))["notes"]) == said
+    assert len(profile_document(Profile(plan=one, ranks=(rank,)))["notes"]) == said
 
 
 def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +273,7 @@ def test_a_step_by_hand() -> None:
 
 def test_a_curve_keeps_its_peak() -> None:
     points = [(i / 1000, i % 977) for i in range(20_000)]
-    found = thinned(points)
+    found = thin_curve(points)
     assert len(found) <= POINTS and max(size for _, size in found) == 976
     assert [at for at, _ in found] == sorted(at for at, _ in found)
 
@@ -290,5 +290,5 @@ def test_a_wait_is_noted_in_its_span() -> None:
 
 def test_one_rank_is_not_sent_anywhere(profiles: dict[str, Profile]) -> None:
     mine: RankProfile = profiles["1f1b"].ranks[0]
-    alone = gathered(mine, plan(Layout()))
+    alone = gather_profile(mine, plan(Layout()))
     assert alone is not None and alone.ranks == (mine,)

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.model.moe import Router
-from meshwright.observe.verify.case_text import Drawn, drawn_of, settings_of, text_of, violations
-from meshwright.observe.verify.one_device import case_batch
+from meshwright.observe.verify.case_text import DrawnCase, format_case, parse_case, settings_of, violations
+from meshwright.observe.verify.one_device import case_batch, margin
 from meshwright.observe.verify.random_case import random_case
-from meshwright.observe.verify.router_ties import margin
-from meshwright.observe.verify.shrinking import shrunk
+from meshwright.observe.verify.shrinking import shrink_case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes, shares_codes
 from meshwright.spec.recipe import NO_SCHEME
@@ -22,16 +21,16 @@ from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.shape import ModelShape, MoEShape
 
 DRAWS = 2000
-Asks = Callable[[Drawn], bool]
+Asks = Callable[[DrawnCase], bool]
 
 
-def _reader_without_target(one: Drawn) -> bool:
+def _reader_without_target(one: DrawnCase) -> bool:
     valid = case_batch(one.case, 1).valid_of_rows
     each = len(valid) // one.layout.dp
     return one.layout.dp > 1 and any(sum(valid[i * each : (i + 1) * each]) == 0 for i in range(one.layout.dp))
 
 
-def _micro_batch_without_target(one: Drawn) -> bool:
+def _micro_batch_without_target(one: DrawnCase) -> bool:
     """The same micro-batch on every reader."""
     valid = case_batch(one.case, 1).valid_of_rows
     each, size = len(valid) // one.layout.dp, one.layout.micro_batch_of(len(valid))
@@ -42,12 +41,12 @@ def _micro_batch_without_target(one: Drawn) -> bool:
     )
 
 
-def _experts_of_a_piece(one: Drawn) -> int:
+def _experts_of_a_piece(one: DrawnCase) -> int:
     assert one.case.shape.moe is not None
     return one.case.shape.moe.experts // one.layout.ep // one.layout.ep_chunks
 
 
-def rounds(one: Drawn) -> bool:
+def rounds(one: DrawnCase) -> bool:
     return one.case.fake_quantize != NO_SCHEME
 
 
@@ -163,20 +162,20 @@ FEATURES: dict[str, Asks] = {
 
 
 @pytest.fixture(scope="module")
-def drawn() -> list[Drawn]:
+def drawn() -> list[DrawnCase]:
     return [random_case(11, index) for index in range(DRAWS)]
 
 
-def test_every_feature_is_drawn(drawn: list[Drawn]) -> None:
+def test_every_feature_is_drawn(drawn: list[DrawnCase]) -> None:
     counts = Counter(name for one in drawn for name, has in FEATURES.items() if has(one))
     rare = {name: counts[name] for name in FEATURES if counts[name] < 3}
     assert not rare, rare
 
 
-def test_what_is_drawn_is_legal_and_the_same_again(drawn: list[Drawn]) -> None:
+def test_what_is_drawn_is_legal_and_the_same_again(drawn: list[DrawnCase]) -> None:
     assert not [one for one in drawn if violations(one)]
     assert drawn[:50] == [random_case(11, index) for index in range(50)]
-    assert len({text_of(one) for one in drawn}) > 0.99 * DRAWS
+    assert len({format_case(one) for one in drawn}) > 0.99 * DRAWS
     assert all(random_case(3, index, processes=3).layout.world <= 3 for index in range(100))
 
 
@@ -184,14 +183,14 @@ def test_what_is_drawn_is_legal_and_the_same_again(drawn: list[Drawn]) -> None:
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_the_text_says_it_all(seed: int, index: int) -> None:
     one = random_case(seed, index)
-    assert drawn_of(text_of(one)) == one
+    assert parse_case(format_case(one)) == one
 
 
 def test_the_text_is_short_and_written_by_hand() -> None:
-    one = drawn_of("kv_heads=1 tp=2 stages=1,1 pp=2 micro_batch=1 sp=true rope_scaling.kind=yarn clip=0.05")
+    one = parse_case("kv_heads=1 tp=2 stages=1,1 pp=2 micro_batch=1 sp=true rope_scaling.kind=yarn clip=0.05")
     assert (one.case.shape.kv_heads, one.layout.tp, one.layout.stages, one.case.clip) == (1, 2, (1, 1), 0.05)
     assert one.case.shape.rope_scaling is not None and one.case.shape.rope_scaling.factor == 2.0
-    assert text_of(drawn_of("kv_heads=1 tp=2")) == "kv_heads=1 tp=2" and text_of(drawn_of("")) == ""
+    assert format_case(parse_case("kv_heads=1 tp=2")) == "kv_heads=1 tp=2" and format_case(parse_case("")) == ""
 
 
 @pytest.mark.parametrize(
@@ -215,20 +214,20 @@ def test_the_text_is_short_and_written_by_hand() -> None:
 )
 def test_a_wrong_text_is_one_line(text: str, says: str) -> None:
     with pytest.raises(PlanError, match=says.replace("?", r"\?")) as caught:
-        drawn_of(text)
+        parse_case(text)
     assert "\n" not in str(caught.value)
 
 
-def _shrink(failing: Asks, start: Drawn) -> tuple[str, int]:
+def _shrink(failing: Asks, start: DrawnCase) -> tuple[str, int]:
     tries = 0
 
-    def asks(one: Drawn) -> Drawn | None:
+    def asks(one: DrawnCase) -> DrawnCase | None:
         nonlocal tries
         tries += 1
         assert not violations(one)
         return one if failing(one) else None
 
-    return text_of(shrunk(start, asks, lambda: True)), tries
+    return format_case(shrink_case(start, asks, lambda: True)), tries
 
 
 @pytest.mark.parametrize(
@@ -241,11 +240,11 @@ def _shrink(failing: Asks, start: Drawn) -> tuple[str, int]:
         (lambda one: len(one.case.empty) > 0 and one.layout.dp_replicate > 1, "dp_replicate=2 empty="),
     ],
 )
-def test_a_failing_case_is_made_small(failing: Asks, smallest: str, drawn: list[Drawn]) -> None:
+def test_a_failing_case_is_made_small(failing: Asks, smallest: str, drawn: list[DrawnCase]) -> None:
     for start in [one for one in drawn if failing(one)][:5]:
         found, tries = _shrink(failing, start)
         assert all(word in found for word in smallest.split()), found
-        least = drawn_of(found)
+        least = parse_case(found)
         assert failing(least) and least.layout.world <= 2, found
         own = {key.partition(".")[0] for key in settings_of(least)}
         wanted = {word.partition("=")[0].strip(".") for word in smallest.split()}
@@ -253,8 +252,8 @@ def test_a_failing_case_is_made_small(failing: Asks, smallest: str, drawn: list[
         assert tries < 400
 
 
-def test_no_time_leaves_the_case_as_it_is(drawn: list[Drawn]) -> None:
-    assert shrunk(drawn[0], lambda one: one, lambda: False) == drawn[0]
+def test_no_time_leaves_the_case_as_it_is(drawn: list[DrawnCase]) -> None:
+    assert shrink_case(drawn[0], lambda one: one, lambda: False) == drawn[0]
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

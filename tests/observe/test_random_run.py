@@ -16,18 +16,18 @@ from meshwright.cli.main import main
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify import feature_matrix, one_device, random_run
 from meshwright.observe.verify.bands import BANDS
-from meshwright.observe.verify.case_text import Drawn, drawn_of, text_of
+from meshwright.observe.verify.case_text import DrawnCase, format_case, parse_case
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher
-from meshwright.observe.verify.feature_matrix import received, sent
+from meshwright.observe.verify.feature_matrix import from_arrays, to_arrays
 from meshwright.observe.verify.one_device import Case, RankOutcome, outcome
 from meshwright.observe.verify.random_case import random_case
 from meshwright.observe.verify.random_run import (
     ALONE,
     CaseVerdict,
     difference,
+    judge_case,
+    judge_cases,
     smallest,
-    verdict,
-    verdicts,
     wrong_alone,
 )
 from meshwright.parallel import data
@@ -46,21 +46,21 @@ long one."""
 @pytest.mark.long
 def test_a_small_draw_is_equal() -> None:
     cases = [random_case(SEED, index, processes=4) for index in range(NUMBER)]
-    found = {one.index: one.difference for one in verdicts(cases)}
+    found = {one.index: one.difference for one in judge_cases(cases)}
     assert found == dict.fromkeys(range(NUMBER))
 
 
 @pytest.mark.long
 def test_where_one_device_differs_from_itself_with_every_seed_a_layout_may_as_much() -> None:
     """One target per sequence, whose gradients have few directions: Muon enlarges the rounding of all others."""
-    drawn = drawn_of(
+    drawn = parse_case(
         "vocab=53 layers=2 hidden=31 heads=2 head_dim=32 positions=learned qk_norm=true tp=2 sequence=6 "
         "optimizer=muon last_target=1"
     )
     found = outcome(drawn.case, ALONE)
     band = random_run.unsettled_band(drawn.case, found)
     assert BANDS["fp32"].weight <= band.weight <= random_run.WIDEST_FP32
-    assert verdict(drawn).difference is None
+    assert judge_case(drawn).difference is None
 
 
 TP = (
@@ -196,9 +196,9 @@ def _with_faults(texts: list[tuple[str, str]]) -> list[RankOutcome]:
     made: Made = {}
     found = []
     for fault, text in texts:
-        drawn = drawn_of(text)
+        drawn = parse_case(text)
         with FAULTS[fault][0]() if fault else _nothing():
-            found.append(sent(outcome(drawn.case, drawn.layout, made=made)))
+            found.append(to_arrays(outcome(drawn.case, drawn.layout, made=made)))
     return found
 
 
@@ -206,10 +206,10 @@ def _with_faults(texts: list[tuple[str, str]]) -> list[RankOutcome]:
 def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
     texts = list(dict.fromkeys(text for _, some in FAULTS.values() for text in some))
     runs = [("", text) for text in texts] + [(fault, text) for fault, (_, some) in FAULTS.items() for text in some]
-    ranks = [list(map(received, rank)) for rank in on_ranks(2, _with_faults, runs, limit_s=900)]
-    alone = {text: outcome(drawn_of(text).case, ALONE) for text in texts}
+    ranks = [list(map(from_arrays, rank)) for rank in on_ranks(2, _with_faults, runs, limit_s=900)]
+    alone = {text: outcome(parse_case(text).case, ALONE) for text in texts}
     for place, (fault, text) in enumerate(runs):
-        found = one_device.first_difference(alone[text], [rank[place] for rank in ranks], drawn_of(text).case.band)
+        found = one_device.first_difference(alone[text], [rank[place] for rank in ranks], parse_case(text).case.band)
         assert (found is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {found}"
 
 
@@ -220,14 +220,14 @@ def _no_number(self: Engine, loss: Tensor) -> Tensor:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_no_number_everywhere_is_not_equal(precision: str) -> None:
     """Every step is skipped on both sides, so that weights agree and no gradient is left to compare."""
-    case = drawn_of(f"precision={precision} micro_batch=4 layers=1").case
+    case = parse_case(f"precision={precision} micro_batch=4 layers=1").case
     with patch.object(Engine, "sum_loss", _no_number):
         found = outcome(case, ALONE)
     assert difference(case, found, [found]) == "step 1: loss is nan on rank 0, nan on one device"
 
 
 def test_only_the_step_that_overflows_may_have_no_number() -> None:
-    case = drawn_of(f"{HALF[1]} micro_batch=4 layers=1").case
+    case = parse_case(f"{HALF[1]} micro_batch=4 layers=1").case
     found = outcome(case, ALONE)
     assert not isfinite(found.norms[1]) and one_device.first_difference(found, [found], BANDS["fp16"]) is None
     for changed, words in (
@@ -242,8 +242,8 @@ def test_only_the_step_that_overflows_may_have_no_number() -> None:
 def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch is run again, case by case."""
     monkeypatch.setattr(feature_matrix, "outcomes_of", _fails_with_a_window)
-    cases = [drawn_of("dp_replicate=2"), drawn_of("dp_replicate=2 window=3"), drawn_of("tp=2 global_batch=2")]
-    found = {one.index: one.difference for one in verdicts(cases)}
+    cases = [parse_case("dp_replicate=2"), parse_case("dp_replicate=2 window=3"), parse_case("tp=2 global_batch=2")]
+    found = {one.index: one.difference for one in judge_cases(cases)}
     assert found[0] is None and found[2] is None
     assert found[1] is not None and found[1].startswith("rank ") and found[1].endswith("ValueError: no windows today")
 
@@ -252,20 +252,20 @@ def _fails_with_a_window(cases: list[tuple[Case, Layout]], device: str) -> list[
     if any(case.shape.window for case, _ in cases):
         raise ValueError("no windows today")
     made: Made = {}
-    return [sent(outcome(case, layout, made=made)) for case, layout in cases]
+    return [to_arrays(outcome(case, layout, made=made)) for case, layout in cases]
 
 
 def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = drawn_of("moe.experts=8 moe.top_k=2 moe.ffn=4 micro_batch=2 global_batch=4")
+    drawn = parse_case("moe.experts=8 moe.top_k=2 moe.ffn=4 micro_batch=2 global_batch=4")
     margins = [outcome(replace(drawn.case, seed=seed), ALONE).margin for seed in range(6)]
     best = max(range(1, 6), key=margins.__getitem__)
     if margins[best] <= max(margins[:best]):
         best = margins.index(max(margins))
     monkeypatch.setattr(random_run, "NEAR_TIE", margins[best])
     monkeypatch.setattr(random_run, "ROUNDING", 1.0)
-    one = verdict(drawn, settle=True)
+    one = judge_case(drawn, settle=True)
     assert one.redrawn == best and one.drawn.case.seed == best and one.difference is None
-    assert verdict(drawn).drawn == drawn, "a case that is named is run as it is"
+    assert judge_case(drawn).drawn == drawn, "a case that is named is run as it is"
 
 
 def test_a_case_that_rounding_decides_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,19 +274,19 @@ def test_a_case_that_rounding_decides_is_drawn_again(monkeypatch: pytest.MonkeyP
         "vocab=41 layers=1 hidden=18 heads=2 ffn=44 norm=layernorm positions=learned qkv_bias=true mlp_bias=true "
         "qk_norm=true moe.experts=5 moe.top_k=1 moe.ffn=6 global_batch=1 sequence=12 seed=85 balance_loss=0.0"
     )
-    drawn = drawn_of(text)
+    drawn = parse_case(text)
     cases = [replace(drawn.case, seed=drawn.case.seed + more) for more in range(5)]
     sizes = [random_run._rounding(case, outcome(case, ALONE), "cpu") for case in cases]
     first = next(place for place in range(4) if sizes[place + 1] < sizes[place])
     monkeypatch.setattr(random_run, "ROUNDING", sizes[first + 1])
-    one = verdict(replace(drawn, case=cases[first]), settle=True)
+    one = judge_case(replace(drawn, case=cases[first]), settle=True)
     assert one.redrawn == 1 and one.difference is None
     assert one.drawn.case.seed == cases[first + 1].seed
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_what_fp16_must_do_on_one_device(step: int) -> None:
-    case = drawn_of(f"precision=fp16 overflow={step} micro_batch=4").case
+    case = parse_case(f"precision=fp16 overflow={step} micro_batch=4").case
     found = outcome(case, ALONE)
     other = [2.0**29, 2.0**8] if step == 1 else [2.0**8, 2.0**29]
     assert list(found.scales) == other
@@ -302,11 +302,11 @@ def test_a_difference_is_made_small_and_printed_as_a_command(
 ) -> None:
     """A fault of one setting, without processes: every case with a window is wrong."""
 
-    def judged(drawn: Drawn, *args: Any, **options: Any) -> CaseVerdict:
+    def judged(drawn: DrawnCase, *args: Any, **options: Any) -> CaseVerdict:
         wrong = "step 1: loss is 2 on rank 0, 1 on one device" if drawn.case.shape.window else None
         return CaseVerdict(index=0, drawn=drawn, difference=wrong)
 
-    monkeypatch.setattr(random_run, "verdict", judged)
+    monkeypatch.setattr(random_run, "judge_case", judged)
     monkeypatch.setattr(
         random_run, "verdicts", lambda cases, device: [replace(judged(c), index=i) for i, c in enumerate(cases)]
     )
@@ -320,21 +320,21 @@ def test_a_difference_is_made_small_and_printed_as_a_command(
     wrong = [one for one in found["results"] if one["difference"]]
     assert len(wrong) == found["different"] > 0
     assert all(one["command"].startswith("meshwright verify --case 'window=1") for one in wrong)
-    assert all(drawn_of(one["case"]) == random_case(7, one["index"]) for one in found["results"])
+    assert all(parse_case(one["case"]) == random_case(7, one["index"]) for one in found["results"])
 
 
 def test_a_shrunk_case_differs_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another error on the way is another finding."""
 
-    def judged(drawn: Drawn, *args: Any, **options: Any) -> CaseVerdict:
+    def judged(drawn: DrawnCase, *args: Any, **options: Any) -> CaseVerdict:
         other = (
             "rank 0 of 2: KeyError: 'x'" if not drawn.case.packed else "step 1: loss is 2 on rank 0, 1 on one device"
         )
         return CaseVerdict(index=0, drawn=drawn, difference=other)
 
-    monkeypatch.setattr(random_run, "verdict", judged)
-    start = judged(drawn_of("packed=true window=3 tp=2"))
-    assert text_of(smallest(start).drawn) == "packed=true"
+    monkeypatch.setattr(random_run, "judge_case", judged)
+    start = judged(parse_case("packed=true window=3 tp=2"))
+    assert format_case(smallest(start).drawn) == "packed=true"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_difference_reports_the_layout_before_one_device() -> None:
-    case = drawn_of("").case
+    case = parse_case("").case
     one = outcome(case, ALONE)
     assert difference(case, one, [one]) is None
     assert difference(case, one, [replace(one, losses=(0.0, 0.0))]) is not None
@@ -401,4 +401,4 @@ def test_a_tied_model_gathers_experts_before_a_block_is_repeated() -> None:
     """Without a unit after the last block nothing prefetched its experts: they were gathered inside of selective
     recomputation, which torch refuses."""
     text = "tied=true moe.experts=2 moe.top_k=1 moe.ffn=1 dp_shard=4 ep=2 zero=3 recompute=selective"
-    assert verdict(drawn_of(text), settle=True).difference is None
+    assert judge_case(parse_case(text), settle=True).difference is None

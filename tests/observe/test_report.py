@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.observe.compare.finished_run import open_run
-from meshwright.observe.report.loss_curves import POINTS, curves
-from meshwright.observe.report.report_page import page
+from meshwright.observe.report.report_page import POINTS, curves, page
 from meshwright.spec import Cluster
 from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
 from tests.planner.browser import CHROMIUM, Browser

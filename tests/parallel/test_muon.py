@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.feature_matrix import CASE, DENSE, outcomes_of, received
+from meshwright.observe.verify.feature_matrix import CASE, DENSE, from_arrays, outcomes_of
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
@@ -50,7 +50,7 @@ def test_layouts_are_equal_to_one_device(world: int, cases: list[tuple[Case, Lay
     for place, (case, layout) in enumerate(cases):
         if case not in alone:
             alone[case] = outcome(case, Layout(compile="off"))
-        together = [received(rank[place]) for rank in ranks]
+        together = [from_arrays(rank[place]) for rank in ranks]
         assert first_difference(alone[case], together, case.band) is None, layout
 
 
@@ -71,7 +71,7 @@ def each_its_piece(case: Case, layout: Layout) -> RankOutcome:
 @pytest.mark.parametrize("options", [{"tp": 2}, {"dp_shard": 2, "zero": 1}], ids=str)
 def test_pieces_that_are_orthogonalized_alone_are_found(options: dict[str, Any]) -> None:
     case, layout = replace(DENSE, optimizer="muon"), Layout(compile="off", **options)
-    ranks = [received(found) for found in on_ranks(2, each_its_piece, case, layout)]
+    ranks = [from_arrays(found) for found in on_ranks(2, each_its_piece, case, layout)]
     said = first_difference(outcome(case, Layout(compile="off")), ranks, case.band)
     assert said is not None and said.startswith("step 2: loss")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.observe.calibrate.host_floor import tiny, with_floors
+from meshwright.observe.calibrate.host_floor import tiny_plans, with_floors
 from meshwright.observe.calibrate.timed_steps import threads_of
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.host_time import Host
@@ -282,7 +282,7 @@ def test_what_the_host_takes_is_found_again() -> None:
     """From steps of the tiny models as a machine with that host would make them; its own step overhead is 0.25 s."""
     true = with_host(machine(), 1.0)
     of = machine()
-    plans = tiny(of)
+    plans = tiny_plans(of)
     took = {key: true.estimator(one).predict(one).step_s + 2e-3 for key, one in plans.items()}
     found = with_floors(of, {threads_of(ranks): took for ranks in of.together})
     host = found.together[2].speeds.host

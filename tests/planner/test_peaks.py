@@ -11,7 +11,7 @@ from meshwright.kernels.linear import WeightProduct
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.observe.program import shortened
+from meshwright.observe.program import probe_counts
 from meshwright.parallel.recompute import block_call
 from meshwright.planner.cost.backward import queued
 from meshwright.planner.cost.block import _widths
@@ -331,7 +331,7 @@ def test_a_shortened_step_holds_as_much_as_the_whole(schedule: str, ranks: int, 
     recipe = Recipe(sequence=4096, global_batch=whole, precision="bf16", document_mask=False)
     one = plan(LLAMA, recipe, pp=ranks, vp=vp, schedule=schedule, micro_batch=1, recompute="full", compile="off")
     for rank, said in enumerate(predict(one).memory):
-        first, count = shortened(one, rank)
+        first, count = probe_counts(one, rank)
         assert first < count < whole
         short = predict(replace(one, recipe=replace(recipe, global_batch=count)))
         assert short.memory[rank].total_bytes == said.total_bytes

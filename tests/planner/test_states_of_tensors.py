@@ -51,7 +51,7 @@ def made(seed: int, index: int, rank: int) -> dict[str, int]:
 
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), acting_as("cpu"), without_values():
         program = TrainingProgram(
-            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=told, routing=1.0, acts_as="cpu"
+            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), on_part=told, routing=1.0, acts_as="cpu"
         )
         program.build()
         program.step(1, program.plan.layout.micro_batches(plan.recipe.global_batch))

@@ -58,7 +58,7 @@ def of_a_step(name: str) -> Counter[str]:
     plan = replace(PLAN, model=shrink(name), layout=Layout(micro_batch=2, compile="off"))
     with compat.fake_world(0, 1), compat.fake_tensors(), acting_as("cuda"):
         program = TrainingProgram(
-            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=1.0,
+            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), on_part=lambda part: None, routing=1.0,
             documents=True, acts_as="cuda",
         )  # fmt: skip
         program.build()

@@ -13,13 +13,12 @@ from meshwright.api.documents import check_page
 from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_request import check_cluster, planner_of
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
-from meshwright.observe.compare.finished_run import DRYRUN, Finished, open_run
+from meshwright.observe.compare.finished_run import DRYRUN, FinishedRun, open_run
 from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.judge import compare as lay
 from meshwright.observe.compare.sources_of_columns import DryRunner, columns
 from meshwright.observe.compare.table import as_json, percent, verdict
-from meshwright.observe.shared_document import SharedDocument
-from meshwright.observe.shared_document import checked as checked_document
+from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
 from meshwright.store.durable import one_line, replace_file
@@ -161,16 +160,16 @@ def check_tolerance(tolerance: float) -> None:
 def _wanting(found: Comparison) -> str:
     """What would make a second column."""
     planned, dry, measured = found.columns
-    if measured.found is None:
+    if measured.document is None:
         return f"{measured.about}; train the plan, or run meshwright profile"
-    return f"{dry.about}; compare without dry_run=False" if dry.found is None else planned.about
+    return f"{dry.about}; compare without dry_run=False" if dry.document is None else planned.about
 
 
-def _dryer(run: Finished, told: Told) -> DryRunner:
+def _dryer(run: FinishedRun, told: Told) -> DryRunner:
     """Runs the dry run, and keeps it in the folder for the next question and for the report."""
 
     def dry(plan: Plan, device: str) -> SharedDocument:
-        from meshwright.observe.dryrun.dryrun_document import dry as as_document
+        from meshwright.observe.dryrun.dryrun_document import dry_run_document as as_document
         from meshwright.observe.dryrun.simulate import dry_run
 
         text = json.dumps(as_document(dry_run(plan, device=device)), indent=1)
@@ -178,6 +177,6 @@ def _dryer(run: Finished, told: Told) -> DryRunner:
             replace_file(run.path / DRYRUN, (text + "\n").encode())
         except OSError as error:  # a folder that may only be read is compared all the same
             told(f"the dry run is not kept in {run.path}: {error.strerror}")
-        return checked_document(json.loads(text), "the dry run")
+        return parse_document(json.loads(text), "the dry run")
 
     return dry

@@ -72,16 +72,16 @@ class DryRunAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright dryrun --json` prints."""
-        from meshwright.observe.dryrun.dryrun_document import dry
+        from meshwright.observe.dryrun.dryrun_document import dry_run_document
 
-        return dry(self.found, self.room)
+        return dry_run_document(self.found, self.room)
 
     def check(self) -> None:
         """DoesNotFit where it does not: how much is missing, of what."""
-        from meshwright.observe.dryrun.dryrun_document import unfit
+        from meshwright.observe.dryrun.dryrun_document import unfit_message
 
         if self.fits is False:
-            raise DoesNotFit(unfit(self.found, self.room, self.needed_bytes))
+            raise DoesNotFit(unfit_message(self.found, self.room, self.needed_bytes))
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each kind of memory of each rank, at the peak of that rank."""
@@ -97,7 +97,7 @@ class DryRunAnswer(Answer):
 
     def __repr__(self) -> str:
         verdict = {True: "fits", False: "does not fit", None: "not judged"}[self.fits]
-        of = f" of {gib(self.room.usable_bytes)} of {self.room.of}" if self.room.usable_bytes else ""
+        of = f" of {gib(self.room.usable_bytes)} of {self.room.owner}" if self.room.usable_bytes else ""
         return (
             f"{self.plan.model.name}: {verdict}: {gib(self.needed_bytes)}{of}; tensors "
             f"{gib(self.peak_bytes)} on rank {self.peak_rank}, {self.when}"
@@ -106,7 +106,7 @@ class DryRunAnswer(Answer):
     def _repr_html_(self) -> str:
         needed, usable = self.needed_bytes, self.room.usable_bytes
         words = {True: "Fits", False: "Does not fit", None: "Not judged: the device's memory is not known"}
-        of = f": needs {gib(needed)}, {gib(usable)} of {self.room.of} are usable" if usable else ""
+        of = f": needs {gib(needed)}, {gib(usable)} of {self.room.owner} are usable" if usable else ""
         ranks = sorted(self.found.ranks, key=lambda seen: -seen.peak_bytes)[:LISTED]
         rows = [(str(seen.rank), gib(seen.peak_bytes), seen.when) for seen in ranks]
         sent = [one for one in self.traffic_rows() if one["rank"] == self.peak_rank]
@@ -143,7 +143,7 @@ def dry_run(
     from meshwright.observe.dryrun.dryrun_document import room_of  # loads torch
     from meshwright.observe.dryrun.simulate import dry_run as simulate
 
-    found = simulate(asked, ranks=ranks, device=device, load=load, whole=whole, told=told)
+    found = simulate(asked, ranks=ranks, device=device, load=load, whole=whole, progress=told)
     return DryRunAnswer(found=found, room=room_of(found.plan, found.device))
 
 

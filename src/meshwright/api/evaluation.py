@@ -26,7 +26,7 @@ from meshwright.observe.tasks.paired_statistics import (
     difference,
     estimate,
     verdict,
-    weighted,
+    weighted_mean,
 )
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
@@ -267,11 +267,11 @@ def _by_weight(each: Sequence[Sequence[EvaluatedFigure]], weights: Sequence[floa
         shares, items = [weight for _, weight in pairs], sum(one.items for one, _ in pairs)
         changes = [one.difference for one, _ in pairs if one.difference is not None]
         befores = [one.before for one, _ in pairs if one.before is not None]
-        change = weighted(changes, shares) if changes else None
+        change = weighted_mean(changes, shares) if changes else None
         yield EvaluatedFigure(
             task=HELD_OUT, metric=metric, items=items, higher_is_better=False,
-            value=weighted([one.value for one, _ in pairs], shares),
-            before=weighted(befores, shares) if befores else None, difference=change,
+            value=weighted_mean([one.value for one, _ in pairs], shares),
+            before=weighted_mean(befores, shares) if befores else None, difference=change,
             verdict=None if change is None else verdict(change, items, False),
         )  # fmt: skip
 

@@ -10,7 +10,13 @@ from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.compare.judge import compare
 from meshwright.observe.compare.sources_of_columns import columns
 from meshwright.observe.compare.table import memory_line
-from meshwright.observe.dryrun.dryrun_document import dry, judged, needed_bytes, room_here, unfit
+from meshwright.observe.dryrun.dryrun_document import (
+    dry_run_document,
+    needed_bytes,
+    room_here,
+    room_sentence,
+    unfit_message,
+)
 from meshwright.observe.dryrun.simulate import device_of, dry_run
 from meshwright.observe.subprocesses import TooLong
 from meshwright.planner.step.predict import build_estimator, predict
@@ -43,16 +49,17 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
         return Foreseen(sentences=tuple(said), with_documents=by_length)
     room = room_here(plan, target, machines)
     of_places = {one.pp_rank: one.total_bytes - one.kinds["reserve"] for one in predicted.memory}
-    document = dry(found, room, of_places)
+    document = dry_run_document(found, room, of_places)
     needed = needed_bytes(found, room, of_places)
     said.append(
         (
             "dryrun",
-            f"peak {gib(found.peak_bytes)} (rank {rank}, {phase_words(found.worst.when)}){judged(found, room, needed)}",
+            f"peak {gib(found.peak_bytes)} (rank {rank}, {phase_words(found.worst.when)})"
+            + room_sentence(found, room, needed),
         )
     )
     if document["fits"] is False and not anyway:
-        raise DoesNotFit(f"{unfit(found, room, needed)}; anyway=True tries all the same")
+        raise DoesNotFit(f"{unfit_message(found, room, needed)}; anyway=True tries all the same")
     return Foreseen(sentences=tuple(said), dry_run=document, with_documents=by_length)
 
 

@@ -70,9 +70,9 @@ class ProfileAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright profile --json` prints."""
-        from meshwright.observe.profile.profile_document import measured
+        from meshwright.observe.profile.profile_document import profile_document
 
-        return measured(self.found)
+        return profile_document(self.found)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each rank: its peak, what it held of each kind, and the parts of the step."""
@@ -135,9 +135,9 @@ def profile(
     set_environment(asked)
 
     def measure(plan: Plan) -> "Profile | None":
-        from meshwright.observe.profile.local_run import profile as measured  # loads torch
+        from meshwright.observe.profile.local_run import profile as measure_locally  # loads torch
 
-        return measured(plan, steps=steps, said=told)
+        return measure_locally(plan, steps=steps, progress=told)
 
     answer = kept(asked, measure)
     assert answer is not None, "no launcher has started this process"

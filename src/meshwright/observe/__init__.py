@@ -1,1 +1,1 @@
-"""What a run would do, does and did: dry run, profile, comparison, report, calibration and checks."""
+"""Dry run, profile, comparison, report, calibration and checks of runs."""

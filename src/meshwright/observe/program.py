@@ -1,8 +1,8 @@
-"""What a training process does, once: build, two optimizer steps of the largest size of the batch ramp, an evaluation,
-the state as a checkpoint reads it; and between the steps the copy of it that a thread writes, where one does.
+"""The program of one training process: build, two optimizer steps, an evaluation, a checkpoint.
 
-The functions are those that `train` calls. They run here on tensors without values as well as on real ones, so a dry
-run and the measurement it is compared with are the same program.
+The steps have the largest size of the batch ramp. Where a thread writes checkpoints, its copy is made between them.
+The functions are those that `train` calls. They run on tensors without values as well as on real ones. A dry run and
+the measurement it is compared with are therefore the same program.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.data import Sequences
-from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel import Mesh
+from meshwright.parallel.group import Group
 from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -42,43 +42,85 @@ from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
 from meshwright.training.teacher import distillation
 from meshwright.training.teacher_targets import sizes_of
 
-Stage = Callable[[str], None]
-"""Told of each part of the program before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Routing by which every rank sends this rank's experts `load` times an even share; the others share the rest."""
+
+    group: Group
+    load: float = 1.0
+
+    def counts(self, counts: Tensor, rows: int) -> list[list[int]]:
+        """Return the row counts that replace model.seams.counts_on_host.
+
+        `counts` is (1 or 2, X): rows that leave, and rows that arrive. Raises PlanError when the load exceeds all rows.
+        """
+        experts = counts.shape[1]
+        leaving = self._dealt(rows, experts)
+        if len(counts) == 1:
+            return [leaving]
+        local = experts // self.group.size
+        mine = leaving[self.group.index * local : (self.group.index + 1) * local]
+        return [leaving, mine * self.group.size]
+
+    def _dealt(self, rows: int, experts: int) -> list[int]:
+        """Return the rows of one rank over all experts; the first experts take the remainder."""
+        local = experts // self.group.size
+        begin = self.group.index * local
+        if self.load == 1.0 or local == experts:
+            return _even(rows, experts)
+        here = round(rows * local / experts * self.load)
+        if not 0 <= here <= rows:
+            raise PlanError(
+                f"a load of {self.load:g} on one of {self.group.size} ranks is more than all rows: take less"
+            )
+        others = _even(rows - here, experts - local)
+        return others[:begin] + _even(here, local) + others[begin:]
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [rows // parts + (part < rows % parts) for part in range(parts)]
+
+
+PartListener = Callable[[str], None]
+"""Called with the name of each part before it begins: `build`, `step 1`, `update 1` (its optimizer), `evaluate` ..."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingProgram:
-    """One rank's part. `routing` tells how tokens go to experts where their choice cannot be computed."""
+    """One rank's part of the training program."""
 
     plan: Plan
     mesh: Mesh
     device: torch.device
-    told: Stage
+    on_part: PartListener
     routing: float | None = None
-    """Rows that this rank's experts get over an even share; None = the router decides."""
+    """Rows that this rank's experts get, relative to an even share. None = the router decides."""
     documents: bool = False
-    """Whether rows hold borders of documents, and attention a mask."""
+    """True if rows hold document borders and attention has a mask."""
     initialize: bool = False
     acts_as: str = ""
-    """cpu or cuda: for which kind of device the tensors stand; empty = what `device` says."""
+    """Kind of device that the tensors stand for: cpu or cuda. Empty = that of `device`."""
     assigned: Callable[[Mapping[str, Tensor]], set[str] | None] | None = None
-    """Names of the tensors that this rank writes of those it offers, None = an even share; asked on a CPU where a
-    thread writes checkpoints. Without it none does."""
+    """Returns the names of those tensors that this rank writes. None = an even share.
+
+    Asked on a CPU when a thread writes checkpoints. Without it no copy is made.
+    """
     staging_bytes: int = field(default=0, init=False)
-    """Host memory of the copy that the thread writes from; on a GPU it lies beside the device's."""
+    """Host memory of the copy that the thread writes from; on a GPU it adds to the device's."""
     state: TrainState = field(init=False)
     objective: Objective = field(init=False)
     batches: list[Batch] = field(init=False)
     read_ahead: list[Batch] = field(init=False)
-    """Of the next step, which a thread reads while this one is made."""
+    """Micro-batches of the next step, which a thread reads during this one."""
     _staging: Staging = field(default_factory=Staging, init=False)
 
     def __post_init__(self) -> None:
         self.plan = replace(self.plan, recipe=self.plan.recipe.largest)
 
     def build(self) -> None:
-        """Model, optimizer, the tokens of a step."""
-        self.told("build")
+        """Create the model, the optimizer and the tokens of a step."""
+        self.on_part("build")
         self.state = new_state(self.plan, self.mesh, self.device, initialize=self.initialize)
         if not self.initialize:
             round_largest(self.state, self.plan)
@@ -87,7 +129,7 @@ class TrainingProgram:
         if self.routing is not None:
             for stage in self.state.engine.stages:
                 stage.seams.counts_on_host = Routing(self.mesh["ep"], self.routing).counts
-        self.told("tokens")
+        self.on_part("tokens")
         self.batches, self.read_ahead = self._tokens(), self._tokens()
 
     def _objective(self) -> Objective:
@@ -96,33 +138,37 @@ class TrainingProgram:
         return distillation(self.plan, self.mesh, self.device, loads=False)
 
     def step(self, number: int, count: int) -> None:
-        """Optimizer step `number` (from 1) over the first `count` micro-batches. Where the noise scale is measured, the
-        second step does: it keeps one more copy of all gradients."""
+        """Run optimizer step `number` (from 1) over the first `count` micro-batches.
+
+        The second step also measures the noise scale where the recipe does: it needs one more copy of all gradients.
+        """
         recipe, state = self.plan.recipe, self.state
         if recipe.distillation_on_policy:
             self._sample(number)
-        self.told(f"step {number}")
+        self.on_part(f"step {number}")
         train_step(
             state.engine, state.optimizer, self.batches[:count], rate=learning_rate(recipe, number),
             clip=recipe.clip, balance_loss=recipe.balance_loss, scaler=state.scaler,
             measure_noise=bool(recipe.noise_scale_every) and number == 2,
-            before_update=lambda: self.told(f"update {number}"), objective=self.objective,
+            before_update=lambda: self.on_part(f"update {number}"), objective=self.objective,
         )  # fmt: skip
 
     def _sample(self, number: int) -> None:
-        """The cache of a student that writes answers, for as long as it does. Which tokens come is not known here, so
-        that nothing is computed with it."""
-        self.told(f"sample {number}")
+        """Allocate the key-value cache of a student that writes answers, for as long as sampling lasts.
+
+        Which tokens it would write is unknown here, so nothing is computed.
+        """
+        self.on_part(f"sample {number}")
         layout, width = self.plan.layout, WIDTHS[self.plan.recipe.precision].parameter
         size = cache_bytes(self.plan.model, self.plan.recipe, layout, width)
         torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def copy(self) -> None:
-        """The first checkpoint, where a thread writes it: what this rank writes, in memory kept from then on."""
+        """Copy what this rank writes to the first checkpoint, where a thread writes it. The memory stays in use."""
         kind = self.acts_as or self.device.type
         if self.assigned is None or not self.plan.copies_state(kind):
             return
-        self.told("copy")
+        self.on_part("copy")
         offered = self.state.pieces()
         names = self.assigned(offered) if kind == "cpu" else None
         if names is None:
@@ -131,21 +177,21 @@ class TrainingProgram:
                 self.plan.model, layout, recipe.precision, self.mesh.rank, storage=recipe.storage
             )
             return
-        own = {name: offered[name] for name in offered if name in names}
-        self.staging_bytes = copied_bytes(own.values())
-        self._staging.copy(own)
+        written = {name: offered[name] for name in offered if name in names}
+        self.staging_bytes = copied_bytes(written.values())
+        self._staging.copy(written)
 
     def rest(self) -> None:
-        """Evaluation, and what a checkpoint reads."""
-        self.told("evaluate")
+        """Run the evaluation, and read the state as a checkpoint does."""
+        self.on_part("evaluate")
         scored = CROSS_ENTROPY if self.plan.recipe.traits.teacher else self.objective
         summed_loss(self.state.engine, self.batches[: self.plan.layout.pp], scored)
-        self.told("save")
+        self.on_part("save")
         self.state.pieces()
-        self.told("end")
+        self.on_part("end")
 
     def _tokens(self) -> list[Batch]:
-        """The micro-batches of a step; tokens are a row of zeros, valid all of them."""
+        """Return the micro-batches of one step; all tokens are zero and valid."""
         recipe, layout = self.plan.recipe, self.plan.layout
         rows = recipe.global_batch // layout.dp
         share = Share(index=self.mesh.reader, parts=layout.dp, columns=self.state.engine.columns(recipe.sequence))
@@ -163,11 +209,11 @@ class TrainingProgram:
             known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
             batch = replace(batch, documents_of_rows=(known,) * rows)
         if recipe.distillation_top_k:
-            batch = replace(batch, more=columns_of(self._kept(rows), share, self.device))
+            batch = replace(batch, more=columns_of(self._teacher_answers(rows), share, self.device))
         return split(batch, layout.micro_batch_of(recipe.global_batch))
 
-    def _kept(self, rows: int) -> dict[str, NDArray[Any]]:
-        """What rows have of a teacher that was asked before: its likeliest tokens, in the widths that a run reads."""
+    def _teacher_answers(self, rows: int) -> dict[str, NDArray[Any]]:
+        """Return columns for a teacher's likeliest tokens, in the widths that a run reads."""
         sizes = sizes_of(self.plan, rows)
         shape = rows, sizes.sequence
         return {
@@ -178,7 +224,7 @@ class TrainingProgram:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A program on tensors without values runs inside. PlanError where a size or a choice depends on values."""
+    """Run a program on tensors without values. Raises PlanError when a size or a choice depends on values."""
     try:
         yield
     except compat.data_dependent() as error:
@@ -187,23 +233,25 @@ def without_values() -> Iterator[None]:
         ) from None
 
 
-def shortened(plan: Plan, rank: int) -> tuple[int, int]:
-    """Micro-batches of two steps after which nothing new happens on a rank: the whole step where it is short, else a
-    few, and as many as bring every moment at which it may hold most: of micro-batches in flight, of gradients of
-    weights that wait, of gradients that are there already."""
+def probe_counts(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return micro-batch counts of two steps after which nothing new happens on a rank.
+
+    A short step is taken whole. A long one is cut to a few micro-batches, enough to reach every peak of memory:
+    micro-batches in flight, gradients that wait for their weights, and gradients that exist already.
+    """
     layout, whole = plan.layout, plan.layout.micro_batches(plan.recipe.global_batch)
     if layout.pp == 1:
         return (whole, whole) if whole <= ENOUGH else (1, ENOUGH)
-    place = place_of(layout, rank)["pp"]
+    stage = place_of(layout, rank)["pp"]
     legal = [count for count in range(1, whole) if _has_schedule(layout, count)]
-    full = moments(layout, whole, place)
-    enough = next((index for index, count in enumerate(legal) if moments(layout, count, place) == full), len(legal))
+    full = moments(layout, whole, stage)
+    enough = next((index for index, count in enumerate(legal) if moments(layout, count, stage) == full), len(legal))
     enough = max(1, enough)  # two steps of different sizes tell what a micro-batch costs
     return (legal[0], legal[enough] if enough < len(legal) else whole) if legal else (whole, whole)
 
 
 DOCUMENT_TOKENS = 512
-"""Of a packed document, for what its kernels take for each: web pages have a few hundred words."""
+"""Tokens of a packed document, which sizes the kernels' per-document memory. Web pages have a few hundred words."""
 ENOUGH = 3
 """Micro-batches without a pipeline: the first, one that finds gradients, the last."""
 
@@ -216,8 +264,11 @@ def _has_schedule(layout: Layout, micro_batches: int) -> bool:
     return True
 
 
-def at_whole(first: int, second: int, counts: tuple[int, int], whole: int) -> int:
-    """What a whole step costs, of two steps with `counts` micro-batches: a fixed part and one for each micro-batch."""
+def extrapolate_step(first: int, second: int, counts: tuple[int, int], whole: int) -> int:
+    """Extrapolate the cost of a whole step from two steps with `counts` micro-batches.
+
+    The cost is a fixed part plus one part per micro-batch.
+    """
     if counts[0] == counts[1]:
         return second
     parts, rest = divmod((second - first) * (whole - counts[0]), counts[1] - counts[0])

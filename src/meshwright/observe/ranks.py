@@ -2,9 +2,9 @@
 
     results = on_ranks(4, check_something, argument, ...)
 
-runs the module-level function on ranks 0 .. 3 of a fresh process group and gives what each returned, or raises what
-the first one raised, with its traceback. Every call has processes of its own (torch names groups by their ranks, and
-an old group that dies takes the name of a new one with it), forked from a server that has imported torch already.
+runs the module-level function on ranks 0 .. 3 of a fresh process group. It returns the result of each rank, or raises
+the first error with its traceback. Every call starts new processes, forked from a server that has imported torch:
+torch names groups by their ranks, so a dying group would take a new one of the same name with it.
 """
 
 import multiprocessing
@@ -31,8 +31,10 @@ SERVER.set_forkserver_preload(
 
 
 def start_server() -> None:
-    """Start the server that processes are forked from, deaf to Ctrl-C: whoever started it ends what it forks, and an
-    interrupted import would print a traceback."""
+    """Start the server from which processes are forked. It ignores Ctrl-C.
+
+    Callers end the processes they fork, and an interrupted import would print a traceback.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -44,8 +46,11 @@ def start_server() -> None:
 
 @contextmanager
 def main_unread(function: Callable[..., Any]) -> Iterator[None]:
-    """While a process is started: it need not run the caller's script again to find a function of this package, so a
-    script or a notebook without `if __name__ == "__main__"` can start some too."""
+    """Hide the caller's main script from processes that start inside.
+
+    They need not run it to find a function of this package. A script or notebook without `if __name__ == "__main__"`
+    can therefore start some too.
+    """
     main = sys.modules["__main__"]
     if function.__module__ != "__main__":
         sys.modules["__main__"] = ModuleType("__main__")
@@ -56,17 +61,19 @@ def main_unread(function: Callable[..., Any]) -> Iterator[None]:
 
 
 class RankError(AssertionError):
-    """What a rank raised."""
+    """An exception raised on a rank."""
 
 
 def on_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S, device: str = "cpu"
 ) -> list[Any]:
-    """The result of function(*arguments) on each rank of a new group of `world` processes: Gloo on a CPU, NCCL on GPUs
-    (`device` cuda), of which each rank then has its own."""
+    """Return function(*arguments) of each rank of a new group of `world` processes.
+
+    The group uses Gloo on a CPU and NCCL on GPUs (`device` cuda), one GPU per rank.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        place = _Place(world, str(Path(folder, "store")), limit_s, device)
-        started = [start(_serve, function, arguments, rank, place) for rank in range(world)]
+        rendezvous = _Rendezvous(world, str(Path(folder, "store")), limit_s, device)
+        started = [start(_serve, function, arguments, rank, rendezvous) for rank in range(world)]
         try:
             return _collect({pipe: rank for rank, (_, pipe) in enumerate(started)}, limit_s)
         finally:
@@ -97,8 +104,8 @@ def _collect(pipes: dict[Connection, int], limit_s: float) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the ranks of one group meet."""
+class _Rendezvous:
+    """Address and limits of one group of ranks."""
 
     world: int
     store: str
@@ -106,33 +113,33 @@ class _Place:
     device: str
 
 
-def start(serve: Callable[..., None], function: Callable[..., Any], *given: Any) -> tuple[Any, Connection]:
-    """A new process that runs serve(pipe, function, *given), and this end of the pipe."""
+def start(serve: Callable[..., None], function: Callable[..., Any], *arguments: Any) -> tuple[Any, Connection]:
+    """Start a process that runs serve(pipe, function, *arguments). Return it and this end of the pipe."""
     start_server()
     here, there = SERVER.Pipe()
-    process = SERVER.Process(target=serve, args=(there, function, *given), daemon=True)
+    process = SERVER.Process(target=serve, args=(there, function, *arguments), daemon=True)
     with main_unread(function):
         process.start()
     there.close()
     return process, here
 
 
-def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, place: _Place) -> None:
+def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, rendezvous: _Rendezvous) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
         backend = "gloo"
-        if place.device == "cuda":
+        if rendezvous.device == "cuda":
             torch.cuda.set_device(rank)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
-            init_method=f"file://{place.store}",
+            init_method=f"file://{rendezvous.store}",
             rank=rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=place.limit_s),
+            world_size=rendezvous.world,
+            timeout=timedelta(seconds=rendezvous.limit_s),
         )
         torch.manual_seed(0)
         pipe.send((False, function(*arguments)))
@@ -140,6 +147,6 @@ def _serve(pipe: Connection, function: Any, arguments: Any, rank: int, place: _P
         pipe.send((True, traceback.format_exc()))
         return
     pipe.recv()
-    with suppress(RuntimeError):  # whoever asked has all answers and may end the others
+    with suppress(RuntimeError):  # the caller has all answers and may have ended other ranks
         dist.barrier()
         dist.destroy_process_group()

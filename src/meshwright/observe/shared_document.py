@@ -1,4 +1,4 @@
-"""The shared JSON of plan, dry run and profile as it is read again: checked once, at the door."""
+"""The JSON document that plan, dry run and profile share, validated once when it is read."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 from meshwright.spec.errors import RunError
 from meshwright.store.run_folder import refuse_constant
 
-Whole = Annotated[int, Field(ge=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(allow_inf_nan=False, gt=0)]
-NotNegative = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+NonNegative = Annotated[float, Field(allow_inf_nan=False, ge=0)]
 LARGEST_BYTES = 2**30
-"""A file beyond this is none of ours: a profile of 64 ranks has 20 MB."""
+"""Largest file that is read. A profile of 64 ranks has 20 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,22 +24,22 @@ class KindBytes:
     """Bytes of one kind of memory."""
 
     kind: str
-    bytes: Whole
+    bytes: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentEntry:
-    """One collective along one axis, in a step."""
+    """Traffic of one collective along one axis in a step."""
 
     axis: str
     collective: str
-    bytes: Whole
-    calls: Whole
+    bytes: NonNegativeInt
+    calls: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePart:
-    """A part of a step's time."""
+    """One part of a step's time."""
 
     what: str
     seconds: Number
@@ -47,10 +47,10 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleActivations:
-    """Bytes of activations by module and operation."""
+    """Bytes of activations of one module and operation."""
 
     where: str
-    bytes: Whole
+    bytes: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +62,16 @@ class LargeTensor:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     line: str = ""
-    """What made it: `meshwright/model/mlp.py:40 forward`."""
+    """Source line that made it: `meshwright/model/mlp.py:40 forward`."""
     operation: str = ""
     module: str = ""
     phase: str = ""
-    """When it was made."""
+    """Part of the program in which it was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch -1)."""
+    """A pass of a micro-batch, or a part of the step without one (stage and micro_batch are -1)."""
 
     name: str
     stage: int = -1
@@ -81,13 +81,13 @@ class Ran:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the span."""
         return max(0.0, self.end_s - self.start_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPeak:
-    """A part of the program when it held most."""
+    """Peak memory of one part of the program."""
 
     name: str
     step: int = 0
@@ -96,11 +96,11 @@ class PartPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """What one rank held, sent and did; a field that is empty was not looked at."""
+    """Memory, traffic and time of one rank. Empty fields were not measured."""
 
-    rank: Whole
-    peak_bytes: Whole | None = None
-    reserved_bytes: Whole | None = None
+    rank: NonNegativeInt
+    peak_bytes: NonNegativeInt | None = None
+    reserved_bytes: NonNegativeInt | None = None
     when: str = ""
     memory: tuple[KindBytes, ...] = ()
     traffic: tuple[SentEntry, ...] | None = None
@@ -114,20 +114,20 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDocument:
-    """A prediction, a dry run or a measurement. None and empty: not known."""
+    """A prediction, a dry run or a measurement. None and empty fields are unknown."""
 
     source: Literal["predicted", "dryrun", "measured"]
     plan: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: Whole | None = None
-    peak_rank: Whole | None = None
+    peak_bytes: NonNegativeInt | None = None
+    peak_rank: NonNegativeInt | None = None
     memory: tuple[KindBytes, ...] = ()
     traffic: tuple[SentEntry, ...] | None = None
     time: tuple[TimePart, ...] = ()
     step_seconds: Positive | None = None
-    tokens_per_second_per_device: NotNegative | None = None
-    mfu_causal: NotNegative | None = None
-    mfu_full: NotNegative | None = None
-    hfu: NotNegative | None = None
+    tokens_per_second_per_device: NonNegative | None = None
+    mfu_causal: NonNegative | None = None
+    mfu_full: NonNegative | None = None
+    hfu: NonNegative | None = None
     bubble_fraction: Number | None = None
     ranks: tuple[RankRecord, ...] = ()
     device: str = ""
@@ -140,10 +140,10 @@ def _adapter() -> TypeAdapter[SharedDocument]:
     return TypeAdapter(SharedDocument)
 
 
-def checked(found: object, name: str) -> SharedDocument:
-    """A document from parsed JSON; RunError names `name` and the first key that is wrong."""
+def parse_document(document: object, name: str) -> SharedDocument:
+    """Validate parsed JSON. Raises RunError naming `name` and the first invalid key."""
     try:
-        return _adapter().validate_python(found)
+        return _adapter().validate_python(document)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "it"
@@ -151,28 +151,34 @@ def checked(found: object, name: str) -> SharedDocument:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no file. RunError: damaged, not JSON, no object."""
+    """Return the object in a file, or None without a file.
+
+    Raises RunError when the file is damaged or holds no JSON object.
+    """
     if not path.is_file():
         return None
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise RunError(f"{path} is larger than any file of a run: remove it")
-        found = json.loads(path.read_bytes(), parse_constant=refuse_constant)
+        content = json.loads(path.read_bytes(), parse_constant=refuse_constant)
     except OSError as error:
         raise RunError(f"{path}: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise RunError(f"{path} is damaged: it is no JSON; remove it") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it holds no JSON object; remove it")
-    return found
+    return content
 
 
 def read(path: Path, source: str) -> SharedDocument | None:
-    """The document in a file, which must be one of `source`; None where there is no file. RunError."""
-    found = read_json(path)
-    if found is None:
+    """Return the document in a file, or None without a file.
+
+    Raises RunError when the file is damaged or its source is not `source`.
+    """
+    content = read_json(path)
+    if content is None:
         return None
-    document = checked(found, str(path))
+    document = parse_document(content, str(path))
     if document.source != source:
         raise RunError(f"{path} says source={document.source!r}, where {source!r} belongs: remove it")
     return document

@@ -1,7 +1,7 @@
-"""The parts of a step as they happen: every pass of every micro-batch under the schedule's own names, then the sums of
-gradients, the norm, the optimizer.
+"""The parts of a step as they happen.
 
-The trainer knows nothing of it: while `told` is open, the functions that begin and end a part tell of it.
+These are the passes of every micro-batch under the schedule's names, then gradient reduction, norm and optimizer.
+The trainer knows nothing of it: inside `report_spans` the functions that begin and end a part are wrapped.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from meshwright.training.step import MicroPass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`F`, `B`, `W`, `BW` of a stage's micro-batch; or `gradients`, `norm`, `optimizer` with neither."""
+    """One part: `F`, `B`, `W`, `BW` of a stage's micro-batch, or `gradients`, `norm`, `optimizer` with neither."""
 
     name: str
     stage: int = -1
@@ -32,15 +32,15 @@ class Span:
 
 
 PARTS = {"finish_gradients": "gradients", "gradient_norm": "norm"}
-Told = Callable[[Span | None], None]
-"""A part begins; None: it has ended."""
+SpanListener = Callable[[Span | None], None]
+"""Called with a part when it begins, and with None when it ends."""
 Inner = Callable[..., Any]
-"""A function that another stands for, see `replaced`."""
+"""The function that a replacement stands for, see `replaced`."""
 
 
 @dataclass(slots=True)
 class _Order:
-    """Micro-batches of a model that is one stage, in the order in which they come."""
+    """Counts of the passes of a model without pipeline stages, in their order."""
 
     forward: int = 0
     backward: int = 0
@@ -48,64 +48,66 @@ class _Order:
 
 
 @contextmanager
-def told(tell: Told) -> Iterator[None]:
-    """Inside, `tell` hears of each part of each step of this process. Parts do not overlap; of nested ones (a stage's
-    pass inside an action) the outer one counts."""
+def report_spans(report: SpanListener) -> Iterator[None]:
+    """Call `report` for each part of each step of this process.
+
+    Parts do not overlap. Of nested parts, such as a stage's pass inside an action, the outer one counts.
+    """
     order = _Order()
 
     def part(span: Span, run: Callable[[], Any]) -> Any:
         if order.open:
             return run()
         order.open = True
-        tell(span)
+        report(span)
         try:
             return run()
         finally:
             order.open = False
-            tell(None)
+            report(None)
 
-    def action(inner: Inner, passes: Passes, one: Action) -> None:
-        name = one.kind if passes.train else "evaluate"
-        part(Span(name, one.stage, one.micro_batch), lambda: inner(passes, one))
+    def action(inner: Inner, passes: Passes, pipeline_action: Action) -> None:
+        name = pipeline_action.kind if passes.train else "evaluate"
+        part(Span(name, pipeline_action.stage, pipeline_action.micro_batch), lambda: inner(passes, pipeline_action))
 
-    def forward(inner: Inner, *given: Any) -> Any:
+    def forward(inner: Inner, *arguments: Any) -> Any:
         if not torch.is_grad_enabled():
-            return part(Span("evaluate"), lambda: inner(*given))
+            return part(Span("evaluate"), lambda: inner(*arguments))
         if not order.open:
             order.forward += 1
-        return part(Span("F", 0, order.forward - 1), lambda: inner(*given))
+        return part(Span("F", 0, order.forward - 1), lambda: inner(*arguments))
 
-    def backward(inner: Inner, *given: Any, **named: Any) -> Any:
+    def backward(inner: Inner, *arguments: Any, **keywords: Any) -> Any:
         order.backward += 1
-        return part(Span("BW", 0, order.backward - 1), lambda: inner(*given, **named))
+        return part(Span("BW", 0, order.backward - 1), lambda: inner(*arguments, **keywords))
 
-    def optimizer(inner: Inner, *given: Any, **named: Any) -> Any:
+    def optimizer(inner: Inner, *arguments: Any, **keywords: Any) -> Any:
         order.forward = order.backward = 0
-        return part(Span("optimizer"), lambda: inner(*given, **named))
+        return part(Span("optimizer"), lambda: inner(*arguments, **keywords))
 
-    def engine(inner: Inner, *given: Any) -> Any:
-        return part(Span(PARTS[inner.__name__]), lambda: inner(*given))
+    def engine(inner: Inner, *arguments: Any) -> Any:
+        return part(Span(PARTS[inner.__name__]), lambda: inner(*arguments))
 
     with ExitStack() as stack:
-        for owner, name, instead in (
+        for owner, name, replacement in (
             (Passes, "do", action),
             (MicroPass, "__call__", forward),
             (torch.Tensor, "backward", backward),
             (Optimizer, "step", optimizer),
             *((Engine, name, engine) for name in PARTS),
         ):
-            stack.enter_context(replaced(owner, name, instead))
+            stack.enter_context(replaced(owner, name, replacement))
         yield
 
 
 @contextmanager
-def replaced(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[None]:
-    """For a while `instead` is called for a function of a class or module, with that function before its arguments."""
+def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Call `replacement` in place of a function of a class or module, with that function before its arguments."""
     inner = getattr(owner, name)
 
     @wraps(inner)
-    def call(*given: Any, **named: Any) -> Any:
-        return instead(inner, *given, **named)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(inner, *arguments, **keywords)
 
     setattr(owner, name, call)
     try:

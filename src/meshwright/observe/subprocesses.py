@@ -1,5 +1,7 @@
-"""Functions run in processes of their own, a few at a time: where what they leave behind in a process (process groups,
-modes, settings) must not meet the next one, and where they must be able to be stopped.
+"""Functions run in their own processes, a few at a time.
+
+Use it where a function leaves state behind (process groups, modes, settings) that must not meet the next one, or where
+it must be possible to stop it.
 """
 
 import os
@@ -15,16 +17,19 @@ from meshwright.spec.errors import MeshwrightError
 
 
 class TooLong(Exception):
-    """The time was up before all had answered."""
+    """The time limit passed before all tasks had answered."""
 
 
 def in_subprocesses(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, processes: int = 0, limit_s: float | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """(number of a task, function(*task)) as they end; at most `processes` (0 = one for each core) at once.
+    """Yield (number of a task, function(*task)) as tasks end.
 
-    What a user can mend (MeshwrightError) is raised here as it was there, anything else as RuntimeError with its last
-    line. TooLong after `limit_s`. All processes are gone when this ends, however it ends.
+    Raises a MeshwrightError as the task raised it, any other exception as RuntimeError with its last line, and TooLong
+    after `limit_s`. All processes have ended when the generator ends, for whatever reason.
+
+    Args:
+        processes: Largest number at once. 0 = one per core.
     """
     waiting = list(enumerate(tasks))[::-1]
     running: dict[Connection, tuple[int, Any]] = {}
@@ -53,8 +58,8 @@ def in_subprocesses(
 
 
 def _serve(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked ends this
-    with suppress(BrokenPipeError):  # whoever asked was interrupted, and is not there any more
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller ends this process
+    with suppress(BrokenPipeError):  # the caller was interrupted and has ended
         try:
             pipe.send((True, function(*task)))
         except MeshwrightError as error:
@@ -65,9 +70,9 @@ def _serve(pipe: Connection, function: Callable[..., Any], task: tuple[Any, ...]
 
 def _answer(pipe: Connection) -> Any:
     try:
-        done, found = pipe.recv()
+        done, answer = pipe.recv()
     except EOFError:
-        raise RuntimeError("a process of its own ended without an answer (out of memory?)") from None
+        raise RuntimeError("a subprocess ended without an answer (out of memory?)") from None
     if not done:
-        raise found
-    return found
+        raise answer
+    return answer

@@ -1,4 +1,4 @@
-"""Every published model with small sizes: all that makes it this model stays."""
+"""Every published model at small sizes, with all features that define it."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ VOCAB = 61
 
 
 def shrink(name: str) -> ModelShape:
-    """The shape of a preset at some ten thousand parameters."""
+    """Return the shape of a preset reduced to some ten thousand parameters."""
     shape = presets.model(name)
     scaling = shape.rope_scaling and replace(shape.rope_scaling, original_positions=16)
     moe = shape.moe and replace(

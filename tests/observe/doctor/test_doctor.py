@@ -20,7 +20,7 @@ from meshwright.kernels import experts as expert_kernels
 from meshwright.kernels import fast
 from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.observe.doctor.examine import Examination, examine
-from meshwright.observe.doctor.findings import Finding, examined, failure, merged, ok, verdict, warning
+from meshwright.observe.doctor.findings import Finding, failure, merge_ranks, ok, run_check, verdict, warning
 from meshwright.observe.doctor.network import NetworkLink
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.group import Group
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 def says(found: Finding, state: str, *words: str) -> None:
     """A finding of this state, whose sentences hold the words; what is wrong comes with advice."""
-    text = f"{found.found} | {found.advice}"
+    text = f"{found.observation} | {found.advice}"
     assert found.state == state, found
     assert all(word in text for word in words), text
     assert found.advice or state in ("ok", "skipped")
@@ -43,18 +43,18 @@ def says(found: Finding, state: str, *words: str) -> None:
 
 
 def test_versions() -> None:
-    says(system.versions(), "ok")
-    says(system.versions(python=(3, 10)), "failure", "Python 3.10", "use Python 3.11")
-    says(system.versions(torch_version="2.10.1+cu128"), "failure", "torch 2.10.1", "pip install 'torch>=2.11")
-    says(system.versions(torch_version="2.14.0"), "failure", "not supported")
+    says(system.check_versions(), "ok")
+    says(system.check_versions(python=(3, 10)), "failure", "Python 3.10", "use Python 3.11")
+    says(system.check_versions(torch_version="2.10.1+cu128"), "failure", "torch 2.10.1", "pip install 'torch>=2.11")
+    says(system.check_versions(torch_version="2.14.0"), "failure", "not supported")
 
 
 def test_a_quota_below_the_cores(tmp_path: Path) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text("50000 100000\n")
-    says(system.cores(quota), "warning", "the time of 0.5", "OMP_NUM_THREADS=1")
+    says(system.check_cores(quota), "warning", "the time of 0.5", "OMP_NUM_THREADS=1")
     quota.write_text("max 100000\n")
-    says(system.cores(quota), "ok")
+    says(system.check_cores(quota), "ok")
 
 
 def test_memory_that_is_taken(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
             f"SwapFree: {swap_free} kB",
         )
         (tmp_path / "proc/meminfo").write_text("\n".join(lines))
-        return system.memory(tmp_path)
+        return system.check_memory(tmp_path)
 
     says(told(2**20, 2**22), "failure", "1.00 GiB of 16.00 GiB free", "end other programs")
     says(told(2**23, 0), "warning", "4.00 GiB swapped out")
@@ -84,26 +84,26 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
 
 def test_a_container_with_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    says(system.shared_memory(tmp_path), "warning", "64.0 MiB", "--shm-size")
+    says(system.check_shared_memory(tmp_path), "warning", "64.0 MiB", "--shm-size")
 
 
 def test_few_open_files() -> None:
-    says(system.open_files(1024), "warning", "1024", "ulimit -n")
-    says(system.open_files(65536), "ok")
+    says(system.check_open_files(1024), "warning", "1024", "ulimit -n")
+    says(system.check_open_files(65536), "ok")
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         changed.setattr(system, "SLOW_DISK_BYTES_PER_S", 0)
-        says(system.disk(tmp_path / "not yet there", 2**20), "ok", "written at")
+        says(system.check_disk(tmp_path / "not yet there", 2**20), "ok", "written at")
     with monkeypatch.context() as changed:
         changed.setattr(system, "SLOW_DISK_BYTES_PER_S", 1e15)
-        says(system.disk(tmp_path, 2**20), "warning", "save less often")
+        says(system.check_disk(tmp_path, 2**20), "warning", "save less often")
     with monkeypatch.context() as changed:
         changed.setattr(system.tempfile, "TemporaryFile", _refuse)
-        says(system.disk(tmp_path, 2**20), "failure", "cannot be written: Read-only file system")
+        says(system.check_disk(tmp_path, 2**20), "failure", "cannot be written: Read-only file system")
     monkeypatch.setattr(system.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    says(system.disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
+    says(system.check_disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
 
 
 def _refuse(**given: Any) -> None:
@@ -111,8 +111,8 @@ def _refuse(**given: Any) -> None:
 
 
 def test_other_programs() -> None:
-    says(system.other_programs(load=9.0, cores=4), "warning", "load 9.0 on 4 cores")
-    says(system.other_programs(load=0.1, cores=4), "ok")
+    says(system.check_other_programs(load=9.0, cores=4), "warning", "load 9.0 on 4 cores")
+    says(system.check_other_programs(load=0.1, cores=4), "ok")
 
 
 # accelerators
@@ -121,34 +121,41 @@ BUILD = accelerator.Build(cuda="13.0", available=True, driver="580.1", names=("N
 
 
 def test_gpus() -> None:
-    says(accelerator.gpus(BUILD), "ok", "2 x NVIDIA H100")
-    says(accelerator.gpus(replace(BUILD, names=("A", "B"))), "warning", "equal GPUs")
-    says(accelerator.gpus(replace(BUILD, cuda=None, available=False)), "failure", "CPU build", "install a CUDA build")
-    old = replace(BUILD, available=False, why="The NVIDIA driver on your system is too old")
-    says(accelerator.gpus(old), "failure", "too old", "update the driver")
-    says(accelerator.gpus(replace(BUILD, driver="", available=False)), "ok", "the CPU is used")
+    says(accelerator.check_gpus(BUILD), "ok", "2 x NVIDIA H100")
+    says(accelerator.check_gpus(replace(BUILD, names=("A", "B"))), "warning", "equal GPUs")
+    says(
+        accelerator.check_gpus(replace(BUILD, cuda=None, available=False)),
+        "failure",
+        "CPU build",
+        "install a CUDA build",
+    )
+    old = replace(BUILD, available=False, reason="The NVIDIA driver on your system is too old")
+    says(accelerator.check_gpus(old), "failure", "too old", "update the driver")
+    says(accelerator.check_gpus(replace(BUILD, driver="", available=False)), "ok", "the CPU is used")
 
 
 def test_a_driver_is_found_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\nGCC version: 12\n")
-    assert accelerator.build(file).driver == "580.65.06"
-    assert accelerator.build(tmp_path / "none").driver == ""
+    assert accelerator.read_build(file).driver == "580.65.06"
+    assert accelerator.read_build(tmp_path / "none").driver == ""
 
 
 def test_libraries_and_compilers() -> None:
-    says(accelerator.libraries(False, gloo=False), "failure", "no Gloo")
-    says(accelerator.libraries(True, nccl=False, gloo=True), "failure", "no NCCL")
+    says(accelerator.check_libraries(False, gloo=False), "failure", "no Gloo")
+    says(accelerator.check_libraries(True, nccl=False, gloo=True), "failure", "no NCCL")
     says(
-        accelerator.compiler(True, triton=False, compilers=()),
+        accelerator.check_compiler(True, triton=False, compilers=()),
         "warning",
         "a C compiler and Triton",
         "pip install triton",
     )
-    says(accelerator.compiler(True, triton=True, compilers=("gcc",)), "ok")
-    says(accelerator.compiler(False, triton=False, compilers=("cc",), loops=True), "ok", "cc")
-    says(accelerator.compiler(False, compilers=(), loops=False), "warning", "no C compiler", "2 to 3 times", "gcc")
-    says(accelerator.compiler(False, compilers=("clang",), loops=False), "warning", "clang", "OpenMP")
+    says(accelerator.check_compiler(True, triton=True, compilers=("gcc",)), "ok")
+    says(accelerator.check_compiler(False, triton=False, compilers=("cc",), loops=True), "ok", "cc")
+    says(
+        accelerator.check_compiler(False, compilers=(), loops=False), "warning", "no C compiler", "2 to 3 times", "gcc"
+    )
+    says(accelerator.check_compiler(False, compilers=("clang",), loops=False), "warning", "clang", "OpenMP")
 
 
 # kernels
@@ -156,7 +163,12 @@ def test_libraries_and_compilers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_of_this_machine_are_right(dtype: torch.dtype) -> None:
-    for check in (kernel_checks.attention, kernel_checks.flash_parts, kernel_checks.experts, kernel_checks.loss):
+    for check in (
+        kernel_checks.check_attention,
+        kernel_checks.check_flash_parts,
+        kernel_checks.check_experts,
+        kernel_checks.check_loss,
+    ):
         says(check(CPU, dtype), "ok")
 
 
@@ -169,7 +181,7 @@ def test_attention_that_forgets_its_mask() -> None:
         found: Tensor = fast().attend(q, k, v, type(mask)(), **given)
         return found
 
-    found = kernel_checks.attention(CPU, torch.float32, broken(attend=blind))
+    found = kernel_checks.check_attention(CPU, torch.float32, broken(attend=blind))
     says(found, "failure", "(packed", "layout.kernels=reference")
 
 
@@ -178,7 +190,7 @@ def test_attention_that_gives_no_numbers() -> None:
         found: Tensor = fast().attend(q, k, v, mask, **given) * float("nan")
         return found
 
-    says(kernel_checks.attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
+    says(kernel_checks.check_attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
 
 
 def test_a_log_sum_exp_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +201,7 @@ def test_a_log_sum_exp_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         return out, lse / 0.6931
 
     monkeypatch.setattr(kernel_checks.compat, "flash_attention", base_two)
-    says(kernel_checks.flash_parts(CPU, torch.float32), "failure", "largest error")
+    says(kernel_checks.check_flash_parts(CPU, torch.float32), "failure", "largest error")
 
 
 def test_an_expert_without_tokens_that_learns() -> None:
@@ -212,14 +224,14 @@ def test_an_expert_without_tokens_that_learns() -> None:
             return *found, None
 
     made = broken(expert_linear=lambda rows, weights, counts: Garbage.apply(rows, weights, counts))
-    says(kernel_checks.experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
+    says(kernel_checks.check_experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
 
 
 def test_experts_that_are_mixed_up() -> None:
     def shifted(rows: Tensor, weights: Tensor, counts: Any) -> Tensor:
         return expert_kernels.expert_linear(rows, weights.roll(1, 0), counts)
 
-    assert kernel_checks.experts(CPU, torch.float32, broken(expert_linear=shifted)).state == "failure"
+    assert kernel_checks.check_experts(CPU, torch.float32, broken(expert_linear=shifted)).state == "failure"
 
 
 def test_a_loss_over_all_targets() -> None:
@@ -227,14 +239,20 @@ def test_a_loss_over_all_targets() -> None:
         found: Tensor = fast().linear_cross_entropy(x, w, targets.clamp(min=0))
         return found
 
-    says(kernel_checks.loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)), "failure", "(head and loss)")
+    says(
+        kernel_checks.check_loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)),
+        "failure",
+        "(head and loss)",
+    )
 
 
 def test_products_that_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Device(name="known", bf16_matmul_flop_per_s=800e12, bf16_flop_per_s=989e12)
     monkeypatch.setattr(kernel_checks, "known_device", lambda device: known)
-    says(kernel_checks.products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi")
-    says(kernel_checks.products(CPU, torch.bfloat16, 700e12), "ok")
+    says(
+        kernel_checks.check_products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi"
+    )
+    says(kernel_checks.check_products(CPU, torch.bfloat16, 700e12), "ok")
 
 
 # links
@@ -253,20 +271,20 @@ def fabric(slow: dict[tuple[int, int], float] | None = None) -> list[NetworkLink
 
 
 def test_a_slow_link_is_named() -> None:
-    says(network.judged_links(fabric(), NODES), "ok", "100 GB/s within a node", "25 GB/s between nodes")
-    found = network.judged_links(fabric({(1, 2): 3e9}), NODES)
+    says(network.judge_links(fabric(), NODES), "ok", "100 GB/s within a node", "25 GB/s between nodes")
+    found = network.judge_links(fabric({(1, 2): 3e9}), NODES)
     says(found, "failure", "rank 1 (node 0) to rank 2 (node 1) has 3 GB/s, others between nodes 25", "cable")
     assert found.figures["slow"] == [[1, 2, 3e9]]
 
 
 def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
     slow = {(link.source, link.target): 2e9 for link in fabric() if 2 in (link.source, link.target)}
-    says(network.judged_links(fabric(slow), NODES), "failure", "all links of rank 2 (node 1) are slow", "PCIe")
+    says(network.judge_links(fabric(slow), NODES), "failure", "all links of rank 2 (node 1) are slow", "PCIe")
 
 
 def test_a_slow_rank_is_named() -> None:
-    says(network.judged_ranks([1e12, 1e12, 5e11, 1e12], NODES), "warning", "rank 2 (node 1): products at 50%")
-    says(network.judged_ranks([1e12, 0.95e12, 1e12], [0, 0, 0]), "ok", "slowest 95%")
+    says(network.judge_ranks([1e12, 1e12, 5e11, 1e12], NODES), "warning", "rank 2 (node 1): products at 50%")
+    says(network.judge_ranks([1e12, 0.95e12, 1e12], [0, 0, 0]), "ok", "slowest 95%")
 
 
 def collect(break_it: str) -> tuple[Finding, int]:
@@ -278,7 +296,7 @@ def collect(break_it: str) -> tuple[Finding, int]:
             return super().all_reduce(x, op) * (1.0 if not break_it else 1.5)
 
     world = Wrong("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
-    return network.collectives(world, CPU), len(network.measured_links(world, CPU))
+    return network.check_collectives(world, CPU), len(network.measure_links(world, CPU))
 
 
 def test_collectives_on_real_processes() -> None:
@@ -303,19 +321,19 @@ def test_a_schedule_that_hangs_and_one_that_is_wrong() -> None:
             rank[0] = replace(rank[0], losses=tuple(2 * loss for loss in rank[0].losses))
         return [rank, rank]
 
-    found = training.schedules("cpu", 2, hangs)
+    found = training.check_schedules("cpu", 2, hangs)
     says(found, "failure", "pp zb-h1", "hangs (no step in 60 s) (and 1 more)", "do not train with it")
     assert set(found.figures["wrong"]) == {"pp zb-h1, micro-batches of 1", "pp zb-v, micro-batches of 1"}
-    says(training.schedules("cuda", 1), "skipped")
+    says(training.check_schedules("cuda", 1), "skipped")
 
 
 @pytest.mark.slow
 def test_axes_of_this_machine() -> None:
-    says(training.axes("cpu", 2), "ok", "tp + sp")
+    says(training.check_axes("cpu", 2), "ok", "tp + sp")
 
 
 def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(training.round_trip(CPU, tmp_path), "ok")
+    says(training.check_checkpoint(CPU, tmp_path), "ok")
     with monkeypatch.context() as changed:
         load = training.checkpoint.load
 
@@ -325,9 +343,9 @@ def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return found
 
         changed.setattr(training.checkpoint, "load", flipped)
-        says(training.round_trip(CPU, tmp_path), "failure", "came back different: weight")
+        says(training.check_checkpoint(CPU, tmp_path), "failure", "came back different: weight")
     monkeypatch.setattr(training, "set_rng_state", lambda *given: random_state.set_rng_state({}, {}))
-    says(training.round_trip(CPU, tmp_path), "failure", "what is drawn afterwards")
+    says(training.check_checkpoint(CPU, tmp_path), "failure", "what is drawn afterwards")
 
 
 def disturbed(check: str, bad: int, folder: str) -> Finding:
@@ -336,12 +354,12 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
 
     world = Group("world", (0, 1), dist.get_rank(), dist.group.WORLD)
     checks: dict[str, tuple[Callable[[], Finding], Any, str]] = {
-        "folder": (lambda: training.round_trip(CPU, Path(folder), world), Path, "mkdir"),
-        "place": (lambda: training.round_trip(CPU, Path(folder), world), training.tempfile, "mkdtemp"),
-        "states": (lambda: training.round_trip(CPU, Path(folder), world), training, "rng_state"),
-        "looking": (lambda: training.round_trip(CPU, Path(folder), world), Path, "is_dir"),
-        "collectives": (lambda: network.collectives(world, CPU), torch, "arange"),
-        "links": (lambda: network.judged_links(network.measured_links(world, CPU), [0, 0]), torch, "empty_like"),
+        "folder": (lambda: training.check_checkpoint(CPU, Path(folder), world), Path, "mkdir"),
+        "place": (lambda: training.check_checkpoint(CPU, Path(folder), world), training.tempfile, "mkdtemp"),
+        "states": (lambda: training.check_checkpoint(CPU, Path(folder), world), training, "rng_state"),
+        "looking": (lambda: training.check_checkpoint(CPU, Path(folder), world), Path, "is_dir"),
+        "collectives": (lambda: network.check_collectives(world, CPU), torch, "arange"),
+        "links": (lambda: network.judge_links(network.measure_links(world, CPU), [0, 0]), torch, "empty_like"),
     }
     run, owner, name = checks[check]
 
@@ -351,8 +369,8 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
     with pytest.MonkeyPatch.context() as patch:
         if world.index == bad:
             patch.setattr(owner, name, fails)
-        found = examined(check, run)
-    return merged(network.of_all(world, [found]), [0, 0])[0]
+        found = run_check(check, run)
+    return merge_ranks(network.gather_from_all(world, [found]), [0, 0])[0]
 
 
 @pytest.mark.parametrize(
@@ -363,13 +381,13 @@ def test_a_check_that_fails_on_one_rank_ends_on_all(check: str, bad: int, tmp_pa
     """A rank that went on alone would gather findings while the others wait for it within the check."""
     for found in on_ranks(2, disturbed, check, bad, str(tmp_path), limit_s=20):
         says(found, "failure", f"rank {bad}: Read-only file system")
-        assert "somebody" not in found.found
+        assert "somebody" not in found.observation
 
 
 def test_a_step_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    says(training.step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
+    says(training.check_step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
     monkeypatch.setattr(training.train_device, "peak_flop_per_s", lambda *given: 1e15)
-    says(training.step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
+    says(training.check_step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
 
 
 # together
@@ -379,15 +397,15 @@ def test_a_check_that_breaks_is_a_failure() -> None:
     def breaks() -> Finding:
         raise ZeroDivisionError("a fault of this machine")
 
-    says(examined("disk", breaks), "failure", "the check itself failed: ZeroDivisionError: a fault")
+    says(run_check("disk", breaks), "failure", "the check itself failed: ZeroDivisionError: a fault")
 
 
 def test_ranks_that_differ_are_named() -> None:
     bad = failure("memory", "1.00 GiB of 16.00 GiB free", "end other programs")
     ranks = [[ok("memory", "fine")], [bad], [ok("memory", "fine")], [bad]]
-    (found,) = merged(ranks, NODES)
-    assert found.found == "ranks 1 (node 0), 3 (node 1): 1.00 GiB of 16.00 GiB free"
-    assert merged([[bad]] * 3, [0, 0, 0])[0].found == bad.found
+    (found,) = merge_ranks(ranks, NODES)
+    assert found.observation == "ranks 1 (node 0), 3 (node 1): 1.00 GiB of 16.00 GiB free"
+    assert merge_ranks([[bad]] * 3, [0, 0, 0])[0].observation == bad.observation
     assert verdict([ok("a", ""), warning("b", "", "x")]) == "warning"
 
 

@@ -87,11 +87,11 @@ def _measured(quick: bool) -> "ClusterFile":
 
 def _learned(cluster: Path, runs: list[Path]) -> "ClusterFile":
     """Correct a cluster file by runs, and print the predicted step time of each run before and after."""
-    from meshwright.observe.calibrate.feedback import learned
+    from meshwright.observe.calibrate.feedback import learn
     from meshwright.planner.machine.clusterfile import load
 
     before = load(cluster)
-    after, seen = learned(before, runs)
+    after, seen = learn(before, runs)
     for run, (plan, seconds) in zip(runs, seen, strict=True):
         earlier, now = (machine.estimator(plan).predict(plan).step_s for machine in (before, after))
         print(

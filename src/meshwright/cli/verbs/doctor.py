@@ -73,11 +73,11 @@ def lines(examination: "Examination") -> list[str]:
     )
     lines = [f"{verdict} ({many(tried, 'check')}{ranks}, {duration(examination.seconds)})"]
     for finding in sorted(bad, key=lambda finding: finding.state != "failure"):
-        lines += ["", f"{SIGNS[finding.state]}  {finding.check}: {finding.found}", f"  {finding.advice}"]
+        lines += ["", f"{SIGNS[finding.state]}  {finding.check}: {finding.observation}", f"  {finding.advice}"]
     lines.append("")
     width = max(len(finding.check) for finding in examination.findings)
     lines += [
-        f"{SIGNS[finding.state]:<8} {finding.check:<{width}}  {finding.found}" for finding in examination.findings
+        f"{SIGNS[finding.state]:<8} {finding.check:<{width}}  {finding.observation}" for finding in examination.findings
     ]
     if len(examination.node_names) > 1:
         lines += ["", *(f"node {number} = {name}" for number, name in enumerate(examination.node_names))]

@@ -97,7 +97,7 @@ def _check_communication(plan: "Plan", *, device: str, load: float, whole: bool,
 
 def lines(run: "DryRun", room: "Room") -> Iterator[str]:
     """Yield the answer for people."""
-    from meshwright.observe.dryrun.dryrun_document import fits, judged, needed, needed_bytes
+    from meshwright.observe.dryrun.dryrun_document import fits, needed_bytes, needed_text, room_sentence
 
     plan, worst = run.plan, run.worst
     yield (
@@ -107,9 +107,9 @@ def lines(run: "DryRun", room: "Room") -> Iterator[str]:
     )
     verdict = ""
     if room.usable_bytes:
-        verdict = judged(run, room, needed_bytes(run, room))
+        verdict = room_sentence(run, room, needed_bytes(run, room))
         verdict += f": {'fits' if fits(run, room) else 'does not fit'}"
-    yield f"Peak {needed(run)} (rank {worst.rank}, {phase_words(worst.when)}){verdict}"
+    yield f"Peak {needed_text(run)} (rank {worst.rank}, {phase_words(worst.when)}){verdict}"
     yield ""
     yield from _table(run)
     yield ""

@@ -74,12 +74,12 @@ def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
         from meshwright.observe.profile.local_run import profile as profile_here
 
         with people.status("profile") as status:
-            return profile_here(plan, steps=steps, said=lambda line: status.update(f"profile: {line}"))
-    from meshwright.observe.profile.measure import gathered, measure
+            return profile_here(plan, steps=steps, progress=lambda line: status.update(f"profile: {line}"))
+    from meshwright.observe.profile.measure import gather_profile, measure
 
     with joined() as pulse:
         report: Callable[[str], None] | None = None if rank() else lambda line: people.print(f"profile: {line}")
-        return gathered(measure(plan, steps=steps, pulse=pulse, said=report), plan)
+        return gather_profile(measure(plan, steps=steps, pulse=pulse, progress=report), plan)
 
 
 def shown(profile: "Profile") -> "Iterator[str | Table]":

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.cli.terminal.output import print_json
 from meshwright.observe.verify import random_run
-from meshwright.observe.verify.case_text import drawn_of, text_of
+from meshwright.observe.verify.case_text import format_case, parse_case
 from meshwright.observe.verify.random_case import random_case
 from meshwright.observe.verify.random_run import CaseVerdict
 from meshwright.spec.errors import OutsideTolerance, PlanError
@@ -16,7 +16,7 @@ def verify_random(number: int, seed: int, *, processes: int, device: str, json: 
     """Try cases 0 .. number - 1 of a seed, and print a line each. Those that differ are shrunk."""
     cases = [random_case(seed, index, processes, compiled=compiled) for index in range(number)]
     verdicts = []
-    for verdict in random_run.verdicts(cases, device):
+    for verdict in random_run.judge_cases(cases, device):
         verdicts.append(verdict)
         if not json:
             print(_line(verdict), flush=True)
@@ -25,10 +25,10 @@ def verify_random(number: int, seed: int, *, processes: int, device: str, json: 
 
 def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
     """Try one case, with exactly the tokens that it names."""
-    drawn = drawn_of(text)
+    drawn = parse_case(text)
     if drawn.layout.world > processes:
         raise PlanError(f"--case: the layout has {drawn.layout.world} processes, and at most {processes} are allowed")
-    verdict = random_run.verdict(drawn, device)
+    verdict = random_run.judge_case(drawn, device)
     if not json:
         print(_line(verdict), flush=True)
     _end([verdict], device=device, json=json, seed=None)
@@ -36,7 +36,7 @@ def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
 
 def _line(verdict: CaseVerdict) -> str:
     ranks = many(verdict.drawn.layout.world, "rank")
-    return f"{verdict.index}  {ranks}  {text_of(verdict.drawn)}: {verdict.difference or 'equal'}"
+    return f"{verdict.index}  {ranks}  {format_case(verdict.drawn)}: {verdict.difference or 'equal'}"
 
 
 def _end(verdicts: Sequence[CaseVerdict], *, device: str, json: bool, seed: int | None) -> None:
@@ -45,7 +45,7 @@ def _end(verdicts: Sequence[CaseVerdict], *, device: str, json: bool, seed: int 
     commands: dict[int, str] = {}
     for verdict in failed:
         small = random_run.smallest(verdict, device) if seed is not None else verdict
-        commands[verdict.index] = f"meshwright verify --case '{text_of(small.drawn)}'"
+        commands[verdict.index] = f"meshwright verify --case '{format_case(small.drawn)}'"
         if not json and seed is not None:
             print(f"case {verdict.index}, made small: {small.difference}\n    {commands[verdict.index]}", flush=True)
     redrawn = sum(verdict.redrawn for verdict in verdicts)
@@ -75,7 +75,7 @@ def _end(verdicts: Sequence[CaseVerdict], *, device: str, json: bool, seed: int 
 def _as_json(verdict: CaseVerdict, commands: dict[int, str]) -> dict[str, Any]:
     return {
         "index": verdict.index,
-        "case": text_of(verdict.drawn),
+        "case": format_case(verdict.drawn),
         "ranks": verdict.drawn.layout.world,
         "difference": verdict.difference,
         "redrawn": verdict.redrawn,

@@ -1,1 +1,1 @@
-"""This machine measured for the planner."""
+"""Measurement of this machine for the planner."""

@@ -1,7 +1,7 @@
-"""Measure this machine for the planner: rates of devices and links by size, and what training adds to them.
+"""Calibration of this machine for the planner: rates of devices and links by size, and the overheads of training.
 
-On a CPU a device is one process with its share of the cores; what processes cost each other is seen by measuring 1, 2
-and 4 of them at once. On GPUs every visible one is a device, alone and all of them at once.
+On a CPU a device is one process with its share of the cores. Measuring 1, 2 and 4 processes at once shows what they
+cost each other. On GPUs every visible one is a device, measured alone and all at once.
 """
 
 import os
@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 from meshwright import __version__
 from meshwright.observe.calibrate.collective_rates import exchange_grids
-from meshwright.observe.calibrate.host_floor import floors, with_floors
-from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, curves, eager_passes
-from meshwright.observe.calibrate.sample_plans import jobs
-from meshwright.observe.calibrate.timed_steps import Timing, measured_steps, threads_of
+from meshwright.observe.calibrate.host_floor import measure_floors, with_floors
+from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, measure_curves, measure_eager_passes
+from meshwright.observe.calibrate.timed_steps import Timing, measure_steps, threads_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.links import Links
@@ -34,17 +33,21 @@ from meshwright.planner.machine.clusterfile import ClusterFile, Together
 from meshwright.planner.machine.overheads import fitted
 from meshwright.spec.cluster import CORES, Device
 from meshwright.spec.head_chunk import CHUNK_BYTES
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
+from meshwright.spec.shape import ModelShape, MoEShape
 from meshwright.training import device as train_device
 
 LIMIT_S = 600.0
 BUSY = 0.5
-"""Processes that run or wait to, from which on a machine is not quiet."""
+"""Load of other processes above which measurements are unreliable."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What one rank found."""
+class RankMeasurement:
+    """Measurements of one rank."""
 
     curves: DeviceCurves
     links: Mapping[tuple[str, int], RateGrid]
@@ -54,34 +57,38 @@ class Measured:
 def calibrate(
     *, device: str = "", worlds: Sequence[int] = (), quick: bool = False, say: Say = lambda text: None
 ) -> ClusterFile:
-    """This machine as a cluster file. `worlds`: numbers of ranks that are measured (default 1, 2 and 4 on a CPU; 1 and
-    all on GPUs). `quick`: seconds instead of a minute, and no training: to see that it works."""
+    """Measure this machine and return its cluster file.
+
+    Args:
+        worlds: Numbers of ranks to measure. Empty = 1, 2 and 4 on a CPU; 1 and all on GPUs.
+        quick: Take seconds instead of a minute and train nothing, to see that it works.
+    """
     started, load = time.perf_counter(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > BUSY:
         say(f"other processes are running (load {load:.1f}); results will be unreliable")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     worlds = worlds or ((1, 2, 4) if device == "cpu" else sorted({1, torch.cuda.device_count()}))
     effort = QUICK if quick else Effort() if device == "cpu" else ON_GPU
-    found: dict[int, Measured] = {}
+    measured: dict[int, RankMeasurement] = {}
     for world in worlds:
         say(
             f"rates of {world} {'process' if device == 'cpu' else 'GPU'}{'es' if device == 'cpu' and world > 1 else ''}"
         )
-        found[world] = _mean(on_ranks(world, _measure, effort, device, limit_s=LIMIT_S, device=device))
-    machine = _machine(device, found)
+        measured[world] = _average_ranks(on_ranks(world, _measure_rank, effort, device, limit_s=LIMIT_S, device=device))
+    machine = _describe_machine(device, measured)
     if not quick:
         if device == "cpu":
             say("steps with nothing to compute")
-            machine = with_floors(machine, floors(machine, worlds))
-        plans = jobs(machine, worlds, "fp32" if device == "cpu" else "bf16")
+            machine = with_floors(machine, measure_floors(machine, worlds))
+        plans = sample_plans(machine, worlds, "fp32" if device == "cpu" else "bf16")
         say(f"steps of {len(plans)} small plans")
-        machine = fitted(machine, plans, measured_steps(plans, Timing(seconds=0.5), device))
+        machine = fitted(machine, plans, measure_steps(plans, Timing(seconds=0.5), device))
     provenance = _provenance(device, worlds, quick, time.perf_counter() - started, load)
     return replace(machine, provenance=provenance)
 
 
-def _measure(effort: Effort, kind: str) -> Measured:
-    """On one rank, while the others do the same."""
+def _measure_rank(effort: Effort, kind: str) -> RankMeasurement:
+    """Measure one rank while the others do the same."""
     world = dist.get_world_size()
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     train_device.prepare(device, "fp32")
@@ -89,44 +96,46 @@ def _measure(effort: Effort, kind: str) -> Measured:
         torch.set_num_threads(threads_of(world))
         if world > threads_of(1):  # ranks take turns of milliseconds
             effort = replace(effort, window_s=2 * effort.window_s)
-    rates = curves(effort, device, (4.0,) if kind == "cpu" else (2.0, 4.0))
-    return Measured(
+    rates = measure_curves(effort, device, (4.0,) if kind == "cpu" else (2.0, 4.0))
+    return RankMeasurement(
         curves=rates,
         links=exchange_grids(effort, device) if world > 1 else {},
-        eager=eager_passes(effort, device, rates),
+        eager=measure_eager_passes(effort, device, rates),
     )
 
 
-def _mean(ranks: Sequence[Measured]) -> Measured:
-    """The geometric means over ranks."""
+def _average_ranks(ranks: Sequence[RankMeasurement]) -> RankMeasurement:
+    """Return the geometric means over ranks."""
 
-    def middle(grids: Sequence[RateGrid]) -> RateGrid:
+    def middle_grid(grids: Sequence[RateGrid]) -> RateGrid:
         values = zip(*(grid.values for grid in grids), strict=True)
-        return RateGrid(grids[0].axes, tuple(_middle(some) for some in values))
+        return RateGrid(grids[0].axes, tuple(_geometric_mean(at_point) for at_point in values))
 
     first = ranks[0]
-    return Measured(
+    return RankMeasurement(
         curves=DeviceCurves(
-            products={width: middle([one.curves.products[width] for one in ranks]) for width in first.curves.products},
-            passes=middle([one.curves.passes for one in ranks]),
+            products={
+                width: middle_grid([rank.curves.products[width] for rank in ranks]) for width in first.curves.products
+            },
+            passes=middle_grid([rank.curves.passes for rank in ranks]),
             attention=(
-                middle([one.curves.attention[0] for one in ranks]),
-                middle([one.curves.attention[1] for one in ranks]),
+                middle_grid([rank.curves.attention[0] for rank in ranks]),
+                middle_grid([rank.curves.attention[1] for rank in ranks]),
             ),
-            update=middle([one.curves.update for one in ranks]),
+            update=middle_grid([rank.curves.update for rank in ranks]),
         ),
-        links={key: middle([one.links[key] for one in ranks]) for key in first.links},
-        eager={key: _middle([one.eager[key] for one in ranks]) for key in first.eager},
+        links={key: middle_grid([rank.links[key] for rank in ranks]) for key in first.links},
+        eager={key: _geometric_mean([rank.eager[key] for rank in ranks]) for key in first.eager},
     )
 
 
-def _middle(values: Sequence[float]) -> float:
+def _geometric_mean(values: Sequence[float]) -> float:
     return exp(sum(map(log, values)) / len(values))
 
 
-def _machine(kind: str, found: Mapping[int, Measured]) -> ClusterFile:
-    per_node = threads_of(1) if kind == "cpu" else max(found)
-    alone = found[min(found)].curves
+def _describe_machine(kind: str, measured: Mapping[int, RankMeasurement]) -> ClusterFile:
+    per_node = threads_of(1) if kind == "cpu" else max(measured)
+    alone = measured[min(measured)].curves
     best = max(max(grid.values) for grid in alone.products.values())
     title, memory = _title(kind), _memory_bytes(kind)
     device = Device(
@@ -135,13 +144,14 @@ def _machine(kind: str, found: Mapping[int, Measured]) -> ClusterFile:
         bf16_flop_per_s=best,
         bf16_matmul_flop_per_s=best,
         memory_bytes_per_s=alone.passes.values[-1],
-        link_bytes_per_s=_link_bytes_per_s(found),
+        link_bytes_per_s=_link_bytes_per_s(measured),
         source="meshwright calibrate",
         certainty="measured; the peak is the best product measured, not a data sheet's",
     )
-    together = {ranks: _together(kind, ranks, one) for ranks, one in found.items()}
+    together = {ranks: _measured_together(kind, ranks, measurement) for ranks, measurement in measured.items()}
     eager: dict[str, Any] = {
-        key: _middle([one.eager[key] for one in found.values()]) for key in found[min(found)].eager
+        key: _geometric_mean([measurement.eager[key] for measurement in measured.values()])
+        for key in measured[min(measured)].eager
     }
     if kind == "cuda":
         return ClusterFile(device=device, devices_per_node=per_node, together=together)
@@ -152,8 +162,8 @@ def _machine(kind: str, found: Mapping[int, Measured]) -> ClusterFile:
     return ClusterFile(device=device, devices_per_node=per_node, together=together, stack=stack)
 
 
-def _together(kind: str, ranks: int, one: Measured) -> Together:
-    best = max(max(grid.values) for grid in one.curves.products.values())
+def _measured_together(kind: str, ranks: int, measurement: RankMeasurement) -> Together:
+    best = max(max(grid.values) for grid in measurement.curves.products.values())
     crowd = max(1.0, ranks / threads_of(1)) if kind == "cpu" else 1.0
     plain: dict[str, Any] = {
         "product_share": 1.0,
@@ -162,17 +172,22 @@ def _together(kind: str, ranks: int, one: Measured) -> Together:
         "attention_backward": 1.0,
     }
     speeds = Speeds(
-        matmul_flop_per_s=best, peak_flop_per_s=best, memory_bytes_per_s=one.curves.passes.values[-1],
-        ranks_per_core=crowd, launch_s=0.0, curves=one.curves, **plain,
+        matmul_flop_per_s=best, peak_flop_per_s=best, memory_bytes_per_s=measurement.curves.passes.values[-1],
+        ranks_per_core=crowd, launch_s=0.0, curves=measurement.curves, **plain,
     )  # fmt: skip
-    link = _link_bytes_per_s({ranks: one}) or 1e9
+    link = _link_bytes_per_s({ranks: measurement}) or 1e9
     links = Links(per_node=ranks, link_bytes_per_s=link, network_bytes_per_s=link / 10)
-    return Together(speeds=speeds, links=replace(links, curves=LinkCurves(seconds=one.links)) if one.links else links)
+    return Together(
+        speeds=speeds,
+        links=replace(links, curves=LinkCurves(seconds=measurement.links)) if measurement.links else links,
+    )
 
 
-def _link_bytes_per_s(found: Mapping[int, Measured]) -> float:
-    """Of the largest send between two."""
-    sends = [grid for one in found.values() for (name, _), grid in one.links.items() if name == "send"]
+def _link_bytes_per_s(measured: Mapping[int, RankMeasurement]) -> float:
+    """Return the rate of the largest send between two ranks."""
+    sends = [
+        grid for measurement in measured.values() for (name, _), grid in measurement.links.items() if name == "send"
+    ]
     return max((grid.axes[0][-1] / grid.values[-1] for grid in sends), default=0.0)
 
 
@@ -183,7 +198,7 @@ def _title(kind: str) -> str:
 
 
 def processor() -> str:
-    """Its name."""
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -198,7 +213,7 @@ def _memory_bytes(kind: str) -> int:
 
 def _provenance(kind: str, worlds: Sequence[int], quick: bool, seconds: float, load: float) -> dict[str, Any]:
     threads = ", ".join(f"{threads_of(world)} of {world}" for world in worlds) if kind == "cpu" else ""
-    found = {
+    provenance = {
         "machine": f"{_title(kind)}, {platform.machine()}, {_memory_bytes(kind) / 2**30:.1f} GiB",
         "date": str(date.today()),
         "versions": f"meshwright {__version__}, Python {platform.python_version()}, torch {torch.__version__}",
@@ -208,4 +223,61 @@ def _provenance(kind: str, worlds: Sequence[int], quick: bool, seconds: float, l
         "seconds": f"{seconds:.0f}",
         "load": f"{load:.2f} before",
     }
-    return found | ({"threads": f"{threads} processes"} if threads else {"platform": sys.platform})
+    return provenance | ({"threads": f"{threads} processes"} if threads else {"platform": sys.platform})
+
+
+LLAMA = ModelShape(
+    name="calibration-llama", vocab=5000, layers=4, hidden=224, heads=4, kv_heads=4, ffn=608, max_positions=2048
+)
+WIDE = replace(
+    LLAMA, name="calibration-wide", layers=2, hidden=448, heads=7, kv_heads=7, head_dim=64, ffn=1280, vocab=3000
+)
+NARROW = replace(
+    LLAMA, name="calibration-narrow", layers=8, hidden=144, heads=4, kv_heads=2, head_dim=36, ffn=400, vocab=9000
+)
+GPT = ModelShape(
+    name="calibration-gpt", family="gpt2", vocab=7000, layers=4, hidden=240, heads=6, ffn=960, max_positions=1024,
+    tied=True, norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True,
+)  # fmt: skip
+MOE = replace(
+    LLAMA, name="calibration-moe", family="mixtral", layers=3, ffn=448, moe=MoEShape(experts=6, top_k=2, ffn=224)
+)
+
+PLANS: tuple[tuple[ModelShape, int, int, dict[str, Any]], ...] = (
+    (LLAMA, 192, 4, {}),
+    (LLAMA, 640, 4, {"micro_batch": 1}),
+    (WIDE, 320, 3, {}),
+    (NARROW, 192, 6, {"micro_batch": 2, "recompute": "full"}),
+    (GPT, 320, 4, {"micro_batch": 2}),
+    (MOE, 192, 4, {"recompute": "selective"}),
+    (LLAMA, 192, 8, {"dp_replicate": 2, "micro_batch": 2}),
+    (NARROW, 320, 6, {"dp_shard": 2, "zero": 3}),
+    (GPT, 192, 6, {"dp_shard": 2, "zero": 1}),
+    (NARROW, 192, 4, {"tp": 2, "sp": True}),
+    (LLAMA, 320, 4, {"tp": 2}),
+    (NARROW, 640, 2, {"cp": 2}),
+    (LLAMA, 192, 6, {"pp": 2, "micro_batch": 1}),
+    (MOE, 192, 4, {"dp_shard": 2, "ep": 2, "zero": 2}),
+    (LLAMA, 192, 8, {"dp_shard": 2, "tp": 2, "zero": 1}),
+    (NARROW, 192, 8, {"pp": 4, "micro_batch": 1}),
+    (WIDE, 192, 8, {"dp_shard": 4, "zero": 3}),
+    (GPT, 320, 4, {"pp": 2, "dp_replicate": 2, "micro_batch": 1}),
+    (LLAMA, 320, 4, {"cp": 2, "dp_shard": 2, "zero": 2}),
+)
+"""(shape, sequence, sequences per step, layout) of small, diverse plans whose real steps a calibration times."""
+
+
+def sample_plans(machine: ClusterFile, worlds: Sequence[int], precision: str) -> list[Plan]:
+    """Return the plans whose number of ranks was measured."""
+    plans = []
+    for shape, sequence, batch, layout in PLANS:
+        plan = Plan(
+            model=shape,
+            recipe=Recipe(sequence=sequence, global_batch=batch, precision=precision),  # type: ignore[arg-type]  # one of the words of Recipe
+            layout=Layout(compile="off", cuda_graphs="off", **layout),
+        )
+        if plan.layout.world in worlds:
+            plan = replace(plan, cluster=machine.cluster(plan.layout.world))
+            plan.check()
+            plans.append(plan)
+    return plans

@@ -1,11 +1,11 @@
-"""What real runs took, fed back into a cluster file: the next plan for this machine starts from them."""
+"""Step times of real runs fed back into a cluster file, from which the next plan for this machine starts."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.observe.compare.finished_run import PROFILE, Finished, open_run, same_program
+from meshwright.observe.compare.finished_run import PROFILE, FinishedRun, open_run, same_program
 from meshwright.observe.shared_document import SharedDocument
 from meshwright.planner.machine.clusterfile import ClusterFile
 from meshwright.planner.machine.overheads import fitted
@@ -15,32 +15,37 @@ from meshwright.spec.plan import Plan
 WARMING = 2
 """First steps of a run, which take longer: memory is new, kernels are chosen."""
 FEW = 4
-"""Runs of which none can be left out to see how well the others tell it."""
+"""Smallest number of runs at which leaving one out tells how well the others predict it."""
 
 
-def learned(machine: ClusterFile, runs: Sequence[Path]) -> tuple[ClusterFile, list[tuple[Plan, float]]]:
-    """The machine with its overheads fitted to the steps of these runs, and (plan, seconds of a step) of each.
+def learn(machine: ClusterFile, runs: Sequence[Path]) -> tuple[ClusterFile, list[tuple[Plan, float]]]:
+    """Fit the machine's overheads to the steps of these runs. Return it with (plan, seconds per step) of each.
 
-    RunError: no run, a damaged one, one with too few steps, a profile of another plan. A run under another number of
-    ranks than a node was measured with counts as if on it.
+    A run with another number of ranks than a node was measured with counts as if on it. Raises RunError for a missing
+    or damaged run, one with too few steps, or a profile of another plan.
     """
     finished = [open_run(path) for path in runs]
-    seen = [(_placed(run.plan_as_run, machine), seconds_of(run)) for run in finished]
-    trust = 1.0 if len(seen) < FEW else None
-    found = fitted(machine, [plan for plan, _ in seen], [seconds for _, seconds in seen], trust)
+    timed = [
+        (replace(run.plan_as_run, cluster=machine.cluster(run.plan_as_run.layout.world)), seconds_of(run))
+        for run in finished
+    ]
+    trust = 1.0 if len(timed) < FEW else None
+    improved = fitted(machine, [plan for plan, _ in timed], [seconds for _, seconds in timed], trust)
     names = ", ".join(str(path) for path in runs)
-    told = {**found.provenance, "learned": f"from the steps of {names}"}
-    return replace(found, provenance=told), seen
+    provenance = {**improved.provenance, "learned": f"from the steps of {names}"}
+    return replace(improved, provenance=provenance), timed
 
 
-def seconds_of(run: Finished) -> float:
-    """The median step of a run, without what it waited for data: as its profile says, else as its metrics do. RunError:
-    a profile of another plan, or without a time; too few steps."""
+def seconds_of(run: FinishedRun) -> float:
+    """Return the median step of a run without its wait for data, from its profile or else from its metrics.
+
+    Raises RunError when the profile is of another plan or has no time, or when there are too few steps.
+    """
     if run.profile is not None:
         return _profiled(run, run.profile)
     last = run.plan_as_run.recipe.global_batch
-    own = [row for row in run.steps if row.get("global_batch", last) == last]
-    taken = [row["step_seconds"] - (row.get("data_wait_seconds") or 0.0) for row in own]
+    full_batch_steps = [row for row in run.steps if row.get("global_batch", last) == last]
+    taken = [row["step_seconds"] - (row.get("data_wait_seconds") or 0.0) for row in full_batch_steps]
     if len(taken) <= WARMING:
         raise RunError(f"{run.path} has {len(taken)} steps: it takes {WARMING + 1} or more to learn from a run")
     seconds = float(statistics.median(taken[WARMING:]))
@@ -49,14 +54,10 @@ def seconds_of(run: Finished) -> float:
     return seconds
 
 
-def _profiled(run: Finished, profile: SharedDocument) -> float:
+def _profiled(run: FinishedRun, profile: SharedDocument) -> float:
     path = run.path / PROFILE
     if not same_program(run.plan_as_run, profile):
         raise RunError(f"{path} is of another plan than its folder: remove it, or profile again")
     if profile.step_seconds is None:
         raise RunError(f"{path} has no seconds of a step: remove it, or profile again")
     return profile.step_seconds
-
-
-def _placed(plan: Plan, machine: ClusterFile) -> Plan:
-    return replace(plan, cluster=machine.cluster(plan.layout.world))

@@ -1,4 +1,4 @@
-"""What the host takes for a layer, a micro-batch and a step: real steps of models with next to nothing to compute."""
+"""Host time per layer, micro-batch and step, from real steps of models with almost nothing to compute."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from meshwright.spec.shape import ModelShape, MoEShape
 
 SEQUENCE = 32
 FEW, MANY, MICRO_BATCHES = 1, 4, 2
-"""Layers of the two models of a kind, and micro-batches: they differ by so many layers and nothing else."""
+"""Layers of the two models of a kind, which differ in nothing else, and micro-batches."""
 FEW_EXPERTS, MANY_EXPERTS = 2, 8
 SWIGLU = ModelShape(
     name="floor-swiglu", vocab=64, layers=FEW, hidden=32, heads=2, kv_heads=2, ffn=64, max_positions=SEQUENCE
@@ -38,54 +38,56 @@ LIMIT_S = 300.0
 Key = tuple[str, int, int, str]
 """(kind, layers, micro-batches, recomputation)."""
 LEAST_FORWARD, MOST_FORWARD = 0.25, 0.5
-"""Of a layer's calls, those of the forward pass."""
+"""Bounds of the forward pass's share of a layer's host time."""
 ROUNDS = 3
 TIMING = Timing(seconds=0.06, least=2, most=8)
 
 
-Took = dict[Key, float]
+StepSeconds = dict[Key, float]
 
 
-def floors(machine: ClusterFile, worlds: Sequence[int]) -> dict[int, Took]:
-    """Threads of a process -> seconds of a step of each tiny plan with so many, for all that such numbers of processes
-    have. The least of three medians: what else the machine does only adds."""
-    plans = tiny(machine)
-    found = {}
+def measure_floors(machine: ClusterFile, worlds: Sequence[int]) -> dict[int, StepSeconds]:
+    """Return threads of a process -> seconds per step of each tiny plan, for all thread counts of `worlds`.
+
+    The least of three medians counts: other load of the machine only adds.
+    """
+    plans = tiny_plans(machine)
+    by_threads = {}
     for threads in sorted({threads_of(world) for world in worlds}):
-        (steps,) = on_ranks(1, _steps, list(plans.values()), threads, limit_s=LIMIT_S)
-        found[threads] = dict(zip(plans, steps, strict=True))
-    return found
+        (steps,) = on_ranks(1, _time_plans, list(plans.values()), threads, limit_s=LIMIT_S)
+        by_threads[threads] = dict(zip(plans, steps, strict=True))
+    return by_threads
 
 
-def _steps(plans: list[Plan], threads: int) -> list[float]:
+def _time_plans(plans: list[Plan], threads: int) -> list[float]:
     torch.set_num_threads(threads)
     rounds = [[step_s(plan, TIMING) for plan in plans] for _ in range(ROUNDS)]
     return [min(several) for several in zip(*rounds, strict=True)]
 
 
-def with_floors(machine: ClusterFile, found: Mapping[int, Took]) -> ClusterFile:
-    """The machine with what its host takes beside kernels: measured steps less what the planner counts for them."""
-    plans = tiny(machine)
+def with_floors(machine: ClusterFile, measured: Mapping[int, StepSeconds]) -> ClusterFile:
+    """Return the machine with its host times: measured steps less what the planner counts for them."""
+    plans = tiny_plans(machine)
     together = {}
     stack = machine.stack
-    for ranks, one in sorted(machine.together.items()):
-        took = found[threads_of(ranks)]
+    for ranks, world in sorted(machine.together.items()):
+        step_seconds = measured[threads_of(ranks)]
 
-        def beside(*key: Any, took: Took = took) -> float:
-            """Seconds that the planner does not know of."""
+        def beside(*key: Any, step_seconds: StepSeconds = step_seconds) -> float:
+            """Return the seconds that the planner does not account for."""
             plan = plans[key]
-            return took[key] - machine.estimator(plan).predict(plan).step_s
+            return step_seconds[key] - machine.estimator(plan).predict(plan).step_s
 
-        kinds = {kind: _layer(kind, beside) for kind in KINDS}
-        expert, routed = _line(kinds["few"], kinds["many"])
+        kinds = {kind: _fit_layer(kind, beside) for kind in KINDS}
+        expert, routed = _fit_line(kinds["few"], kinds["many"])
         host = Host(swiglu=kinds["swiglu"], gelu=kinds["gelu"], routed=routed, expert=expert)
-        together[ranks] = replace(one, speeds=replace(one.speeds, host=host, launch_s=0.0))
-        stack = _step(machine.stack, beside, kinds["swiglu"])
+        together[ranks] = replace(world, speeds=replace(world.speeds, host=host, launch_s=0.0))
+        stack = _fit_step(machine.stack, beside, kinds["swiglu"])
     return replace(machine, together=together, stack=stack)
 
 
-def tiny(machine: ClusterFile) -> dict[Key, Plan]:
-    """One process each."""
+def tiny_plans(machine: ClusterFile) -> dict[Key, Plan]:
+    """Return the tiny plans, of one process each."""
     keys: list[Key] = [("swiglu", FEW, 1, "none")]
     for kind in KINDS:
         keys += [(kind, FEW, MICRO_BATCHES, "none")]
@@ -101,9 +103,12 @@ def tiny(machine: ClusterFile) -> dict[Key, Plan]:
     }
 
 
-def _layer(kind: str, beside: Callable[..., float]) -> Triple:
-    """Full recomputation repeats the forward pass: the difference is that pass, within what a pass can be of both.
-    Selective recomputation repeats no more than that."""
+def _fit_layer(kind: str, beside: Callable[..., float]) -> Triple:
+    """Return (forward, backward, recomputation) host time of a layer.
+
+    Full recomputation repeats the forward pass, so the difference is that pass, within plausible shares of both passes.
+    Selective recomputation repeats no more than that.
+    """
     plain = beside(kind, MANY, MICRO_BATCHES, "none")
     both = max(0.0, plain - beside(kind, FEW, MICRO_BATCHES, "none")) / (MANY - FEW) / MICRO_BATCHES
     again = (beside(kind, MANY, MICRO_BATCHES, "full") - plain) / MANY / MICRO_BATCHES
@@ -111,14 +116,14 @@ def _layer(kind: str, beside: Callable[..., float]) -> Triple:
     return forward, both - forward, forward
 
 
-def _line(few: Triple, many: Triple) -> tuple[Triple, Triple]:
-    """(of each expert, of all else) from layers with few and with many."""
+def _fit_line(few: Triple, many: Triple) -> tuple[Triple, Triple]:
+    """Return (time of each expert, time of all else) from layers with few and with many experts."""
     slopes = [max(0.0, b - a) / (MANY_EXPERTS - FEW_EXPERTS) for a, b in zip(few, many, strict=True)]
     rests = [max(0.0, a - FEW_EXPERTS * slope) for a, slope in zip(few, slopes, strict=True)]
     return (slopes[0], slopes[1], slopes[2]), (rests[0], rests[1], rests[2])
 
 
-def _step(stack: Stack, beside: Callable[..., float], layer: Triple) -> Stack:
+def _fit_step(stack: Stack, beside: Callable[..., float], layer: Triple) -> Stack:
     layers = FEW * (layer[0] + layer[1])
     once, several = beside("swiglu", FEW, 1, "none"), beside("swiglu", FEW, MICRO_BATCHES, "none")
     micro_s = max(0.0, (several - once) / (MICRO_BATCHES - 1) - layers)

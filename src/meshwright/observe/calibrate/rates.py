@@ -1,6 +1,7 @@
-"""What one rank's device reaches while the others of its world do the same: products, passes over memory, attention,
-the optimizer's pass. Every case is run for a window of time, all cases in turn, for some rounds; the lower quartile of
-the rounds counts, since whatever else a machine does only adds.
+"""Rates of one rank's device while the others of its world do the same.
+
+Cases are products, passes over memory, attention and the optimizer's pass. Every case runs for a window of time, all
+cases in turn, for several rounds. The lower quartile of the rounds counts, since other load of the machine only adds.
 """
 
 import time
@@ -24,25 +25,25 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 
 Case = Callable[[], Any]
 DTYPES = {4.0: torch.float32, 2.0: torch.bfloat16}
-"""Bytes of an operand."""
+"""Dtype by bytes of an operand."""
 HEADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Sizes and durations of the measurements."""
 
     dims: tuple[float, ...] = (16, 64, 256, 1024)
-    """Of products, along each of m, k, n."""
+    """Sizes of products along each of m, k, n."""
     bytes_moved: tuple[float, ...] = (3e3, 3e4, 3e5, 3e6, 3e7, 1.5e8)
     sequences: tuple[float, ...] = (128, 512, 1024)
     head_dims: tuple[float, ...] = (32, 64)
     tokens: int = 1024
-    """Of attention: as many sequences as make so many."""
+    """Tokens of attention, split into sequences."""
     messages: tuple[float, ...] = (4096, 65536, 2**20, 2**23)
     """Bytes of exchanges."""
     between_s: float = 1.5e-3
-    """Computation before each exchange, on a CPU."""
+    """Seconds of computation before each exchange on a CPU."""
     rounds: int = 5
     window_s: float = 0.008
 
@@ -58,46 +59,53 @@ QUICK = Effort(
 
 
 def seconds_of(cases: dict[Any, Case], effort: Effort, device: torch.device) -> dict[Any, float]:
-    """Seconds of each case: the lower quartile over the rounds of the mean over a window; ranks start together."""
-    found: dict[Any, list[float]] = {name: [] for name in cases}
+    """Return seconds per case: the lower quartile over rounds of the mean over a window. Ranks start together."""
+    times: dict[Any, list[float]] = {name: [] for name in cases}
     for run in cases.values():  # the first run of a size allocates, plans, compiles
         run()
     for _ in range(effort.rounds):
         for name, run in cases.items():
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.barrier()
-            found[name].append(_window(run, effort.window_s, device))
-    return {name: sorted(times)[len(times) // 4] for name, times in found.items()}
+            times[name].append(_mean_over_window(run, effort.window_s, device))
+    return {name: sorted(means)[len(means) // 4] for name, means in times.items()}
 
 
-def _window(run: Case, window_s: float, device: torch.device) -> float:
-    settle(device)
+def _mean_over_window(run: Case, window_s: float, device: torch.device) -> float:
+    synchronize(device)
     count, start, now = 0, time.perf_counter(), 0.0
     while not count or now < window_s:
         for _ in range(1 if device.type == "cpu" else 10):
             run()
             count += 1
-        settle(device)
+        synchronize(device)
         now = time.perf_counter() - start
     return now / count
 
 
-def settle(device: torch.device) -> None:
-    """Wait until a GPU has done what it was asked to."""
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> DeviceCurves:
-    """All rates of this rank's device; `widths`: bytes of the operands of products, the first also attention's."""
-    products = {width: _products(effort, device, DTYPES[width]) for width in widths}
-    attention = _attention(effort, device, DTYPES[widths[0]])
+def measure_curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> DeviceCurves:
+    """Measure all rates of this rank's device.
+
+    Args:
+        widths: Bytes of the operands of products; the first is also attention's.
+    """
+    products = {width: _measure_products(effort, device, DTYPES[width]) for width in widths}
+    attention = _measure_attention(effort, device, DTYPES[widths[0]])
     return DeviceCurves(
-        products=products, passes=_passes(effort, device), attention=attention, update=_update(effort, device)
+        products=products,
+        passes=_measure_passes(effort, device),
+        attention=attention,
+        update=_measure_update(effort, device),
     )
 
 
-def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> RateGrid:
+def _measure_products(effort: Effort, device: torch.device, dtype: torch.dtype) -> RateGrid:
     def case(m: int, k: int, n: int) -> Case:
         x, weight = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
         return lambda: cpu_product.linear(x, weight)
@@ -107,20 +115,20 @@ def _products(effort: Effort, device: torch.device, dtype: torch.dtype) -> RateG
     return RateGrid((effort.dims,) * 3, tuple(2 * m * k * n / took[m, k, n] for m, k, n in sizes))
 
 
-def _passes(effort: Effort, device: torch.device) -> RateGrid:
-    """A sum of two tensors into a third."""
+def _measure_passes(effort: Effort, device: torch.device) -> RateGrid:
+    """Measure a sum of two tensors into a third."""
 
     def case(moved: float) -> Case:
-        one = torch.ones(int(moved // 12), device=device)
-        other = one.clone()
-        return lambda: one + other
+        left = torch.ones(int(moved // 12), device=device)
+        right = left.clone()
+        return lambda: left + right
 
     took = seconds_of({moved: case(moved) for moved in effort.bytes_moved}, effort, device)
     return RateGrid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
 
 
-def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tuple[RateGrid, RateGrid]:
-    """The kernel that training uses, causal; FLOP as the planner counts: half of all pairs, backward 2.5 times."""
+def _measure_attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tuple[RateGrid, RateGrid]:
+    """Measure causal attention of training. FLOP as the planner counts: half of all pairs, backward 2.5 times."""
     kernels = fast()
 
     def tensors(sequence: int, dim: int) -> list[Tensor]:
@@ -132,16 +140,16 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return kernels.attend(q, k, v, Mask(), scale=0.1)
 
-    def backward(inputs: list[Tensor], out: Tensor, given: Tensor) -> Any:
-        return torch.autograd.grad(out, inputs, given, retain_graph=True)
+    def backward(inputs: list[Tensor], out: Tensor, gradient: Tensor) -> Any:
+        return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
     cases: dict[Any, Case] = {}
     for sequence, dim in product(effort.sequences, effort.head_dims):
-        made = tensors(int(sequence), int(dim))
-        out = forward(*made)
-        given = torch.randn_like(out)
-        cases["forward", sequence, dim] = partial(forward, *made)
-        cases["backward", sequence, dim] = partial(backward, made, out, given)
+        inputs = tensors(int(sequence), int(dim))
+        out = forward(*inputs)
+        gradient = torch.randn_like(out)
+        cases["forward", sequence, dim] = partial(forward, *inputs)
+        cases["backward", sequence, dim] = partial(backward, inputs, out, gradient)
     took = seconds_of(cases, effort, device)
     rates: list[list[float]] = [[], []]
     for sequence, dim in product(effort.sequences, effort.head_dims):
@@ -152,17 +160,17 @@ def _attention(effort: Effort, device: torch.device, dtype: torch.dtype) -> tupl
     return RateGrid(axes, tuple(rates[0])), RateGrid(axes, tuple(rates[1]))
 
 
-def _update(effort: Effort, device: torch.device) -> RateGrid:
-    """The optimizer's own pass, with the norm of the gradients, as bytes of the planner's count: 32 a parameter."""
+def _measure_update(effort: Effort, device: torch.device) -> RateGrid:
+    """Measure the optimizer's pass with the gradient norm, in the planner's bytes: 32 per parameter."""
 
     def case(moved: float) -> Case:
         weights = [torch.ones(max(1, int(moved // 32 // 4)), device=device, requires_grad=True) for _ in range(4)]
         optimizer = torch.optim.AdamW(weights, fused=True)
-        for one in weights:
-            one.grad = torch.full_like(one, 1e-3)
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 1e-3)
 
         def run() -> None:
-            torch.nn.utils.get_total_norm([one.grad for one in weights if one.grad is not None])
+            torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
             optimizer.step()
 
         return run
@@ -171,22 +179,25 @@ def _update(effort: Effort, device: torch.device) -> RateGrid:
     return RateGrid((effort.bytes_moved,), tuple(moved / took[moved] for moved in effort.bytes_moved))
 
 
-def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> dict[str, float]:
-    """How often the kernels of training move their data, or as long as that takes, over the planner's count: forward
-    and backward of activations, norms, a rotation, the loss. Fields of planner.cost.stack.Stack."""
+def measure_eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> dict[str, float]:
+    """Measure passes over memory of training's kernels, relative to the planner's count.
+
+    Covers forward and backward of activations, norms, a rotation and the loss. Keys are fields of
+    planner.cost.stack.Stack.
+    """
     kernels, tokens, width, vocab = fast(), 512, 256, 4096
 
-    def made(*size: int) -> Tensor:
+    def drawn(*size: int) -> Tensor:
         return torch.randn(*size, device=device, requires_grad=True)
 
     gate, up, x, weight, table = (
-        made(tokens, width),
-        made(tokens, width),
-        made(tokens, width),
-        made(width),
-        made(vocab, width),
+        drawn(tokens, width),
+        drawn(tokens, width),
+        drawn(tokens, width),
+        drawn(width),
+        drawn(vocab, width),
     )
-    heads = made(1, tokens, 4, width // 4)
+    heads = drawn(1, tokens, 4, width // 4)
     cos = sin = torch.rand(tokens, 1, width // 8, device=device)
     targets = torch.randint(vocab, (tokens,), device=device)
     cases: dict[str, tuple[Case, tuple[Tensor, ...]]] = {
@@ -203,8 +214,8 @@ def eager_passes(effort: Effort, device: torch.device, rates: DeviceCurves) -> d
     }  # fmt: skip
 
     def both(run: Case, inputs: tuple[Tensor, ...]) -> Case:
-        given = torch.ones_like(run())
-        return lambda: torch.autograd.grad(run(), inputs, given)
+        gradient = torch.ones_like(run())
+        return lambda: torch.autograd.grad(run(), inputs, gradient)
 
     took = seconds_of({name: both(run, inputs) for name, (run, inputs) in cases.items()}, effort, device)
     sizes = (tokens, width, vocab), (tokens, vocab, width), (width, tokens, vocab)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.calibrate.rates import settle
+from meshwright.observe.calibrate.rates import synchronize
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
@@ -22,12 +22,12 @@ from meshwright.training.precision import DTYPES, reduce_dtype
 from meshwright.training.step import train_step
 
 LIMIT_S = 120.0
-"""To start, and of each plan."""
+"""Time limit of the start, and of each plan, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long each plan is looked at: a step to warm up, then steps for so many seconds, within these numbers."""
+    """Duration of a measurement: one step to warm up, then steps for `seconds`, within these numbers."""
 
     seconds: float = 1.0
     least: int = 3
@@ -35,20 +35,20 @@ class Timing:
 
 
 def threads_of(world: int) -> int:
-    """Of torch in each of so many processes: the cores shared evenly."""
+    """Return torch's threads in each of `world` processes: the cores shared evenly."""
     return max(1, len(os.sched_getaffinity(0)) // world)
 
 
-def measured_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") -> list[float]:
-    """The median step of each plan, in seconds; plans with the same number of ranks share processes."""
-    found = [0.0] * len(plans)
+def measure_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") -> list[float]:
+    """Return the median step of each plan in seconds. Plans with equal ranks share processes."""
+    medians = [0.0] * len(plans)
     for world in sorted({plan.layout.world for plan in plans}):
-        some = [n for n, plan in enumerate(plans) if plan.layout.world == world]
-        limit = LIMIT_S * (1 + len(some))
-        ranks = on_ranks(world, _all_steps, [plans[n] for n in some], timing, device, limit_s=limit, device=device)
-        for place, n in enumerate(some):
-            found[n] = max(rank[place] for rank in ranks)
-    return found
+        numbers = [n for n, plan in enumerate(plans) if plan.layout.world == world]
+        limit = LIMIT_S * (1 + len(numbers))
+        ranks = on_ranks(world, _all_steps, [plans[n] for n in numbers], timing, device, limit_s=limit, device=device)
+        for index, n in enumerate(numbers):
+            medians[n] = max(rank[index] for rank in ranks)
+    return medians
 
 
 def _all_steps(plans: list[Plan], timing: Timing, kind: str) -> list[float]:
@@ -58,7 +58,7 @@ def _all_steps(plans: list[Plan], timing: Timing, kind: str) -> list[float]:
 
 
 def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = None) -> float:
-    """The median step of a plan on this rank, on random tokens."""
+    """Return the median step of a plan on this rank, on random tokens."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     recipe, layout = plan.recipe, plan.layout
     train_device.prepare(
@@ -83,17 +83,18 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
         passes = split(select(batch, share), size)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
+        # The clock runs from the barrier on, so that no rank times the lateness of another.
         start = time.perf_counter()
-        result = train_step(engine, optimizer, passes, rate=1e-4, clip=1.0, balance_loss=recipe.balance_loss)
-        result.loss.item()
-        settle(device)
+        outcome = train_step(engine, optimizer, passes, rate=1e-4, clip=1.0, balance_loss=recipe.balance_loss)
+        outcome.loss.item()
+        synchronize(device)
         taken.append(time.perf_counter() - start)
-        if _enough(taken[1:], timing, device):
+        if _is_done(taken[1:], timing, device):
             return statistics.median(taken[1:])
 
 
-def _enough(taken: list[float], timing: Timing, device: torch.device) -> bool:
-    """All ranks stop at once."""
+def _is_done(taken: list[float], timing: Timing, device: torch.device) -> bool:
+    """Decide together, so that all ranks stop at once."""
     done = torch.tensor(
         float(len(taken) >= timing.most or (len(taken) >= timing.least and sum(taken) > timing.seconds))
     )

@@ -1,5 +1,6 @@
-"""Checks a plan's communication on every rank, without the ranks: traces of fake worlds, and a checker of traces.
+"""Checks of a plan's communication on every rank without the ranks.
 
-`events` is what a trace says, `sequences`, `buffers` and `deadlock` prove one property each, `checking` runs them all.
-None of those four imports torch. `recorder` makes the trace of one rank, `recording` those of a world.
+`recorder` makes the trace of one rank in a fake world, `recording` those of all ranks. `sequences`, `deadlock` and the
+buffer rule in `rules` prove one property each; `rules` runs them all. `events`, `sequences`, `deadlock` and `rules`
+import no torch.
 """

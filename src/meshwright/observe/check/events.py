@@ -1,24 +1,24 @@
-"""What a rank's trace says: each collective and message, when it is waited for, and the work between them."""
+"""Events of a rank's trace: each collective and message, its wait, and the work between them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 MESSAGES = ("send", "receive")
-"""Two ranks of a group take part."""
+"""Operations between two ranks of a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
-    """A process group as its members know it: they meet under its name."""
+    """A process group as its members know it. They meet under its name."""
 
     name: str
     ranks: tuple[int, ...]
     axis: str
-    """The mesh's name for it, for messages."""
+    """The mesh's name for it, used in messages."""
 
     def __str__(self) -> str:
-        return f"{self.axis} group of ranks {shown(self.ranks)}"
+        return f"{self.axis} group of ranks {abbreviate_ranks(self.ranks)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,16 +26,16 @@ class CommunicationOperation:
     """A collective, or one end of a message, of one rank."""
 
     group: int
-    """Which of the rank's communicators."""
+    """Index among the rank's communicators."""
     kind: str
     elements: int
-    """Of the tensor that this rank gives (a receive: takes)."""
+    """Elements of the tensor that this rank contributes (a receive: takes)."""
     dtype: str
     element_bytes: int
     reduce: str = ""
-    """sum, max ... of those that combine."""
+    """Reduction, such as sum or max. Empty = none."""
     peer: int = 0
-    """Places from this rank to the other one, along the group and round its end."""
+    """Distance from this rank to the other one along the group, wrapping around."""
     sent: tuple[int, ...] = ()
     """all_to_all: elements for each rank."""
     received: tuple[int, ...] = ()
@@ -44,12 +44,12 @@ class CommunicationOperation:
 
     @property
     def size_bytes(self) -> int:
-        """Of that tensor."""
+        """Size of that tensor in bytes."""
         return self.elements * self.element_bytes
 
     @property
     def is_message(self) -> bool:
-        """Whether it has one partner."""
+        """True for a send or a receive."""
         return self.kind in MESSAGES
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class CommunicationOperation:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Operations of one group start together (NCCL: one group call), by number."""
+    """Start of operations of one group together, by number (NCCL: one group call)."""
 
     operations: tuple[int, ...]
 
@@ -73,17 +73,17 @@ class WaitEvent:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Kernels are launched."""
+    """Launch of kernels."""
 
     first: bool
-    """One of them for the first time in this process, so that its code may have to be loaded."""
+    """True if one of them runs for the first time in this process, so that its code may have to be loaded."""
     where: str = ""
     """The first of those, or the first of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """Local work meets a buffer of an operation that was not waited for."""
+    """Local work that meets a buffer of an operation that was not waited for."""
 
     operation: int
     what: Literal["read", "written", "freed"]
@@ -95,7 +95,7 @@ Event = Start | WaitEvent | Compute | Touch
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one rank does, in order. Ranks with equal traces differ in their communicators only."""
+    """Everything one rank does, in order. Ranks with equal traces differ in their communicators only."""
 
     operations: tuple[CommunicationOperation, ...]
     events: tuple[Event, ...]
@@ -110,15 +110,19 @@ class RankTrace:
     communicators: tuple[Communicator, ...]
 
     def partner(self, operation: CommunicationOperation) -> int:
-        """The other rank of a message."""
+        """Return the other rank of a message."""
         ranks = self.communicators[operation.group].ranks
         return ranks[(ranks.index(self.rank) + operation.peer) % len(ranks)]
 
-    def says(self, number: int) -> str:
-        """An operation of this rank in words: `send of 64 x float32 (256 bytes) to rank 3 in the pp group of ...`."""
-        one = self.trace.operations[number]
-        to = f" {'to' if one.kind == 'send' else 'from'} rank {self.partner(one)}" if one.is_message else ""
-        return f"{one}{to} in the {self.communicators[one.group]}, {one.where}"
+    def describe(self, number: int) -> str:
+        """Describe an operation: `send of 64 x float32 (256 bytes) to rank 3 in the pp group of ...`."""
+        operation = self.trace.operations[number]
+        to = (
+            f" {'to' if operation.kind == 'send' else 'from'} rank {self.partner(operation)}"
+            if operation.is_message
+            else ""
+        )
+        return f"{operation}{to} in the {self.communicators[operation.group]}, {operation.where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +134,8 @@ class Violation:
     """One sentence, or several lines for a cycle of waits."""
 
 
-def shown(ranks: Sequence[int]) -> str:
-    """`0 to 7`, `0, 2, 4`, `0, 4, 8 ... 60 (16 ranks)`."""
+def abbreviate_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks: `0 to 7`, `0, 2, 4`, `0, 4, 8 ... 60 (16 ranks)`."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]} to {ranks[-1]}"
     if len(ranks) <= 8:

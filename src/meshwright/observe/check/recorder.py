@@ -1,7 +1,7 @@
-"""Records one rank: what it starts and waits for, at torch's process groups, and which buffers its kernels meet.
+"""Recorder of one rank: operations it starts and waits for, and buffers that its kernels touch.
 
-It listens below every collective of the engine and of fully_shard, so it does not depend on how those are written. What
-the dispatcher sees of collectives is counted as well: one that passes by the methods of process groups is an error.
+It hooks torch's process groups, below every collective of the engine and of fully_shard, and so does not depend on how
+those are written. The dispatcher's collectives are counted as well: one that bypasses the hooks is an error.
 """
 
 import sys
@@ -37,18 +37,18 @@ from meshwright.observe.check.events import (
     WaitEvent,
 )
 from meshwright.observe.dryrun.op_cache import Call, plain_call
-from meshwright.observe.spans import Inner, Span, replaced, told
+from meshwright.observe.spans import Inner, Span, replaced, report_spans
 from meshwright.parallel import Mesh
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec.errors import PlanError
 
 PACKAGE = "meshwright."
-PASSED_OVER = ("meshwright.observe", "meshwright.compat", "meshwright.parallel.group")
+SKIPPED_MODULES = ("meshwright.observe", "meshwright.compat", "meshwright.parallel.group")
 DEEPEST = 60
 
 
 class TraceRecorder(compat.BareMode):
-    """A mode that keeps the trace of the program that runs inside `listening`."""
+    """Dispatch mode that records the program that runs inside `listening`."""
 
     def __init__(self, call: Call | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -60,21 +60,21 @@ class TraceRecorder(compat.BareMode):
         self._axis = ""
         self._axes: dict[str, str] = {}
         self._batch: list[int] | None = None
-        self._heard = self._dispatched = 0
+        self._recorded = self._dispatched = 0
         self._launches: dict[Any, Launch] = {}
         self._seen: set[Any] = set()
         self._open: dict[int, list[tuple[int, bool, int, int]]] = {}
-        """Storage -> (operation, whether it is written by it, first byte, last byte) of those not waited for."""
+        """Storage -> (operation, True if it writes there, first byte, last byte) of operations not waited for."""
         self._held: dict[int, list[tuple[int, Any]]] = {}
 
     def trace(self) -> Trace:
-        """What was recorded."""
-        if self._dispatched != self._heard:
-            raise RuntimeError(f"{self._dispatched} collectives were dispatched and {self._heard} were recorded")
+        """Return the recorded trace."""
+        if self._dispatched != self._recorded:
+            raise RuntimeError(f"{self._dispatched} collectives were dispatched and {self._recorded} were recorded")
         return Trace(tuple(self.operations), tuple(self.events))
 
     def communicators(self, mesh: Mesh) -> tuple[Communicator, ...]:
-        """The groups of this process as they were made; axis: the mesh's first name for it, else traffic's."""
+        """Return the groups of this process in order of creation. Axis: the mesh's first name, else traffic's."""
         axes: dict[str, str] = {}
         for name, group in mesh.groups.items():
             if group.process_group is not None:
@@ -84,38 +84,43 @@ class TraceRecorder(compat.BareMode):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, collectives and kernels of this process are recorded."""
+        """Record collectives and kernels of this process inside."""
         with ExitStack() as stack:
             for name, read in group_methods().items():
-                stack.enter_context(replaced(dist.ProcessGroup, name, partial(self._method, read)))
-            stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched))
-            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._resizing))
-            stack.enter_context(replaced(Traffic, "begin", self._begins))
-            stack.enter_context(told(self._span))
+                stack.enter_context(replaced(dist.ProcessGroup, name, partial(self._record_call, read)))
+            stack.enter_context(replaced(dist, "batch_isend_irecv", self._record_batch))
+            stack.enter_context(replaced(torch.UntypedStorage, "resize_", self._record_resize))
+            stack.enter_context(replaced(Traffic, "begin", self._note_axis))
+            stack.enter_context(report_spans(self._enter_part))
             stack.enter_context(self)
             yield
 
-    def _span(self, span: Span | None) -> None:
+    def _enter_part(self, span: Span | None) -> None:
         self.action = ""
         if span is not None:
             stage = f" of stage {span.stage}, micro-batch {span.micro_batch}" if span.stage >= 0 else ""
             self.action = span.name + stage
 
-    def _begins(self, inner: Inner, traffic: Traffic, axis: str, collective: str) -> None:
+    def _note_axis(self, inner: Inner, traffic: Traffic, axis: str, collective: str) -> None:
         self._axis = axis
         inner(traffic, axis, collective)
 
-    def _method(
-        self, read: Callable[..., GroupCall], inner: Inner, group: dist.ProcessGroup, *given: Any, **named: Any
+    def _record_call(
+        self,
+        read_call: Callable[..., GroupCall],
+        inner: Inner,
+        group: dist.ProcessGroup,
+        *arguments: Any,
+        **keywords: Any,
     ) -> Any:
-        call = read(*given, **named)
+        call = read_call(*arguments, **keywords)
         if call.kind == "unknown":
             raise PlanError(f"the trace checker does not know the collective {inner.__name__}")
-        self._heard += 1
+        self._recorded += 1
         number = self._start(group, call)
-        work = inner(group, *given, **named)
+        work = inner(group, *arguments, **keywords)
         if work is None:  # what it computes next already comes after
-            self.ended(number)
+            self.record_wait(number)
             return None
         return _Started(self, number, work)
 
@@ -129,36 +134,36 @@ class TraceRecorder(compat.BareMode):
             self._axes.setdefault(name, self._axis)
             self._axis = self._axis if self._batch is not None else ""
         number = len(self.operations)
-        self.operations.append(_operation(self._groups[name], group, call, self._where()))
+        self.operations.append(_describe_call(self._groups[name], group, call, self._where()))
         for tensor, written in ((call.contributed, False), (call.received_into, True)):
             if tensor is not None:
-                self._watch(number, tensor, written)
+                self._watch_buffer(number, tensor, written)
         if self._batch is None:
             self.events.append(Start((number,)))
         else:
             self._batch.append(number)
         return number
 
-    def _batched(self, inner: Inner, *given: Any, **named: Any) -> Any:
+    def _record_batch(self, inner: Inner, *arguments: Any, **keywords: Any) -> Any:
         self._batch = []
         try:
-            return inner(*given, **named)
+            return inner(*arguments, **keywords)
         finally:
             numbers, self._batch, self._axis = tuple(self._batch), None, ""
             if numbers:
                 self.events.append(Start(numbers))
 
-    def ended(self, number: int) -> None:
-        """Kernels from here on run after an operation."""
+    def record_wait(self, number: int) -> None:
+        """Record that kernels from here on run after an operation."""
         self.events.append(WaitEvent(number))
         for key, _ in self._held.pop(number, ()):
-            left = [one for one in self._open.get(key, ()) if one[0] != number]
-            if left:
-                self._open[key] = left
+            others = [watched for watched in self._open.get(key, ()) if watched[0] != number]
+            if others:
+                self._open[key] = others
             else:
                 self._open.pop(key, None)
 
-    def _watch(self, number: int, tensor: Tensor, written: bool) -> None:
+    def _watch_buffer(self, number: int, tensor: Tensor, written: bool) -> None:
         storage = tensor.untyped_storage()
         key = compat.storage_key(storage)
         first, last = _extent(tensor)
@@ -166,10 +171,10 @@ class TraceRecorder(compat.BareMode):
         self._held.setdefault(number, []).append((key, weakref.ref(storage, partial(self._freed, key))))
 
     def _freed(self, key: int, gone: object = None) -> None:
-        for number in dict.fromkeys(one[0] for one in self._open.pop(key, ())):
+        for number in dict.fromkeys(watched[0] for watched in self._open.pop(key, ())):
             self.events.append(Touch(number, "freed", self._where()))
 
-    def _resizing(self, inner: Inner, storage: torch.UntypedStorage, size: int) -> Any:
+    def _record_resize(self, inner: Inner, storage: torch.UntypedStorage, size: int) -> Any:
         if self._open and size < storage.nbytes():
             self._freed(compat.storage_key(storage))
         return inner(storage, size)
@@ -179,16 +184,16 @@ class TraceRecorder(compat.BareMode):
         if launch is None:
             launch = self._launches[operation] = launch_of(operation)
         if launch.computes:
-            self._kernel(operation, launch, args, kwargs or {})
+            self._record_kernel(operation, launch, args, kwargs or {})
         elif is_collective_operation(operation):
             self._dispatched += 1
         return self.call(operation, args, kwargs or {})
 
-    def _kernel(self, operation: Any, launch: Launch, args: Any, kwargs: Any) -> None:
-        key = operation, _kinds(args), _kinds(kwargs.values()) if kwargs else ()
+    def _record_kernel(self, operation: Any, launch: Launch, args: Any, kwargs: Any) -> None:
+        key = operation, _kernel_key(args), _kernel_key(kwargs.values()) if kwargs else ()
         first = key not in self._seen
         if self._open:
-            self._touches(operation, launch, args, kwargs)
+            self._record_touches(operation, launch, args, kwargs)
         last = self.events[-1] if self.events else None
         if isinstance(last, Compute) and (last.first or not first):
             if first:
@@ -201,48 +206,51 @@ class TraceRecorder(compat.BareMode):
         where = f"{compat.operation_name(operation)}, {self._where()}" if first else ""
         self.events.append(Compute(first, where))
 
-    def _touches(self, operation: Any, launch: Launch, args: Any, kwargs: Any) -> None:
-        given = [(value, position in launch.positions) for position, value in enumerate(args)]
-        given += [(value, name in launch.names) for name, value in kwargs.items()]
-        for value, writes in given:
-            for tensor in _tensors(value):
-                for number, written, first, last in self._open.get(_key(tensor), ()):
+    def _record_touches(self, operation: Any, launch: Launch, args: Any, kwargs: Any) -> None:
+        arguments = [(argument, position in launch.positions) for position, argument in enumerate(args)]
+        arguments += [(argument, name in launch.names) for name, argument in kwargs.items()]
+        for argument, writes in arguments:
+            for tensor in _tensors(argument):
+                for number, written, first, last in self._open.get(_storage(tensor), ()):
                     here = _extent(tensor)
                     if here[0] < last and first < here[1] and (writes or written):
                         where = f"{compat.operation_name(operation)}, {self._where()}"
                         self.events.append(Touch(number, "written" if writes else "read", where))
 
     def _where(self) -> str:
-        return ", ".join(filter(None, (self.part, self.action, _line())))
+        return ", ".join(filter(None, (self.part, self.action, _source_line())))
 
 
 class _Started(dist.Work):
-    """An operation under way, as who started it sees it."""
+    """Handle of a running operation."""
 
     def __init__(self, recorder: TraceRecorder, number: int, work: Any) -> None:
         super().__init__()
         self.recorder, self.number, self.work = recorder, number, work
 
-    def wait(self, *given: Any) -> bool:
-        """Kernels from here on run after it."""
-        self.recorder.ended(self.number)
-        return bool(self.work.wait(*given))
+    def wait(self, *arguments: Any) -> bool:
+        """Record the wait, then wait."""
+        self.recorder.record_wait(self.number)
+        return bool(self.work.wait(*arguments))
 
     def is_completed(self) -> bool:
-        """Not known: whether it has ended by chance must not change what a rank does."""
+        """Return False: chance completion must not change what a rank does."""
         return False
 
 
-def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str) -> CommunicationOperation:
+def _describe_call(communicator: int, group: dist.ProcessGroup, call: GroupCall, where: str) -> CommunicationOperation:
     tensor = call.contributed if call.contributed is not None else call.received_into
     size, index = group.size(), group.rank()
     elements = tensor.numel() if tensor is not None else 0
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     if call.kind == "all_to_all" and call.contributed is not None and call.received_into is not None:
-        sent, received = _runs(call.contributed, call.sent, size), _runs(call.received_into, call.received, size)
+        sent, received = (
+            _elements_per_rank(call.contributed, call.sent, size),
+            _elements_per_rank(call.received_into, call.received, size),
+        )
     return CommunicationOperation(
-        group=place,
+        group=communicator,
         kind=call.kind,
         elements=elements,
         dtype=str(tensor.dtype).removeprefix("torch.") if tensor is not None else "",
@@ -255,16 +263,15 @@ def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str
     )
 
 
-def _runs(tensor: Tensor, rows: Any, size: int) -> tuple[int, ...]:
-    """Elements for each rank."""
+def _elements_per_rank(tensor: Tensor, rows: Any, size: int) -> tuple[int, ...]:
     if not rows:
         return (tensor.numel() // size,) * size
     width = tensor.numel() // max(1, len(tensor))
     return tuple(count * width for count in rows)
 
 
-def _kinds(values: Any) -> tuple[Any, ...]:
-    """What tells one kernel from another: dtypes and sizes of what it takes."""
+def _kernel_key(values: Any) -> tuple[Any, ...]:
+    """Return what tells kernels apart: dtypes and sizes of their inputs."""
     return tuple((tensor.dtype, tensor.shape) for value in values for tensor in _tensors(value))
 
 
@@ -272,10 +279,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        yield from (one for one in value if isinstance(one, Tensor))
+        yield from (element for element in value if isinstance(element, Tensor))
 
 
-def _key(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     try:
         return compat.storage_key(tensor.untyped_storage())
     except NotImplementedError:
@@ -283,19 +290,19 @@ def _key(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte, and the one after the last, in the storage."""
+    """Return (first byte, byte after the last) of a tensor in its storage."""
     size, start = tensor.element_size(), tensor.storage_offset()
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return int(start * size), int((start + (reach if tensor.numel() else 0)) * size)
 
 
-def _line() -> str:
+def _source_line() -> str:
     frame: FrameType | None = sys._getframe(2)
     for _ in range(DEEPEST):
         if frame is None:
             break
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(PACKAGE) and not name.startswith(PASSED_OVER):
+        if name.startswith(PACKAGE) and not name.startswith(SKIPPED_MODULES):
             return f"{name.replace('.', '/')}.py:{frame.f_lineno} {frame.f_code.co_qualname}"
         frame = frame.f_back
     return ""

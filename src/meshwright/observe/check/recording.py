@@ -1,12 +1,12 @@
-"""The traces of all ranks of a plan.
+"""Traces of all ranks of a plan.
 
-Every rank runs. In a world of few ranks each runs its steps in full. In a larger one each runs a brief form of the
-plan: the same layout and schedule, one layer of each kind per stage, as few micro-batches as the schedule takes, short
-sequences. Ranks of one pipeline place whose brief traces are equal, event by event, then share one full trace. Each
-rank's groups are recorded from that rank.
+Every rank runs. In a small world each rank runs its steps in full. In a larger one each runs a brief form of the plan:
+the same layout and schedule, one layer of each kind per stage, the fewest micro-batches that the schedule takes, short
+sequences. Ranks of one pipeline stage with equal brief traces then share one full trace. Each rank's groups are
+recorded from that rank.
 
-Assumed: two ranks of one pipeline place that do the same in the brief form do the same in the full one. More layers of
-the same kind and more micro-batches repeat what was compared; a test records worlds both ways.
+Assumption: two ranks of one pipeline stage that do the same in the brief form do the same in the full one. More layers
+of the same kind and more micro-batches repeat what was compared. A test records worlds both ways.
 """
 
 import gc
@@ -33,26 +33,26 @@ from meshwright.spec.places import layers_of_stages, place_of
 from meshwright.spec.schedule import refusal
 
 FEW_RANKS = 16
-"""Worlds of so many ranks or fewer run all of them in full."""
+"""Largest world whose ranks all run in full."""
 ROUNDS = 3
-"""Micro-batches for each pipeline rank after which a schedule only repeats itself."""
+"""Micro-batches per pipeline rank after which a schedule only repeats itself."""
 SHORT = 16
-"""Tokens per rank of a brief run's sequence."""
+"""Tokens per rank in a brief run's sequence."""
 AT_ONCE = 32
-"""The most ranks that one process runs, one after the other."""
+"""Most ranks that one process runs, one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What `record_ranks` gives of some ranks."""
+    """Traces and groups of recorded ranks."""
 
     traces: dict[str, Trace]
-    """By digest; none of a brief recording."""
+    """Full traces by digest. Empty for a brief recording."""
     ranks: dict[int, tuple[str, tuple[Communicator, ...]]]
-    """Digest and groups of each."""
+    """Digest and groups of each rank."""
 
     def world(self) -> list[RankTrace]:
-        """The ranks of a full recording, in order."""
+        """Return the ranks of a full recording, in order."""
         return [RankTrace(rank, self.traces[digest], groups) for rank, (digest, groups) in sorted(self.ranks.items())]
 
 
@@ -66,46 +66,52 @@ def record_world(
     whole: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RankTrace]:
-    """All ranks of a plan.
+    """Record all ranks of a plan.
 
-    `in_full` = run each of them in full (default: where they are few). `whole` = every micro-batch of a step.
-    `progress` hears of ranks done and of all. PlanError: a plan that cannot run, or whose sizes depend on values.
+    Raises PlanError when the plan cannot run or its sizes depend on values.
+
+    Args:
+        in_full: Run each rank in full. None = if they are few.
+        whole: Run every micro-batch of a step.
+        progress: Called with the number of ranks done and of all.
     """
     plan = replace(plan, layout=replace(plan.layout, compile="off"))
     plan.check()
-    plan = plan if whole else rounds(plan)
+    plan = plan if whole else limit_rounds(plan)
     world = plan.layout.world
     if in_full is None:
         in_full = world <= FEW_RANKS
     if world == 1:
         raise PlanError("a plan of one rank sends nothing: there is nothing to check")
     if in_full:
-        return _recorded(plan, range(world), device, load, processes, full=True, progress=progress).world()
-    found = _recorded(brief(plan), range(world), device, load, processes, full=False, progress=progress)
-    alike: dict[tuple[int, str], list[int]] = {}
-    for rank, (digest, _) in sorted(found.ranks.items()):
-        alike.setdefault((place_of(plan.layout, rank)["pp"], digest), []).append(rank)
-    full = _recorded(
-        plan, [ranks[0] for ranks in alike.values()], device, load, processes, full=True, progress=progress
+        return _record_in_processes(plan, range(world), device, load, processes, full=True, progress=progress).world()
+    briefs = _record_in_processes(
+        abbreviate_plan(plan), range(world), device, load, processes, full=False, progress=progress
+    )
+    ranks_alike: dict[tuple[int, str], list[int]] = {}
+    for rank, (digest, _) in sorted(briefs.ranks.items()):
+        ranks_alike.setdefault((place_of(plan.layout, rank)["pp"], digest), []).append(rank)
+    full = _record_in_processes(
+        plan, [ranks[0] for ranks in ranks_alike.values()], device, load, processes, full=True, progress=progress
     )
     world_traces: dict[int, RankTrace] = {}
-    for ranks in alike.values():
+    for ranks in ranks_alike.values():
         digest, groups = full.ranks[ranks[0]]
-        if _named(groups) != _named(found.ranks[ranks[0]][1]):
+        if _names_and_ranks(groups) != _names_and_ranks(briefs.ranks[ranks[0]][1]):
             raise PlanError(f"rank {ranks[0]} makes other groups in a brief run than in a full one")
         for rank in ranks:
-            own = tuple(
-                replace(one, axis=same.axis) for one, same in zip(found.ranks[rank][1], groups, strict=True)
-            )  # which axis used a group is seen in full only
-            world_traces[rank] = RankTrace(rank, full.traces[digest], own)
+            groups_here = tuple(
+                replace(mine, axis=same.axis) for mine, same in zip(briefs.ranks[rank][1], groups, strict=True)
+            )  # only the full run shows which axis used a group
+            world_traces[rank] = RankTrace(rank, full.traces[digest], groups_here)
     return [world_traces[rank] for rank in range(world)]
 
 
-def _named(groups: Sequence[Communicator]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(one.name, one.ranks) for one in groups]
+def _names_and_ranks(groups: Sequence[Communicator]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(communicator.name, communicator.ranks) for communicator in groups]
 
 
-def _recorded(
+def _record_in_processes(
     plan: Plan, ranks: Iterable[int], device: str, load: float, processes: int, *, full: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Recording:  # fmt: skip
@@ -113,71 +119,73 @@ def _recorded(
     workers = processes or len(os.sched_getaffinity(0))
     size = min(AT_ONCE, -(-len(ranks) // (2 * workers)))
     tasks = [(plan, ranks[start : start + size], device, load, full) for start in range(0, len(ranks), size)]
-    found = Recording(traces={}, ranks={})
+    recording = Recording(traces={}, ranks={})
     for _, part in in_subprocesses(record_ranks, tasks, processes=processes):
         for digest, trace in part.traces.items():
-            found.traces.setdefault(digest, trace)
-        found.ranks.update(part.ranks)
+            recording.traces.setdefault(digest, trace)
+        recording.ranks.update(part.ranks)
         if progress is not None:
-            progress(len(found.ranks), len(ranks))
-    return found
+            progress(len(recording.ranks), len(ranks))
+    return recording
 
 
 def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, full: bool) -> Recording:
-    """Some ranks in this process, one after the other."""
+    """Record ranks in this process, one after the other."""
     torch.set_num_threads(1)
     gc.freeze()
     traces: dict[str, Trace] = {}
-    found: dict[int, tuple[str, tuple[Communicator, ...]]] = {}
+    recorded: dict[int, tuple[str, tuple[Communicator, ...]]] = {}
     with compat.fake_tensors() as fake, acting_as(device):
         call = cached_calls(fake)
         for rank in ranks:
             with compat.fake_world(rank, plan.layout.world):
-                one = _record(plan, rank, load, TraceRecorder(call), full)
-            digest = hashlib.blake2b(repr(one.trace).encode(), digest_size=16).hexdigest()
-            found[rank] = digest, one.communicators
+                rank_trace = _record(plan, rank, load, TraceRecorder(call), full)
+            digest = hashlib.blake2b(repr(rank_trace.trace).encode(), digest_size=16).hexdigest()
+            recorded[rank] = digest, rank_trace.communicators
             if full:
-                traces.setdefault(digest, one.trace)
-            del one
+                traces.setdefault(digest, rank_trace.trace)
+            del rank_trace
             gc.collect()  # torch finds groups by name: those of this rank must be gone before the next makes its own
-    return Recording(traces=traces, ranks=found)
+    return Recording(traces=traces, ranks=recorded)
 
 
 def _record(plan: Plan, rank: int, load: float, recorder: TraceRecorder, full: bool) -> RankTrace:
-    """In a world and on tensors that are fake already."""
+    """Record one rank; world and tensors are fake already."""
 
-    def part(name: str) -> None:
+    def set_part(name: str) -> None:
         recorder.part = name
 
     mesh = make_mesh(plan.layout)
     documents = plan.recipe.document_mask and plan.layout.cp == 1
     program = TrainingProgram(
-        plan=plan, mesh=mesh, device=torch.device("cpu"), told=part, routing=load, documents=documents
+        plan=plan, mesh=mesh, device=torch.device("cpu"), on_part=set_part, routing=load, documents=documents
     )  # fmt: skip
     with without_values(), recorder.listening():
         program.build()
-        counts = _counts(plan) if full else [fewest(plan)]
+        counts = _micro_batch_counts(plan) if full else [fewest_micro_batches(plan)]
         for number, count in enumerate(counts, start=1):
             program.step(number, count)
         if full:
             program.rest()
-            program.step(len(counts) + 1, fewest(plan))
+            program.step(len(counts) + 1, fewest_micro_batches(plan))
     return RankTrace(rank, recorder.trace(), recorder.communicators(mesh))
 
 
-def _counts(plan: Plan) -> list[int]:
-    """Micro-batches of the steps: of each size that the batch ramp brings, in its order."""
+def _micro_batch_counts(plan: Plan) -> list[int]:
+    """Return the micro-batches of each batch size of the ramp, in its order."""
     return list(dict.fromkeys(map(plan.layout.micro_batches, plan.recipe.global_batches)))
 
 
-def fewest(plan: Plan) -> int:
-    """The smallest number of micro-batches that the schedule takes."""
+def fewest_micro_batches(plan: Plan) -> int:
+    """Return the smallest number of micro-batches that the schedule takes."""
     return _legal(plan.layout, 1, plan.micro_batches)
 
 
-def rounds(plan: Plan) -> Plan:
-    """With fewer micro-batches where a step has more than ROUNDS for each pipeline rank: then what a schedule begins
-    with, repeats and ends with has all been seen. Each size of a batch ramp is shortened by itself."""
+def limit_rounds(plan: Plan) -> Plan:
+    """Reduce steps with more than ROUNDS micro-batches per pipeline rank.
+
+    All that a schedule begins with, repeats and ends with still occurs. Each size of a batch ramp is reduced by itself.
+    """
     layout, recipe = plan.layout, plan.recipe
 
     def fewer(batch: int) -> int:
@@ -206,27 +214,27 @@ def _with_micro_batches(plan: Plan, count: int) -> Plan:
     )
 
 
-def brief(plan: Plan) -> Plan:
-    """The same layout and schedule with few layers and micro-batches; the plan itself where that would be illegal."""
+def abbreviate_plan(plan: Plan) -> Plan:
+    """Return the plan with few layers and micro-batches; the plan itself where that would be illegal."""
     shape, layout, recipe = plan.model, plan.layout, plan.recipe
     dense, unwindowed = shape.moe.first_dense if shape.moe else 0, shape.window_from_layer
     kinds = [
         [kind for kind, _ in groupby((layer >= dense, layer >= unwindowed) for layer in layers)]
         for layers in layers_of_stages(shape.layers, layout)
     ]
-    kept = [kind for stage in kinds for kind in stage]
-    moe = shape.moe and replace(shape.moe, first_dense=sum(not routed for routed, _ in kept))
-    windowed = sum(not window for _, window in kept)
+    kinds_of_layers = [kind for stage in kinds for kind in stage]
+    moe = shape.moe and replace(shape.moe, first_dense=sum(not routed for routed, _ in kinds_of_layers))
+    windowed = sum(not window for _, window in kinds_of_layers)
     sequence = min(recipe.sequence, SHORT * layout.cp * layout.tp)
     changed = replace(
         plan,
-        model=replace(shape, layers=len(kept), moe=moe, window_from_layer=windowed),
+        model=replace(shape, layers=len(kinds_of_layers), moe=moe, window_from_layer=windowed),
         layout=replace(layout, stages=tuple(map(len, kinds)) if layout.pp > 1 else ()),
         recipe=replace(recipe.largest, noise_scale_every=0, sequence=sequence),
     )
     if layout.schedule == "dualpipe-v":  # zb-v places the same stages, and takes fewer micro-batches
         changed = replace(changed, layout=replace(changed.layout, schedule="zb-v"))
-    changed = _with_micro_batches(changed, fewest(changed))
+    changed = _with_micro_batches(changed, fewest_micro_batches(changed))
     try:
         changed.check()
     except IllegalLayout:

@@ -1,1 +1,1 @@
-"""Planned, dry run and measured, row by row."""
+"""Comparison of plan, dry run and measurement, row by row."""

@@ -12,33 +12,36 @@ from meshwright.spec.units import GIB
 KEYS = ("planned", "dryrun", "measured")
 
 
-def as_json(found: Comparison, run: str) -> dict[str, Any]:
-    """All rows; errors are relative to the measured figure (`reference` says to which); null: not known, and of
-    `agrees`: no figure is known twice."""
-    first = next(iter(found.disagreeing), None)
+def as_json(comparison: Comparison, run: str) -> dict[str, Any]:
+    """Return all rows.
+
+    Errors are relative to the measured figure (or that of `reference`). null = not known; of `agrees`, no figure is
+    known twice.
+    """
+    first = next(iter(comparison.disagreeing), None)
     return {
         "run": run,
-        "tolerance": found.tolerance,
-        "judged": len(found.judged),
-        "agrees": first is None if found.judged else None,
-        "rank": found.rank,
+        "tolerance": comparison.tolerance,
+        "judged": len(comparison.judged),
+        "agrees": first is None if comparison.judged else None,
+        "rank": comparison.rank,
         "columns": {
-            key: {"there": column.found is not None, "about": column.about}
-            for key, column in zip(KEYS, found.columns, strict=True)
+            key: {"there": column.document is not None, "about": column.about}
+            for key, column in zip(KEYS, comparison.columns, strict=True)
         },
-        "rows": [row_json(row) for row in found.rows],
-        "disagreeing": len(found.disagreeing),
-        "first": None if first is None else {**row_json(first), "explanation": explanation(found, first)},
+        "rows": [row_json(row) for row in comparison.rows],
+        "disagreeing": len(comparison.disagreeing),
+        "first": None if first is None else {**row_json(first), "explanation": explanation(comparison, first)},
     }
 
 
 def row_json(row: ComparedRow) -> dict[str, Any]:
-    """A row of the document."""
+    """Return one row of the document."""
     at = row.reference
     errors = {
         f"{key}_error": error if error is not None and isfinite(error) else None
-        for place, key in enumerate(KEYS[:2])
-        for error in [row.error(place)]
+        for column, key in enumerate(KEYS[:2])
+        for error in [row.error(column)]
     }
     return {
         "section": row.section,
@@ -49,10 +52,10 @@ def row_json(row: ComparedRow) -> dict[str, Any]:
         **errors,
         "reference": None if at is None else KEYS[at],
         "tolerance": row.tolerance,
-        "aside": [KEYS[place] for place in row.aside],
+        "aside": [KEYS[column] for column in row.aside],
         "note": row.note,
         "agrees": row.agrees(),
-        "beyond": [KEYS[place] for place in row.beyond],
+        "beyond": [KEYS[column] for column in row.beyond],
         "missing": {
             key: why
             for key, why, value in zip(KEYS, row.missing, row.values, strict=True)
@@ -61,10 +64,12 @@ def row_json(row: ComparedRow) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def memory_line(found: Comparison, process_bytes: int) -> str:
-    """One sentence under a run that has ended: the peak of tensors, planned, in the dry run and measured; apart from it
-    what the process took, where that is known (0 = it is not)."""
-    peak = next((row for row in found.rows if row.what == "peak" and row.rank == found.rank), None)
+def memory_line(comparison: Comparison, process_bytes: int) -> str:
+    """Return one sentence on the memory of a finished run: the peak of tensors planned, dry run and measured.
+
+    `process_bytes` (0 = not known) is added if the peak was not measured.
+    """
+    peak = next((row for row in comparison.rows if row.what == "peak" and row.rank == comparison.rank), None)
     known = [
         f"{title} {value / GIB:.2f}"
         for title, value in zip(TITLES, peak.values if peak else (), strict=False)
@@ -76,7 +81,7 @@ def memory_line(found: Comparison, process_bytes: int) -> str:
 
 
 def percent(error: float | None) -> str:
-    """How far a figure is off; empty where nothing is known to compare it with."""
+    """Format the error of a figure. Empty = nothing to compare it with."""
     if error is None:
         return ""
     if error == 0:
@@ -86,48 +91,48 @@ def percent(error: float | None) -> str:
     return f"{error:+.1%}" if abs(error) < 9.995 else f"{error:+.0%}" if abs(error) < 100 else f"{error + 1:.0f} x"
 
 
-def missing(found: Comparison) -> Iterator[str]:
-    """Each reason why a figure is not known once, with the rows it is of."""
-    rows = [row for row in found.rows if row.rank in (None, found.rank)]
-    for place, title in enumerate(TITLES):
+def missing(comparison: Comparison) -> Iterator[str]:
+    """Yield each reason for missing figures once, with its rows."""
+    rows = [row for row in comparison.rows if row.rank in (None, comparison.rank)]
+    for column, title in enumerate(TITLES):
         reasons: dict[str, list[str]] = {}
         for row in rows:
-            if row.values[place] is None and row.missing[place]:
-                reasons.setdefault(row.missing[place], []).append(row.what)
-        for why, names in reasons.items():
-            yield f"not {title}: {', '.join(dict.fromkeys(names))} - {why}"
+            if row.values[column] is None and row.missing[column]:
+                reasons.setdefault(row.missing[column], []).append(row.what)
+        for reason, names in reasons.items():
+            yield f"not {title}: {', '.join(dict.fromkeys(names))} - {reason}"
 
 
 def notes(rows: Iterable[ComparedRow]) -> Iterator[str]:
-    """Each note once, with the rows it is of."""
-    found: dict[str, list[str]] = {}
+    """Yield each note once, with its rows."""
+    rows_by_note: dict[str, list[str]] = {}
     for row in rows:
         if row.note:
-            found.setdefault(row.note, []).append(row.what)
-    for note, names in found.items():
+            rows_by_note.setdefault(row.note, []).append(row.what)
+    for note, names in rows_by_note.items():
         yield f"sampled at different moments, not comparable: {', '.join(names)} - {note}"
 
 
-def peaks(found: Comparison) -> Iterator[str]:
-    """Where in the step the peak of the fullest rank stands, by each column that knows."""
-    seen = [(column.title, column.rank(found.rank)) for column in found.columns]
-    told = [f"{title} {phase_words(one.when)}" for title, one in seen if one and one.when]
-    if told:
-        yield f"peak of rank {found.rank} at: {'; '.join(told)}"
+def peaks(comparison: Comparison) -> Iterator[str]:
+    """Yield where in the step the peak of the fullest rank occurs, by each column that knows."""
+    seen = [(column.title, column.rank(comparison.rank)) for column in comparison.columns]
+    moments = [f"{title} {phase_words(record.when)}" for title, record in seen if record and record.when]
+    if moments:
+        yield f"peak of rank {comparison.rank} at: {'; '.join(moments)}"
 
 
-def verdict(found: Comparison) -> Iterator[str]:
-    """One line, and the explanation where something disagrees."""
-    bad, judged = found.disagreeing, found.judged
-    if found.columns[0].elsewhere:
-        yield found.columns[0].elsewhere
+def verdict(comparison: Comparison) -> Iterator[str]:
+    """Yield one line, and the explanation of the first disagreement."""
+    bad, judged = comparison.disagreeing, comparison.judged
+    if comparison.columns[0].elsewhere:
+        yield comparison.columns[0].elsewhere
     if not judged:
         yield "Nothing could be compared: no figure is known twice."
     elif not bad:
         small = sum(row.small for row in judged)
-        held = f"traffic exactly, the others within {found.tolerance:.0%}"
-        held += f", {small} small parts within {room_of_small_parts(found.tolerance)}" if small else ""
+        held = f"traffic exactly, the others within {comparison.tolerance:.0%}"
+        held += f", {small} small parts within {room_of_small_parts(comparison.tolerance)}" if small else ""
         yield f"All {len(judged)} rows that are known twice agree: {held}."
     else:
         yield f"{len(bad)} of {len(judged)} rows that are known twice disagree, the first of them:"
-        yield from (f"  {sentence}" for sentence in explanation(found, bad[0]))
+        yield from (f"  {sentence}" for sentence in explanation(comparison, bad[0]))

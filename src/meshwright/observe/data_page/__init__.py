@@ -1,1 +1,1 @@
-"""What is trained as one HTML page for offline use."""
+"""Training data as one HTML page for offline use."""

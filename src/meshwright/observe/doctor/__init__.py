@@ -1,1 +1,1 @@
-"""Is this machine, or this cluster, fit to train: checks, each with what is wrong and what to do."""
+"""Checks whether this machine or cluster is fit to train, each with a finding and advice."""

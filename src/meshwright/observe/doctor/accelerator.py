@@ -1,4 +1,4 @@
-"""GPUs: driver, torch's build, NCCL, what torch.compile needs."""
+"""GPU checks: driver, torch build, NCCL, requirements of torch.compile."""
 
 import shutil
 from dataclasses import dataclass
@@ -15,55 +15,55 @@ from meshwright.training.device import known_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What torch and the system say of GPUs."""
+    """GPU support of torch and the system."""
 
     cuda: str | None
-    """CUDA version that torch was built for; None = a CPU build."""
+    """CUDA version that torch was built for. None = a CPU build."""
     available: bool
     driver: str
-    """Version of the driver; empty = none is loaded."""
-    why: str = ""
-    """What torch says where it cannot use a GPU."""
+    """Version of the driver. Empty = none is loaded."""
+    reason: str = ""
+    """Reason that torch gives for not using a GPU."""
     names: tuple[str, ...] = ()
 
 
-def build(driver: Path = Path("/proc/driver/nvidia/version")) -> Build:
-    """Of this machine."""
+def read_build(driver: Path = Path("/proc/driver/nvidia/version")) -> Build:
+    """Read the GPU support of this machine."""
     text = driver.read_text().split("Kernel Module")[-1].split() if driver.is_file() else []
     version = next((word for word in text if word[:1].isdigit()), "loaded" if text else "")
-    available, why = torch.cuda.is_available(), ""
+    available, reason = torch.cuda.is_available(), ""
     if version and torch.version.cuda and not available:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            why = str(error).splitlines()[0][:200]
+            reason = str(error).splitlines()[0][:200]
     names = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())) if available else ()
-    return Build(cuda=torch.version.cuda, available=available, driver=version, why=why, names=names)
+    return Build(cuda=torch.version.cuda, available=available, driver=version, reason=reason, names=names)
 
 
-def gpus(found: Build) -> Finding:
-    """Whether torch can use what is there."""
-    if found.available:
-        names = ", ".join(sorted(set(found.names)))
-        said = f"{len(found.names)} x {names}, driver {found.driver or 'unknown'}, CUDA {found.cuda}"
-        if len(set(found.names)) > 1:
-            return warning("GPUs", said, "train on equal GPUs: each step waits for the slowest")
-        return ok("GPUs", said, count=len(found.names))
-    if not found.driver:
+def check_gpus(build: Build) -> Finding:
+    """Check that torch can use the GPUs of this machine."""
+    if build.available:
+        names = ", ".join(sorted(set(build.names)))
+        summary = f"{len(build.names)} x {names}, driver {build.driver or 'unknown'}, CUDA {build.cuda}"
+        if len(set(build.names)) > 1:
+            return warning("GPUs", summary, "train on equal GPUs: each step waits for the slowest")
+        return ok("GPUs", summary, count=len(build.names))
+    if not build.driver:
         return ok("GPUs", "none: the CPU is used", count=0)
-    if found.cuda is None:
+    if build.cuda is None:
         return failure(
-            "GPUs", f"driver {found.driver} is loaded, and torch is a CPU build",
+            "GPUs", f"driver {build.driver} is loaded, and torch is a CPU build",
             "install a CUDA build of torch: https://pytorch.org/get-started/locally",
         )  # fmt: skip
     return failure(
-        "GPUs", f"torch (CUDA {found.cuda}) cannot use driver {found.driver}: {found.why or 'no reason given'}",
+        "GPUs", f"torch (CUDA {build.cuda}) cannot use driver {build.driver}: {build.reason or 'no reason given'}",
         "update the driver, or install a torch that is built for an older CUDA",
     )  # fmt: skip
 
 
-def libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = None) -> Finding:
-    """The libraries that ranks talk through."""
+def check_libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = None) -> Finding:
+    """Check the libraries through which ranks communicate."""
     gloo = dist.is_available() and dist.is_gloo_available() if gloo is None else gloo
     nccl = dist.is_available() and dist.is_nccl_available() if nccl is None else nccl
     if not gloo:
@@ -74,19 +74,22 @@ def libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = None) -> 
     return ok("communication", f"Gloo{f' and NCCL {version}' if gpu else ''}")
 
 
-def compiler(
+def check_compiler(
     gpu: bool, triton: bool | None = None, compilers: tuple[str, ...] | None = None, loops: bool | None = None
 ) -> Finding:
-    """A C compiler, everywhere: with Triton for torch.compile on a GPU, with OpenMP for the loops of a CPU."""
-    found = (
+    """Check for a C compiler.
+
+    A GPU needs it with Triton for torch.compile, a CPU with OpenMP for the loops of training.
+    """
+    installed = (
         tuple(name for name in ("cc", "gcc", "clang", "g++") if shutil.which(name)) if compilers is None else compilers
     )
     if not gpu:
-        return _loops(found, training_library.is_compiled() if loops is None else loops)
+        return _check_loops(installed, training_library.is_compiled() if loops is None else loops)
     triton = find_spec("triton") is not None if triton is None else triton
-    missing = [*([] if found else ["a C compiler"]), *([] if triton else ["Triton"])]
+    missing = [*([] if installed else ["a C compiler"]), *([] if triton else ["Triton"])]
     if not missing:
-        return ok("compiler", f"{found[0]}, Triton")
+        return ok("compiler", f"{installed[0]}, Triton")
     return warning(
         "compiler",
         f"torch.compile lacks {' and '.join(missing)}: training runs uncompiled, slower by a fifth to a third",
@@ -94,19 +97,18 @@ def compiler(
     )  # fmt: skip
 
 
-def _loops(compilers: tuple[str, ...], compiled: bool) -> Finding:
-    """Of training on this CPU (kernels.compiled)."""
+def _check_loops(compilers: tuple[str, ...], compiled: bool) -> Finding:
     if compiled:
         return ok("compiler", f"{compilers[0] if compilers else 'there'}: compiles the loops of training")
-    why = f"{compilers[0]} does not compile the loops of training (OpenMP)" if compilers else "no C compiler"
+    reason = f"{compilers[0]} does not compile the loops of training (OpenMP)" if compilers else "no C compiler"
     return warning(
-        "compiler", f"{why}: attention of a step takes 2 to 3 times as long",
+        "compiler", f"{reason}: attention of a step takes 2 to 3 times as long",
         "install gcc, or clang with OpenMP (apt-get install gcc)",
     )  # fmt: skip
 
 
-def known_figures(gpu: bool) -> Finding:
-    """Whether plans know this GPU's figures."""
+def check_preset(gpu: bool) -> Finding:
+    """Check that the figures of this GPU are known to plans."""
     if not gpu:
         return skipped("device preset", "no GPU")
     preset = known_device(torch.device("cuda", torch.cuda.current_device()))

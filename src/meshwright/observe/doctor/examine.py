@@ -1,10 +1,10 @@
-"""All checks in their order, on one process or on every rank of a launched world."""
+"""All checks in order, in one process or on every rank of a launched world."""
 
 import platform
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,23 @@ import torch.distributed as dist
 
 from meshwright import __version__
 from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
-from meshwright.observe.doctor.findings import Check, Finding, State, examined, merged, verdict
+from meshwright.observe.doctor.findings import Check, Finding, State, merge_ranks, run_check, verdict
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.group import Group
 
 Say = Callable[[str], None]
 LINKS_S = 60.0
+"""Time limit of the measurement of links on this machine, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What all checks found."""
+    """The findings of all checks."""
 
     findings: tuple[Finding, ...]
     ranks: int
     node_names: tuple[str, ...]
-    """By number of the node; for the screen only, no document holds them."""
+    """Host names by node number. They are only shown on the screen; no document holds them."""
     seconds: float
 
     @property
@@ -38,10 +39,10 @@ class Examination:
         return verdict(self.findings)
 
     def document(self) -> dict[str, Any]:
-        """As JSON, without names of machines: a file that can be sent."""
+        """Return the examination as JSON without host names, fit to be sent."""
         return {
             "verdict": self.verdict,
-            "checks": [asdict(one) for one in self.findings],
+            "checks": [finding.document() for finding in self.findings],
             "ranks": self.ranks,
             "nodes": len(self.node_names),
             "seconds": round(self.seconds, 1),
@@ -55,24 +56,31 @@ class Examination:
 def examine(
     folder: Path, *, world: Group | None = None, quick: bool = False, say: Say = lambda text: None
 ) -> Examination:
-    """Every check. `folder` is where runs are kept; `world` the ranks of a launch, all of which must call this. `quick`
-    leaves out what starts processes or trains."""
+    """Run every check.
+
+    Args:
+        folder: Folder of runs.
+        world: Ranks of a launch, all of which must call this. None = this process alone.
+        quick: Skip checks that start processes or train.
+    """
     began = time.perf_counter()
     world = world or Group("world")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    names = network.of_all(world, socket.gethostname())
+    names = network.gather_from_all(world, socket.gethostname())
     nodes = network.node_numbers(names)
-    every: Checks = [
-        *_machine(folder, gpu),
-        *_kernels(device),
-        ("checkpoint", partial(training.round_trip, device, folder, world)),
+    checks: Checks = [
+        *_machine_checks(folder, gpu),
+        *_kernel_checks(device),
+        ("checkpoint", partial(training.check_checkpoint, device, folder, world)),
     ]
-    own = _all(every, say if world.index == 0 else _silent)
-    found = merged(network.of_all(world, own), nodes)
-    found += _world(world, device, nodes, own, say) if world.size > 1 else _local(device, quick, say)
+    own_findings = _run_checks(checks, say if world.index == 0 else _silent)
+    findings = merge_ranks(network.gather_from_all(world, own_findings), nodes)
+    findings += (
+        _check_world(world, device, nodes, own_findings, say) if world.size > 1 else _check_locally(device, quick, say)
+    )
     return Examination(
-        findings=tuple(found), ranks=world.size, node_names=tuple(dict.fromkeys(names)),
+        findings=tuple(findings), ranks=world.size, node_names=tuple(dict.fromkeys(names)),
         seconds=time.perf_counter() - began,
     )  # fmt: skip
 
@@ -80,83 +88,91 @@ def examine(
 Checks = list[tuple[str, Check]]
 
 
-def _machine(folder: Path, gpu: bool) -> Checks:
+def _machine_checks(folder: Path, gpu: bool) -> Checks:
     return [
-        ("versions", system.versions),
-        ("cores", system.cores),
-        ("memory", system.memory),
-        ("shared memory", system.shared_memory),
-        ("open files", system.open_files),
-        ("disk", partial(system.disk, folder)),
-        ("other programs", system.other_programs),
-        ("GPUs", lambda: accelerator.gpus(accelerator.build())),
-        ("communication", partial(accelerator.libraries, gpu)),
-        ("compiler", partial(accelerator.compiler, gpu)),
-        ("device preset", partial(accelerator.known_figures, gpu)),
+        ("versions", system.check_versions),
+        ("cores", system.check_cores),
+        ("memory", system.check_memory),
+        ("shared memory", system.check_shared_memory),
+        ("open files", system.check_open_files),
+        ("disk", partial(system.check_disk, folder)),
+        ("other programs", system.check_other_programs),
+        ("GPUs", lambda: accelerator.check_gpus(accelerator.read_build())),
+        ("communication", partial(accelerator.check_libraries, gpu)),
+        ("compiler", partial(accelerator.check_compiler, gpu)),
+        ("device preset", partial(accelerator.check_preset, gpu)),
     ]
 
 
-def _kernels(device: torch.device) -> Checks:
+def _kernel_checks(device: torch.device) -> Checks:
     low = torch.bfloat16
     return [
-        ("attention", partial(kernel_checks.attention, device, low)),
-        ("attention by parts", partial(kernel_checks.flash_parts, device, low)),
-        ("experts", partial(kernel_checks.experts, device, low)),
-        ("loss", partial(kernel_checks.loss, device, low)),
-        ("products", partial(kernel_checks.products, device, low if device.type == "cuda" else torch.float32)),
+        ("attention", partial(kernel_checks.check_attention, device, low)),
+        ("attention by parts", partial(kernel_checks.check_flash_parts, device, low)),
+        ("experts", partial(kernel_checks.check_experts, device, low)),
+        ("loss", partial(kernel_checks.check_loss, device, low)),
+        ("products", partial(kernel_checks.check_products, device, low if device.type == "cuda" else torch.float32)),
     ]
 
 
-def _local(device: torch.device, quick: bool, say: Say) -> list[Finding]:
-    """What takes several processes of this machine, or trains."""
+def _check_locally(device: torch.device, quick: bool, say: Say) -> list[Finding]:
+    """Run the checks that start several processes on this machine, or train."""
     kind = device.type
     most = torch.cuda.device_count() if kind == "cuda" else 2
-    checks: Checks = [("links", partial(_links_here, kind, most))]
+    checks: Checks = [("links", partial(_check_local_links, kind, most))]
     if not quick:
         checks += [
-            ("schedules", partial(training.schedules, kind, most)),
-            ("axes", partial(training.axes, kind, most)),
-            ("step", partial(training.step_speed, device)),
-            ("4-bit products", partial(kernel_checks.quantized_products, device)),
+            ("schedules", partial(training.check_schedules, kind, most)),
+            ("axes", partial(training.check_axes, kind, most)),
+            ("step", partial(training.check_step_speed, device)),
+            ("4-bit products", partial(kernel_checks.check_quantized_products, device)),
         ]
-    return _all(checks, say)
+    return _run_checks(checks, say)
 
 
-def _all(checks: Checks, say: Say) -> list[Finding]:
-    found = []
+def _run_checks(checks: Checks, say: Say) -> list[Finding]:
+    findings = []
     for name, check in checks:
         say(name)
-        found.append(examined(name, check))
-    return found
+        findings.append(run_check(name, check))
+    return findings
 
 
-def _links_here(kind: str, most: int) -> Finding:
-    """Between processes of this machine: one for each GPU, or two on a CPU."""
+def _check_local_links(kind: str, most: int) -> Finding:
+    """Measure links between processes of this machine: one per GPU, or two on a CPU."""
     if most < 2:
-        return network.judged_links([], [])
-    ranks = on_ranks(most, _measured, kind, limit_s=LINKS_S, device=kind)
-    wrong = next((found for found, _ in ranks if found.state != "ok"), None)
-    return wrong or network.judged_links(ranks[0][1], [0] * most)
+        return network.judge_links([], [])
+    ranks = on_ranks(most, _measure_links, kind, limit_s=LINKS_S, device=kind)
+    # Links are compared only where collectives give the right numbers.
+    wrong = next((finding for finding, _ in ranks if finding.state != "ok"), None)
+    return wrong or network.judge_links(ranks[0][1], [0] * most)
 
 
-def _measured(kind: str) -> tuple[Finding, list[network.NetworkLink]]:
-    """On a rank: collectives, then links."""
+def _measure_links(kind: str) -> tuple[Finding, list[network.NetworkLink]]:
+    """Check collectives and measure links on one rank."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     size, rank = dist.get_world_size(), dist.get_rank()
     world = Group("world", tuple(range(size)), rank, dist.group.WORLD)
-    return network.collectives(world, device), network.measured_links(world, device)
+    return network.check_collectives(world, device), network.measure_links(world, device)
 
 
-def _world(world: Group, device: torch.device, nodes: Sequence[int], own: Sequence[Finding], say: Say) -> list[Finding]:
-    """What ranks of a launch are to each other."""
+def _check_world(
+    world: Group, device: torch.device, nodes: Sequence[int], own_findings: Sequence[Finding], say: Say
+) -> list[Finding]:
+    """Run the checks between ranks of a launch."""
     tell = say if world.index == 0 else _silent
     tell("collectives")
-    right = merged(network.of_all(world, [examined("collectives", lambda: network.collectives(world, device))]), nodes)
+    correct = merge_ranks(
+        network.gather_from_all(world, [run_check("collectives", lambda: network.check_collectives(world, device))]),
+        nodes,
+    )
     tell("links")
-    between = examined("links", lambda: network.judged_links(network.measured_links(world, device), nodes))
-    rate = next((float(one.figures.get("flop_per_s", 0.0)) for one in own if one.check == "products"), 0.0)
-    rates = network.of_all(world, rate)
-    return [*right, between, examined("equal ranks", lambda: network.judged_ranks(rates, nodes))]
+    link_finding = run_check("links", lambda: network.judge_links(network.measure_links(world, device), nodes))
+    rate = next(
+        (float(finding.figures.get("flop_per_s", 0.0)) for finding in own_findings if finding.check == "products"), 0.0
+    )
+    rates = network.gather_from_all(world, rate)
+    return [*correct, link_finding, run_check("equal ranks", lambda: network.judge_ranks(rates, nodes))]
 
 
 def _silent(text: str) -> None:

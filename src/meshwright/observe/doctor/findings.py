@@ -1,86 +1,93 @@
-"""What a check found, and how the findings of several ranks become one list."""
+"""Findings of checks, and how the findings of several ranks become one list."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 State = Literal["ok", "warning", "failure", "skipped"]
 WORST: tuple[State, ...] = ("failure", "warning", "ok", "skipped")
-"""From the worst on."""
+"""States from the worst to the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `found` is a sentence about the machine, `advice` what to do where that is not well."""
+    """Outcome of one check: a sentence about the machine, and advice where something is wrong."""
 
     check: str
     state: State
-    found: str
+    observation: str
     advice: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
-
-def ok(check: str, found: str, **figures: Any) -> Finding:
-    """All is well."""
-    return Finding(check=check, state="ok", found=found, figures=figures)
-
-
-def warning(check: str, found: str, advice: str, **figures: Any) -> Finding:
-    """Training runs, but slower than it could, or with a risk."""
-    return Finding(check=check, state="warning", found=found, advice=advice, figures=figures)
+    def document(self) -> dict[str, Any]:
+        """Return the finding as JSON, where the observation is called `found`."""
+        return {"found" if name == "observation" else name: content for name, content in asdict(self).items()}
 
 
-def failure(check: str, found: str, advice: str, **figures: Any) -> Finding:
-    """Training would fail, hang or compute something wrong."""
-    return Finding(check=check, state="failure", found=found, advice=advice, figures=figures)
+def ok(check: str, observation: str, **figures: Any) -> Finding:
+    """Return a finding that needs no action."""
+    return Finding(check=check, state="ok", observation=observation, figures=figures)
 
 
-def skipped(check: str, why: str) -> Finding:
-    """Not tried here, and why."""
-    return Finding(check=check, state="skipped", found=why)
+def warning(check: str, observation: str, advice: str, **figures: Any) -> Finding:
+    """Return a finding with which training runs, but slower or with a risk."""
+    return Finding(check=check, state="warning", observation=observation, advice=advice, figures=figures)
+
+
+def failure(check: str, observation: str, advice: str, **figures: Any) -> Finding:
+    """Return a finding with which training would fail, hang or compute something wrong."""
+    return Finding(check=check, state="failure", observation=observation, advice=advice, figures=figures)
+
+
+def skipped(check: str, reason: str) -> Finding:
+    """Return the finding of a check that does not apply here."""
+    return Finding(check=check, state="skipped", observation=reason)
 
 
 Check = Callable[[], Finding]
 
 
-def examined(name: str, check: Check) -> Finding:
-    """The finding of a check with its seconds. A check that breaks is a failure, with what it raised."""
+def run_check(name: str, check: Check) -> Finding:
+    """Run a check and time it. A check that raises becomes a failure with its message."""
     began = time.perf_counter()
     try:
-        found = check()
+        finding = check()
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:300]
-        found = failure(name, f"the check itself failed: {said}", "run with --debug for the traceback, and report it")
-    return replace(found, seconds=round(time.perf_counter() - began, 2))
+        message = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:300]
+        finding = failure(
+            name, f"the check itself failed: {message}", "run with --debug for the traceback, and report it"
+        )
+    return replace(finding, seconds=round(time.perf_counter() - began, 2))
 
 
 def verdict(findings: Sequence[Finding]) -> State:
-    """The worst of all."""
-    return min((one.state for one in findings), key=WORST.index, default="ok")
+    """Return the worst state of all findings."""
+    return min((finding.state for finding in findings), key=WORST.index, default="ok")
 
 
-def merged(ranks: Sequence[Sequence[Finding]], nodes: Sequence[int]) -> list[Finding]:
-    """One finding for each check of all ranks, the worst state; ranks that differ from the others are named."""
-    return [_merged(found, nodes) for found in zip(*ranks, strict=True)]
+def merge_ranks(ranks: Sequence[Sequence[Finding]], nodes: Sequence[int]) -> list[Finding]:
+    """Merge the findings of all ranks into one per check, keeping the worst. Ranks that differ are named."""
+    return [_merged(findings, nodes) for findings in zip(*ranks, strict=True)]
 
 
-def _merged(found: Sequence[Finding], nodes: Sequence[int]) -> Finding:
-    worst = verdict(found)
-    some = [rank for rank, one in enumerate(found) if one.state == worst]
-    first = replace(found[some[0]], seconds=max(one.seconds for one in found))
-    if len(some) == len(found):
+def _merged(findings: Sequence[Finding], nodes: Sequence[int]) -> Finding:
+    worst = verdict(findings)
+    ranks = [rank for rank, finding in enumerate(findings) if finding.state == worst]
+    first = replace(findings[ranks[0]], seconds=max(finding.seconds for finding in findings))
+    if len(ranks) == len(findings):
         return first
-    return replace(first, found=f"{named_ranks(some, nodes)}: {first.found}")
+    return replace(first, observation=f"{name_ranks(ranks, nodes)}: {first.observation}")
 
 
 SHOWN = 5
+"""Ranks that are listed by number before `and N more`."""
 
 
-def named_ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
-    """`rank 3 (node 1)`, `ranks 3 (node 1), 4 (node 1) and 12 more`; without nodes where there is one."""
+def name_ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
+    """Name ranks: `rank 3 (node 1)`, `ranks 3 (node 1), 4 (node 1) and 12 more`; nodes only if there are several."""
     several = len(set(nodes)) > 1
     shown = [f"{rank} (node {nodes[rank]})" if several else str(rank) for rank in ranks[:SHOWN]]
     more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""

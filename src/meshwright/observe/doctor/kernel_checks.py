@@ -1,5 +1,4 @@
-"""Whether kernels compute on this device what they should: each beside plain sums in fp64, and which of torch's
-attention kernels runs; how fast products are."""
+"""Kernel checks: results beside plain fp64 arithmetic, the attention kernel in use, the speed of products."""
 
 import statistics
 import time
@@ -18,19 +17,20 @@ from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
 from meshwright.kernels.product_contest import ProductContest
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.observe.calibrate.rates import settle
+from meshwright.observe.calibrate.rates import synchronize
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.training.device import known_device
 
 BARS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest error, as a share of the length of a tensor: a few roundings; TF32 products are left out."""
+"""Largest allowed relative error by dtype: a few roundings. TF32 products are not compared."""
 SLOW = 0.6
-"""Share of the best measured product of a known GPU, below which something slows it."""
+"""Share of a known GPU's best measured product rate below which something slows it."""
 
 
 LENGTH = 256
+"""Positions of a row, unless a form says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,15 @@ FORMS = {
 }
 
 
-def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
-    """Every form of attention, forward and backward."""
+def check_attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
+    """Check every form of attention, forward and backward."""
     attend = (kernels or fast()).attend
     worst: dict[str, float] = {}
     used: dict[str, str] = {}
     for name, form in FORMS.items():
         sizes = ((form.heads, form.width), (form.keys, form.width), (form.keys, form.values))
         length = form.positions
-        given = [_normal((2, length, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
+        tensors = [_random((2, length, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
         documents = (torch.arange(length, device=device) // 100).expand(2, -1) if form.packed else None
         spans = DocumentSpans(6, 100) if form.packed else UNKNOWN
         mask = causal_mask(length, length, window=form.window, documents=documents, spans=spans, device=device)
@@ -77,52 +77,54 @@ def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None 
             return attend_reference(q, k, v, mask, scale=0.1)
 
         def ours(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
-            found: Tensor = attend(q, k, v, mask, scale=0.1)
-            return found
+            attended: Tensor = attend(q, k, v, mask, scale=0.1)
+            return attended
 
-        worst[name] = _error(ours, plain, given)
-        q, k, v = given
+        worst[name] = _error(ours, plain, tensors)
+        q, k, v = tensors
         used[name] = _backend(partial(ours, q, k, v), device)
-    return _judged("attention", worst, BARS[dtype], {"backends": used}, _said(used) + _kept_out(device, dtype))
+    return _judge(
+        "attention", worst, BARS[dtype], {"backends": used}, _backend_names(used) + _flash_2_reasons(device, dtype)
+    )
 
 
-def flash_parts(device: torch.device, dtype: torch.dtype) -> Finding:
-    """The raw fused kernel with its log-sum-exp, which context parallelism puts together from parts."""
+def check_flash_parts(device: torch.device, dtype: torch.dtype) -> Finding:
+    """Check the fused kernel with its log-sum-exp, from which context parallelism combines parts."""
     if not compat.has_flash_attention(device.type):
         return skipped("attention by parts", "this torch has no fused kernel that returns the log-sum-exp")
-    q, k, v = (_normal((2, 4, LENGTH, 64), device, dtype, seed) for seed in range(3))
+    q, k, v = (_random((2, 4, LENGTH, 64), device, dtype, seed) for seed in range(3))
     out, lse = compat.flash_attention(q, k, v, causal=False, scale=0.1, device=device.type)
     scores = torch.einsum("bhse,bhte->bhst", q.double(), k.double()) * 0.1
-    right = {"result": scores.softmax(-1) @ v.double(), "log-sum-exp": scores.logsumexp(-1)}
-    found = {"result": out, "log-sum-exp": lse}
-    worst = {name: _relative(found[name], right[name]) for name in right}
-    gradient = _normal(tuple(out.shape), device, dtype, 7)
+    expected = {"result": scores.softmax(-1) @ v.double(), "log-sum-exp": scores.logsumexp(-1)}
+    computed = {"result": out, "log-sum-exp": lse}
+    worst = {name: _relative(computed[name], expected[name]) for name in expected}
+    gradient = _random(tuple(out.shape), device, dtype, 7)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    again = (torch.einsum("bhse,bhte->bhst", *leaves[:2]) * 0.1).softmax(-1) @ leaves[2]
-    exact = torch.autograd.grad(again, leaves, gradient.double())
+    recomputed = (torch.einsum("bhse,bhte->bhst", *leaves[:2]) * 0.1).softmax(-1) @ leaves[2]
+    exact = torch.autograd.grad(recomputed, leaves, gradient.double())
     ours = compat.flash_attention_backward(gradient, q, k, v, out, lse, causal=False, scale=0.1, device=device.type)
     worst |= {f"gradient of {n}": _relative(a, b) for n, a, b in zip("qkv", ours, exact, strict=True)}
-    return _judged("attention by parts", worst, BARS[dtype])
+    return _judge("attention by parts", worst, BARS[dtype])
 
 
-def experts(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
-    """Products of a mixture of experts, two of which get no token: their gradients must be zero."""
+def check_experts(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
+    """Check products of a mixture of experts. Experts without tokens must get zero gradients."""
     product = (kernels or fast()).expert_linear
     counts = [40, 0, 24, 0, 64]
-    rows = _normal((sum(counts), 64), device, dtype, 0)
-    weights = _normal((len(counts), 32, 64), device, dtype, 1)
+    rows = _random((sum(counts), 64), device, dtype, 0)
+    weights = _random((len(counts), 32, 64), device, dtype, 1)
     on_device = torch.tensor(counts, device=device)
     grouped = groups_on_device(rows, weights)
 
-    def ours(x: Tensor, w: Tensor) -> Tensor:
-        found: Tensor = product(x, w, on_device if grouped else counts)
-        return found
+    def engine_product(x: Tensor, w: Tensor) -> Tensor:
+        rows_out: Tensor = product(x, w, on_device if grouped else counts)
+        return rows_out
 
-    def plain(x: Tensor, w: Tensor) -> Tensor:
+    def plain_product(x: Tensor, w: Tensor) -> Tensor:
         return expert_linear_reference(x, w, counts)
 
     leaves = [x.detach().clone().requires_grad_() for x in (rows, weights)]
-    ours(*leaves).sum().backward()
+    engine_product(*leaves).sum().backward()
     gradient = leaves[1].grad
     empty = [n for n, count in enumerate(counts) if not count and gradient is not None and gradient[n].any()]
     if empty:
@@ -130,53 +132,62 @@ def experts(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = 
             "experts", f"experts {empty} had no token and got a gradient that is not zero",
             "update torch (pytorch issue 172439), or train without grouped products: layout.kernels=reference",
         )  # fmt: skip
-    worst = {"products": _error(ours, plain, [rows, weights])}
-    return _judged("experts", worst, BARS[dtype], {"grouped": grouped}, "grouped products" if grouped else "one by one")
+    worst = {"products": _error(engine_product, plain_product, [rows, weights])}
+    return _judge("experts", worst, BARS[dtype], {"grouped": grouped}, "grouped products" if grouped else "one by one")
 
 
-def loss(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
-    """Head and loss in one."""
+def check_loss(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
+    """Check the fused head and loss."""
     targets = torch.arange(64, device=device) % 50
     targets[3] = -100
-    made = (kernels or fast()).linear_cross_entropy
+    cross_entropy = (kernels or fast()).linear_cross_entropy
     worst = {
         "head and loss": _error(
-            lambda x, w: made(x, w, targets),
+            lambda x, w: cross_entropy(x, w, targets),
             lambda x, w: linear_cross_entropy_reference(x, w, targets),
-            [_normal((64, 32), device, dtype, 0), _normal((50, 32), device, dtype, 1)],
+            [_random((64, 32), device, dtype, 0), _random((50, 32), device, dtype, 1)],
         )
     }
-    return _judged("loss", worst, BARS[dtype])
+    return _judge("loss", worst, BARS[dtype])
 
 
-def products(device: torch.device, dtype: torch.dtype, flop_per_s: float = 0.0) -> Finding:
-    """The speed of a large matrix product, beside what a known GPU reaches. `flop_per_s`: measured already."""
+def check_products(device: torch.device, dtype: torch.dtype, flop_per_s: float = 0.0) -> Finding:
+    """Compare the speed of a large matrix product with that of a known GPU.
+
+    Args:
+        flop_per_s: Rate measured already. 0 = measure it.
+    """
     rate = flop_per_s or product_flop_per_s(device, dtype)
     shown = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
-    said = f"{shown} in {str(dtype).removeprefix('torch.')}"
+    summary = f"{shown} in {str(dtype).removeprefix('torch.')}"
     preset = known_device(device)
     best = preset.half_matmul_flop_per_s or preset.half_flop_per_s if preset else 0.0
     if best and dtype != torch.float32 and rate < SLOW * best:
         return warning(
-            "products", f"{said}: {rate / best:.0%} of what this GPU reaches elsewhere",
+            "products", f"{summary}: {rate / best:.0%} of what this GPU reaches elsewhere",
             "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE tells what slows it; end other programs on it",
             flop_per_s=rate,
         )  # fmt: skip
-    return ok("products", said, flop_per_s=rate)
+    return ok("products", summary, flop_per_s=rate)
 
 
-def quantized_products(
+def check_quantized_products(
     device: torch.device, make: Callable[[Callable[[str], None]], ProductContest] | None = None, size: int = 4096
 ) -> Finding:
-    """Hold the contest of products with 4-bit codes that `serve` holds at its start, for one matrix of size x size: who
-    takes part, who wins, and how long it takes. `make`: of a function that prints, the contest; None = on a GPU, all
-    ways, with those that need a second layout (serve --second-layouts)."""
+    """Hold the contest of 4-bit products that `serve` holds at its start, for one matrix of size x size.
+
+    The finding names the competitors, the winner and the time it takes.
+
+    Args:
+        make: Returns the contest for a function that prints. None = all ways of a GPU, including those that need a
+            second layout (serve --second-layouts).
+    """
     name = "4-bit products"
     if device.type != "cuda" and make is None:
         return skipped(name, "ways of multiplying with 4-bit codes are timed on a GPU alone")
     lines: list[str] = []
     contest = make(lines.append) if make else device_products.new_contest(copies=True, say=lines.append)
-    weight = _normal((size, size), device, torch.bfloat16, 0)
+    weight = _random((size, size), device, torch.bfloat16, 0)
     matrix = quantize_matrix(name, weight, SCHEMES["int4-rtn"], None, torch.bfloat16)
     began = time.perf_counter()
     out = contest.product(weight[:2].contiguous(), matrix, None)
@@ -189,54 +200,54 @@ def quantized_products(
 
 
 def product_flop_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> float:
-    """Of a square product: 8192 on a GPU, 1024 on a CPU; the median of some rounds."""
+    """Return the median rate of a square product: 8192 on a GPU, 1024 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     taken = []
     for _ in range(rounds + 1):
-        settle(device)
+        synchronize(device)
         began = time.perf_counter()
         torch.mm(a, b)
-        settle(device)
+        synchronize(device)
         taken.append(time.perf_counter() - began)
     return 2.0 * size**3 / statistics.median(taken[1:])
 
 
-def _normal(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+def _random(size: tuple[int, ...], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def _error(ours: Callable[..., Tensor], plain: Callable[..., Tensor], given: list[Tensor]) -> float:
-    """The largest relative error of the result and the gradients, beside the plain form in fp64."""
-    found: list[Tensor] = []
-    right: list[Tensor] = []
-    for function, inputs, into in ((ours, given, found), (plain, [x.double() for x in given], right)):
+def _error(ours: Callable[..., Tensor], plain: Callable[..., Tensor], tensors: list[Tensor]) -> float:
+    """Return the largest relative error of output and gradients, beside the plain form in fp64."""
+    computed: list[Tensor] = []
+    expected: list[Tensor] = []
+    for function, inputs, collected in ((ours, tensors, computed), (plain, [x.double() for x in tensors], expected)):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
-        value = function(*leaves)
-        into += [value.detach(), *torch.autograd.grad(value, leaves, torch.ones_like(value))]
-    return max(_relative(a, b) for a, b in zip(found, right, strict=True))
+        out = function(*leaves)
+        collected += [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+    return max(_relative(a, b) for a, b in zip(computed, expected, strict=True))
 
 
-def _relative(found: Tensor, right: Tensor) -> float:
-    error = (found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-12)
+def _relative(computed: Tensor, expected: Tensor) -> float:
+    error = (computed.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-12)
     return float(error) if bool(torch.isfinite(error)) else float("inf")
 
 
-def _judged(
+def _judge(
     check: str, worst: Mapping[str, float], bar: float, figures: Mapping[str, object] | None = None, more: str = ""
 ) -> Finding:
-    """Failure where anything is further off than the bar."""
+    """Return a failure if any error exceeds the bar."""
     name = max(worst, key=lambda key: worst[key])
-    said = f"largest error {worst[name]:.1e} ({name}), allowed {bar:.0e}"
+    summary = f"largest error {worst[name]:.1e} ({name}), allowed {bar:.0e}"
     if not worst[name] <= bar:
         return failure(
-            check, said, "layout.kernels=reference avoids the kernel; report it with this file", errors=dict(worst)
+            check, summary, "layout.kernels=reference avoids the kernel; report it with this file", errors=dict(worst)
         )
-    return ok(check, f"{said}{f'; {more}' if more else ''}", errors=dict(worst), **(figures or {}))
+    return ok(check, f"{summary}{f'; {more}' if more else ''}", errors=dict(worst), **(figures or {}))
 
 
 def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
-    """Which of torch's attention kernels a call launches; on a CPU which form is chosen."""
+    """Return the attention kernel that a call launches."""
     if device.type != "cuda":
         return "cpu"
     from torch.profiler import ProfilerActivity, profile
@@ -255,8 +266,8 @@ def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
     return next((kernel for word, kernel in known.items() if word in names), "plain products")
 
 
-def _kept_out(device: torch.device, dtype: torch.dtype) -> str:
-    """Why FlashAttention 2 attends where a faster kernel is known; empty = it does not."""
+def _flash_2_reasons(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why FlashAttention 2 runs where a faster kernel is known. Empty = it does not."""
     cases_by_reason: dict[str, list[Case]] = {}
     for case in get_args(Case) if gpu_attention.installed(device).major in MAJORS else ():
         kernel, reason = gpu_attention.choose(device, dtype, AttentionCall(case, LEAST_POSITIONS, 128, 128), 4)
@@ -265,7 +276,7 @@ def _kept_out(device: torch.device, dtype: torch.dtype) -> str:
     return "".join(f"; FlashAttention 2 for {', '.join(cases)}: {why}" for why, cases in cases_by_reason.items())
 
 
-def _said(used: Mapping[str, str]) -> str:
+def _backend_names(used: Mapping[str, str]) -> str:
     kinds = sorted(set(used.values()))
     if kinds == ["cpu"]:
         return ""

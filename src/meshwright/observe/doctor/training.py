@@ -1,5 +1,8 @@
-"""The engine itself, on a tiny model: every pipeline schedule for one cold step, every axis beside one device, compiled
-blocks, a checkpoint and the random states, the speed of a real step."""
+"""Checks of the engine itself on a tiny model.
+
+One cold step of every pipeline schedule, every axis beside one device, a checkpoint with random states, the speed of a
+real step.
+"""
 
 import shutil
 import tempfile
@@ -12,10 +15,10 @@ import torch
 
 from meshwright.observe.calibrate.timed_steps import Timing, step_s
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.observe.doctor.network import RankFailure, everywhere, of_all
+from meshwright.observe.doctor.network import RankFailure, gather_from_all, run_everywhere
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify.bands import BANDS
-from meshwright.observe.verify.feature_matrix import DENSE, Trial, outcomes_of, received, trial
+from meshwright.observe.verify.feature_matrix import DENSE, Trial, from_arrays, outcomes_of, trial
 from meshwright.observe.verify.one_device import first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.spec.flop import token_flop
@@ -29,80 +32,89 @@ from meshwright.store.random_state import rng_state, set_rng_state
 from meshwright.training import device as train_device
 
 COLD_S = 60.0
-"""A step of a tiny model that takes longer is one that hangs."""
+"""Time after which a step of a tiny model counts as hanging, in seconds."""
 SCHEDULES = tuple(f"pp {name}" for name in NAMES)
 AXES = ("zero 0", "zero 3", "tp", "tp + sp", "cp ring", "cp gather")
 SMALL = ModelShape(
     name="200M", vocab=32000, layers=12, hidden=1024, heads=16, kv_heads=16, ffn=2816, max_positions=2048
 )
-"""For the speed of a GPU."""
+"""Model that measures the speed of a GPU."""
 SMALLER = replace(SMALL, name="10M", vocab=8192, layers=4, hidden=256, heads=4, kv_heads=4, ffn=704)
-"""For that of a CPU."""
+"""Model that measures the speed of a CPU."""
 LOW_MFU = 0.15
 
 Run = Callable[..., list[Any]]
-"""As observe.ranks.on_ranks."""
+"""Same signature as observe.ranks.on_ranks."""
 
 
-def schedules(kind: str, most: int, run: Run = on_ranks) -> Finding:
-    """One cold step of each pipeline schedule, in fresh processes: what hangs does so in the first."""
-    return _tried("schedules", SCHEDULES, kind, most, run, cold=True)
+def check_schedules(kind: str, most: int, run: Run = on_ranks) -> Finding:
+    """Run one cold step of each pipeline schedule in fresh processes: hangs occur in the first step."""
+    return _compare_with_one_device("schedules", SCHEDULES, kind, most, run, cold=True)
 
 
-def axes(kind: str, most: int, run: Run = on_ranks) -> Finding:
-    """Two steps along each axis beside one device."""
-    return _tried("axes", AXES, kind, most, run, cold=False)
+def check_axes(kind: str, most: int, run: Run = on_ranks) -> Finding:
+    """Compare two steps along each axis with one device."""
+    return _compare_with_one_device("axes", AXES, kind, most, run, cold=False)
 
 
-def _tried(check: str, names: Sequence[str], kind: str, most: int, run: Run, *, cold: bool) -> Finding:
-    """`cold`: processes of its own for each."""
+def _compare_with_one_device(
+    check: str, names: Sequence[str], kind: str, most: int, run: Run, *, cold: bool
+) -> Finding:
+    """Compare layouts with one device. `cold` starts new processes for each layout."""
     if most < 2:
         return skipped(check, "two processes are needed, and there is one GPU")
-    chosen = [found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)]
-    chosen = [replace(found, layout=replace(found.layout, compile="off")) for found in chosen]
+    chosen = [candidate for candidate in map(trial, ([name] for name in names)) if isinstance(candidate, Trial)]
+    chosen = [replace(candidate, layout=replace(candidate.layout, compile="off")) for candidate in chosen]
     case = replace(DENSE, steps=1 if cold else 2)
     alone = outcome(case, Layout(compile="off"), device=kind)
     wrong: dict[str, str] = {}
-    for some in [[found] for found in chosen] if cold else [chosen]:
+    for batch in [[candidate] for candidate in chosen] if cold else [chosen]:
         try:
-            limit_s = COLD_S * (1 if cold else len(some))
-            ranks = run(2, outcomes_of, [(case, found.layout) for found in some], kind, limit_s=limit_s, device=kind)
+            limit_s = COLD_S * (1 if cold else len(batch))
+            ranks = run(
+                2, outcomes_of, [(case, candidate.layout) for candidate in batch], kind, limit_s=limit_s, device=kind
+            )
         except RankError as error:
             hangs = "did not answer" in str(error)
-            wrong |= {one.title: f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last(error) for one in some}
+            wrong |= {
+                candidate.title: f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last_line(error)
+                for candidate in batch
+            }
             continue
-        for place, one in enumerate(some):
-            difference = first_difference(alone, [received(rank[place]) for rank in ranks], BANDS["fp32"])
+        for index, candidate in enumerate(batch):
+            difference = first_difference(alone, [from_arrays(rank[index]) for rank in ranks], BANDS["fp32"])
             if difference:
-                wrong[one.title] = difference
+                wrong[candidate.title] = difference
     if wrong:
-        name, said = next(iter(wrong.items()))
+        name, message = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return failure(
             check,
-            f"{name}: {said}{more}",
+            f"{name}: {message}{more}",
             "do not train with it; report it with this file (NCCL_DEBUG=WARN shows more)",
             wrong=wrong,
         )
-    return ok(check, f"{', '.join(one.title for one in chosen)} equal one device", tried=len(chosen))
+    return ok(check, f"{', '.join(candidate.title for candidate in chosen)} equal one device", tried=len(chosen))
 
 
-def _last(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__)[:200]
 
 
-def round_trip(device: torch.device, folder: Path, world: Group | None = None) -> Finding:
-    """Random states and tensors through a checkpoint below `folder`, to the bit. All ranks of `world` take part, so the
-    folder must be one that they share."""
+def check_checkpoint(device: torch.device, folder: Path, world: Group | None = None) -> Finding:
+    """Save and load tensors and random states in a checkpoint below `folder`, and compare bits.
+
+    All ranks of `world` take part, so all must see the folder.
+    """
     world = world or Group("world")
     try:
-        return _round_trip(device, folder, world)
+        return _save_and_load(device, folder, world)
     except RankFailure as error:
         return failure("checkpoint", f"none could be made: {error}", "give a folder that all ranks can write (--runs)")
 
 
-def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
+def _save_and_load(device: torch.device, folder: Path, world: Group) -> Finding:
     rank = world.index
 
     def begin() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any], torch.Tensor]:
@@ -113,17 +125,17 @@ def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
         }
         states, values = rng_state(rank)
         before = {name: x.clone() for name, x in (tensors | states).items()}
-        expected = _drawn(device)
+        expected = _draw(device)
         folder.mkdir(parents=True, exist_ok=True)
         return tensors | states, before, dict(values), expected
 
-    saving, before, values, expected = everywhere(world, begin)
-    made = everywhere(world, lambda: tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else "")
-    place = Path(of_all(world, made)[0])
+    saving, before, values, expected = run_everywhere(world, begin)
+    scratch_name = run_everywhere(world, lambda: tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else "")
+    scratch = Path(gather_from_all(world, scratch_name)[0])
 
     def save() -> Path:
         return checkpoint.save(
-            place, step=1, tensors=saving, values=values, score=None, keep_last=1, group=world.process_group
+            scratch, step=1, tensors=saving, values=values, score=None, keep_last=1, group=world.process_group
         )
 
     def load(saved: Path) -> dict[str, torch.Tensor]:
@@ -132,18 +144,18 @@ def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
         return loaded
 
     try:
-        seen = of_all(world, everywhere(world, place.is_dir))
-        if blind := [one for one, sees in enumerate(seen) if not sees]:
-            where = "keep runs in a folder that all nodes share"
-            return failure("checkpoint", f"rank {blind[0]} does not see the folder that rank 0 made", where)
-        saved = everywhere(world, save)
-        loaded = everywhere(world, lambda: load(saved))
+        seen = gather_from_all(world, run_everywhere(world, scratch.is_dir))
+        if blind_ranks := [other for other, sees in enumerate(seen) if not sees]:
+            advice = "keep runs in a folder that all nodes share"
+            return failure("checkpoint", f"rank {blind_ranks[0]} does not see the folder that rank 0 made", advice)
+        saved = run_everywhere(world, save)
+        loaded = run_everywhere(world, lambda: load(saved))
     finally:
         if rank == 0:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
     set_rng_state(loaded, values, rank)
     different = [name for name, x in before.items() if not torch.equal(loaded[name], x)]
-    if not torch.equal(_drawn(device), expected):
+    if not torch.equal(_draw(device), expected):
         different.append("what is drawn afterwards")
     if different:
         return failure(
@@ -152,29 +164,29 @@ def _round_trip(device: torch.device, folder: Path, world: Group) -> Finding:
     return ok("checkpoint", "tensors and random states come back to the bit")
 
 
-def _drawn(device: torch.device) -> torch.Tensor:
+def _draw(device: torch.device) -> torch.Tensor:
     return torch.cat((torch.rand(4), torch.rand(4, device=device).cpu()))
 
 
-def step_speed(device: torch.device, seconds_of_step: float = 0.0) -> Finding:
-    """A real step of a small model, with its share of the device's peak where that is known."""
+def check_step_speed(device: torch.device, seconds_of_step: float = 0.0) -> Finding:
+    """Time a real step of a small model, as a share of the device's peak where that is known."""
     gpu = device.type == "cuda"
     shape, sequence, batch = (SMALL, 2048, 8) if gpu else (SMALLER, 256, 4)
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16" if gpu else "fp32")
     plan = Plan(model=shape, recipe=recipe, layout=Layout(compile="off", cuda_graphs="off"))
     took = seconds_of_step or step_s(plan, Timing(seconds=2.0, least=2, most=6), device.type)
     rate = sequence * batch / took
-    said = f"{rate:,.0f} tokens/s with a model of {shape.name}"
+    summary = f"{rate:,.0f} tokens/s with a model of {shape.name}"
     peak = train_device.peak_flop_per_s(device, recipe.precision, plan.cluster.device)
     if not peak:
-        return ok("step", said, tokens_per_s=rate)
+        return ok("step", summary, tokens_per_s=rate)
     mfu = rate * token_flop(shape, sequence, causal=True).training / peak
     figures = {"tokens_per_s": rate, "mfu_causal": mfu}
     if mfu < LOW_MFU:
         return warning(
             "step",
-            f"{said}, MFU {mfu:.0%} (causal)",
+            f"{summary}, MFU {mfu:.0%} (causal)",
             "see products and compiler above: one of them slows it",
             **figures,
         )
-    return ok("step", f"{said}, MFU {mfu:.0%} (causal)", **figures)
+    return ok("step", f"{summary}, MFU {mfu:.0%} (causal)", **figures)

@@ -1,1 +1,1 @@
-"""The training program run on fake tensors in a simulated process group: peak memory, tensor by tensor, and traffic."""
+"""The training program on fake tensors in a simulated process group: peak memory by tensor, and traffic."""

@@ -1,4 +1,4 @@
-"""A dry run as the JSON document that `plan`, `dryrun` and `profile` share (docs/planner.md), and whether it fits."""
+"""JSON document of a dry run, shared with `plan` and `profile` (docs/planner.md), and whether the plan fits."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,32 +23,36 @@ from meshwright.training.fits import capacity_bytes, shared_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The memory that a plan is judged against."""
+    """Memory that a plan is judged against."""
 
-    of: str
-    """Whose: the plan's device, `the GPU here` or `this machine`."""
+    owner: str
+    """Owner of the memory: the plan's device, `the GPU here` or `this machine`."""
     usable_bytes: int
-    """0 = not known."""
+    """Bytes that the plan may use. 0 = not known."""
     total_bytes: int = 0
-    """Of which that is left; 0 = the same."""
+    """Size of that memory. 0 = the usable bytes."""
     machines: int = 0
-    """Over which the ranks are spread that share it; 0 = each rank has its own."""
+    """Number of machines over which the ranks that share it are spread. 0 = each rank has its own memory."""
 
 
-def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] | None = None) -> dict[str, Any]:
-    """Memory and traffic of the worst rank, and of every rank that was run. A dry run takes no time: those are null.
-    `room` and `of_places`: see `needed_bytes`."""
-    worst = found.worst
-    room = room or room_of(found.plan, found.device)
+def dry_run_document(
+    dry_run: DryRun, room: Room | None = None, stage_peaks: Mapping[int, float] | None = None
+) -> dict[str, Any]:
+    """Return memory and traffic of the worst rank, and of every rank that was run.
+
+    A dry run takes no time, so times are null. `room` and `stage_peaks`: see `needed_bytes`.
+    """
+    worst = dry_run.worst
+    room = room or room_of(dry_run.plan, dry_run.device)
     return {
         "source": "dryrun",
-        "plan": as_document(found.plan),
-        "device": found.device,
+        "plan": as_document(dry_run.plan),
+        "device": dry_run.device,
         "environment": {"meshwright": __version__},
         "peak_bytes": worst.peak_bytes,
         "peak_rank": worst.rank,
         "memory": kinds(worst.kinds),
-        "traffic": traffic(found.traffic(worst.rank)),
+        "traffic": traffic(dry_run.traffic(worst.rank)),
         "time": [],
         "step_seconds": None,
         "tokens_per_second_per_device": None,
@@ -57,134 +61,148 @@ def dry(found: DryRun, room: Room | None = None, of_places: Mapping[int, float] 
         "hfu": None,
         "bubble_fraction": None,
         "capacity_bytes": room.usable_bytes,
-        "capacity_of": room.of,
-        "needed_bytes": needed_bytes(found, room, of_places),
+        "capacity_of": room.owner,
+        "needed_bytes": needed_bytes(dry_run, room, stage_peaks),
         "staging_bytes": worst.staging_bytes,
-        "reserve_bytes": reserve_bytes(found.device),
-        "fits": fits(found, room, of_places),
-        "ranks": [_rank(found, one) for one in found.ranks],
-        "notes": list(found.notes),
+        "reserve_bytes": reserve_bytes(dry_run.device),
+        "fits": fits(dry_run, room, stage_peaks),
+        "ranks": [_rank_document(dry_run, watched) for watched in dry_run.ranks],
+        "notes": list(dry_run.notes),
     }
 
 
-def fits(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> bool | None:
-    """Whether the plan does, with what comes to its tensors; None where it is not known what there is."""
-    return needed_bytes(found, room, of_places) <= room.usable_bytes if room.usable_bytes else None
+def fits(dry_run: DryRun, room: Room, stage_peaks: Mapping[int, float] | None = None) -> bool | None:
+    """Return whether the plan fits, workspaces included. None = the room is not known."""
+    return needed_bytes(dry_run, room, stage_peaks) <= room.usable_bytes if room.usable_bytes else None
 
 
-def needed_bytes(found: DryRun, room: Room, of_places: Mapping[int, float] | None = None) -> int:
-    """Of the fullest rank, or of all that share the room. A pipeline place of which no rank was run is taken for as
-    full as the fullest, or in proportion to it as `of_places` (what the planner says of each) has it."""
-    worst = found.worst
+def needed_bytes(dry_run: DryRun, room: Room, stage_peaks: Mapping[int, float] | None = None) -> int:
+    """Return the bytes of the fullest rank, or of all ranks that share the room.
+
+    A pipeline stage of which no rank was run counts as full as the fullest. With `stage_peaks` (the planner's bytes of
+    each stage) it counts in proportion to it.
+    """
+    worst = dry_run.worst
     if not room.machines:
-        return worst.peak_bytes + reserve_bytes(found.device)
-    layout = found.plan.layout
-    seen = {place_of(layout, one.rank)["pp"]: one.peak_bytes for one in found.ranks}
-    share = worst.peak_bytes / of_places[place_of(layout, worst.rank)["pp"]] if of_places else 0.0
+        return worst.peak_bytes + reserve_bytes(dry_run.device)
+    layout = dry_run.plan.layout
+    run_peaks = {place_of(layout, watched.rank)["pp"]: watched.peak_bytes for watched in dry_run.ranks}
+    share = worst.peak_bytes / stage_peaks[place_of(layout, worst.rank)["pp"]] if stage_peaks else 0.0
     peaks = {}
-    for place, rank in enumerate(pipeline_ranks(layout)):
-        guess = of_places[place] * share if of_places else worst.peak_bytes
-        peaks[rank] = seen.get(place, round(guess))
-    return shared_bytes(found.plan, peaks, room.machines)
+    for stage, rank in enumerate(pipeline_ranks(layout)):
+        guess = stage_peaks[stage] * share if stage_peaks else worst.peak_bytes
+        peaks[rank] = run_peaks.get(stage, round(guess))
+    return shared_bytes(dry_run.plan, peaks, room.machines)
 
 
 def reserve_bytes(device: str) -> int:
-    """What a program takes of a GPU through torch's allocator beside its tensors (workspaces of matrix products), as
-    the planner counts it; a CPU's libraries have their own."""
+    """Return the bytes that torch's allocator takes of a GPU beside tensors (workspaces of matrix products).
+
+    The planner counts the same. Libraries of a CPU manage their own memory.
+    """
     return int(MESHWRIGHT.reserve_bytes) if device == "cuda" else 0
 
 
-def unfit(found: DryRun, room: Room, needed_bytes: int) -> str:
-    """One line: how much is missing, of what."""
-    worst = found.worst
+def unfit_message(dry_run: DryRun, room: Room, needed_bytes: int) -> str:
+    """Say in one line how much memory is missing, and of what."""
+    worst = dry_run.worst
     kind = max(worst.kinds, key=worst.kinds.__getitem__)
     return (
-        f"the dry run of rank {worst.rank} needs {needed(found)} ({phase_words(worst.when)}; most of it "
-        f"{kind}: {gib(worst.kinds[kind])}){judged(found, room, needed_bytes)}: `meshwright plan` names layouts that "
-        "fit"
+        f"the dry run of rank {worst.rank} needs {needed_text(dry_run)} ({phase_words(worst.when)}; most of it "
+        f"{kind}: {gib(worst.kinds[kind])}){room_sentence(dry_run, room, needed_bytes)}: "
+        "`meshwright plan` names layouts that fit"
     )
 
 
-def judged(found: DryRun, room: Room, needed_bytes: int) -> str:
-    """`; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`; empty where no room is known."""
+def room_sentence(dry_run: DryRun, room: Room, needed_bytes: int) -> str:
+    """Return `; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`.
+
+    Empty without a known room.
+    """
     if not room.usable_bytes:
         return ""
-    ranks = found.plan.layout.world // room.machines if room.machines else 1
+    ranks = dry_run.plan.layout.world // room.machines if room.machines else 1
     together = f"{ranks} ranks need {gib(needed_bytes)}, " if ranks > 1 else ""
     whole = f"'s {gib(room.total_bytes)}" if room.total_bytes else ""
-    return (
-        f"; {together}{gib(room.usable_bytes)} of {room.of}{whole} {'are available' if room.machines else 'are usable'}"
-    )
+    state = "are available" if room.machines else "are usable"
+    return f"; {together}{gib(room.usable_bytes)} of {room.owner}{whole} {state}"
 
 
-def needed(found: DryRun) -> str:
-    """The peak of its tensors, and what comes to it."""
-    reserve = reserve_bytes(found.device)
-    return gib(found.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
+def needed_text(dry_run: DryRun) -> str:
+    """Return the peak of the tensors and the workspaces, in words."""
+    reserve = reserve_bytes(dry_run.device)
+    return gib(dry_run.worst.peak_bytes) + (f" and {gib(reserve)} of workspaces" if reserve else "")
 
 
 def room_here(plan: Plan, target: torch.device, machines: int = 1) -> Room:
-    """What a run has of the machine that is there; of a GPU, what the plan's has where that is less."""
+    """Return the memory that a run has on this machine; of a GPU, that of the plan's device where it is less."""
     if target.type == "cpu":
-        return _machine(plan, machines)
-    here = Room(of="the GPU here", usable_bytes=max(1, int(capacity_bytes(target) - DRIVER_BYTES)))
+        return _room_of_machine(plan, machines)
+    here = Room(owner="the GPU here", usable_bytes=max(1, int(capacity_bytes(target) - DRIVER_BYTES)))
     described = room_of(plan, "cuda")
     return described if plan.cluster.device.is_gpu and 0 < described.usable_bytes < here.usable_bytes else here
 
 
 def room_of(plan: Plan, device: str) -> Room:
-    """What a program has of the plan's device; of this machine, where a CPU's kernels (`device`) are asked for and the
-    plan's device is a GPU or not described."""
-    own = plan.cluster.device
-    if own.memory_bytes and (device == "cuda" or not own.is_gpu):
-        return Room(of=own.name, usable_bytes=max(1, int(usable_bytes(plan))), total_bytes=own.memory_bytes)
+    """Return the memory of the plan's device.
+
+    It is that of this machine if a CPU's kernels (`device`) are asked for and the plan's device is a GPU or not
+    described.
+    """
+    planned_device = plan.cluster.device
+    if planned_device.memory_bytes and (device == "cuda" or not planned_device.is_gpu):
+        return Room(
+            owner=planned_device.name,
+            usable_bytes=max(1, int(usable_bytes(plan))),
+            total_bytes=planned_device.memory_bytes,
+        )
     if device == "cpu":
-        return _machine(plan, 1)
+        return _room_of_machine(plan, 1)
     here = torch.cuda.is_available()
     usable = max(1, int(capacity_bytes(torch.device("cuda")) - DRIVER_BYTES)) if here else 0
-    return Room(of="the GPU here", usable_bytes=usable)
+    return Room(owner="the GPU here", usable_bytes=usable)
 
 
-def _machine(plan: Plan, machines: int) -> Room:
-    """All ranks of a machine share its memory, and each is a process with libraries of its own."""
+def _room_of_machine(plan: Plan, machines: int) -> Room:
+    """Return this machine's memory. All ranks share it, and each is a process with its own libraries."""
     memory, ranks = machine_memory(), max(1, plan.layout.world // machines)
     usable = max(1, memory.available_bytes - ranks * PROCESS_BYTES)
-    return Room(of="this machine", usable_bytes=usable, total_bytes=memory.total_bytes, machines=machines)
+    return Room(owner="this machine", usable_bytes=usable, total_bytes=memory.total_bytes, machines=machines)
 
 
-def _rank(found: DryRun, one: WatchedRank) -> dict[str, Any]:
+def _rank_document(dry_run: DryRun, watched: WatchedRank) -> dict[str, Any]:
     return {
-        "rank": one.rank,
-        "peak_bytes": one.peak_bytes,
-        "staging_bytes": one.staging_bytes,
-        "when": one.when,
-        "memory": kinds(one.kinds),
-        "activations": [{"where": where, "bytes": size} for where, size in one.where.items()],
-        "largest": largest(one),
-        "traffic": traffic(found.traffic(one.rank)),
-        "parts": [_part(part) for part in one.parts],
-        "passes": [_part(part) for part in one.passes],
-        "micro_batches": list(found.run[one.rank]),
-        "cost": {"seconds": found.costs[one.rank].seconds, "resident_bytes": found.costs[one.rank].resident_bytes},
+        "rank": watched.rank,
+        "peak_bytes": watched.peak_bytes,
+        "staging_bytes": watched.staging_bytes,
+        "when": watched.when,
+        "memory": kinds(watched.kinds),
+        "activations": [{"where": where, "bytes": size} for where, size in watched.where.items()],
+        "largest": largest(watched),
+        "traffic": traffic(dry_run.traffic(watched.rank)),
+        "parts": [_part_document(part) for part in watched.parts],
+        "passes": [_part_document(part) for part in watched.passes],
+        "micro_batches": list(dry_run.run[watched.rank]),
+        "cost": asdict(dry_run.costs[watched.rank]),
     }  # fmt: skip
 
 
-def _part(part: ProgramPart) -> dict[str, Any]:
+def _part_document(part: ProgramPart) -> dict[str, Any]:
     return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": kinds(part.kinds)}
 
 
-def largest(one: WatchedRank) -> list[dict[str, Any]]:
-    """Rows of the largest tensors."""
-    return [{**asdict(large), "shape": list(large.shape)} for large in one.largest]
+def largest(watched: WatchedRank) -> list[dict[str, Any]]:
+    """Return rows of the largest tensors."""
+    return [{**asdict(large), "shape": list(large.shape)} for large in watched.largest]
 
 
 def kinds(held: dict[str, int]) -> list[dict[str, Any]]:
-    """Rows of memory."""
+    """Return rows of memory."""
     return [{"kind": kind, "bytes": size} for kind, size in held.items()]
 
 
 def traffic(counts: Counts) -> list[dict[str, Any]]:
-    """Rows of traffic."""
+    """Return rows of traffic."""
     return [
         {"axis": axis, "collective": collective, "bytes": sent, "calls": calls}
         for (axis, collective), (calls, sent) in sorted(counts.items())

@@ -1,13 +1,13 @@
 """The kind of each piece of memory (spec.ledger.KINDS).
 
-Told from what its maker says (spec.purpose), from when it was made, and from how long it lived:
+It follows from what its maker declares (spec.purpose), when it was made, and how long it lived:
 
-    parameters, shards, masters, moments, counters   what `training.kept_bytes.kept` finds after the model was built
-    gradients       what it finds before an update; what a backward pass leaves that has the shape of a parameter
+    parameters, shards, masters, moments, counters   found by `training.kept_bytes.kept` once the model was built
+    gradients       found by it before an update; left by a backward pass with the shape of a parameter
     buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
     logits          made inside the loss over the vocabulary
     activations     made in a forward pass and still there after it, or left by B for W
-    temporaries     made and gone within one pass, a gradient that is added to another too; what the optimizer widens
+    temporaries     made and gone within one pass, such as a gradient that is added to another; widened by the optimizer
     tokens          the batch, and the next one that is read ahead
     staging         on a CPU, the copy of the state from which a thread writes a checkpoint
 """
@@ -23,14 +23,16 @@ from meshwright.training.kept_bytes import codes, kept
 from meshwright.training.state import TrainState
 
 CODES = "codes"
-"""Parameters that nothing shards: until the others have their kind."""
+"""Provisional kind of parameters that are never sharded, until all others have their kind."""
 FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 """First words of phases."""
 
 
 def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor] = ()) -> None:
-    """Name the storages that are kept from step to step, and gradients as they are now. `beside`: parameters of a
-    teacher."""
+    """Set the kind of storages that last from step to step, and of the present gradients.
+
+    `beside` holds parameters of a teacher.
+    """
     for record in _records(watch, beside):
         record.kind = record.kind or "parameters"
     for record in _records(watch, codes(state.engine)):
@@ -41,12 +43,12 @@ def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor
 
 
 def _records(watch: StorageWatch, tensors: Iterable[Tensor]) -> list[StorageRecord]:
-    found = [watch.see(local(tensor.detach())) for tensor in tensors]
-    return [record for record in found if record is not None]
+    records = [watch.see(local(tensor.detach())) for tensor in tensors]
+    return [record for record in records if record is not None]
 
 
 def label_rest(watch: StorageWatch, shapes: set[tuple[int, ...]], layout: Layout) -> None:
-    """Name all others; `shapes` are those of parameters as this rank computes with them."""
+    """Set the kind of all other storages. `shapes` are those of parameters as this rank computes with them."""
     stays_whole = bool(layout.zero) and (layout.zero < 3 or layout.pp > 1)
     for record in watch.records:
         if stays_whole and record.kind == "parameters":

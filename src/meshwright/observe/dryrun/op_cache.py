@@ -1,8 +1,8 @@
-"""What operations on tensors without values gave before, given again without asking torch.
+"""Cache of operations on tensors without values: repeated outcomes are rebuilt without asking torch.
 
-Sizes, strides and dtypes of what goes in say all about what comes out, and the layers and micro-batches of a step
-repeat each other. torch's FakeTensorMode remembers too, but takes ten times as long to look it up. Whatever is not
-plain (values that are known, sizes changed in place, other packages' operations) is left to it.
+Sizes, strides and dtypes of the inputs determine all about the outputs, and layers and micro-batches of a step repeat
+each other. torch's FakeTensorMode caches too, but its look-up takes ten times as long. Operations that are not plain
+(known values, sizes changed in place, other packages) are left to it.
 """
 
 from collections.abc import Callable
@@ -17,23 +17,23 @@ from meshwright import compat
 
 PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 SEQUENCES = (list, tuple, torch.Size)
-TORCH_S = ("aten", "fsdp")
-"""Packages of operations whose results follow from sizes."""
+TORCH_NAMESPACES = ("aten", "fsdp")
+"""Namespaces of operations whose outcomes follow from sizes."""
 CHANGING = frozenset(("set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_fresh", "lift_fresh_copy"))
 """Operations that do more than their sizes tell."""
 
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""(operation, its arguments, those by name) -> what it gives."""
+"""(operation, arguments, keyword arguments) -> outcome."""
 
 
-class NotSo(Exception):
-    """What came out before cannot be made again of these arguments."""
+class CannotReplay(Exception):
+    """The earlier outcome cannot be rebuilt from these arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
-    """A tensor with memory of its own."""
+class NewTensor:
+    """A tensor with its own memory."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -41,62 +41,66 @@ class Fresh:
     device: torch.device
 
     def make(self, maker: compat.FakeMaker, tensors: list[Tensor]) -> Any:
-        """Of these arguments of the operation; so in all of these classes."""
+        """Rebuild the outcome from the tensors among the arguments."""
         return maker.fresh(self.sizes, self.strides, self.dtype, self.device)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedView:
-    """A tensor in the memory of argument `of`, of which it needs so many bytes."""
+    """A view of argument number `argument`, which needs `needed_bytes` of its memory."""
 
-    of: int
+    argument: int
     needed_bytes: int
     offset: int
-    like: Fresh
+    like: NewTensor
 
     def make(self, maker: compat.FakeMaker, tensors: list[Tensor]) -> Any:
-        storage, like = tensors[self.of].untyped_storage(), self.like
+        """Rebuild the outcome."""
+        storage, like = tensors[self.argument].untyped_storage(), self.like
         if storage.nbytes() < self.needed_bytes:  # freed in place
-            raise NotSo
+            raise CannotReplay
         return maker.view(storage, self.offset, like.sizes, like.strides, like.dtype, like.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Same:
-    """Argument `of` itself."""
+class SameArgument:
+    """Argument number `argument` itself."""
 
-    of: int
+    argument: int
 
     def make(self, maker: compat.FakeMaker, tensors: list[Tensor]) -> Any:
-        return tensors[self.of]
+        """Rebuild the outcome."""
+        return tensors[self.argument]
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """No tensor."""
+    """A number or None."""
 
     value: int | float | None
 
     def make(self, maker: compat.FakeMaker, tensors: list[Tensor]) -> Any:
+        """Rebuild the outcome."""
         return self.value
 
 
 @dataclass(frozen=True, slots=True)
-class Several:
-    """A tuple or list."""
+class OutputSequence:
+    """A tuple or list of outcomes."""
 
     kind: type
-    each: tuple[Fresh | CachedView | Same | Constant, ...]
+    parts: tuple[NewTensor | CachedView | SameArgument | Constant, ...]
 
     def make(self, maker: compat.FakeMaker, tensors: list[Tensor]) -> Any:
-        return self.kind([one.make(maker, tensors) for one in self.each])
+        """Rebuild the outcome."""
+        return self.kind([part.make(maker, tensors) for part in self.parts])
 
 
-Outcome = Fresh | CachedView | Same | Constant | Several
+Outcome = NewTensor | CachedView | SameArgument | Constant | OutputSequence
 
 
 class OpCache:
-    """Operations under one mode of fake tensors; `call` stands for calling an operation."""
+    """Outcomes of operations under one fake tensor mode. `call` replaces calling an operation."""
 
     def __init__(self, maker: compat.FakeMaker) -> None:
         self.maker, self.fake = maker, maker.kind
@@ -105,30 +109,33 @@ class OpCache:
         self._work: dict[int, tuple[Any, bool, Any]] = {}
 
     def call(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """operation(*args, **kwargs)."""
+        """Return operation(*args, **kwargs)."""
         tensors: list[Tensor] = []
         key = self._key(operation, tensors, args, kwargs)
         if key is None:
-            return self._other(operation, args, kwargs)
+            return self._call_uncached(operation, args, kwargs)
         before = self._known.get(key, self)
         if before is None:
             return operation(*args, **kwargs)
         if before is not self:
             try:
                 return before.make(self.maker, tensors)  # type: ignore[union-attr]  # self stands for "unknown"
-            except NotSo:
+            except CannotReplay:
                 return operation(*args, **kwargs)
         out = operation(*args, **kwargs)
         if self._key(operation, [], args, kwargs) != key:
             self._known[key] = None  # it changed what it was given
         else:
-            with suppress(NotSo):  # not to be told from this call
+            with suppress(CannotReplay):  # not to be told from this call
                 self._known[key] = self._outcome(out, tensors)
         return out
 
-    def _other(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """operation(*args, **kwargs). Collectives of ranks that do not exist leave tensors as they are and have always
-        ended: what they give to wait for is made once. Marks for a profiler have no tensors."""
+    def _call_uncached(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return operation(*args, **kwargs) of an operation that is not plain.
+
+        Collectives of simulated ranks leave tensors as they are and have always ended, so their work handle is made
+        once. Marks for a profiler have no tensors.
+        """
         if getattr(operation, "namespace", "") == "profiler":
             with self.maker.below():
                 return operation(*args, **kwargs)
@@ -144,11 +151,12 @@ class OpCache:
         _, gives_first, work = known
         return (args[0], work) if gives_first else work
 
-    def _is_fake(self, given: Any) -> bool:
-        return all(type(one) is self.fake for one in (given if isinstance(given, (list, tuple)) else (given,)))
+    def _is_fake(self, argument: Any) -> bool:
+        tensors = argument if isinstance(argument, (list, tuple)) else (argument,)
+        return all(type(tensor) is self.fake for tensor in tensors)
 
     def _key(self, operation: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """All that tells what comes out, the tensors given; None where it is not plain."""
+        """Return all that determines the outcome, and collect the tensors. None = the call is not plain."""
         known = self._plain.get(id(operation))  # its own hash is slow
         if known is None:
             known = self._plain[id(operation)] = operation, _is_plain(operation)
@@ -163,37 +171,48 @@ class OpCache:
                 return None
         return tuple(key)
 
-    def _add(self, key: list[Any], tensors: list[Tensor], given: Any) -> bool:
-        for one in given:
-            kind = type(one)
+    def _add(self, key: list[Any], tensors: list[Tensor], arguments: Any) -> bool:
+        for argument in arguments:
+            kind = type(argument)
             if kind is self.fake:
-                dtype = one.dtype
-                if one.constant is not None or dtype.is_complex or one.is_neg():
+                dtype = argument.dtype
+                if argument.constant is not None or dtype.is_complex or argument.is_neg():
                     return False
-                tensors.append(one)
-                key += (dtype, one.shape, one.stride(), one.storage_offset(), one.fake_device, one.requires_grad)
+                tensors.append(argument)
+                key += (
+                    dtype,
+                    argument.shape,
+                    argument.stride(),
+                    argument.storage_offset(),
+                    argument.fake_device,
+                    argument.requires_grad,
+                )
             elif kind in PLAIN:
-                key += (kind, one)
+                key += (kind, argument)
             elif kind in SEQUENCES:
-                key += (kind, len(one))
-                if not self._add(key, tensors, one):
+                key += (kind, len(argument))
+                if not self._add(key, tensors, argument):
                     return False
             else:
                 return False
         return True
 
     def _outcome(self, out: Any, tensors: list[Tensor]) -> Outcome | None:
-        """How to make it again; None = never. NotSo: it cannot be told from this call."""
+        """Return how to rebuild it. None = never. Raises CannotReplay when this call cannot tell."""
         if type(out) is not tuple and type(out) is not list:
-            return self._one(out, tensors)
-        each = [self._one(one, tensors) for one in out]
-        own = [one.untyped_storage() for one, how in zip(out, each, strict=True) if type(how) is Fresh]
-        if len({compat.storage_key(storage) for storage in own}) < len(own):
+            return self._tensor_outcome(out, tensors)
+        parts = [self._tensor_outcome(part, tensors) for part in out]
+        storages = [
+            part.untyped_storage() for part, outcome in zip(out, parts, strict=True) if type(outcome) is NewTensor
+        ]
+        if len({compat.storage_key(storage) for storage in storages}) < len(storages):
             return None
-        found = tuple(how for how in each if how is not None)
-        return Several(type(out), found) if len(found) == len(each) else None
+        outcomes = tuple(outcome for outcome in parts if outcome is not None)
+        return OutputSequence(type(out), outcomes) if len(outcomes) == len(parts) else None
 
-    def _one(self, out: Any, tensors: list[Tensor]) -> Fresh | CachedView | Same | Constant | None:
+    def _tensor_outcome(
+        self, out: Any, tensors: list[Tensor]
+    ) -> NewTensor | CachedView | SameArgument | Constant | None:
         if out is None or type(out) in (int, float):
             return Constant(out)
         if type(out) is not self.fake or out.constant is not None or out.requires_grad:
@@ -203,37 +222,40 @@ class OpCache:
         key = compat.storage_key(storage)
         shared = [index for index, t in enumerate(tensors) if compat.storage_key(t.untyped_storage()) == key]
         if len(same) > 1 or (len(shared) > 1 and not same):
-            raise NotSo
+            raise CannotReplay
         if same:
-            return Same(same[0])
-        like = Fresh(tuple(out.shape), out.stride(), out.dtype, out.fake_device)
+            return SameArgument(same[0])
+        like = NewTensor(tuple(out.shape), out.stride(), out.dtype, out.fake_device)
         needed = _needed_bytes(out)
         if shared and needed > storage.nbytes():
-            raise NotSo
-        found = CachedView(shared[0], needed, int(out.storage_offset()), like) if shared else like
-        return found if compat.alike(found.make(self.maker, tensors), out) else None
+            raise CannotReplay
+        outcome = CachedView(shared[0], needed, int(out.storage_offset()), like) if shared else like
+        return outcome if compat.alike(outcome.make(self.maker, tensors), out) else None
 
 
 def plain_call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """operation(*args, **kwargs)."""
+    """Return operation(*args, **kwargs)."""
     return operation(*args, **kwargs)
 
 
 def cached_calls(mode: Any) -> Call | None:
-    """What stands for calling an operation under a mode of fake tensors; None where this torch has another way."""
+    """Return the replacement of calling an operation under a fake tensor mode.
+
+    None = this torch has another interface.
+    """
     maker = compat.fake_maker(mode)
     return OpCache(maker).call if maker is not None else None
 
 
 def _is_plain(operation: Any) -> bool:
-    """Whether it is one of torch's own that does no more than its sizes tell."""
-    if getattr(operation, "namespace", "") not in TORCH_S or operation._opname in CHANGING:
+    """Return True for torch's own operations that do no more than their sizes tell."""
+    if getattr(operation, "namespace", "") not in TORCH_NAMESPACES or operation._opname in CHANGING:
         return False
     return not {torch.Tag.inplace_view, torch.Tag.data_dependent_output} & {*operation.tags}
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two are one tensor, or lists of the same."""
+    """Return True for one tensor twice, or lists of the same tensors."""
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(_same, a, b))
     return a is b

@@ -1,24 +1,27 @@
-"""One rank's program under a Watch: what it held when it held most, by kind and one by one, and what it sent."""
+"""One rank's program under a StorageWatch: memory at its peak, by kind and by tensor, and traffic."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from meshwright.observe.dryrun.graph_pool import hold_pool
 from meshwright.observe.dryrun.memory_kinds import label_rest, label_states
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.shared_document import LargeTensor
-from meshwright.observe.spans import Inner, Span, replaced, told
+from meshwright.observe.spans import Inner, Span, replaced, report_spans
 from meshwright.parallel.data import local
+from meshwright.parallel.graph_capture import NoCapture
+from meshwright.parallel.pass_graphs import PassGraphs
 from meshwright.parallel.traffic import Counts
 from meshwright.spec.ledger import KINDS
+from meshwright.spec.purpose import takes
 from meshwright.training.teacher import teacher_tensors
 
 LISTED = 20
@@ -26,7 +29,7 @@ LISTED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramPart:
-    """A stretch of the program at the moment when it held most."""
+    """A part of the program at its peak."""
 
     name: str
     peak_bytes: int
@@ -35,25 +38,25 @@ class ProgramPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRank:
-    """What one rank's program did."""
+    """Memory and traffic of one rank's program."""
 
     rank: int
     peak_bytes: int
     when: str
-    """`step 2, BW 0 3`: part of the program, and the pass in it."""
+    """Part of the program and the pass in it: `step 2, BW 0 3`."""
     kinds: dict[str, int]
-    """Bytes at the peak."""
+    """Bytes at the peak by kind."""
     where: dict[str, int]
     """Bytes of activations at the peak by module and operation."""
     largest: tuple[LargeTensor, ...]
     sent: tuple[Counts, ...]
-    """Of each step."""
+    """Traffic of each step."""
     parts: tuple[ProgramPart, ...]
-    """Of the program: build, tokens, step 1, update 1 ..."""
+    """Parts of the program: build, tokens, step 1, update 1 ..."""
     passes: tuple[ProgramPart, ...]
-    """Every pass and what lies between them, in order: the memory timeline."""
+    """Every pass and the parts between them, in order: the memory timeline."""
     staging_bytes: int = 0
-    """Host memory of the copy from which a thread writes checkpoints: of a CPU's peak a part, of a GPU's none."""
+    """Host memory of the copy from which a thread writes checkpoints. It is part of a CPU's peak, not of a GPU's."""
 
 
 class Watched:
@@ -65,19 +68,19 @@ class Watched:
         self.sent: list[Counts] = []
 
     def run(self, counts: Sequence[int]) -> WatchedRank:
-        """Build, steps of so many micro-batches, evaluation, state."""
+        """Run build, steps of so many micro-batches, evaluation and state."""
         program, watch = self.program, self.watch
-        program.told = self._part
+        program.on_part = self._part
 
         def resize_(inner: Inner, storage: torch.UntypedStorage, size: int) -> object:
-            found = inner(storage, size)
+            resized = inner(storage, size)
             watch.resized(storage)
-            return found
+            return resized
 
         with ExitStack() as stack:
             stack.enter_context(watch)
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
-            stack.enter_context(told(self._pass))
+            stack.enter_context(report_spans(self._pass))
             program.build()
             label_states(watch, program.state, teacher_tensors(program.objective))
             hold_pool(program.state.engine.graphs, watch)
@@ -90,8 +93,8 @@ class Watched:
                     program.copy()
             program.rest()
             label_states(watch, program.state)
-        label_rest(watch, self._shapes(), program.plan.layout)
-        return self._seen()
+        label_rest(watch, self._parameter_shapes(), program.plan.layout)
+        return self._summarize()
 
     def _part(self, name: str) -> None:
         if name.startswith("update"):
@@ -103,17 +106,20 @@ class Watched:
         self.watch.enter(str(span) if span else self.parts[-1][0])
 
     def _name_modules(self, stack: ExitStack) -> None:
-        """Have the watch know inside which module of the model it is. Hooks on all modules: one on a linear layer would
-        have it computed apart from those that read the same."""
+        """Tell the watch inside which module of the model it is.
+
+        The hooks are on all modules: a hook on one linear layer would have it computed apart from those with the same
+        input.
+        """
         watch, outer = self.watch, [""]
         names = {module: name for model in self.program.state.engine.stages for name, module in model.named_modules()}
 
-        def enter(module: Module, given: object) -> None:
+        def enter(module: Module, inputs: object) -> None:
             if not torch.compiler.is_compiling():  # what a hook reads, the compiler takes for a constant of the block
                 outer.append(watch.module)
                 watch.module = names.get(module) or watch.module
 
-        def leave(module: Module, given: object, out: object) -> None:
+        def leave(module: Module, inputs: object, output: object) -> None:
             if not torch.compiler.is_compiling():
                 watch.module = outer.pop()
 
@@ -123,32 +129,32 @@ class Watched:
         ):
             stack.callback(handle.remove)
 
-    def _shapes(self) -> set[tuple[int, ...]]:
-        """Of parameters as this rank computes with them."""
+    def _parameter_shapes(self) -> set[tuple[int, ...]]:
+        """Return the shapes of parameters as this rank computes with them."""
         engine = self.program.state.engine
-        found = {tuple(local(p).shape) for p in engine.parameters.values()}
-        return found | {tuple(box.sizes) for box in engine.boxes.values()}
+        shapes = {tuple(local(p).shape) for p in engine.parameters.values()}
+        return shapes | {tuple(box.sizes) for box in engine.boxes.values()}
 
-    def _seen(self) -> WatchedRank:
+    def _summarize(self) -> WatchedRank:
         watch = self.watch
         phases = [(phase.name, phase.start) for phase in watch.phases]
         totals = list(accumulate(size for _, size in watch.events()))
         of_parts, of_phases = _highest(totals, self.parts), _highest(totals, phases)
-        peak_at = self._peak(totals)
+        peak_at = self._peak_event(totals)
         wanted = {*of_parts, *of_phases, peak_at}
-        kinds, alive, found = dict.fromkeys(KINDS, 0), dict[int, int](), dict[int, dict[str, int]]()
+        kinds, alive, kinds_at = dict.fromkeys(KINDS, 0), dict[int, int](), dict[int, dict[str, int]]()
         at_peak: dict[int, int] = {}
         for at, (number, size) in enumerate(watch.events()):
             kinds[watch.records[number].kind] += size
             alive[number] = alive.get(number, 0) + size
             if at in wanted:
-                found[at] = {kind: held for kind, held in kinds.items() if held}
+                kinds_at[at] = {kind: held for kind, held in kinds.items() if held}
             if at == peak_at:
-                at_peak = {one: held for one, held in alive.items() if held}
+                at_peak = {number: held for number, held in alive.items() if held}
 
         def peaks(starts: Sequence[tuple[str, int]], highest: Sequence[int]) -> tuple[ProgramPart, ...]:
-            told = [(name, at) for (name, _), at in zip(starts, highest, strict=True) if at >= 0]
-            return tuple(ProgramPart(name=name, peak_bytes=totals[at], kinds=found[at]) for name, at in told)
+            report_spans = [(name, at) for (name, _), at in zip(starts, highest, strict=True) if at >= 0]
+            return tuple(ProgramPart(name=name, peak_bytes=totals[at], kinds=kinds_at[at]) for name, at in report_spans)
 
         largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
         names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]
@@ -156,32 +162,32 @@ class Watched:
             rank=self.program.mesh.rank,
             peak_bytes=totals[peak_at],
             when=", ".join(dict.fromkeys(names)),
-            kinds=found[peak_at],
-            where=self._where(at_peak),
+            kinds=kinds_at[peak_at],
+            where=self._activations_by_module(at_peak),
             staging_bytes=self.program.staging_bytes,
-            largest=tuple(self._large(watch.records[number], at_peak[number]) for number in largest),
+            largest=tuple(self._large_tensor(watch.records[number], at_peak[number]) for number in largest),
             sent=tuple(self.sent),
             parts=peaks(self.parts, of_parts),
             passes=peaks(phases, of_phases),
         )
 
-    def _peak(self, totals: Sequence[int]) -> int:
-        """The first event of the highest total, one of tensors before one inside an operation, which ends with it."""
+    def _peak_event(self, totals: Sequence[int]) -> int:
+        """Return the first event with the highest total, tensors before workspaces that end with their operation."""
         highest = max(totals)
         equal = [(at, number) for at, (number, _) in enumerate(self.watch.events()) if totals[at] == highest]
         lasting = (at for at, number in equal if self.watch.records[number].died != at + 1)
         return next(lasting, equal[0][0])
 
-    def _where(self, alive: dict[int, int]) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def _activations_by_module(self, alive: dict[int, int]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
         for number, size in alive.items():
             record = self.watch.records[number]
             if record.kind == "activations" and size:
                 key = f"{generic(record.module)} {record.operation}"
-                found[key] = found.get(key, 0) + size
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+                sizes[key] = sizes.get(key, 0) + size
+        return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
-    def _large(self, record: StorageRecord, size: int) -> LargeTensor:
+    def _large_tensor(self, record: StorageRecord, size: int) -> LargeTensor:
         return LargeTensor(
             bytes=size, kind=record.kind, shape=record.shape, dtype=record.dtype, line=record.line,
             operation=record.operation, module=record.module, phase=self.watch.phases[record.phase].name,
@@ -189,7 +195,7 @@ class Watched:
 
 
 def _highest(totals: Sequence[int], starts: Sequence[tuple[str, int]]) -> list[int]:
-    """For each of some stretches, where the sum is highest; -1 for those in which nothing happens."""
+    """Return the event with the highest total in each part. -1 = nothing happens there."""
     ends = [*(start for _, start in starts[1:]), len(totals)]
     stretches = [range(start, end) for (_, start), end in zip(starts, ends, strict=True)]
     return [max(stretch, key=totals.__getitem__) if stretch else -1 for stretch in stretches]
@@ -200,5 +206,37 @@ def _name_at(starts: Sequence[tuple[str, int]], event: int) -> str:
 
 
 def generic(module: str) -> str:
-    """`layers.3.mlp.up` -> `layers.*.mlp.up`."""
+    """Replace layer numbers: `layers.3.mlp.up` -> `layers.*.mlp.up`."""
     return ".".join("*" if word.isdigit() else word for word in module.split("."))
+
+
+class GraphPool(NoCapture):
+    """Memory that CUDA graphs keep between passes (layout.cuda_graphs).
+
+    The most that a pass takes is held while none runs: all graphs share one pool, and nothing else may use it. Passes
+    run without capture, in memory that is released for them.
+    """
+
+    def __init__(self, watch: StorageWatch) -> None:
+        self.watch, self.size_bytes = watch, 0
+        self._held: Tensor | None = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run a pass inside."""
+        self._held = None
+        before = self.watch.now
+        yield
+        self.size_bytes = max(self.size_bytes, self.watch.rise(before))
+        self._held = _allocate(self.size_bytes)
+
+
+@takes("buffers")
+def _allocate(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def hold_pool(graphs: PassGraphs | None, watch: StorageWatch) -> None:
+    """Make graphs keep the memory of their passes, as on a GPU."""
+    if graphs is not None:
+        graphs.capture = GraphPool(watch)

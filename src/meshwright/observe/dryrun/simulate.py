@@ -1,40 +1,49 @@
-"""The real training program on tensors without values, in a world that is not there: what it holds and what it sends.
+"""Dry run: the real training program on tensors without values in a simulated world.
 
-Every rank that differs is run in a process of its own (one of each pipeline place: the others hold as much), as rank R
-of N in a process group whose collectives do nothing. Time grows with what one rank computes, not with N.
+Every rank that differs is run in its own process (one per pipeline stage: the others hold as much), as rank R of N in a
+process group whose collectives do nothing. Time grows with what one rank computes, not with N.
 """
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from meshwright import compat
+from meshwright.compat import lowering
 from meshwright.compat.torch_compile import compiled_by
 from meshwright.kernels.target import acting_as
-from meshwright.observe.dryrun.lowered_blocks import LoweredBlocks
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
-from meshwright.observe.dryrun.staged_copy import assigned_of
-from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
+from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch, StorageWatch
 from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_bytes
-from meshwright.observe.program import TrainingProgram, at_whole, shortened, without_values
+from meshwright.observe.program import TrainingProgram, extrapolate_step, probe_counts, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
+from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
+from meshwright.spec.boxes import Box
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered
-from meshwright.spec.places import check_ranks, pipeline_ranks
+from meshwright.spec.held import HeldParameter, held
+from meshwright.spec.optimizer_states import StateStorage
+from meshwright.spec.places import check_ranks, pipeline_ranks, place_of
+from meshwright.spec.purpose import takes
+from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.device import resident_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunCost:
-    """What the dry run of one rank itself took: time of a core, and memory of its process."""
+    """Cost of the dry run of one rank: processor time, and memory of its process."""
 
     seconds: float
     resident_bytes: int
@@ -42,15 +51,15 @@ class DryRunCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What a plan's program would hold and send."""
+    """Memory and traffic that a plan's program would have."""
 
     plan: Plan
-    """With the largest step of its batch ramp as every step."""
+    """The plan with the largest step of its batch ramp as every step."""
     device: str
-    """Whose kernels and allocator are stood in for: cuda or cpu."""
+    """Kind of device whose kernels and allocator are simulated: cuda or cpu."""
     ranks: tuple[WatchedRank, ...]
     run: dict[int, tuple[int, int]]
-    """Micro-batches of the two steps that were made, by rank."""
+    """Micro-batches of the two simulated steps, by rank."""
     costs: dict[int, DryRunCost]
     notes: tuple[str, ...]
 
@@ -61,20 +70,20 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the worst rank."""
+        """Peak of the worst rank."""
         return self.worst.peak_bytes
 
     def traffic(self, rank: int) -> Counts:
-        """(axis, collective) -> calls and bytes that a rank sends in a whole step."""
-        seen = next(one for one in self.ranks if one.rank == rank)
+        """Return (axis, collective) -> calls and bytes that a rank sends in a whole step."""
+        seen = next(watched for watched in self.ranks if watched.rank == rank)
         layout, batch = self.plan.layout, self.plan.recipe.global_batch
         first, second = seen.sent
         counts, whole = self.run[rank], layout.micro_batches(batch)
-        found = {}
+        totals = {}
         for key in second:
-            calls = [at_whole(first.get(key, (0, 0))[n], second[key][n], counts, whole) for n in (0, 1)]
-            found[key] = calls[0], calls[1]
-        return found
+            calls = [extrapolate_step(first.get(key, (0, 0))[n], second[key][n], counts, whole) for n in (0, 1)]
+            totals[key] = calls[0], calls[1]
+        return totals
 
 
 def dry_run(
@@ -86,13 +95,17 @@ def dry_run(
     whole: bool = False,
     processes: int = 0,
     limit_s: float | None = None,
-    told: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DryRun:
-    """Run the program of some ranks of a plan (default: one of each pipeline place) on tensors without values.
+    """Run the program of ranks of a plan on tensors without values.
 
-    `load`: rows that a rank's experts get over an even share. `whole`: every micro-batch of a step, instead of as many
-    as it takes until nothing new comes. `told` of ranks done and of all. PlanError: a plan that cannot run; a model
-    whose sizes depend on values. TooLong after `limit_s`.
+    Raises PlanError when the plan cannot run or sizes of its model depend on values, and TooLong after `limit_s`.
+
+    Args:
+        ranks: Ranks to run. Empty = one per pipeline stage.
+        load: Rows that a rank's experts get, relative to an even share.
+        whole: Run every micro-batch of a step, instead of as many as it takes until nothing new happens.
+        progress: Called with the number of ranks done and of all.
     """
     device = device or device_of(plan)
     plan.check()
@@ -105,19 +118,19 @@ def dry_run(
     ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
     check_ranks(plan.layout, ranks)
-    counts = {rank: _counts(plan, rank, whole) for rank in ranks}
+    counts = {rank: _micro_batch_counts(plan, rank, whole) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
-    found: dict[int, WatchedRank] = {}
+    watched: dict[int, WatchedRank] = {}
     costs: dict[int, DryRunCost] = {}
-    for number, (seen, cost) in in_subprocesses(_task, tasks, processes=processes, limit_s=limit_s):
-        found[longest_first[number]], costs[longest_first[number]] = seen, cost
-        if told is not None:
-            told(len(found), len(counts))
+    for number, (seen, cost) in in_subprocesses(_watch_rank_timed, tasks, processes=processes, limit_s=limit_s):
+        watched[longest_first[number]], costs[longest_first[number]] = seen, cost
+        if progress is not None:
+            progress(len(watched), len(counts))
     return DryRun(
         plan=plan,
         device=device,
-        ranks=tuple(found[rank] for rank in counts),
+        ranks=tuple(watched[rank] for rank in counts),
         run=counts,
         costs=costs,
         notes=tuple(_notes(plan, ramped=bool(ramp))),
@@ -125,15 +138,15 @@ def dry_run(
 
 
 def device_of(plan: Plan) -> str:
-    """cuda for a plan on a GPU that it describes or on a machine that has one, else cpu."""
+    """Return cuda for a plan on a GPU that it describes or on a machine that has one, else cpu."""
     return "cuda" if plan.cluster.device.is_gpu or torch.cuda.is_available() else "cpu"
 
 
-def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> WatchedRank:
-    """One rank, in this process; a process can do this once (torch keeps groups by name)."""
+def watch_rank(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> WatchedRank:
+    """Run one rank in this process. A process can do this once, since torch keeps groups by name."""
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
         program = TrainingProgram(
-            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), told=lambda part: None, routing=load,
+            plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), on_part=lambda part: None, routing=load,
             documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
             assigned=partial(assigned_of, plan, rank),
         )  # fmt: skip
@@ -145,23 +158,143 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) 
             return Watched(program, watch).run(counts)
 
 
-def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
+def _micro_batch_counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
     every = plan.layout.micro_batches(plan.recipe.global_batch)
-    return (every, every) if whole else shortened(plan, rank)
+    return (every, every) if whole else probe_counts(plan, rank)
 
 
-def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[WatchedRank, DryRunCost]:
+def _watch_rank_timed(
+    plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]
+) -> tuple[WatchedRank, DryRunCost]:
     torch.set_num_threads(1)
-    found = see(plan, rank, device, load, counts)
-    return found, DryRunCost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
+    watched = watch_rank(plan, rank, device, load, counts)
+    return watched, DryRunCost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())
 
 
 def _notes(plan: Plan, *, ramped: bool) -> list[str]:
-    found = []
+    notes = []
     if ramped:
-        found.append(f"of the batch ramp the largest step is run: {plan.recipe.global_batch} sequences")
+        notes.append(f"of the batch ramp the largest step is run: {plan.recipe.global_batch} sequences")
     if plan.recipe.document_mask and plan.layout.cp > 1:
-        found.append("document masks over context-parallel ranks depend on the text and are not counted")
+        notes.append("document masks over context-parallel ranks depend on the text and are not counted")
     if plan.model.moe is not None:
-        found.append("tokens are taken to go to experts evenly, or by the load that was given")
-    return found
+        notes.append("tokens are taken to go to experts evenly, or by the load that was given")
+    return notes
+
+
+MOST = 64
+"""Most ranks whose lists are made. More take minutes, and then every rank has nearly an even share."""
+
+
+def assigned_of(plan: Plan, rank: int, tensors: Mapping[str, Tensor]) -> set[str] | None:
+    """Return the names of tensors that this rank writes among the ranks of its pipeline stage.
+
+    Of identical pieces one rank writes each. torch assigns them over all ranks' lists, which exist only where ranks are
+    real. The others' lists are made from their boxes (spec/held.py), and torch's own planner assigns. The answer equals
+    store.checkpoint.assigned. None = the stage has more than MOST ranks.
+
+    Args:
+        tensors: Tensors that this rank offers. Others of the stage offer the same names.
+    """
+    layout = plan.layout
+    stage = place_of(layout, rank)["pp"]
+    number = layout.world // layout.pp
+    if number > MOST:
+        return None
+    planners = [DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False) for _ in range(number)]
+    lists = []
+    with compat.real_tensors():
+        for other, planner in zip(range(stage * number, (stage + 1) * number), planners, strict=True):
+            theirs = {holding.parameter.name: holding for holding in held(plan.model, layout, other)}
+            planner.set_up_planner(_empty_pieces(tensors, theirs, plan.recipe.storage), is_coordinator=other == 0)
+            lists.append(planner.create_local_plan())
+        dealt, _ = planners[0].create_global_plan(lists)
+    return {item.index.fqn for item in dealt[rank - stage * number].items}
+
+
+def _empty_pieces(
+    tensors: Mapping[str, Tensor], theirs: Mapping[str, HeldParameter], storage: StateStorage
+) -> dict[str, Tensor]:
+    """Return the same names and dtypes with another rank's boxes, without memory."""
+    pieces = {}
+    for name, tensor in tensors.items():
+        box = _box_of(name, theirs, storage)
+        cut = box is not None and (isinstance(tensor, Piece) or tuple(tensor.shape) == box.whole)
+        sizes = box.sizes if cut and box is not None else tuple(tensor.shape)
+        dtype = tensor.held.dtype if isinstance(tensor, Piece) else tensor.dtype
+        pieces[name] = piece(torch.empty(sizes, dtype=dtype, device="meta"), box if cut else None)
+    return pieces
+
+
+def _box_of(name: str, theirs: Mapping[str, HeldParameter], storage: StateStorage) -> Box | None:
+    """Return the box of a weight or an optimizer state, by its name in a checkpoint."""
+    weight = theirs.get(name.removeprefix("model."))
+    if weight is not None:
+        return weight.own_box
+    _, state, parameter = (*name.split(".", 2), "", "")[:3]
+    held = theirs.get(parameter)
+    return storage.of(held.parameter).box(state, held.own_box) if held else None
+
+
+_log = logging.getLogger("meshwright")
+
+
+class LoweredBlocks:
+    """Compiled blocks in a dry run: the code that torch.compile writes for a GPU, on tensors without values.
+
+    Compiled code keeps and takes other memory than the blocks' operations one by one. Norms, activations and repeated
+    keys are recomputed in the backward pass, which is one program with its own buffers. Blocks are lowered as on a GPU,
+    their memory is taken as the code says, and their kernels are left out.
+    """
+
+    def __init__(self, fake: Any, watch: StorageWatch) -> None:
+        self.fake, self.watch = fake, watch
+        self.is_beyond = False
+        """True once the compiler has refused a block."""
+
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile like torch.compile. Without gradients the call runs as it is: no such pass has the peak."""
+        code = lowering.lowered(call, self._watched, _TunedKernel)
+
+        def run(*arguments: Any) -> Any:
+            if not torch.is_grad_enabled() or self.is_beyond:
+                return call(*arguments)
+            try:
+                with compat.real_tensors(), self.fake:
+                    return code(*arguments)
+            except Exception as error:  # compilers fail in many ways, and a run then does not end before it begins
+                self.is_beyond = True
+                _log.warning(
+                    "meshwright: note: a dry run cannot lower these blocks and counts them uncompiled (%s)",
+                    str(error).partition("\n")[0],
+                )
+                return call(*arguments)
+
+        return run
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Enter the modes of a pass: forward, where the compiler left the watch, and backward."""
+        with compat.real_tensors(), self.fake, self.watch:
+            yield
+
+
+class _TunedKernel:
+    """A Triton kernel that tries several block sizes at its first call.
+
+    Each try takes a buffer that empties the device's cache. Overwritten inputs are copied to the host where a copy
+    beside them would be the peak (torch 2.11 to 2.13, _inductor/runtime/triton_heuristics.py and benchmarking.py).
+    """
+
+    def __init__(self) -> None:
+        self.is_tuned = False
+
+    def __call__(self) -> None:
+        if not self.is_tuned:
+            self.is_tuned = True
+            _empty_cache()
+
+
+@takes("temporaries")
+def _empty_cache() -> None:
+    torch.empty(TUNING_BYTES, dtype=torch.uint8, device="cpu")

@@ -1,9 +1,9 @@
-"""Every piece of memory that tensors take while a program runs: when, how much, what made it, when it was free again.
+"""Every piece of memory that tensors take while a program runs: when, how much, its maker, when it was freed.
 
-A `StorageWatch` sees each operation and follows the storages of what comes out, not the tensors: views take nothing,
-and a tensor subclass may claim more than it holds (a DTensor's wrapper has the global size and no memory; its local
-tensor comes out of operations like any other). Storages freed and filled again in place (`resize_`, by which FSDP lets
-go of gathered parameters) change their size. It works on fake tensors and on real ones alike.
+A `StorageWatch` sees each operation and follows the storages of its outputs, not the tensors. Views take nothing, and a
+tensor subclass may claim more than it holds: a DTensor's wrapper has the global size and no memory, while its local
+tensor comes out of operations like any other. Storages that are freed and refilled in place (`resize_`, by which FSDP
+releases gathered parameters) change their size. It works on fake and on real tensors.
 """
 
 import sys
@@ -26,14 +26,14 @@ from meshwright.spec.purpose import Purpose, purpose
 from meshwright.store.tensor_piece import Piece
 
 PACKAGE = __name__.partition(".")[0]
-OWN = f"{PACKAGE}.observe"
+OBSERVERS = f"{PACKAGE}.observe"
 DEVICE = torch.ops.prim.device.default
 META = torch.device("meta")
 WRAPPERS = (DTensor, Piece)
 ROUNDING_BYTES = {"cuda": 512, "cpu": 1}
-"""What torch's allocators make of a request: CUDA's caching allocator gives multiples of 512 bytes."""
+"""Allocation granularity: CUDA's caching allocator gives multiples of 512 bytes."""
 DEEPEST = 60
-"""Frames that are looked through for the line that made a tensor."""
+"""Most frames that are searched for the line that made a tensor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,18 +43,18 @@ class StorageRecord:
     number: int
     size_bytes: int
     phase: int
-    """Index in Watch.phases of where it was born."""
+    """Index in Watch.phases of the phase in which it was made."""
     operation: str
     line: str
     """`file.py:123 function` of this package, or of the first caller."""
     module: str
-    """Of the model, where a forward pass made it."""
+    """Module of the model whose forward pass made it."""
     shape: tuple[int, ...]
     dtype: str
     outer: str
     """Package whose code called the operation: meshwright, torch.distributed.fsdp ..."""
     purpose: Purpose
-    """What its maker says it is for."""
+    """Purpose that its maker declares."""
     died: int = -1
     death_phase: int = -1
     kind: str = ""
@@ -62,11 +62,11 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProgramPhase:
-    """A stretch of the program: `forward`, `backward` ... of a stage's micro-batch."""
+    """A phase of the program: `forward`, `backward` ... of a stage's micro-batch."""
 
     name: str
     start: int
-    """First event."""
+    """Number of its first event."""
 
 
 Within = Callable[[Any, tuple[Any, ...]], int]
@@ -74,8 +74,13 @@ Within = Callable[[Any, tuple[Any, ...]], int]
 
 
 class StorageWatch(compat.DispatchMode):
-    """Follows storages while it is entered. `round_bytes`: allocations are multiples of so many bytes. `call` stands
-    for calling an operation. `within`: bytes that an operation takes and gives back before it ends."""
+    """Dispatch mode that follows storages while it is entered.
+
+    Args:
+        round_bytes: Granularity of allocations.
+        call: Replaces calling an operation.
+        within: Bytes that an operation takes and returns before it ends.
+    """
 
     def __init__(self, round_bytes: int = 1, call: Call | None = None, within: Within | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -93,12 +98,14 @@ class StorageWatch(compat.DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """No: a compiled function runs as it was written while a watch is entered. Inside compiled code memory is taken
-        by calls that no mode sees, so what it holds would be missing."""
+        """Return False: a compiled function runs uncompiled while a watch is entered.
+
+        Compiled code takes memory by calls that no mode sees, so the watch would miss it.
+        """
         return False
 
     def look(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let it happen and look at what came out."""
+        """Run the operation and follow its outputs."""
         if operation is DEVICE and hasattr(args[0], "fake_device"):  # half of all calls, and slow the usual way
             return args[0].fake_device
         for kind in types:
@@ -106,19 +113,19 @@ class StorageWatch(compat.DispatchMode):
                 return NotImplemented  # its own operations on what it holds come by here
         out = self.call(operation, args, kwargs or {})
         if type(out) is tuple or type(out) is list:
-            for one in out:
-                if isinstance(one, Tensor):
-                    self.see(one, operation)
+            for tensor in out:
+                if isinstance(tensor, Tensor):
+                    self.see(tensor, operation)
         elif isinstance(out, Tensor):
             self.see(out, operation)
         if self.within is not None and (size := self.within(operation, args)):
-            self._taken(operation, size)
+            self._record_workspace(operation, size)
         return out
 
     __torch_dispatch__ = look
 
     def see(self, tensor: Tensor, operation: Any = None) -> StorageRecord | None:
-        """Follow a tensor's storage from now on, and note its size where it changed."""
+        """Follow a tensor's storage from now on, and record a change of its size."""
         if getattr(tensor, "fake_device", tensor.device if type(tensor) is Tensor else None) == META:
             return None
         try:
@@ -126,42 +133,42 @@ class StorageWatch(compat.DispatchMode):
         except NotImplementedError:
             return None  # without memory of its own
         key = compat.storage_key(storage)
-        found = self._known.get(key)
+        known = self._known.get(key)
         size = self._round(storage.nbytes())
-        if found is not None and found[0]() is not None:
-            record = found[1]
+        if known is not None and known[0]() is not None:
+            record = known[1]
             if size != record.size_bytes and record.purpose != "host":
-                self._changed(record, size)
+                self._change_size(record, size)
             return record
-        record = self._born(tuple(tensor.shape), tensor.dtype, 0 if purpose() == "host" else size, operation)
-        self._known[key] = weakref.ref(storage, partial(self._died, key)), record
+        record = self._add_record(tuple(tensor.shape), tensor.dtype, 0 if purpose() == "host" else size, operation)
+        self._known[key] = weakref.ref(storage, partial(self._end_record, key)), record
         return record
 
     def resized(self, storage: Any) -> None:
-        """A storage was given another size in place."""
-        found = self._known.get(compat.storage_key(storage))
-        if found is not None:
-            self._changed(found[1], self._round(storage.nbytes()))
+        """Record that a storage was resized in place."""
+        known = self._known.get(compat.storage_key(storage))
+        if known is not None:
+            self._change_size(known[1], self._round(storage.nbytes()))
 
     def enter(self, name: str) -> None:
-        """From now on."""
+        """Start a phase."""
         self.phases.append(ProgramPhase(name, len(self._event_record)))
 
     @property
     def now(self) -> int:
-        """The number of the next event."""
+        """Number of the next event."""
         return len(self._event_record)
 
     def rise(self, start: int) -> int:
-        """The most bytes that were held since event `start`, beyond those that were held before it."""
+        """Return the highest total since event `start`, beyond the bytes held before it."""
         return max(accumulate(self._event_bytes[start:], initial=0))
 
     def events(self) -> Iterator[tuple[int, int]]:
-        """(number of a record, bytes more or less), in order."""
+        """Iterate over (number of a record, change in bytes), in order."""
         return zip(self._event_record, self._event_bytes, strict=True)
 
-    def _born(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, operation: Any) -> StorageRecord:
-        line, outer = _line(sys._getframe(2))
+    def _add_record(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, operation: Any) -> StorageRecord:
+        line, outer = _maker_of(sys._getframe(2))
         record = StorageRecord(
             number=len(self.records),
             size_bytes=size,
@@ -175,30 +182,30 @@ class StorageWatch(compat.DispatchMode):
             purpose=purpose(),
         )
         self.records.append(record)
-        self._event(record, size)
+        self._add_event(record, size)
         return record
 
-    def _taken(self, operation: Any, size: int) -> None:
-        """Inside the operation that has just ended."""
-        record = self._born((size,), torch.uint8, self._round(size), operation)
+    def _record_workspace(self, operation: Any, size: int) -> None:
+        """Record memory inside the operation that has just ended."""
+        record = self._add_record((size,), torch.uint8, self._round(size), operation)
         record.died, record.death_phase = len(self._event_record), record.phase
-        self._event(record, -record.size_bytes)
+        self._add_event(record, -record.size_bytes)
         record.size_bytes = 0
 
     def _round(self, size: int) -> int:
         return -(-size // self.round_bytes) * self.round_bytes
 
-    def _changed(self, record: StorageRecord, size: int) -> None:
-        self._event(record, size - record.size_bytes)
+    def _change_size(self, record: StorageRecord, size: int) -> None:
+        self._add_event(record, size - record.size_bytes)
         record.size_bytes = size
 
-    def _died(self, key: int, gone: object) -> None:
+    def _end_record(self, key: int, gone: object) -> None:
         _, record = self._known.pop(key)
         record.died, record.death_phase = len(self._event_record), len(self.phases) - 1
-        self._event(record, -record.size_bytes)
+        self._add_event(record, -record.size_bytes)
         record.size_bytes = 0
 
-    def _event(self, record: StorageRecord, size: int) -> None:
+    def _add_event(self, record: StorageRecord, size: int) -> None:
         if not size:
             return
         self._event_record.append(record.number)
@@ -208,19 +215,19 @@ class StorageWatch(compat.DispatchMode):
 
 
 class FakeWatch(compat.BareMode, StorageWatch):
-    """The same for a dry run, of which nothing is compiled."""
+    """StorageWatch of a dry run, where nothing is compiled."""
 
     __torch_dispatch__ = StorageWatch.look
 
 
-def _line(frame: FrameType | None) -> tuple[str, str]:
-    """The innermost line of this package (the watching itself left out), and whose code called the operation."""
+def _maker_of(frame: FrameType | None) -> tuple[str, str]:
+    """Return the innermost line of this package outside `observe`, and the package that called the operation."""
     outer, first = "", ""
     for _ in range(DEEPEST):
         if frame is None:
             break
         name = frame.f_globals.get("__name__", "")
-        if name.startswith(PACKAGE) and not name.startswith(OWN):
+        if name.startswith(PACKAGE) and not name.startswith(OBSERVERS):
             here = f"{_file(name)}:{frame.f_lineno} {frame.f_code.co_qualname}"
             return here, outer or PACKAGE
         if name.startswith("torch.distributed.fsdp") and not outer:

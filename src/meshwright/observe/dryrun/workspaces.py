@@ -1,8 +1,8 @@
-"""Memory that kernels take from torch's allocator inside an operation and give back before it ends: no tensor shows it,
-and it stands beside what the operation gives.
+"""Memory that kernels take from torch's allocator inside an operation and return before it ends.
 
-Sources of a GPU's: torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd) and
-mem_eff_attention/kernel_backward.h. Matrix products have workspaces that stay: they are the planner's reserve.
+No tensor shows it, and it exists beside the operation's outputs. Sources for GPUs: torch 2.13,
+aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd) and mem_eff_attention/kernel_backward.h.
+Workspaces of matrix products are permanent: they are the planner's reserve.
 """
 
 from collections.abc import Callable
@@ -15,46 +15,49 @@ from meshwright import compat
 
 FP32_BYTES = 4
 ROWS = 128
-"""Of queries, to a multiple of which the flash kernel rounds."""
+"""Multiple to which the flash kernel rounds the rows of queries."""
 BLOCK = 64
-"""The same of the memory-efficient kernel."""
+"""Multiple to which the memory-efficient kernel rounds."""
 
 
 def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
-    """What a GPU takes inside `operation` (as a dispatch mode is given it) beyond its results; 0 = nothing known."""
-    of = WORKSPACES.get(operation)
-    return of(*args[1:]) if of else 0
+    """Return the bytes that a GPU takes inside `operation` beyond its outputs. 0 = nothing known."""
+    rule = WORKSPACES.get(operation)
+    return rule(*args[1:]) if rule else 0
 
 
 def cpu_workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
-    """The same of a CPU, whose ranks speak by Gloo."""
-    of = CPU_WORKSPACES.get(operation)
-    return of(*args) if of else 0
+    """Return the bytes that a CPU takes inside `operation`; its ranks communicate by Gloo."""
+    rule = CPU_WORKSPACES.get(operation)
+    return rule(*args) if rule else 0
 
 
-def _gathered(whole: Tensor, *_: Any) -> int:
-    """Gloo gathers and scatters in a tensor of its own, as large as the whole (torch 2.13, ProcessGroupGloo.cpp)."""
+def _gather(whole: Tensor, *_: Any) -> int:
+    """Return the buffer of Gloo's gathers and scatters: the whole tensor (torch 2.13, ProcessGroupGloo.cpp)."""
     return whole.nbytes
 
 
-def _scattered(part: Tensor, whole: Tensor, *_: Any) -> int:
+def _scatter(part: Tensor, whole: Tensor, *_: Any) -> int:
     return whole.nbytes
 
 
-def _added(total: Tensor, other: Any, *_: Any) -> int:
-    """What is added to numbers of another dtype is widened first, whole, and so is a narrower sum."""
+def _add(total: Tensor, other: Any, *_: Any) -> int:
+    """Return the copies that an in-place addition of two dtypes makes: the narrower one is widened whole."""
     if not isinstance(other, Tensor) or other.dim() == 0 or other.dtype == total.dtype:
         return 0
     wide = torch.promote_types(total.dtype, other.dtype)
-    return sum(one.numel() * wide.itemsize for one in (total, other) if one.dtype != wide)
+    return sum(tensor.numel() * wide.itemsize for tensor in (total, other) if tensor.dtype != wide)
 
 
 def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
-    """q (B, H, S, E), k (B, K, T, E): the gradient of q and a number a row in fp32; where keys are shared by heads,
-    gradients of keys and values for each head, which are summed then."""
+    """Return the workspace of q (B, H, S, E) and k (B, K, T, E).
+
+    It holds the gradient of q and one number per row in fp32. Where heads share keys it also holds gradients of keys
+    and values for each head, which are summed afterwards.
+    """
     batch, heads, rows, dim = q.shape
-    rounded = batch * heads * _up(rows, ROWS)
-    sums = rounded * (_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
+    rounded = batch * heads * _round_up(rows, ROWS)
+    sums = rounded * (_round_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
     apart = k.shape[1] != heads
     return sums + apart * 2 * batch * k.shape[2] * heads * dim * q.element_size()
 
@@ -62,24 +65,30 @@ def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
 def _varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor | None, *_: Any
 ) -> int:  # fmt: skip
-    """The same for q (T, H, E), k (T, K, E) of documents that begin at `borders` (N + 1,): each is rounded. Without
-    borders q (B, S, H, E), k (B, T, K, E)."""
+    """Return the workspace of q (T, H, E) and k (T, K, E) of documents that begin at `borders` (N + 1,).
+
+    Each document is rounded. Without borders: q (B, S, H, E), k (B, T, K, E).
+    """
     if borders is None:
         return _flash_backward(q.transpose(1, 2), k.transpose(1, 2))
     total, heads, dim = q.shape
     rounded = heads * (total + ROWS * (len(borders) - 1))
-    sums = rounded * (_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
+    sums = rounded * (_round_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
     return sums + (k.shape[1] != heads) * 2 * len(k) * heads * dim * q.element_size()
 
 
 def _efficient_backward(q: Tensor, k: Tensor, *_: Any) -> int:
-    """q (B, H, S, E): in 16 bits its gradient is summed in fp32; a number a row always."""
+    """Return the workspace of q (B, H, S, E): its fp32 gradient if it has 16 bits, and one number per row."""
     batch, heads, rows, dim = q.shape
-    sums = batch * heads * _up(rows, BLOCK) * _up(dim, BLOCK) * FP32_BYTES if q.element_size() < FP32_BYTES else 0
+    sums = (
+        batch * heads * _round_up(rows, BLOCK) * _round_up(dim, BLOCK) * FP32_BYTES
+        if q.element_size() < FP32_BYTES
+        else 0
+    )
     return sums + batch * heads * rows * FP32_BYTES
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -89,7 +98,7 @@ WORKSPACES = {
     compat.varlen_backward(): _varlen_backward,
 }
 CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
-    compat.GATHER: _gathered,
-    compat.SCATTER: _scattered,
-    torch.ops.aten.add_.Tensor: _added,
+    compat.GATHER: _gather,
+    compat.SCATTER: _scatter,
+    torch.ops.aten.add_.Tensor: _add,
 }

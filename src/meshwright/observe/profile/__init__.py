@@ -1,1 +1,1 @@
-"""A few real steps, measured: memory, traffic, time."""
+"""Profile of a few real steps: memory, traffic, time."""

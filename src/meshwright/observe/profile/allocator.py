@@ -1,11 +1,12 @@
-"""What the allocator itself says of memory over time: it knows nothing of `observe.dryrun.storage_tracker`.
+"""Memory over time by the allocator itself, independent of `observe.dryrun.storage_tracker`.
 
-On a CPU it is torch's profiler (observe.profile.cpu_allocator), which also hears of what operations take and give back
-inside. On a GPU it is the caching allocator's own statistics, read whenever a part of the program begins, and its
-history of events (observe.profile.gpu_allocator) for the curve between. Beside it stands what the process (CPU:
-resident, libraries and all) or the allocator (GPU) holds.
+On a CPU the source is torch's profiler (observe.profile.cpu_allocator), which also sees memory that operations take and
+return inside. On a GPU the sources are the caching allocator's statistics, read whenever a part of the program begins,
+and its history of events for the curve between. Beside it stands the memory that the process (CPU: resident, libraries
+included) or the allocator (GPU) holds.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from time import time_ns
 from types import TracebackType
@@ -16,31 +17,30 @@ import torch
 from meshwright import compat
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES
 from meshwright.observe.profile.cpu_allocator import watching
-from meshwright.observe.profile.gpu_allocator import History, history
 from meshwright.training.device import memory
 
 POINTS = 1000
-"""Of a curve: of each of so many stretches of time, the highest one."""
+"""Most points of a curve. Each is the highest of its interval of time."""
 EVENTS = 500_000
-"""Of a GPU's allocator that are kept: at the end some 350 MB of the host's memory at most."""
+"""Most events of a GPU's allocator that are kept; they take at most some 350 MB of host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A part of the program: the most it had allocated, and what was held for it at its end."""
+    """A part of the program: its peak of allocated bytes, and the bytes reserved at its end."""
 
     name: str
     allocated_bytes: int
     reserved_bytes: int
     active_bytes: int | None = None
-    """GPU: with what was given back and another stream still used."""
+    """GPU: peak including freed memory that another stream still used."""
     inactive_split_bytes: int | None = None
-    """GPU: the most that lay free in pieces of segments otherwise in use."""
+    """GPU: peak of free pieces of segments that are otherwise in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorAccount:
-    """All that a recorder has seen."""
+    """Everything that a recorder has seen."""
 
     peak_bytes: int
     reserved_bytes: int
@@ -49,13 +49,13 @@ class AllocatorAccount:
     """(seconds since the start, allocated bytes)."""
     active_bytes: int | None = None
     inactive_split_bytes: int | None = None
-    """The most of a GPU's, as in a Stretch; without statistics of them by its history: the second as of the end."""
+    """Peaks on a GPU, as in a Stretch. Without statistics they come from its history, the second as of the end."""
     events: int = 0
-    """Of the allocator, from which the curve was made; 0 = of a GPU only a point for each part is known."""
+    """Allocator events of which the curve is made. 0 = of a GPU only one point per part is known."""
 
 
 class HostAllocationRecorder:
-    """Of a CPU's memory."""
+    """Recorder of a CPU's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class HostAllocationRecorder:
         self._watching = watching()
 
     def __enter__(self) -> "HostAllocationRecorder":
-        self.heard = self._watching.__enter__()
+        self.allocations = self._watching.__enter__()
         self.begin("start")
         return self
 
@@ -76,36 +76,36 @@ class HostAllocationRecorder:
         self._watching.__exit__(kind, error, trace)
 
     def begin(self, name: str) -> None:
-        """Notes the moment; the allocator's events are laid beside it afterwards."""
+        """Record the moment. The allocator's events are matched with it afterwards."""
         self.held.append(memory(self.device).allocated_bytes)
         self.names.append(name)
         self.begins.append(time_ns())
 
     def account(self) -> AllocatorAccount:
-        """Adds the events up. A part begins with what the one before it left."""
-        points = list(self.heard.totals())
-        most, place, total = [0] * len(self.names), 0, 0
+        """Sum the events. A part begins with what the one before it left."""
+        points = list(self.allocations.totals())
+        highest, index, total = [0] * len(self.names), 0, 0
         for at, size in points:
-            while place + 1 < len(self.begins) and self.begins[place + 1] <= at:
-                place += 1
-                most[place] = total
+            while index + 1 < len(self.begins) and self.begins[index + 1] <= at:
+                index += 1
+                highest[index] = total
             total = size
-            most[place] = max(most[place], total)
-        most[place + 1 :] = [total] * len(most[place + 1 :])
+            highest[index] = max(highest[index], total)
+        highest[index + 1 :] = [total] * len(highest[index + 1 :])
         return AllocatorAccount(
-            peak_bytes=max(most),
+            peak_bytes=max(highest),
             reserved_bytes=max(self.held),
             stretches=tuple(
                 Stretch(name=name, allocated_bytes=size, reserved_bytes=held)
-                for name, size, held in zip(self.names[:-1], most, self.held[1:], strict=False)
+                for name, size, held in zip(self.names[:-1], highest, self.held[1:], strict=False)
             ),
-            curve=thinned([((at - self.begins[0]) / 1e9, size) for at, size in points]),
+            curve=thin_curve([((at - self.begins[0]) / 1e9, size) for at, size in points]),
             events=len(points),
         )
 
 
 class DeviceAllocationRecorder:
-    """Of a GPU's memory. Its allocator works when the host asks it to, so that no waiting for the device is needed."""
+    """Recorder of a GPU's memory. The allocator acts on the host, so nothing waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -123,20 +123,20 @@ class DeviceAllocationRecorder:
 
     def __exit__(self, *_: Any) -> None:
         self.begin("end")
-        told = compat.recorded_allocations() if self._recording else None
-        if told is not None:
-            self.history = history(told, self.device.index or 0, ROUNDING_BYTES["cuda"])
+        snapshot = compat.recorded_allocations() if self._recording else None
+        if snapshot is not None:
+            self.history = read_history(snapshot, self.device.index or 0, ROUNDING_BYTES["cuda"])
 
     def begin(self, name: str) -> None:
-        """Reads the peaks since the last time."""
-        use, all_of_it = memory(self.device), torch.cuda.memory_stats(self.device)
+        """Read the peaks since the last call."""
+        use, statistics = memory(self.device), torch.cuda.memory_stats(self.device)
         self.stretches.append(
             Stretch(
                 name=self.name,
                 allocated_bytes=use.allocated_bytes,
                 reserved_bytes=use.reserved_bytes,
-                active_bytes=all_of_it.get("active_bytes.all.peak"),
-                inactive_split_bytes=all_of_it.get("inactive_split_bytes.all.peak"),
+                active_bytes=statistics.get("active_bytes.all.peak"),
+                inactive_split_bytes=statistics.get("inactive_split_bytes.all.peak"),
             )
         )
         self.readings.append((time_ns(), use.allocated_bytes))
@@ -144,36 +144,110 @@ class DeviceAllocationRecorder:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def account(self) -> AllocatorAccount:
-        """What was read. The curve is that of the events, with the readings for what came before the first one kept."""
-        told = self.history
-        events = told.allocated if told else ()
+        """Return what was read. The curve holds the events, and readings before the first retained event."""
+        history = self.history
+        events = history.allocated if history else ()
         before = [point for point in self.readings if not events or point[0] < events[0][0]]
-        active = [one.active_bytes for one in self.stretches if one.active_bytes is not None]
-        split = [one.inactive_split_bytes for one in self.stretches if one.inactive_split_bytes is not None]
+        active = [stretch.active_bytes for stretch in self.stretches if stretch.active_bytes is not None]
+        split = [stretch.inactive_split_bytes for stretch in self.stretches if stretch.inactive_split_bytes is not None]
         return AllocatorAccount(
-            peak_bytes=max(one.allocated_bytes for one in self.stretches),
-            reserved_bytes=max(one.reserved_bytes for one in self.stretches),
+            peak_bytes=max(stretch.allocated_bytes for stretch in self.stretches),
+            reserved_bytes=max(stretch.reserved_bytes for stretch in self.stretches),
             stretches=tuple(self.stretches),
-            curve=thinned([((at - self.started) / 1e9, size) for at, size in (*before, *events)]),
-            active_bytes=max(active, default=told.active_peak_bytes if told else None),
-            inactive_split_bytes=max(split, default=told.inactive_split_bytes if told else None),
+            curve=thin_curve([((at - self.started) / 1e9, size) for at, size in (*before, *events)]),
+            active_bytes=max(active, default=history.active_peak_bytes if history else None),
+            inactive_split_bytes=max(split, default=history.inactive_split_bytes if history else None),
             events=len(events),
         )
 
 
 def recorder_of(device: torch.device) -> HostAllocationRecorder | DeviceAllocationRecorder:
-    """The one that a kind of device has, to be entered before anything is built."""
+    """Return the recorder of a kind of device, to be entered before anything is built."""
     return DeviceAllocationRecorder(device) if device.type == "cuda" else HostAllocationRecorder(device)
 
 
-def thinned(points: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
-    """At most POINTS of a curve: of each stretch of time the highest point, so that no peak is lost."""
+def thin_curve(points: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """Return at most POINTS points: the highest of each interval of time, so that no peak is lost."""
     if len(points) <= POINTS:
         return tuple(points)
     width = (points[-1][0] - points[0][0]) / POINTS or 1.0
     best: dict[int, tuple[float, int]] = {}
     for point in points:
-        place = min(POINTS - 1, int((point[0] - points[0][0]) / width))
-        if place not in best or point[1] > best[place][1]:
-            best[place] = point
+        stretch = min(POINTS - 1, int((point[0] - points[0][0]) / width))
+        if stretch not in best or point[1] > best[stretch][1]:
+            best[stretch] = point
     return tuple(best.values())
+
+
+Point = tuple[int, int]
+"""(ns since 1970, bytes allocated then)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Events of one device in a snapshot."""
+
+    allocated: tuple[Point, ...]
+    """Points after each event. Empty = nothing happened."""
+    active_peak_bytes: int
+    """Peak of memory that was allocated, or freed but still in use on another stream."""
+    inactive_split_bytes: int
+    """Free pieces, at the end, of segments in use: of no use to a larger request."""
+
+
+def read_history(snapshot: Mapping[str, Any], device: int, round_bytes: int) -> History | None:
+    """Read the history of a device from a snapshot of torch.cuda.memory._snapshot.
+
+    It holds the last events in order and the present blocks. Levels are computed backwards from the blocks, so they are
+    right even if the beginning was dropped. Sizes are those requested, in multiples of the allocator's granularity. A
+    block whose rest was too small to split off counts a little more in the allocator's own statistics.
+
+    Returns None when the snapshot has another form than documented for this torch.
+    """
+    try:
+        blocks = [
+            (block["state"], _rounded(block.get("requested_size", block["size"]), round_bytes))
+            for segment in _segments(snapshot, device)
+            for block in segment["blocks"]
+        ]
+        allocated = sum(size for state, size in blocks if state == "active_allocated")
+        active = sum(size for state, size in blocks if state != "inactive")
+        entries = [entry for entry in snapshot["device_traces"][device] if entry["action"] in CHANGES]
+        return History(
+            allocated=tuple(_levels(entries, allocated, 0, round_bytes)),
+            active_peak_bytes=max((size for _, size in _levels(entries, active, 1, round_bytes)), default=active),
+            inactive_split_bytes=sum(
+                _free_in_split_segments(segment["blocks"]) for segment in _segments(snapshot, device)
+            ),
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return None
+
+
+CHANGES = {"alloc": (1, 1), "free_requested": (-1, 0), "free_completed": (0, -1)}
+"""Effect of an event on allocated and on active bytes."""
+
+
+def _segments(snapshot: Mapping[str, Any], device: int) -> Iterator[Mapping[str, Any]]:
+    return (segment for segment in snapshot["segments"] if segment.get("device", device) == device)
+
+
+def _levels(entries: list[Any], end_bytes: int, which: int, round_bytes: int) -> list[Point]:
+    """Return (ns, bytes after it) of every event that changes the quantity, from its level at the end."""
+    level, latest, points = end_bytes, entries[-1]["time_us"] * 1000 if entries else 0, []
+    for entry in reversed(entries):
+        sign = CHANGES[entry["action"]][which]
+        latest = min(latest, entry["time_us"] * 1000)
+        if sign:
+            points.append((latest, level))
+            level -= sign * _rounded(entry["size"], round_bytes)
+    return points[::-1]
+
+
+def _free_in_split_segments(blocks: list[Any]) -> int:
+    free = sum(block["size"] for block in blocks if block["state"] == "inactive")
+    return free if any(block["state"] != "inactive" for block in blocks) else 0
+
+
+def _rounded(size: int, round_bytes: int) -> int:
+    return -(-size // round_bytes) * round_bytes

@@ -1,4 +1,4 @@
-"""Moments of a rank's program, and the clocks of all ranks laid over each other."""
+"""Moments of a rank's program, and the alignment of all ranks' clocks."""
 
 import time
 from dataclasses import dataclass
@@ -14,28 +14,31 @@ ROUNDS = 16
 
 
 class HostClock:
-    """Of a CPU, whose work is done when a call returns."""
+    """Clock of a CPU, whose work is done when a call returns."""
 
     computes_here = True
-    """Whether what is started now is in line with what computes."""
+    """True: calls run in line with the computation."""
     residual_s = 0.0
-    """How wrong its seconds can be as those of the host's clock, after `settle`."""
+    """Uncertainty of its seconds against the host's clock, after `settle`."""
 
     def mark(self) -> int:
-        """Nanoseconds."""
+        """Return the present moment in nanoseconds."""
         return time.perf_counter_ns()
 
     def seconds(self, mark: Mark) -> float:
-        """Since some moment of this machine."""
+        """Return seconds since a fixed moment of this machine."""
         return float(mark) / 1e9
 
     def settle(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 class DeviceClock:
-    """Of a GPU, which works later than the host asks it to: events on the stream that computes. The host's time is told
-    from two of them, at the beginning and when it settles, since the two clocks do not run equally fast."""
+    """Clock of a GPU, which works later than the host asks it to: events on the computing stream.
+
+    The host's time is derived from two events, at the beginning and when it settles, since the clocks run at different
+    speeds.
+    """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.current_stream()
@@ -46,21 +49,21 @@ class DeviceClock:
 
     @property
     def computes_here(self) -> bool:
-        """FSDP starts its collectives on streams of their own."""
+        """False on other streams, on which FSDP starts its collectives."""
         return bool(torch.cuda.current_stream() == self.stream)
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all that was started on the current stream."""
+        """Return an event behind all work of the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, mark: Mark) -> float:
-        """On the host's clock."""
+        """Return seconds on the host's clock."""
         return self._first.at_s + self._rate * float(self._first.event.elapsed_time(mark)) / 1e3
 
     def settle(self) -> None:
-        """Until the device has done everything."""
+        """Wait until the device has finished, and calibrate its speed."""
         torch.cuda.synchronize()
         last = self._anchor()
         between_s = float(self._first.event.elapsed_time(last.event)) / 1e3
@@ -69,10 +72,10 @@ class DeviceClock:
             self.residual_s = max(self._first.residual_s, last.residual_s)
 
     def _anchor(self) -> "_Anchor":
-        """An event of an idle device, which happened between two looks at the host's clock; the quickest of some."""
-        return min((self._looked() for _ in range(ROUNDS)), key=lambda one: one.residual_s)
+        """Return an event of an idle device between two readings of the host's clock; the quickest of ROUNDS."""
+        return min((self._measure_anchor() for _ in range(ROUNDS)), key=lambda anchor: anchor.residual_s)
 
-    def _looked(self) -> "_Anchor":
+    def _measure_anchor(self) -> "_Anchor":
         before = time.perf_counter()
         event = self.mark()
         event.synchronize()
@@ -88,71 +91,73 @@ class _Anchor:
 
 
 Clock = HostClock | DeviceClock
-"""Keeps moments of the work that a rank has started: `mark` is one, of which `seconds` tells after `settle`."""
+"""Records moments of a rank's work: `mark` returns one, and `seconds` converts it after `settle`."""
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of a kind of device."""
+    """Return the clock of a kind of device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """What is added to this rank's seconds to have the first rank's, and how wrong that can be."""
+    """Seconds to add to this rank's clock to get the first rank's, and their uncertainty."""
 
     seconds: float = 0.0
     residual_s: float = 0.0
-    """Half of the quickest question and answer: the answer was given at some moment between."""
+    """Half the time of the quickest question and answer: the answer came at some moment between."""
     at_s: float = 0.0
-    """When, on this rank's clock."""
+    """Moment of the measurement on this rank's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aligned:
-    """A rank's clock laid over the first one's from before to after what was timed: crystals drift apart by millionths,
-    in a minute by more than the offset is uncertain."""
+    """A rank's clock aligned with the first rank's, before and after what was timed.
+
+    Crystals drift apart by millionths: in a minute by more than the offset is uncertain.
+    """
 
     first: Offset = Offset()
     last: Offset = Offset()
     device_residual_s: float = 0.0
-    """Of a GPU's clock against its host's."""
+    """Uncertainty of a GPU's clock against its host's."""
 
-    def seconds(self, own_s: float) -> float:
-        """On the first rank's clock, the offset on the straight line between the two."""
+    def seconds(self, rank_s: float) -> float:
+        """Convert to the first rank's clock, by the straight line between the two offsets."""
         between_s = self.last.at_s - self.first.at_s
-        share = (own_s - self.first.at_s) / between_s if between_s > 0 else 0.0
-        return own_s + self.first.seconds + share * self.drift_s
+        share = (rank_s - self.first.at_s) / between_s if between_s > 0 else 0.0
+        return rank_s + self.first.seconds + share * self.drift_s
 
     @property
     def drift_s(self) -> float:
-        """How far the two clocks came apart meanwhile."""
+        """Seconds by which the two clocks drifted apart."""
         return self.last.seconds - self.first.seconds
 
     @property
     def residual_s(self) -> float:
-        """How wrong a moment between can be."""
+        """Uncertainty of a moment between."""
         return max(self.first.residual_s, self.last.residual_s) + self.device_residual_s
 
 
 def align(rank: int, world: int) -> Offset:
-    """Ask the first rank what time it is (Cristian 1989); every rank of the world calls this at the same place."""
+    """Ask the first rank for its time (Cristian 1989). Every rank of the world calls this together."""
     if world == 1:
         return Offset()
     dist.barrier()
-    told = torch.zeros((), dtype=torch.int64)
+    message = torch.zeros((), dtype=torch.int64)
     if rank:
-        return min((_asked(told) for _ in range(ROUNDS)), key=lambda one: one.residual_s)
+        return min((_ask(message) for _ in range(ROUNDS)), key=lambda offset: offset.residual_s)
     for other in range(1, world):
         for _ in range(ROUNDS):
-            dist.recv(told, other)
-            dist.send(told.fill_(time.perf_counter_ns()), other)
+            dist.recv(message, other)
+            dist.send(message.fill_(time.perf_counter_ns()), other)
     return Offset()
 
 
-def _asked(told: torch.Tensor) -> Offset:
+def _ask(message: torch.Tensor) -> Offset:
     before = time.perf_counter_ns()
-    dist.send(told, 0)
-    dist.recv(told, 0)
+    dist.send(message, 0)
+    dist.recv(message, 0)
     after = time.perf_counter_ns()
     middle = (before + after) / 2
-    return Offset(seconds=(told.item() - middle) / 1e9, residual_s=(after - before) / 2e9, at_s=middle / 1e9)
+    return Offset(seconds=(message.item() - middle) / 1e9, residual_s=(after - before) / 2e9, at_s=middle / 1e9)

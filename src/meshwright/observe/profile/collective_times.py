@@ -1,7 +1,7 @@
-"""Every collective of a step: when it was called, when it had ended, and for how long whoever needed it waited.
+"""Every collective of a step: its call, its end, and how long its users waited.
 
-All go through functions of torch.distributed (or their stand-ins in compat), fully_shard's too, and are told to
-`parallel.traffic` just before, which says the axis. While `heard` is open, these functions tell of themselves.
+All collectives, fully_shard's too, go through functions of torch.distributed or their stand-ins in compat. They are
+announced to `parallel.traffic` just before, which knows the axis. Inside `listening` these functions are wrapped.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,24 +25,24 @@ BLOCKING = (
     (dist, "batch_isend_irecv"),
     (dist, "barrier"),
 )
-"""What gives work to wait for, or has waited when it returns."""
+"""Functions that return work to wait for, or have waited when they return."""
 
 
 @dataclass(slots=True, eq=False)
 class CollectiveCall:
-    """One collective, or the sends and receives that are started together."""
+    """One collective, or sends and receives that start together."""
 
     axis: str
     collective: str
     sent_bytes: int
-    begun: Mark
-    ended: Mark = None
-    """When somebody had waited for it; None = nobody did."""
+    start: Mark
+    end: Mark = None
+    """Moment at which somebody had waited for it. None = nobody did."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitSpan:
-    """A stretch in which a rank could not go on for a call."""
+    """A time in which a rank could not continue because of a call."""
 
     call: CollectiveCall
     start: Mark
@@ -50,91 +50,91 @@ class WaitSpan:
 
 
 class CollectiveCalls:
-    """What was heard; `waited` is told of each wait as it ends."""
+    """Recorded calls. `on_wait` is called as each wait ends."""
 
-    def __init__(self, clock: Clock, waited: Callable[[WaitSpan], None]) -> None:
-        self.clock, self.waited = clock, waited
+    def __init__(self, clock: Clock, on_wait: Callable[[WaitSpan], None]) -> None:
+        self.clock, self.on_wait = clock, on_wait
         self.calls: list[CollectiveCall] = []
-        self._told: list[tuple[str, str, int]] = []
+        self._announced: list[tuple[str, str, int]] = []
         self._on_stream: dict[Any, CollectiveCall] = {}
         self._of_event: dict[Any, CollectiveCall] = {}
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """Inside, calls of this process are heard."""
+    def listening(self) -> Iterator[None]:
+        """Record calls of this process inside."""
         with ExitStack() as stack:
-            stack.enter_context(replaced(Traffic, "begin", self._begin))
-            stack.enter_context(replaced(Traffic, "add", self._add))
+            stack.enter_context(replaced(Traffic, "begin", self._announce))
+            stack.enter_context(replaced(Traffic, "add", self._add_bytes))
             for owner, name in BLOCKING:
-                stack.enter_context(replaced(owner, name, self._called))
+                stack.enter_context(replaced(owner, name, self._record_call))
             if torch.cuda.is_available():
-                stack.enter_context(replaced(torch.cuda.Stream, "record_event", self._recorded))
-                stack.enter_context(replaced(torch.cuda.Stream, "wait_event", self._awaited))
+                stack.enter_context(replaced(torch.cuda.Stream, "record_event", self._note_event))
+                stack.enter_context(replaced(torch.cuda.Stream, "wait_event", self._wait_for_event))
             yield
 
-    def _begin(self, inner: Inner, traffic: Traffic, axis: str, collective: str) -> None:
-        self._told.append((axis, collective, 0))
+    def _announce(self, inner: Inner, traffic: Traffic, axis: str, collective: str) -> None:
+        self._announced.append((axis, collective, 0))
         inner(traffic, axis, collective)
 
-    def _add(self, inner: Inner, traffic: Traffic, axis: str, collective: str, sent_bytes: int) -> None:
-        if self._told:
-            self._told[-1] = axis, collective, sent_bytes
+    def _add_bytes(self, inner: Inner, traffic: Traffic, axis: str, collective: str, sent_bytes: int) -> None:
+        if self._announced:
+            self._announced[-1] = axis, collective, sent_bytes
         inner(traffic, axis, collective, sent_bytes)
 
-    def _called(self, inner: Inner, *given: Any, **named: Any) -> Any:
-        one = self._new()
-        work = inner(*given, **named)
-        if not self.clock.computes_here:  # on a stream of its own, which others will wait for
-            one.ended = self.clock.mark()
-            self._on_stream[torch.cuda.current_stream()] = one
+    def _record_call(self, inner: Inner, *arguments: Any, **keywords: Any) -> Any:
+        call = self._new_call()
+        work = inner(*arguments, **keywords)
+        if not self.clock.computes_here:  # on another stream, which users wait for by events
+            call.end = self.clock.mark()
+            self._on_stream[torch.cuda.current_stream()] = call
             return work
         if work is None:
-            self._waited(one, one.begun)
+            self._record_wait(call, call.start)
             return None
-        return [_Work(one, self, w) for w in work] if isinstance(work, list) else _Work(one, self, work)
+        return [_Work(call, self, w) for w in work] if isinstance(work, list) else _Work(call, self, work)
 
-    def _new(self) -> CollectiveCall:
-        """As traffic was just told; what FSDP sums over replicas it tells only afterwards."""
-        told, self._told = self._told or [("replicate", "all_reduce", 0)], []
-        axis, collective, _ = next((one for one in told if one[1] == "send"), told[-1])
-        sent = sum(size for _, what, size in told if what == collective)
+    def _new_call(self) -> CollectiveCall:
+        """Return a call as traffic announced it. FSDP's sums over replicas are announced only afterwards."""
+        announced, self._announced = self._announced or [("replicate", "all_reduce", 0)], []
+        axis, collective, _ = next((told for told in announced if told[1] == "send"), announced[-1])
+        sent = sum(size for _, what, size in announced if what == collective)
         call = CollectiveCall(axis, collective, sent, self.clock.mark())
         self.calls.append(call)
         return call
 
-    def _waited(self, call: CollectiveCall, start: Mark) -> None:
-        call.ended = self.clock.mark()
-        self.waited(WaitSpan(call, start, call.ended))
+    def _record_wait(self, call: CollectiveCall, start: Mark) -> None:
+        call.end = self.clock.mark()
+        self.on_wait(WaitSpan(call, start, call.end))
 
-    def _recorded(self, inner: Inner, stream: Any, *given: Any) -> Any:
-        event = inner(stream, *given)
+    def _note_event(self, inner: Inner, stream: Any, *arguments: Any) -> Any:
+        event = inner(stream, *arguments)
         if stream in self._on_stream:
             self._of_event[event] = self._on_stream[stream]
         return event
 
-    def _awaited(self, inner: Inner, stream: Any, event: Any) -> None:
+    def _wait_for_event(self, inner: Inner, stream: Any, event: Any) -> None:
         call = self._of_event.get(event) if self.clock.computes_here else None
         if call is None or stream != torch.cuda.current_stream():
             inner(stream, event)
             return
         start = self.clock.mark()
         inner(stream, event)
-        self.waited(WaitSpan(call, start, self.clock.mark()))
+        self.on_wait(WaitSpan(call, start, self.clock.mark()))
 
 
 class _Work:
-    """A call under way, as who started it sees it."""
+    """Handle of a running call."""
 
     def __init__(self, call: CollectiveCall, calls: CollectiveCalls, work: dist.Work) -> None:
         self.call, self.calls, self.work = call, calls, work
 
-    def wait(self, *given: Any) -> bool:
-        """Until it has ended."""
+    def wait(self, *arguments: Any) -> bool:
+        """Wait until it has ended."""
         start = self.calls.clock.mark()
-        done = self.work.wait(*given)
-        self.calls._waited(self.call, start)
+        done = self.work.wait(*arguments)
+        self.calls._record_wait(self.call, start)
         return bool(done)
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Return True if it has ended."""
         return bool(self.work.is_completed())

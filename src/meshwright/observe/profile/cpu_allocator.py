@@ -1,8 +1,8 @@
-"""How much a process on a CPU has allocated, told by torch's allocator itself: nothing that the dry run knows of.
+"""Memory that a process on a CPU has allocated, by torch's allocator, independent of the dry run.
 
-torch's profiler hears of every allocation, but of those that end on another thread (Gloo's, which drop the last hold on
-what they sent) it does not hear the end. An address that is given out again was free before: what is found so is taken
-back. What is not found yet makes the figure too high, never too low.
+torch's profiler sees every allocation. It misses frees on other threads, such as Gloo's, which drop the last reference
+to sent tensors. An address that is allocated again was free before, so such frees are found then. Those not found yet
+make the figure too high, never too low.
 """
 
 import time
@@ -19,27 +19,29 @@ from meshwright.observe.spans import Inner, replaced
 
 PAUSE_S = 0.001
 Event = tuple[int, int, int]
-"""(ns, address, bytes: below 0 where memory ends)."""
+"""(ns, address, bytes; negative where memory is freed)."""
 
 
 @dataclass(slots=True)
 class AllocationRecorder:
-    """What was allocated while `watching`; read it afterwards."""
+    """Allocations inside `watching`, to be read afterwards."""
 
     events: list[Event] = field(default_factory=list)
 
     def totals(self) -> Iterator[tuple[int, int]]:
-        """(ns, bytes allocated then), after every event."""
+        """Yield (ns, allocated bytes) after every event."""
         return totals(self.events)
 
 
 @contextmanager
 def patient() -> Iterator[None]:
-    """Inside, whoever waits for a collective gives Gloo's threads a moment to let go of what was sent, so that it is
-    this thread that lets go of it last, and the profiler hears of it."""
+    """Make waits for collectives pause briefly inside.
 
-    def wait(inner: Inner, *given: object) -> bool:
-        done: bool = inner(*given)
+    Gloo's threads then release sent tensors first. The last release happens on this thread, where the profiler sees it.
+    """
+
+    def wait(inner: Inner, *arguments: object) -> bool:
+        done: bool = inner(*arguments)
         time.sleep(PAUSE_S)
         return done
 
@@ -49,32 +51,32 @@ def patient() -> Iterator[None]:
 
 @contextmanager
 def watching() -> Iterator[AllocationRecorder]:
-    """Have torch's profiler listen to this process's allocations."""
-    found = AllocationRecorder()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
-        yield found
-    found.events = sorted(compat.profiled_allocations(listening))
+    """Record this process's allocations by torch's profiler inside."""
+    recorder = AllocationRecorder()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield recorder
+    recorder.events = sorted(compat.profiled_allocations(profiler))
 
 
 def totals(events: Iterable[Event]) -> Iterator[tuple[int, int]]:
-    """(ns, bytes) after each event in order of time; memory that overlaps what is given out anew had ended."""
+    """Yield (ns, bytes) after each event in order of time. Memory that overlaps a new allocation had been freed."""
     held: dict[int, int] = {}
-    places: list[int] = []
+    addresses: list[int] = []
     total = 0
 
     def end(address: int) -> int:
-        del places[bisect_right(places, address) - 1]
+        del addresses[bisect_right(addresses, address) - 1]
         return held.pop(address)
 
     for at, address, size in events:
         if size < 0:
             total -= end(address) if address in held else 0
         else:
-            before = bisect_right(places, address) - 1
-            first = before if before >= 0 and places[before] + held[places[before]] > address else before + 1
-            while first < len(places) and places[first] < address + size:
-                total -= end(places[first])
-            insort(places, address)
+            before = bisect_right(addresses, address) - 1
+            first = before if before >= 0 and addresses[before] + held[addresses[before]] > address else before + 1
+            while first < len(addresses) and addresses[first] < address + size:
+                total -= end(addresses[first])
+            insort(addresses, address)
             held[address] = size
             total += size
         yield at, total

@@ -1,4 +1,4 @@
-"""Profile a plan on this machine alone: is it one that can run here, and the processes that run it."""
+"""Profile of a plan on this machine alone: checks that it can run here, and starts its processes."""
 
 import os
 from collections.abc import Callable
@@ -15,36 +15,36 @@ from meshwright.training.device import pick_device
 from meshwright.training.fits import check_fits
 
 PER_CORE = 8
-"""Processes of a CPU that still make steps; more would only wait for each other."""
+"""Processes per core that still make progress; more would only wait for each other."""
 LIMIT_S = 3600.0
 
 
-def profile(plan: Plan, *, steps: int = STEPS, said: Callable[[str], None] | None = None) -> Profile:
-    """Measure a plan on processes of this machine, on its GPUs where it has some (one each), else on its cores.
+def profile(plan: Plan, *, steps: int = STEPS, progress: Callable[[str], None] | None = None) -> Profile:
+    """Measure a plan on processes of this machine: on its GPUs if it has some (one each), else on its cores.
 
-    PlanError, IllegalLayout: it cannot run, or not here. DoesNotFit. RunError: a process failed.
+    Raises PlanError or IllegalLayout when it cannot run, or not here, DoesNotFit, and RunError when a process fails.
     """
     plan.check()
     refuse_elsewhere(plan)
     check_fits(plan, pick_device())
     if plan.layout.world == 1:
-        return Profile(plan=plan, ranks=(measure(plan, steps=steps, said=said),))
+        return Profile(plan=plan, ranks=(measure(plan, steps=steps, progress=progress),))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if said is not None:
-        said(f"{plan.layout.world} processes of this machine, each three times over")
+    if progress is not None:
+        progress(f"{plan.layout.world} processes of this machine, each three times over")
     try:
-        found = on_ranks(plan.layout.world, _rank, plan, steps, limit_s=LIMIT_S, device=kind)
+        ranks = on_ranks(plan.layout.world, _measure_rank, plan, steps, limit_s=LIMIT_S, device=kind)
     except RankError as error:
-        raise _one_line(error) from None
-    return Profile(plan=plan, ranks=tuple(found))
+        raise _short_error(error) from None
+    return Profile(plan=plan, ranks=tuple(ranks))
 
 
-def _rank(plan: Plan, steps: int) -> RankProfile:
+def _measure_rank(plan: Plan, steps: int) -> RankProfile:
     return measure(plan, steps=steps)
 
 
 def refuse_elsewhere(plan: Plan) -> None:
-    """PlanError for a plan made for hardware that is not there, or for more ranks than this machine can run."""
+    """Raise PlanError for a plan made for absent hardware, or with more ranks than this machine can run."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     name, world = plan.cluster.device.name, plan.layout.world
     meant = plan.cluster.device.memory_bytes and any(
@@ -70,8 +70,8 @@ def refuse_elsewhere(plan: Plan) -> None:
         )
 
 
-def _one_line(error: RankError) -> Exception:
-    """What a rank raised, from its traceback."""
+def _short_error(error: RankError) -> Exception:
+    """Return the error that a rank raised, from its traceback."""
     head, _, rest = str(error).partition(":\n")
     last = next((line for line in reversed(rest.splitlines()) if line.strip()), head).strip()
     kind, _, words = last.partition(": ")

@@ -1,38 +1,41 @@
-"""A few real steps of a plan's program, measured: memory by two who do not know each other, traffic, time.
+"""A few real steps of a plan's program, measured: memory by two independent methods, traffic, time.
 
-Each rank builds and runs the program three times over, since whoever looks at storages slows it down:
+Each rank builds and runs the program three times, since watching storages slows it down:
 
-    recorded   the allocator's own account of what was held (observe.profile.allocator)
-    watched     every storage, by kind (observe.dryrun.storage_tracker); never compiled, since compiled code takes
-    memory unseen
-    timed       one step to warm up, then the steps that count, under nobody's eyes but a clock's; then one more under
-                torch's profiler, for the time of each operation
+    record    the allocator's own account of memory (observe.profile.allocator)
+    watch     every storage, by kind (observe.dryrun.storage_tracker); never compiled, since compiled code takes memory
+              unseen
+    time      one step to warm up, then the steps that count, with clocks only; then one more under torch's profiler,
+              for the time of each operation
 
-Tokens are drawn at random. `profile` starts the processes itself; `measure` is one rank's part, for a world that is
-there already.
+Tokens are drawn at random. `local_run.profile` starts the processes itself; `measure` is one rank's part in an existing
+world.
 """
 
 import gc
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median_low
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
 
+from meshwright import compat
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, StorageWatch
-from meshwright.observe.profile.allocator import AllocatorAccount, recorder_of
+from meshwright.observe.profile.allocator import AllocatorAccount, Stretch, recorder_of
 from meshwright.observe.profile.clock import Aligned, align, clock_of
 from meshwright.observe.profile.cpu_allocator import patient
-from meshwright.observe.profile.memory_timeline import TimelinePeak, moments
-from meshwright.observe.profile.operations import GpuKernels, TimedOperation, operations
-from meshwright.observe.profile.step_record import StepRecorder, TimedStep
+from meshwright.observe.profile.step_record import StepRecorder, TimedStep, covered_s
 from meshwright.observe.program import TrainingProgram
-from meshwright.observe.spans import Span, told
+from meshwright.observe.spans import Span, report_spans
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -45,15 +48,124 @@ from meshwright.spec.flop import token_flop
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits
 
+LISTED = 30
+COMMUNICATION = "nccl"
+"""Lower-case name of NCCL's kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOperation:
+    """One of the most expensive operations of a step."""
+
+    name: str
+    calls: int
+    seconds: float
+    """Its own time without nested operations; of the GPU if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuKernels:
+    """Seconds of a GPU in one step, under torch's profiler, which lengthens it."""
+
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    """Communication while nothing computes, including waits for other ranks."""
+    idle_s: float
+    """Neither computation nor communication."""
+
+
+def time_operations(
+    step: Callable[[], None], device: torch.device
+) -> tuple[tuple[TimedOperation, ...], GpuKernels | None]:
+    """Run a step under the profiler. Return its most expensive operations, and a GPU's kernels."""
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with torch_profile(activities=activities) as profile:
+        step()
+    kernels = overlap(compat.profiled_kernels(profile)) if cuda else None
+    return most_expensive(profile.key_averages(), cuda=cuda), kernels
+
+
+def most_expensive(rows: Iterable[Any], *, cuda: bool) -> tuple[TimedOperation, ...]:
+    """Return the most expensive of torch's averages.
+
+    A GPU's time appears up to three times: in the row of the operation that launched a kernel, of the kernel, and of
+    each named range. The first one counts.
+    """
+    timed = [
+        TimedOperation(
+            name=row.key,
+            calls=row.count,
+            seconds=(row.self_device_time_total if cuda else row.self_cpu_time_total) / 1e6,
+        )
+        for row in rows
+        if row.device_type == DeviceType.CPU and not row.is_user_annotation
+    ]
+    return tuple(sorted((row for row in timed if row.seconds), key=lambda row: -row.seconds)[:LISTED])
+
+
+def overlap(kernels: Sequence[tuple[str, float, float]]) -> GpuKernels:
+    """Compute the overlap of kernels (name, start, end) on any streams."""
+    sent = [(start, end) for name, start, end in kernels if COMMUNICATION in name.lower()]
+    rest = [(start, end) for name, start, end in kernels if COMMUNICATION not in name.lower()]
+    compute, communication, either = covered_s(rest), covered_s(sent), covered_s([*rest, *sent])
+    whole = max((end for _, _, end in kernels), default=0.0) - min((start for _, start, _ in kernels), default=0.0)
+    return GpuKernels(
+        compute_s=compute, communication_s=communication, exposed_s=either - compute, idle_s=whole - either
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelinePeak(Stretch):
+    """A part of the program that changes memory, at its peak: `build`, `F 0 3`, `gradients`, `update 1` ...
+
+    Parts are those of StorageWatch.phases. If the allocator's run had other parts, `allocated_bytes` are the watch's.
+    """
+
+    step: int
+    """Number of the step. 0 = before the first one."""
+    kinds: dict[str, int]
+    """Bytes by kind, by the watch."""
+
+
+def memory_timeline(seen: WatchedRank, watch: StorageWatch, account: AllocatorAccount) -> tuple[TimelinePeak, ...]:
+    """Combine the parts of one watched and one recorded run of the same program, in order."""
+    starts = [*(phase.start for phase in watch.phases), watch.now]
+    stretches = _stretches_by_phase(watch, account)
+    parts = iter(seen.passes)
+    peaks, step = [], 0
+    for index, phase in enumerate(watch.phases):
+        word, _, number = phase.name.partition(" ")
+        step = int(number) if word == "step" else step
+        if starts[index] == starts[index + 1]:
+            continue
+        part = next(parts, None)
+        if part is None:
+            break  # what was given back since the watch was read
+        assert part.name == phase.name
+        held = stretches[index] or Stretch(name=part.name, allocated_bytes=part.peak_bytes, reserved_bytes=0)
+        peaks.append(TimelinePeak(step=step, kinds=part.kinds, **asdict(held)))
+    return tuple(peaks)
+
+
+def _stretches_by_phase(watch: StorageWatch, account: AllocatorAccount) -> list[Stretch | None]:
+    """Return the allocator's figures of each phase of the watch, or None if the runs differed."""
+    names = [phase.name for phase in watch.phases]
+    if [stretch.name for stretch in account.stretches] == names:
+        return list(account.stretches)
+    return [None] * len(names)
+
+
 FIRST = 4
-"""Steps whose memory is looked at: the first may differ, the last ones are alike."""
+"""Steps whose memory is measured: the first may differ, the last ones are alike."""
 STEPS = 4
-"""Steps that are timed, unless somebody wants more."""
+"""Default number of timed steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """What one rank measured of itself."""
+    """Measurements of one rank."""
 
     rank: int
     device: str
@@ -63,20 +175,20 @@ class RankProfile:
     memory: tuple[TimelinePeak, ...]
     """The parts of the first steps, in order."""
     traffic: Counts
-    """Of one step."""
+    """Traffic of one step."""
     steps: tuple[TimedStep, ...]
     operations: tuple[TimedOperation, ...]
     kernels: GpuKernels | None
-    """Of a GPU."""
+    """Kernels of a GPU."""
     clock: Aligned
     peak_flop_per_s: float | None
     compiled: bool = False
-    """Whether the recorded and the timed program were: the watched one never is."""
+    """True if the recorded and the timed program were compiled. The watched one never is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What all ranks measured."""
+    """Measurements of all ranks."""
 
     plan: Plan
     ranks: tuple[RankProfile, ...]
@@ -84,57 +196,57 @@ class Profile:
     @property
     def worst(self) -> RankProfile:
         """The rank that held most."""
-        return max(self.ranks, key=lambda one: one.account.peak_bytes)
+        return max(self.ranks, key=lambda rank: rank.account.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Of that rank, by the recorder."""
+        """Peak of that rank, by the allocator."""
         return self.worst.account.peak_bytes
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
-        """Of each timed step, by the rank that took longest."""
+        """Seconds of each timed step, on its slowest rank."""
         return tuple(
-            max(step.seconds for step in same) for same in zip(*(one.steps for one in self.ranks), strict=True)
+            max(step.seconds for step in same) for same in zip(*(rank.steps for rank in self.ranks), strict=True)
         )
 
     @property
     def chosen(self) -> int:
-        """The timed step that stands for all: the one in the middle by its length."""
+        """Index of the timed step of median length, which stands for all."""
         lengths = self.step_seconds
         return lengths.index(median_low(lengths))
 
     @property
     def step_s(self) -> float:
-        """Of that step."""
+        """Seconds of that step."""
         return self.step_seconds[self.chosen]
 
     @property
     def busiest(self) -> RankProfile:
         """The rank that computed longest in it."""
-        return max(self.ranks, key=lambda one: one.steps[self.chosen].parts["compute"])
+        return max(self.ranks, key=lambda rank: rank.steps[self.chosen].parts["compute"])
 
     @property
     def parts(self) -> dict[str, float]:
-        """What that rank spent the step on, by steps.PARTS; what others took longer is `other`: they add up."""
+        """Seconds of that rank by step_record.PARTS. The excess of slower ranks is `other`, so that they add up."""
         step = self.busiest.steps[self.chosen]
         return {**step.parts, "other": step.parts["other"] + self.step_s - step.seconds}
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.plan.recipe.global_batch * self.plan.recipe.sequence / self.step_s
 
     @property
     def bubble_fraction(self) -> float:
-        """As planner.step.predict.Prediction: what the busiest rank waited in the pipeline, over its work."""
+        """Pipeline waits of the busiest rank over its work, as in planner.step.predict.Prediction."""
         parts = self.parts
         busy = parts["compute"] + parts["exchange"]
         return parts["bubble"] / busy if busy else 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What must be known to read the figures."""
+        """Notes needed to read the figures."""
         if not self.worst.compiled:
             return ()
         return (
@@ -143,11 +255,11 @@ class Profile:
 
     @property
     def residual_s(self) -> float:
-        """How wrong the common clock can be."""
-        return max(one.clock.residual_s for one in self.ranks)
+        """Uncertainty of the common clock."""
+        return max(rank.clock.residual_s for rank in self.ranks)
 
     def utilization(self, *, causal: bool, hardware: bool = False) -> float | None:
-        """MFU (with `hardware`: HFU) of the peak of the device; None = that is not known."""
+        """Return MFU (with `hardware`: HFU). None = the device's peak is not known."""
         peak = self.ranks[0].peak_flop_per_s
         if not peak:
             return None
@@ -158,11 +270,11 @@ class Profile:
         return each * self.tokens_per_s / self.plan.layout.world / peak
 
 
-class _Real(TrainingProgram):
-    """A program whose tokens are drawn: the same on ranks that read the same."""
+class _MeasuredProgram(TrainingProgram):
+    """A program with random tokens, equal on ranks that read the same."""
 
     def build(self) -> None:
-        """As Program, with weights that count and tokens of the whole vocabulary."""
+        """Build with initialized weights and tokens of the whole vocabulary."""
         self.initialize = True
         TrainingProgram.build(self)
         places = self.mesh.places
@@ -177,12 +289,16 @@ def measure(
     *,
     steps: int = STEPS,
     pulse: Heartbeat | None = None,
-    said: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | None = None,
     made: Made | None = None,
 ) -> RankProfile:
-    """One rank's part, in a process group of layout.world ranks (or alone); `said` hears of each round. `made`: groups
-    of this process that exist already (parallel.mesh)."""
-    pulse, said = pulse or Heartbeat(), said or (lambda line: None)
+    """Measure one rank, in a process group of layout.world ranks or alone.
+
+    Args:
+        progress: Called at the start of each round.
+        made: Groups of this process that exist already (parallel.mesh).
+    """
+    pulse, progress = pulse or Heartbeat(), progress or (lambda line: None)
     target = devices.pick_device()
     if target.type == "cuda":
         here = devices.cluster_of(plan, devices.known_device(target), 1)
@@ -191,19 +307,19 @@ def measure(
     devices.prepare(target, plan.recipe.precision)
     mesh = make_mesh(plan.layout, traffic=pulse.calls, made=made)
     rounds = _Rounds(plan, mesh, target, pulse)
-    said(f"{FIRST} steps before the allocator's recorder")
-    account = rounds.recorded()
-    said(f"{FIRST} steps with every storage watched, not compiled")
-    seen, watch = rounds.watched()
-    said(f"{steps + 2} steps against the clock")
-    timed, traffic, table, kernels, aligned = rounds.timed(steps)
+    progress(f"{FIRST} steps before the allocator's recorder")
+    account = rounds.record()
+    progress(f"{FIRST} steps with every storage watched, not compiled")
+    watched, watch = rounds.watch()
+    progress(f"{steps + 2} steps against the clock")
+    timed, traffic, table, kernels, aligned = rounds.time(steps)
     return RankProfile(
         rank=mesh.rank,
         device=devices.title(target),
         host=platform.node(),
         account=account,
-        seen=seen,
-        memory=moments(seen, watch, account),
+        seen=watched,
+        memory=memory_timeline(watched, watch, account),
         traffic=traffic,
         steps=timed,
         operations=table,
@@ -215,13 +331,13 @@ def measure(
 
 
 class _Rounds:
-    """The program, as often as it takes."""
+    """The runs of the program."""
 
     def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, pulse: Heartbeat) -> None:
         self.plan, self.mesh, self.device, self.pulse = plan, mesh, device, pulse
         self.count = plan.layout.micro_batches(plan.recipe.global_batch)
 
-    def _program(self, heard: Callable[[str], None], layout: Layout | None = None) -> TrainingProgram:
+    def _program(self, on_part: Callable[[str], None], layout: Layout | None = None) -> TrainingProgram:
         plan, mesh = self.plan, self.mesh
         if layout is not None:
             plan, mesh = replace(plan, layout=layout), replace(mesh, layout=layout)
@@ -230,10 +346,10 @@ class _Rounds:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         masked = plan.recipe.document_mask and plan.layout.cp == 1
-        return _Real(plan=plan, mesh=mesh, device=self.device, told=heard, documents=masked)
+        return _MeasuredProgram(plan=plan, mesh=mesh, device=self.device, on_part=on_part, documents=masked)
 
-    def recorded(self) -> AllocatorAccount:
-        """Build, the first steps, evaluation, what a checkpoint reads."""
+    def record(self) -> AllocatorAccount:
+        """Run build, the first steps, evaluation and checkpoint under the allocator's recorder."""
         recorder = recorder_of(self.device)
         part = ["start"]
 
@@ -241,10 +357,10 @@ class _Rounds:
             part[0] = name
             recorder.begin(name)
 
-        def span(one: Span | None) -> None:
-            recorder.begin(str(one) if one else part[0])
+        def begin_span(span: Span | None) -> None:
+            recorder.begin(str(span) if span else part[0])
 
-        with recorder, told(span), patient() if self.device.type == "cpu" else nullcontext():
+        with recorder, report_spans(begin_span), patient() if self.device.type == "cpu" else nullcontext():
             program = self._program(begin)
             program.build()
             for number in range(1, FIRST + 1):
@@ -253,16 +369,16 @@ class _Rounds:
             del program
         return recorder.account()
 
-    def watched(self) -> tuple[WatchedRank, StorageWatch]:
-        """The same under a watch, not compiled."""
+    def watch(self) -> tuple[WatchedRank, StorageWatch]:
+        """Run the same under a watch, not compiled."""
         watch = StorageWatch(ROUNDING_BYTES[self.device.type])
         program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))
         return Watched(program, watch).run([self.count] * FIRST), watch
 
-    def timed(
+    def time(
         self, steps: int
     ) -> tuple[tuple[TimedStep, ...], Counts, tuple[TimedOperation, ...], GpuKernels | None, Aligned]:
-        """A step that does not count, the ones that do, one for the table of operations."""
+        """Run a step to warm up, the steps that count, and one for the table of operations."""
         program = self._program(lambda name: None)
         program.build()
         self._step(program, 1)
@@ -279,13 +395,13 @@ class _Rounds:
         clock.settle()
         last = align(self.mesh.rank, self.mesh.layout.world)
         aligned = Aligned(first=first, last=last, device_residual_s=clock.residual_s)
-        timed = tuple(one.timed(aligned.seconds) for one in recorders)
-        table, kernels = operations(lambda: self._step(program, steps + 2), self.device)
+        timed = tuple(recorder.timed(aligned.seconds) for recorder in recorders)
+        table, kernels = time_operations(lambda: self._step(program, steps + 2), self.device)
         self.pulse.step = 0
         return timed, sent, table, kernels, aligned
 
     def _step(self, program: TrainingProgram, number: int) -> None:
-        """One step, to its end."""
+        """Run one step to its end."""
         started, self.pulse.step = perf_counter(), number
         program.step(number, self.count)
         if self.device.type == "cuda":
@@ -293,10 +409,10 @@ class _Rounds:
         self.pulse.step_ended(perf_counter() - started)
 
 
-def gathered(mine: RankProfile, plan: Plan) -> Profile | None:
-    """All ranks' profiles on the first one, None on the others; every rank calls this."""
+def gather_profile(mine: RankProfile, plan: Plan) -> Profile | None:
+    """Gather all ranks' profiles on the first one; None on the others. Every rank calls this."""
     if plan.layout.world == 1:
         return Profile(plan=plan, ranks=(mine,))
-    found: list[RankProfile] | None = [mine] * plan.layout.world if mine.rank == 0 else None
-    dist.gather_object(mine, found, dst=0)
-    return None if found is None else Profile(plan=plan, ranks=tuple(found))
+    profiles: list[RankProfile] | None = [mine] * plan.layout.world if mine.rank == 0 else None
+    dist.gather_object(mine, profiles, dst=0)
+    return None if profiles is None else Profile(plan=plan, ranks=tuple(profiles))

@@ -1,15 +1,16 @@
-"""One optimizer step as a rank lived it: its passes under the schedule's names, its collectives, what it waited for;
-and the same in the planner's words (planner.time.timeline.StepTime).
+"""One optimizer step on a rank: its passes by the schedule's names, its collectives and its waits.
 
-    compute     passes (F, B, W, BW) less what they waited
+The same in the planner's words (planner.time.timeline.StepTime):
+
+    compute     passes (F, B, W, BW) less their waits
     exchange    waiting for tensor, context and expert parallelism
     bubble      waiting for the pipeline's messages, and for the other pipeline ranks when all is done
     weights     waiting for gathers of parameters
-    gradients   waiting for reductions of gradients, and what is done to put them in place
-    optimizer   norm and update, with what they wait for
+    gradients   waiting for reductions of gradients, and putting them in place
+    optimizer   norm and update, with their waits
     other       the rest
 
-On a CPU, and for whoever comes first to a collective, waiting for it is also waiting for slower ranks.
+On a CPU, and for the first rank at a collective, waiting for it includes waiting for slower ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,19 +21,19 @@ from typing import Any
 from meshwright.observe.profile.clock import Clock, Mark
 from meshwright.observe.profile.collective_times import CollectiveCall, CollectiveCalls, WaitSpan
 from meshwright.observe.shared_document import Ran
-from meshwright.observe.spans import Span, told
+from meshwright.observe.spans import Span, report_spans
 
 PARTS = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
 PASSES = ("F", "B", "W", "BW")
 OF_SPAN = {**dict.fromkeys(PASSES, "compute"), "gradients": "gradients", "norm": "optimizer", "optimizer": "optimizer"}
-"""Where the time of a span belongs that nothing waited in."""
+"""Part of the step to which a span counts, apart from its waits."""
 EXCHANGES = ("tp", "cp", "ep")
 REDUCED = ("replicate", "expert_data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCall:
-    """A collective from its call until it was waited for; or a wait, with the part of the step it counts to."""
+    """A collective from its call until its wait ended; or a wait, with the part of the step it counts to."""
 
     axis: str
     collective: str
@@ -44,7 +45,7 @@ class TimedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One step of one rank. Seconds are of the first rank's clock."""
+    """One step of one rank, in seconds of the first rank's clock."""
 
     start_s: float
     end_s: float
@@ -54,26 +55,28 @@ class TimedStep:
 
     @property
     def seconds(self) -> float:
-        """From its beginning to its end."""
+        """Length of the step."""
         return self.end_s - self.start_s
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by PARTS; they add up to `seconds`."""
-        found = dict.fromkeys(PARTS, 0.0)
+        """Seconds by PARTS, which add up to `seconds`."""
+        seconds = dict.fromkeys(PARTS, 0.0)
         for wait in self.waits:
-            found[wait.part] += wait.end_s - wait.start_s
+            seconds[wait.part] += wait.end_s - wait.start_s
         for span in self.spans:
-            found[OF_SPAN[span.name]] += span.end_s - span.start_s
+            seconds[OF_SPAN[span.name]] += span.end_s - span.start_s
         for span, wait in _inside(self.spans, self.waits):
-            found[OF_SPAN[span.name]] -= wait.end_s - wait.start_s
-        found["other"] += self.seconds - sum(found.values())
-        return found
+            seconds[OF_SPAN[span.name]] -= wait.end_s - wait.start_s
+        seconds["other"] += self.seconds - sum(seconds.values())
+        return seconds
 
     @property
     def streams(self) -> dict[str, float]:
-        """Seconds in which the rank worked, waited for collectives, waited in the pipeline (these three are the step);
-        and in which any collective but the pipeline's was under way."""
+        """Seconds of work, of waits for collectives, and of pipeline waits, which add up to the step.
+
+        `communication_s` is the time in which any collective but the pipeline's was running.
+        """
         bubble = self.parts["bubble"]
         exposed = sum(wait.end_s - wait.start_s for wait in self.waits) - bubble
         under_way = [(call.start_s, call.end_s) for call in self.calls if call.axis != "pp"]
@@ -86,10 +89,10 @@ class TimedStep:
 
 
 def _inside(spans: Iterable[Ran], waits: Iterable[TimedCall]) -> Iterator[tuple[Ran, TimedCall]]:
-    """The waits that lie in a span, with it; both come in order and neither overlaps itself."""
+    """Yield the waits inside spans, with their span. Both come in order, and neither overlaps itself."""
     rest = iter(sorted(spans, key=lambda span: span.start_s))
     span = next(rest, None)
-    for wait in sorted(waits, key=lambda one: one.start_s):
+    for wait in sorted(waits, key=lambda entry: entry.start_s):
         while span is not None and span.end_s <= wait.start_s:
             span = next(rest, None)
         if span is not None and span.start_s <= wait.start_s:
@@ -97,7 +100,7 @@ def _inside(spans: Iterable[Ran], waits: Iterable[TimedCall]) -> Iterator[tuple[
 
 
 def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > until:
@@ -107,7 +110,7 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def part_of(span: str, axis: str, collective: str, pipeline: bool) -> str:
-    """What a wait counts to, by the span it is in (empty = none) and what it waited for."""
+    """Return the part to which a wait counts, by its span (empty = none) and its collective."""
     if span in OF_SPAN and span not in PASSES:
         return OF_SPAN[span]
     if axis == "pp" or (axis == "losses" and pipeline):
@@ -123,7 +126,7 @@ def part_of(span: str, axis: str, collective: str, pipeline: bool) -> str:
 
 @dataclass(slots=True)
 class StepRecorder:
-    """Keeps the moments of one step; `pipeline`: whether other ranks have other stages."""
+    """Records the moments of one step. `pipeline` is True if other ranks have other stages."""
 
     clock: Clock
     pipeline: bool
@@ -136,9 +139,9 @@ class StepRecorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The step is what happens inside."""
-        calls = CollectiveCalls(self.clock, self._waited)
-        with calls.heard(), told(self._part):
+        """Record the step that runs inside."""
+        calls = CollectiveCalls(self.clock, self._record_wait)
+        with calls.listening(), report_spans(self._part):
             self.start = self.clock.mark()
             yield
             self.end = self.clock.mark()
@@ -150,28 +153,35 @@ class StepRecorder:
             self.spans.append((*self._open, now))
         self._open = None if span is None else (span, now)
 
-    def _waited(self, wait: WaitSpan) -> None:
+    def _record_wait(self, wait: WaitSpan) -> None:
         span = self._open[0].name if self._open else ""
         call = wait.call
         self.waits.append((wait, part_of(span, call.axis, call.collective, self.pipeline)))
 
     def timed(self, common: Callable[[float], float]) -> TimedStep:
-        """What was recorded; `common` makes seconds of the first rank's clock of this one's, which has settled."""
+        """Return the recorded step.
+
+        `common` converts seconds of this rank's clock, which has settled, to the first rank's.
+        """
 
         def at(mark: Mark) -> float:
             return common(self.clock.seconds(mark))
 
-        def told_of(call: CollectiveCall, start: Mark, end: Mark, part: str = "") -> TimedCall:
-            found: dict[str, Any] = {"axis": call.axis, "collective": call.collective, "sent_bytes": call.sent_bytes}
-            return TimedCall(**found, start_s=at(start), end_s=at(end), part=part)
+        def timed_call(call: CollectiveCall, start: Mark, end: Mark, part: str = "") -> TimedCall:
+            call_fields: dict[str, Any] = {
+                "axis": call.axis,
+                "collective": call.collective,
+                "sent_bytes": call.sent_bytes,
+            }
+            return TimedCall(**call_fields, start_s=at(start), end_s=at(end), part=part)
 
         return TimedStep(
             start_s=at(self.start),
             end_s=at(self.end),
             spans=tuple(
-                Ran(name=one.name, stage=one.stage, micro_batch=one.micro_batch, start_s=at(start), end_s=at(end))
-                for one, start, end in self.spans
+                Ran(name=span.name, stage=span.stage, micro_batch=span.micro_batch, start_s=at(start), end_s=at(end))
+                for span, start, end in self.spans
             ),
-            calls=tuple(told_of(c, c.begun, c.ended if c.ended is not None else self.end) for c in self.calls),
-            waits=tuple(told_of(wait.call, wait.start, wait.end, part) for wait, part in self.waits),
+            calls=tuple(timed_call(c, c.start, c.end if c.end is not None else self.end) for c in self.calls),
+            waits=tuple(timed_call(wait.call, wait.start, wait.end, part) for wait, part in self.waits),
         )

@@ -1,1 +1,1 @@
-"""What a quantized model lost as one HTML page for offline use."""
+"""Quality of a quantized model as one HTML page for offline use."""

@@ -1,7 +1,7 @@
-"""The page of `quantize --html`: size, how far predictions moved, and which matrices are to blame.
+"""The page of `quantize --html`: size, movement of predictions, and the matrices responsible.
 
-Its pictures are SVG in the page and need no script; its style lies beside it. It opens from disk, offline, and loads
-nothing from anywhere.
+Its pictures are SVG without scripts; its style lies beside this module. The page opens from disk, offline, and loads
+nothing.
 """
 
 import re
@@ -17,20 +17,20 @@ from meshwright.planner.explorer.explorer_page import source
 from meshwright.spec.units import gib, many
 
 BLAMED = 12
-"""Matrices of the picture of the worst."""
+"""Matrices in the picture of the worst."""
 WIDE, LEFT, RIGHT = 560, 150, 110
-"""Units of a picture: its width, and what words beside it have."""
+"""Width of a picture, and space for words on its left and right."""
 LOW, DECADES = -8.0, 10
-"""Of the picture of tokens: the least KL as a power of ten, and how many are shown at most."""
+"""Least KL in the picture of tokens as a power of ten, and most decades shown."""
 
 OUTPUT, WEIGHT = "output error", "weight error"
-"""What is known of a matrix."""
+"""The two errors of a matrix."""
 
 Row = Mapping[str, Any]
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page of the document that `quantize --json` prints."""
+    """Return the page of the document that `quantize --json` prints."""
     layers: Sequence[Row] = document["layers"]
     title = f"Quantized: {Path(document['out']).name}"
     body = [
@@ -41,15 +41,15 @@ def page(document: Mapping[str, Any]) -> str:
         _section("Where the error is", _error_map(layers)),
         _section("What moved most", _blamed(layers)),
         _section(f"All {many(len(layers), 'matrix', 'matrices')}", _table(layers)),
-        _section("How it was made", _made(document)),
+        _section("How it was made", _provenance(document)),
         "</main>",
     ]
-    style = source("colours.css") + report_style() + _own("quality_page.css")
+    style = source("colours.css") + report_style() + _read_part("quality_page.css")
     head = f"{HEAD}<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n"
     return f"{head}<body>{''.join(body)}</body></html>\n"
 
 
-def _own(name: str) -> str:
+def _read_part(name: str) -> str:
     return (files("meshwright.observe.quality_page") / name).read_text(encoding="utf-8")
 
 
@@ -76,7 +76,7 @@ def _headline(document: Row) -> str:
 
 
 def _limit(document: Row, words: str = "limit") -> str:
-    """An infinite one is null in the document."""
+    """Format the limit. null in the document means infinite."""
     return "no limit" if document["max_kl"] is None else f"{words} {document['max_kl']:g}"
 
 
@@ -111,14 +111,14 @@ def _words(x: float, y: float, text: str, anchor: str = "start", kind: str = "")
     return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}'{colour}>{escape(text)}</text>"
 
 
-def _bar(y: float, length: float, kind: str, said: str, *, x: float = LEFT) -> str:
-    place = f"x='{x:.1f}' y='{y:.1f}' width='{max(length, 1):.1f}' height='16'"
-    return f"<rect class='{kind}' {place}><title>{escape(said)}</title></rect>"
+def _bar(y: float, length: float, kind: str, title: str, *, x: float = LEFT) -> str:
+    position = f"x='{x:.1f}' y='{y:.1f}' width='{max(length, 1):.1f}' height='16'"
+    return f"<rect class='{kind}' {position}><title>{escape(title)}</title></rect>"
 
 
 def _sizes(document: Row) -> str:
-    """Bytes before, after and as predicted, to one scale."""
-    codes = sum(one["bytes"] for one in document["layers"])
+    """Draw bytes before, predicted and after, to one scale."""
+    codes = sum(layer["bytes"] for layer in document["layers"])
     rows = (
         ("before", document["bytes_before"], 0),
         ("predicted", document["predicted_bytes"], 0),
@@ -126,12 +126,12 @@ def _sizes(document: Row) -> str:
     )
     scale = (WIDE - LEFT - RIGHT) / max(size for _, size, _ in rows)
     parts = []
-    for place, (name, size, quantized) in enumerate(rows):
-        y = 6 + 26 * place
+    for index, (name, size, quantized) in enumerate(rows):
+        y = 6 + 26 * index
         parts += [_words(LEFT - 10, y + 12, name, "end", "name"), _bar(y, size * scale, name, f"{size:,} bytes")]
         if quantized:
-            said = f"{quantized:,} bytes of quantized matrices: codes and scales"
-            parts.append(_bar(y, quantized * scale, "codes", said))
+            title = f"{quantized:,} bytes of quantized matrices: codes and scales"
+            parts.append(_bar(y, quantized * scale, "codes", title))
         parts.append(_words(LEFT + size * scale + 8, y + 12, gib(size)))
     same = "the file is as large as predicted, to the byte"
     if document["bytes"] != document["predicted_bytes"]:
@@ -144,16 +144,19 @@ def _sizes(document: Row) -> str:
 
 
 def _powers(values: Iterable[float | None]) -> tuple[int, int]:
-    """Powers of ten below and above them, one apart at least."""
-    known = [log10(one) for one in values if one and one > 10**LOW] or [0.0]
+    """Return powers of ten below and above the values, at least one apart."""
+    known = [log10(value) for value in values if value and value > 10**LOW] or [0.0]
     top = ceil(max(known))
     return min(top - 1, max(floor(min(known)), top - DECADES)), top
 
 
 def _divergence(document: Row) -> str:
-    """KL of the tokens in order, on a logarithmic scale, with mean and limit. What is not finite is at its top."""
+    """Draw the KL of the tokens in order on a logarithmic scale, with mean and limit.
+
+    Infinite values are at its top.
+    """
     shares, nats = zip(*document["kl_quantiles"], strict=True)
-    if all(one is not None and one <= 10**LOW for one in nats):
+    if all(nat is not None and nat <= 10**LOW for nat in nats):
         return "<p>No token's predictions moved by 1e-8 nats.</p>"
     marks = {"limit": document["max_kl"], "mean": document["kl"]}
     low, top = _powers((*nats, *marks.values()))
@@ -162,8 +165,8 @@ def _divergence(document: Row) -> str:
     def x(share: float) -> float:
         return left + share * (right - left)
 
-    def y(value: float | None) -> float:
-        power = top if value is None else low if value <= 10**low else log10(value)
+    def y(divergence: float | None) -> float:
+        power = top if divergence is None else low if divergence <= 10**low else log10(divergence)
         return 10 + (top - power) / (top - low) * (height - 50)
 
     parts = []
@@ -173,50 +176,54 @@ def _divergence(document: Row) -> str:
     for share in (0, 0.25, 0.5, 0.75, 1):
         parts.append(_words(x(share), height - 22, f"{share:.0%}", "middle"))
     parts.append(_words(x(0.5), height - 5, "share of tokens that moved by at most so many nats", "middle"))
-    line = " ".join(f"{x(share):.1f},{y(value):.1f}" for share, value in zip(shares, nats, strict=True))
+    line = " ".join(f"{x(share):.1f},{y(divergence):.1f}" for share, divergence in zip(shares, nats, strict=True))
     parts.append(f"<polyline class='line tokens' points='{line}'/>")
-    for share, value in zip(shares, nats, strict=True):
-        most = "not finite" if value is None else f"moved by at most {_number(value)} nats"
-        place = f"cx='{x(share):.1f}' cy='{y(value):.1f}' r='3'"
-        parts.append(f"<circle class='tokens' {place}><title>{share:.1%} of tokens: {most}</title></circle>")
-    shown = sorted((value, name) for name, value in marks.items() if value and value >= 10**low)
-    for (value, name), down in zip(shown, (10, -1), strict=False):  # the words of one below the other's
-        parts.append(f"<line class='{name}' x1='{left}' x2='{right}' y1='{y(value):.1f}' y2='{y(value):.1f}'/>")
+    for share, divergence in zip(shares, nats, strict=True):
+        most = "not finite" if divergence is None else f"moved by at most {_number(divergence)} nats"
+        position = f"cx='{x(share):.1f}' cy='{y(divergence):.1f}' r='3'"
+        parts.append(f"<circle class='tokens' {position}><title>{share:.1%} of tokens: {most}</title></circle>")
+    shown = sorted((divergence, name) for name, divergence in marks.items() if divergence and divergence >= 10**low)
+    for (divergence, name), down in zip(shown, (10, -1), strict=False):  # the words of one below the other's
+        parts.append(
+            f"<line class='{name}' x1='{left}' x2='{right}' y1='{y(divergence):.1f}' y2='{y(divergence):.1f}'/>"
+        )
         kind = "limit-words" if name == "limit" else "name"
-        parts.append(_words(right + 6, y(value) + down, f"{name} {value:.3g}", kind=kind))
-    said = "KL(before || after) of each token's predictions: 0 = they are the same. The limit is one of the mean."
-    return _picture(height, parts, "KL of the tokens in order") + f"<p class='small'>{said}</p>"
+        parts.append(_words(right + 6, y(divergence) + down, f"{name} {divergence:.3g}", kind=kind))
+    legend = "KL(before || after) of each token's predictions: 0 = they are the same. The limit is one of the mean."
+    return _picture(height, parts, "KL of the tokens in order") + f"<p class='small'>{legend}</p>"
 
 
 def _kinds(layers: Sequence[Row]) -> tuple[list[str], list[int], dict[tuple[str, int], Row]]:
-    """Kinds of matrices, numbers of blocks, and the matrix of each; of names such as layers.3.mlp.up.weight."""
-    found: dict[tuple[str, int], Row] = {}
-    for one in layers:
-        match = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", one["name"])
-        found[(match[2], int(match[1])) if match else (one["name"], 0)] = one
-    kinds = list(dict.fromkeys(kind for kind, _ in found))
-    return kinds, sorted({block for _, block in found}), found
+    """Return kinds of matrices, block numbers, and the matrix of each, by names such as layers.3.mlp.up.weight."""
+    layers_by_position: dict[tuple[str, int], Row] = {}
+    for layer in layers:
+        match = re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight)?", layer["name"])
+        layers_by_position[(match[2], int(match[1])) if match else (layer["name"], 0)] = layer
+    kinds = list(dict.fromkeys(kind for kind, _ in layers_by_position))
+    return kinds, sorted({block for _, block in layers_by_position}), layers_by_position
 
 
-def _error(one: Row) -> tuple[float | None, str]:
-    """Of its output; of its weights where outputs were not compared. With what it is."""
-    if one["output_error"] is not None:
-        return one["output_error"], OUTPUT
-    return one["weight_error"], WEIGHT
+def _error(layer: Row) -> tuple[float | None, str]:
+    """Return the error of its output, or of its weights if outputs were not compared, and which one it is."""
+    if layer["output_error"] is not None:
+        return layer["output_error"], OUTPUT
+    return layer["weight_error"], WEIGHT
 
 
 def _scales(layers: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Of each error that some have, the powers of ten that are faint and strong; a factor of two apart at least."""
+    """Return the faint and strong powers of ten of each error that occurs, at least a factor of two apart."""
     powers: dict[str, list[float]] = {}
     for error, what in map(_error, layers):
         powers.setdefault(what, []).extend([log10(error)] if error else [])
-    return {what: (min(*found, max(found) - log10(2)), max(found)) for what, found in powers.items() if found}
+    return {what: (min(*logs, max(logs) - log10(2)), max(logs)) for what, logs in powers.items() if logs}
 
 
 def _error_map(layers: Sequence[Row]) -> str:
-    """Kinds of matrices over blocks: the stronger, the larger the error. Those of outputs and of weights have a
-    scale and a colour each: they do not compare."""
-    kinds, blocks, found = _kinds(layers)
+    """Draw kinds of matrices over blocks: the stronger, the larger the error.
+
+    Errors of outputs and of weights have separate scales and colours: they do not compare.
+    """
+    kinds, blocks, layers_by_position = _kinds(layers)
     scales = _scales(layers)
     side = min(28.0, (WIDE - LEFT - 10) / len(blocks))
     tall = min(side, 22.0) if side > 8 else 14.0
@@ -224,18 +231,18 @@ def _error_map(layers: Sequence[Row]) -> str:
     for row, kind in enumerate(kinds):
         parts.append(_words(LEFT - 8, 14 + tall * (row + 0.5), kind, "end", "name"))
         for column, block in enumerate(blocks):
-            one = found.get((kind, block))
-            if one is None:
+            layer = layers_by_position.get((kind, block))
+            if layer is None:
                 continue
-            error, what = _error(one)
+            error, what = _error(layer)
             low, high = scales.get(what, (0.0, 1.0))
             depth = (log10(error) - low) / (high - low) if error else 0.0
-            said = f"{one['name']}: {what} {_number(error)}, {one['scheme']}"
-            place = f"x='{LEFT + side * column:.1f}' y='{10 + tall * row:.1f}'"
+            title = f"{layer['name']}: {what} {_number(error)}, {layer['scheme']}"
+            position = f"x='{LEFT + side * column:.1f}' y='{10 + tall * row:.1f}'"
             size = f"width='{max(side - 1, 1):.1f}' height='{tall - 1:.1f}'"
             parts.append(
-                f"<rect class='cell {what.partition(' ')[0]}' {place} {size} "
-                f"style='fill-opacity:{0.08 + 0.92 * depth:.2f}'><title>{escape(said)}</title></rect>"
+                f"<rect class='cell {what.partition(' ')[0]}' {position} {size} "
+                f"style='fill-opacity:{0.08 + 0.92 * depth:.2f}'><title>{escape(title)}</title></rect>"
             )
     under = 10 + tall * len(kinds) + 14
     step = max(1, ceil(24 / side))
@@ -254,59 +261,64 @@ def _error_map(layers: Sequence[Row]) -> str:
 
 
 def _blamed(layers: Sequence[Row]) -> str:
-    known = sorted((one for one in layers if one["output_error"]), key=lambda one: -one["output_error"])[:BLAMED]
+    moved = (layer for layer in layers if layer["output_error"])
+    known = sorted(moved, key=lambda layer: -layer["output_error"])[:BLAMED]
     if not known:
         return "<p>Outputs were not compared, or none moved.</p>"
     left = LEFT + 50
     scale = (WIDE - left - RIGHT) / known[0]["output_error"]
     parts = []
-    for place, one in enumerate(known):
-        y, length = 4 + 24 * place, one["output_error"] * scale
-        name = one["name"].removesuffix(".weight")
+    for index, layer in enumerate(known):
+        y, length = 4 + 24 * index, layer["output_error"] * scale
+        name = layer["name"].removesuffix(".weight")
         parts += [
             _words(left - 10, y + 12, name, "end", "name"),
-            _bar(y, length, "worst", f"{one['name']}: {one['output_error']:.3e}", x=left),
-            _words(left + length + 8, y + 12, f"{one['output_error']:.1e}"),
+            _bar(y, length, "worst", f"{layer['name']}: {layer['output_error']:.3e}", x=left),
+            _words(left + length + 8, y + 12, f"{layer['output_error']:.1e}"),
         ]
-    said = (
+    legend = (
         "<p class='small'>Output error: |y - y'|\u00b2 / |y|\u00b2, with y what a matrix makes of its inputs before, "
         "and y' what the quantized one makes of the same inputs.</p>"
     )
-    return _picture(24 * len(known) + 4, parts, "matrices whose outputs moved most") + said
+    return _picture(24 * len(known) + 4, parts, "matrices whose outputs moved most") + legend
 
 
 def _table(layers: Sequence[Row]) -> str:
     heads = ("matrix", "scheme", "bytes", "weight error", "output error", "inputs in 16 bit")
     rows = "".join(
-        f"<tr><th scope='row'>{escape(one['name'])}</th><td>{escape(one['scheme'])}</td><td>{one['bytes']:,}</td>"
-        f"<td>{_number(one['weight_error'])}</td>"
-        f"<td>{'' if one['output_error'] is None else format(one['output_error'], '.2e')}</td>"
-        f"<td>{_share(one['outliers'], 2)}</td></tr>"
-        for one in layers
+        f"<tr><th scope='row'>{escape(layer['name'])}</th><td>{escape(layer['scheme'])}</td><td>{layer['bytes']:,}</td>"
+        f"<td>{_number(layer['weight_error'])}</td>"
+        f"<td>{'' if layer['output_error'] is None else format(layer['output_error'], '.2e')}</td>"
+        f"<td>{_share(layer['outliers'], 2)}</td></tr>"
+        for layer in layers
     )
     head = "".join(f"<th scope='col'>{name}</th>" for name in heads)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
     return f"<details><summary>Show them</summary><div class='scroll'>{table}</div></details>"
 
 
-def _made(document: Row) -> str:
-    found = [("format", document["format"]), ("scheme", document["scheme"])]
+def _provenance(document: Row) -> str:
+    entries = [("format", document["format"]), ("scheme", document["scheme"])]
     if document["tokens"] is not None:
-        found.append(("measured on", f"{document['tokens']:,} tokens of held-out text"))
+        entries.append(("measured on", f"{document['tokens']:,} tokens of held-out text"))
     if document["calibration_tokens"]:
-        found.append(("calibrated on", f"{document['calibration_tokens']:,} tokens of {document['calibration_text']}"))
+        entries.append(
+            ("calibrated on", f"{document['calibration_tokens']:,} tokens of {document['calibration_text']}")
+        )
     if document["budget_bytes"] is not None:
         each = ", ".join(
             f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in document["bits"].items()
         )
-        found.append(("budget", f"{document['budget_bytes']:,} bytes: {each}"))
+        entries.append(("budget", f"{document['budget_bytes']:,} bytes: {each}"))
     rare = [
-        f"{many(one['uncalibrated'], 'expert')} of {one['name']}" for one in document["layers"] if one["uncalibrated"]
+        f"{many(layer['uncalibrated'], 'expert')} of {layer['name']}"
+        for layer in document["layers"]
+        if layer["uncalibrated"]
     ]
     if rare:
-        found.append(("rounded to nearest", f"{', '.join(rare)}, which the text hardly reached"))
+        entries.append(("rounded to nearest", f"{', '.join(rare)}, which the text hardly reached"))
     if document["skipped"]:
-        found.append(("left as they are", ", ".join(document["skipped"])))
+        entries.append(("left as they are", ", ".join(document["skipped"])))
     if document["note"]:
-        found.append(("note", document["note"]))
-    return "<dl>" + "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in found) + "</dl>"
+        entries.append(("note", document["note"]))
+    return "<dl>" + "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in entries) + "</dl>"

@@ -1,1 +1,1 @@
-"""Runs as one HTML page for offline use."""
+"""Report of runs as one HTML page for offline use."""

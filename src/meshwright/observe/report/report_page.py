@@ -1,24 +1,25 @@
-"""The report: one HTML page of one or several runs, from what their folders hold and nothing else.
+"""The report: one HTML page of one or several runs, from the contents of their folders alone.
 
-The page's own files are package data in page/, and names, colours and tooltips are those of the layout explorer; they
-become one file with its data in it, so that it opens from disk, offline. Nothing in it is loaded from anywhere.
+The page's files are package data in page/; names, colours and tooltips are those of the layout explorer. They become
+one file with its data, which opens from disk, offline, and loads nothing.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from meshwright import planfile
-from meshwright.observe.compare.finished_run import Finished
+from meshwright.observe.compare.finished_run import FinishedRun
 from meshwright.observe.compare.judge import compare
 from meshwright.observe.compare.sources_of_columns import Column, columns
 from meshwright.observe.compare.table import as_json, verdict
-from meshwright.observe.report.loss_curves import curves, evaluations
 from meshwright.observe.report.pipeline_view import executed_timeline, planned_timeline
 from meshwright.observe.shared_document import PartPeak
 from meshwright.planner.explain import layout_words
@@ -29,58 +30,61 @@ from meshwright.spec import num_parameters
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.run_samples import recorded
+from meshwright.training.smooth import Smoothed
 
 SCRIPTS = ("charts.js", "curves.js", "samples.js", "memory.js", "pipeline.js", "rows.js", "page.js")
-"""In the order in which they read each other."""
+"""Scripts in the order of their dependencies."""
 SAMPLED, LONGEST = 12, 4000
-"""Steps whose samples are shown, and characters of a text."""
+"""Steps whose samples are shown, and most characters of a text."""
 MOMENTS = 400
-"""Of a memory timeline; of more, the highest of each stretch."""
+"""Most points of a memory timeline; the highest of each interval is shown."""
 
 
-def page(runs: Sequence[Finished], planners: Sequence[Estimator | None] = (), tolerance: float = 0.1) -> str:
-    """The HTML page; the first run is the one whose details are shown first. `planners`: of each run one that knows
-    its machine, or None; none of them by default."""
-    names, planners = _names(runs), planners or [None] * len(runs)
+def page(runs: Sequence[FinishedRun], planners: Sequence[Estimator | None] = (), tolerance: float = 0.1) -> str:
+    """Return the HTML page. The first run's details are shown first.
+
+    `planners` holds, for each run, a planner that knows its machine, or None. Empty = none.
+    """
+    names, planners = _short_names(runs), planners or [None] * len(runs)
     content = {
         "kinds": PLANNED,
         "schedules": schedules(),
-        "runs": [data(*one, tolerance) for one in zip(runs, names, planners, strict=True)],
+        "runs": [data(*arguments, tolerance) for arguments in zip(runs, names, planners, strict=True)],
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    found = _own("page.html")
-    style = source("colours.css") + _own("page.css")
-    script = "\n".join((source("words.js"), *map(_own, SCRIPTS)))
+    html = _read_part("page.html")
+    style = source("colours.css") + _read_part("page.css")
+    script = "\n".join((source("words.js"), *map(_read_part, SCRIPTS)))
     for mark, part in (("/*STYLE*/", style), ("/*SCRIPT*/", script), ("/*DATA*/", text)):
-        found = found.replace(mark, part, 1)
-    return found
+        html = html.replace(mark, part, 1)
+    return html
 
 
-def _own(name: str) -> str:
+def _read_part(name: str) -> str:
     return (files("meshwright.observe.report") / "page" / name).read_text(encoding="utf-8")
 
 
-def _names(runs: Sequence[Finished]) -> list[str]:
-    """Folder names, with as many of the folders around them as tell them apart."""
+def _short_names(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return folder names, with as many parent folders as tell them apart."""
     parts = [run.path.resolve().parts for run in runs]
     deep = next((n for n in range(1, 9) if len({p[-n:] for p in parts}) == len(set(parts))), 1)
     return ["/".join(p[-deep:]) for p in parts]
 
 
-def _place(path: Path) -> str:
-    """The folder as a command names it; of a full path the last two names alone, for the rest is this machine's."""
+def _short_path(path: Path) -> str:
+    """Return a relative path, or the last two names of a full path: the rest is private to this machine."""
     return str(Path(*path.parts[-2:])) if path.is_absolute() else str(path)
 
 
-def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> dict[str, Any]:
-    """All that the page shows of a run."""
+def data(run: FinishedRun, name: str, planner: Estimator | None, tolerance: float) -> dict[str, Any]:
+    """Return all that the page shows of a run."""
     plan = run.plan_as_run
-    three = columns(run, of)
-    found = compare(plan, three, tolerance)
-    measured = three[2].found
+    three = columns(run, planner)
+    comparison = compare(plan, three, tolerance)
+    measured = three[2].document
     return {
         "name": name,
-        "place": _place(run.path),
+        "place": _short_path(run.path),
         "model": plan.model.name,
         "parameters": num_parameters(plan.model),
         "layout": layout_words(replace(plan.layout, micro_batch=plan.layout.micro_batch_of(plan.recipe.global_batch))),
@@ -94,13 +98,15 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
         "curves": curves(run.steps),
         "evaluations": evaluations(run.evaluations),
         "samples": _samples(run),
-        "last": _last(run),
-        "comparison": as_json(found, name),
-        "verdict": list(verdict(found)),
-        "moments": {key: _moments(column, plan) for key, column in zip(("dryrun", "measured"), three[1:], strict=True)},
+        "last": _totals(run),
+        "comparison": as_json(comparison, name),
+        "verdict": list(verdict(comparison)),
+        "moments": {
+            key: _memory_moments(column, plan) for key, column in zip(("dryrun", "measured"), three[1:], strict=True)
+        },
         "timelines": {
             "planned": planned_timeline(
-                of or build_estimator(plan), plan, seconds=three[0].found is not None and not three[0].timeless
+                planner or build_estimator(plan), plan, seconds=three[0].document is not None and not three[0].timeless
             ),
             "executed": executed_timeline(plan, measured) if measured else None,
         },
@@ -113,30 +119,30 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
     }
 
 
-def _samples(run: Finished) -> list[dict[str, Any]]:
-    """The last samples, oldest first. RunError: a damaged line."""
-    found = []
-    for one in recorded(run.path / "samples.jsonl")[-SAMPLED:]:
+def _samples(run: FinishedRun) -> list[dict[str, Any]]:
+    """Return the last samples, oldest first. Raises RunError for a damaged line."""
+    samples = []
+    for record in recorded(run.path / "samples.jsonl")[-SAMPLED:]:
         items = [
             {name: str(sample.get(name, ""))[:LONGEST] for name in ("prompt", "text", "held_out")}
-            for sample in one["samples"]
+            for sample in record["samples"]
             if isinstance(sample, dict)
         ]
-        found.append({"step": one.get("step", 0), "items": items, "problem": str(one.get("problem", ""))})
-    return found
+        samples.append({"step": record.get("step", 0), "items": items, "problem": str(record.get("problem", ""))})
+    return samples
 
 
-def _capacity(run: Finished) -> int | None:
+def _capacity(run: FinishedRun) -> int | None:
     return int(usable_bytes(run.plan)) if run.plan.cluster.device.memory_bytes else None
 
 
-def _device(run: Finished) -> str:
-    found = run.environment.get("device") or run.environment.get("devices") or ""
-    return ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+def _device(run: FinishedRun) -> str:
+    devices = run.environment.get("device") or run.environment.get("devices") or ""
+    return ", ".join(map(str, devices)) if isinstance(devices, list) else str(devices)
 
 
-def _last(run: Finished) -> dict[str, Any]:
-    """What the tiles say."""
+def _totals(run: FinishedRun) -> dict[str, Any]:
+    """Return the figures of the tiles."""
     if not run.steps:
         return {"steps": 0}
     last, score = run.steps[-1], run.evaluations[-1] if run.evaluations else {}
@@ -150,31 +156,90 @@ def _last(run: Finished) -> dict[str, Any]:
     }
 
 
-def _moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
-    """Rank -> [name, step, bytes by kind in the order of PLANNED]."""
-    found = {}
+def _memory_moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
+    """Return rank -> [name, step, bytes by kind in the order of PLANNED]."""
+    by_rank = {}
     for rank in pipeline_ranks(plan.layout):
         seen = column.rank(rank)
-        told = seen.memory_timeline or seen.passes if seen else ()
-        if told:
-            found[str(rank)] = [
+        parts = seen.memory_timeline or seen.passes if seen else ()
+        if parts:
+            by_rank[str(rank)] = [
                 [
-                    one.name,
+                    part.name,
                     step,
-                    [{held.kind: held.bytes for held in one.memory}.get(kind, 0) for kind in PLANNED],
+                    [{held.kind: held.bytes for held in part.memory}.get(kind, 0) for kind in PLANNED],
                 ]
-                for one, step in _highest(told)
+                for part, step in _thin_moments(parts)
             ]
-    return found
+    return by_rank
 
 
-def _highest(moments: Sequence[PartPeak]) -> list[tuple[PartPeak, int]]:
-    """Of neighbours the one that held most, and its step, which a dry run tells by the name of a part before it."""
+def _thin_moments(moments: Sequence[PartPeak]) -> list[tuple[PartPeak, int]]:
+    """Return the fullest of neighbours with its step, which a dry run tells by the name of an earlier part."""
     with_steps, step = [], 0
-    for one in moments:
-        word, _, number = one.name.partition(" ")
-        step = one.step or (int(number) if word == "step" and number.isdigit() else 0 if word == "evaluate" else step)
-        with_steps.append((one, step))
+    for moment in moments:
+        word, _, number = moment.name.partition(" ")
+        step = moment.step or (
+            int(number) if word == "step" and number.isdigit() else 0 if word == "evaluate" else step
+        )
+        with_steps.append((moment, step))
     size = -(-len(with_steps) // MOMENTS)
     groups = [with_steps[start : start + size] for start in range(0, len(with_steps), size)]
     return [max(group, key=lambda entry: sum(held.bytes for held in entry[0].memory)) for group in groups]
+
+
+POINTS = 600
+"""Most points of a curve, which a screen can still show."""
+SERIES = ("loss", "cross_entropy", "grad_norm", "tokens_per_second", "mfu_causal", "lr", "step_seconds")
+PLACES = ("step", "tokens", "seconds")
+
+
+def curves(steps: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Return series by name.
+
+    A point of several steps has their mean; loss and gradient norm also have `loss_low` and `loss_high`, so that no
+    spike is hidden. None = not a number, or not known.
+    """
+    smooth = Smoothed()
+    smoothed = [smooth.add(float(step["loss"])) for step in steps]
+    groups = _groups(len(steps))
+    series: dict[str, list[float | None]] = {
+        name: [_number(steps[group[-1]].get(name)) for group in groups] for name in PLACES
+    }
+    series["smooth"] = [_number(smoothed[group[-1]]) for group in groups]
+    for name in SERIES:
+        values = [[_number(steps[index].get(name)) for index in group] for group in groups]
+        if any(value is not None for group in values for value in group):
+            series[name] = [_mean(group) for group in values]
+            if len(groups) < len(steps) and name in ("loss", "grad_norm"):
+                series[f"{name}_low"] = [_extreme(min, group) for group in values]
+                series[f"{name}_high"] = [_extreme(max, group) for group in values]
+    return series
+
+
+def evaluations(records: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Return held-out loss and bits per byte, with the step."""
+    return {name: [_number(record.get(name)) for record in records] for name in ("step", "loss", "bits_per_byte")}
+
+
+def _groups(count: int) -> list[range]:
+    """Return neighbouring steps that become one point."""
+    number = min(count, POINTS)
+    edges = [round(index * count / number) for index in range(number + 1)] if number else [0]
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.5g}")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _number(sum(known) / len(known)) if known else None
+
+
+def _extreme(choose: Any, values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return choose(known) if known else None

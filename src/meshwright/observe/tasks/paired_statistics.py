@@ -1,9 +1,9 @@
 """Noise of a figure over items, and of the difference of two models on the same items.
 
-The standard error of a mean is s / sqrt(n), s the standard deviation of the items with n - 1. Of two models on the same
-items it is that of the differences by item: what makes an item hard for both is in neither. A ratio of sums (loss of
-a token) has the error of its linearization (Cochran 1977, Sampling Techniques, eq. 6.13); any other figure that of
-a bootstrap over items (Efron 1979) with a fixed seed. Items are taken as independent.
+The standard error of a mean is s / sqrt(n), with s the standard deviation of the items (n - 1). Of two models on the
+same items it is that of the differences by item: what makes an item hard for both cancels. A ratio of sums (loss of a
+token) has the error of its linearization (Cochran 1977, Sampling Techniques, eq. 6.13). Any other figure has that of a
+bootstrap over items (Efron 1979) with a fixed seed. Items are assumed independent.
 """
 
 import math
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRAWS: Final = 1000
-"""Of a bootstrap."""
+"""Draws of a bootstrap."""
 DRAWS_OF_TEXTS: Final = 100
-"""The same where an item is texts, whose figure (BLEU) takes long; as lm_eval."""
+"""Draws where an item is texts, whose figure (BLEU) is slow; as in lm_eval."""
 FEWEST: Final = 5
-"""Items below which nothing is said about noise."""
+"""Number of items below which noise is not judged."""
 _TWO_SIDED_95: Final = 1.959964
 _SMALL: Final = 1e-12
 
@@ -34,19 +34,19 @@ class Estimate:
 
     value: float
     error: float | None
-    """None = one item, or not to be had."""
+    """Standard error. None = a single item, or not available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
-    """How items become a figure."""
+    """Rule that turns items into a figure."""
 
     kind: Kind
-    """mean: of numbers. ratio: of sums, items are (sum, weight). other: what `combine` says."""
+    """mean: of numbers. ratio: of sums, items are (sum, weight). other: result of `combine`."""
     combine: Callable[[Sequence[Any]], float] | None = None
 
-    def of(self, items: Sequence[Any]) -> float:
-        """The figure of these items."""
+    def compute(self, items: Sequence[Any]) -> float:
+        """Return the figure of these items."""
         if self.kind == "other":
             assert self.combine is not None, "another figure says how it is made"
             return float(self.combine(items))
@@ -55,50 +55,50 @@ class Aggregate:
 
 
 def estimate(items: Sequence[Any], figure: Aggregate) -> Estimate:
-    """The figure with its standard error."""
-    value = figure.of(items)
+    """Return the figure with its standard error."""
+    value = figure.compute(items)
     if figure.kind == "other":
-        return Estimate(value=value, error=_spread([figure.of(some) for some in _drawn(items)]))
+        return Estimate(value=value, error=_spread([figure.compute(draw) for draw in _resample(items)]))
     return Estimate(value=value, error=_linear_error(_sums(items, figure.kind)))
 
 
 def difference(before: Sequence[Any], after: Sequence[Any], figure: Aggregate) -> Estimate:
-    """after - before of the same items, in the same order."""
-    value = figure.of(after) - figure.of(before)
+    """Return after - before on the same items, in the same order."""
+    mean_change = figure.compute(after) - figure.compute(before)
     if figure.kind == "other":
-        pairs = _drawn(list(zip(before, after, strict=True)))
-        drawn = [figure.of([b for _, b in some]) - figure.of([a for a, _ in some]) for some in pairs]
-        return Estimate(value=value, error=_spread(drawn))
+        pairs = _resample(list(zip(before, after, strict=True)))
+        drawn = [figure.compute([b for _, b in draw]) - figure.compute([a for a, _ in draw]) for draw in pairs]
+        return Estimate(value=mean_change, error=_spread(drawn))
     first, second = _sums(before, figure.kind), _sums(after, figure.kind)
     changes = np.stack((second[:, 0] - first[:, 0], first[:, 1]), axis=1)
-    return Estimate(value=value, error=_linear_error(changes))
+    return Estimate(value=mean_change, error=_linear_error(changes))
 
 
-def weighted(found: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """The mean of independent figures by weight."""
+def weighted_mean(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    """Return the weighted mean of independent figures."""
     whole = sum(weights)
     shares = [weight / whole for weight in weights]
-    errors = [one.error for one in found]
+    errors = [figure.error for figure in estimates]
     known = [error for error in errors if error is not None]
     return Estimate(
-        value=sum(share * one.value for share, one in zip(shares, found, strict=True)),
+        value=sum(share * figure.value for share, figure in zip(shares, estimates, strict=True)),
         error=math.hypot(*map(operator.mul, shares, known)) if len(known) == len(errors) else None,
     )
 
 
-def verdict(found: Estimate, items: int, higher_is_better: bool | None) -> Verdict:
-    """Whether a difference is beyond noise: outside of its two-sided 95 % interval (Student's t)."""
-    if items < FEWEST or found.error is None:
+def verdict(change: Estimate, items: int, higher_is_better: bool | None) -> Verdict:
+    """Judge a difference: beyond noise means outside its two-sided 95 % interval (Student's t)."""
+    if items < FEWEST or change.error is None:
         return "too few items"
-    if abs(found.value) <= max(critical(items - 1) * found.error, _SMALL):
+    if abs(change.value) <= max(critical(items - 1) * change.error, _SMALL):
         return "within noise"
     if higher_is_better is None:
         return "changed"
-    return "better" if (found.value > 0) == higher_is_better else "worse"
+    return "better" if (change.value > 0) == higher_is_better else "worse"
 
 
 def critical(freedom: int) -> float:
-    """Student's t at 97.5 %, by the expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5); 0.3 % off at 4."""
+    """Return Student's t at 97.5 %, by the expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5); 0.3 % off at 4."""
     z = _TWO_SIDED_95
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -107,14 +107,14 @@ def critical(freedom: int) -> float:
 
 
 def _sums(items: Sequence[Any], kind: Kind) -> NDArray[np.float64]:
-    """(n, 2): sum and weight of each item."""
+    """Return (n, 2): sum and weight of each item."""
     if kind == "ratio":
-        return np.array([(float(one), float(weight)) for one, weight in items])
-    return np.array([(float(one), 1.0) for one in items])
+        return np.array([(float(number), float(weight)) for number, weight in items])
+    return np.array([(float(number), 1.0) for number in items])
 
 
 def _linear_error(sums: NDArray[np.float64]) -> float | None:
-    """Of the sum of the first column over that of the second."""
+    """Return the standard error of the first column's sum over the second's."""
     count, weight = len(sums), sums[:, 1].sum()
     if count < 2 or not weight:
         return None
@@ -122,8 +122,8 @@ def _linear_error(sums: NDArray[np.float64]) -> float | None:
     return float(math.sqrt(count / (count - 1) * (rest**2).sum()) / weight)
 
 
-def _drawn(items: Sequence[Any]) -> list[list[Any]]:
-    """Items drawn with replacement, many times."""
+def _resample(items: Sequence[Any]) -> list[list[Any]]:
+    """Return items drawn with replacement, many times."""
     if len(items) < 2:
         return []
     draws = DRAWS_OF_TEXTS if "str" in {type(part).__name__ for part in _flat(items[0])} else DRAWS
@@ -132,7 +132,7 @@ def _drawn(items: Sequence[Any]) -> list[list[Any]]:
 
 
 def _flat(item: Any) -> list[Any]:
-    return [part for one in item for part in _flat(one)] if isinstance(item, list | tuple) else [item]
+    return [part for element in item for part in _flat(element)] if isinstance(item, list | tuple) else [item]
 
 
 def _spread(values: Sequence[float]) -> float | None:

@@ -1,6 +1,6 @@
-"""A model on the items of tasks: what lm-evaluation-harness makes of its answers, item by item.
+"""A model on the items of tasks, scored by lm-evaluation-harness item by item.
 
-Imports lm_eval (`pip install meshwright[eval]`): import this module only where a task is to be run.
+This module imports lm_eval (`pip install meshwright[eval]`), so import it only to run a task.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from meshwright.observe.tasks.task_files import write_task
 from meshwright.spec.errors import DataError, MeshwrightError
 
 SEED = 1234
-"""Of the choice of examples in prompts; lm_eval's own."""
+"""Seed of the examples in prompts; lm_eval's own."""
 _QUIET = ("lm_eval", "datasets", "fsspec", "filelock", "urllib3")
 
 
@@ -35,9 +35,9 @@ class TaskFigure:
     task: str
     metric: str
     filter: str
-    """What was taken out of answers before; `none` = nothing."""
+    """Filter applied to answers before. `none` = no filter."""
     items: Mapping[str, Any]
-    """What each item gave, by its number and content: equal names are the same item."""
+    """Contribution of each item, by its number and content: equal names are the same item."""
     figure: Aggregate
     higher_is_better: bool | None
 
@@ -50,29 +50,35 @@ def run_tasks(
     shots: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[TaskFigure]:
-    """Every task on the model. `limit`: the first items of each task alone; `shots`: examples in front of each prompt,
-    None = as the task says. DataError: a task, or data of it, that the harness cannot read."""
-    with _quiet(), TemporaryDirectory(prefix="meshwright-tasks-") as folder:
-        loaded = [_loaded(config, Path(folder)) for config in configs]
-        tasks = {name: task for one in loaded for name, task in one["tasks"].items()}
+    """Run every task on the model.
+
+    Raises DataError when the harness cannot read a task or its data.
+
+    Args:
+        limit: First items of each task. None = all.
+        shots: Examples before each prompt. None = the task's default.
+    """
+    with _silenced(), TemporaryDirectory(prefix="meshwright-tasks-") as folder:
+        loaded = [_load(config, Path(folder)) for config in configs]
+        tasks = {name: task for entry in loaded for name, task in entry["tasks"].items()}
         for task in tasks.values():
             if shots is not None or task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=shots or 0)
             task.set_fewshot_seed(seed=SEED)
-        found = _evaluated(tasks, HarnessModel(text, progress=progress), limit, chat=text.template is not None)
-    return [figure for name, task in tasks.items() for figure in _figures(name, task, found)]
+        evaluation = _evaluate(tasks, HarnessModel(text, progress=progress), limit, chat=text.template is not None)
+    return [figure for name, task in tasks.items() for figure in _figures(name, task, evaluation)]
 
 
-def _loaded(config: Mapping[str, Any], folder: Path) -> Any:
-    if "dataset_kwargs" in config:  # nothing is left behind, nothing old is taken
+def _load(config: Mapping[str, Any], folder: Path) -> Any:
+    if "dataset_kwargs" in config:  # a temporary cache: no leftovers, no stale data
         config = {**config, "dataset_kwargs": {**config["dataset_kwargs"], "cache_dir": str(folder / "data")}}
     try:
         return TaskManager(include_defaults=False).load([str(write_task(config, folder))])
-    except Exception as error:  # whatever a task's own code, YAML and data fail with
-        raise _failed(f"task {config['task']} ({config['include']}) cannot be loaded", error) from error
+    except Exception as error:  # errors of a task's code, YAML or data
+        raise _failure(f"task {config['task']} ({config['include']}) cannot be loaded", error) from error
 
 
-def _evaluated(tasks: Mapping[str, Any], model: HarnessModel, limit: int | None, *, chat: bool) -> Any:
+def _evaluate(tasks: Mapping[str, Any], model: HarnessModel, limit: int | None, *, chat: bool) -> Any:
     try:
         return evaluate(
             model, {"tasks": dict(tasks), "groups": {}}, limit=limit, bootstrap_iters=0, log_samples=True,
@@ -81,21 +87,21 @@ def _evaluated(tasks: Mapping[str, Any], model: HarnessModel, limit: int | None,
     except MeshwrightError:
         raise
     except Exception as error:
-        raise _failed(f"the tasks {', '.join(tasks)} fail", error) from error
+        raise _failure(f"the tasks {', '.join(tasks)} fail", error) from error
 
 
-def _failed(what: str, error: Exception) -> DataError:
+def _failure(what: str, error: Exception) -> DataError:
     return DataError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
-def _figures(name: str, task: Any, found: Any) -> Iterator[TaskFigure]:
-    """Every metric of a task with every filter."""
+def _figures(name: str, task: Any, evaluation: Any) -> Iterator[TaskFigure]:
+    """Yield every metric of a task with every filter."""
     samples: dict[tuple[str, str], dict[str, Any]] = {}
-    for sample in found["samples"][name]:
-        item = f"{sample['doc_id']} {sample['doc_hash']}"
+    for sample in evaluation["samples"][name]:
+        item_name = f"{sample['doc_id']} {sample['doc_hash']}"
         for metric in sample["metrics"]:
-            samples.setdefault((metric, sample["filter"]), {})[item] = sample[metric]
-    better = found["higher_is_better"].get(name) or {}
+            samples.setdefault((metric, sample["filter"]), {})[item_name] = sample[metric]
+    better = evaluation["higher_is_better"].get(name) or {}
     for (metric, chosen), items in samples.items():
         yield TaskFigure(
             task=name, metric=metric, filter=chosen, items=items,
@@ -108,18 +114,18 @@ def _figure(combine: Callable[[Sequence[Any]], float]) -> Aggregate:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the notes and bars of the harness and of its data sets."""
+def _silenced() -> Iterator[None]:
+    """Suppress notes and progress bars of the harness and its data sets."""
     loggers = [logging.getLogger(name) for name in _QUIET]
     levels = [logger.level for logger in loggers]
     bars, requests_bar = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm
-    lm_eval.api.task.tqdm = lambda items, **_: items  # has no switch of its own
+    lm_eval.api.task.tqdm = lambda items, **_: items  # no public switch
     datasets.disable_progress_bars()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other people's libraries
+            warnings.simplefilter("ignore")  # of other libraries
             yield
     finally:
         lm_eval.api.task.tqdm = requests_bar

@@ -1,1 +1,1 @@
-"""Layouts beside one device: fixed ones, and random ones."""
+"""Comparison of layouts with one device: fixed layouts, and random ones."""

@@ -1,18 +1,18 @@
-"""How far a layout may be from one device, by precision."""
+"""Tolerances of a layout against one device, by precision."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Band:
-    """How far a layout may be from one device: of each number, of every gradient and of every weight, relatively."""
+    """Relative tolerances of scalars, of every gradient and of every weight."""
 
     loss: float
     norm: float
     gradient: float
     weight: float
     by_length: bool = False
-    """Tensors by the length of the difference; else by its largest element."""
+    """Compare tensors by the length of the difference. False = by its largest element."""
 
 
 BANDS = {
@@ -24,8 +24,11 @@ BANDS = {
     "rounded rows": Band(loss=3e-4, norm=2e-3, gradient=2e-2, weight=1e-3, by_length=True),
     "narrow states": Band(loss=1e-5, norm=1e-5, gradient=5e-3, weight=1e-4, by_length=True),
 }
-"""By precision. A product in bf16 is rounded to 2**-9, and whether before or after a sum over ranks is what layouts
-differ in: two to three times what was measured (docs/decisions/0005-gradient-precision.md). Narrow states in an fp32
-run: where two layouts' moments differ by a rounding, a few are stored as neighbouring numbers. Rounded rows: where
-activations do, a few are the next of 127 numbers; up to 2.4e-3 of a gradient was seen. What a layout rounds is held to
-the bit elsewhere (tests/kernels/test_matrix_parts.py)."""
+"""Tolerances by precision.
+
+A product in bf16 is rounded to 2**-9, before or after a sum over ranks depending on the layout. The bands are two to
+three times the measured differences (docs/decisions/0005-gradient-precision.md). Narrow states in an fp32 run: where
+moments differ by a rounding, a few are stored as neighbouring numbers. Rounded rows: where activations differ, a few
+become the next of 127 numbers, which changed up to 2.4e-3 of a gradient. The rounding of a layout itself is compared
+bit by bit elsewhere (tests/kernels/test_matrix_parts.py).
+"""

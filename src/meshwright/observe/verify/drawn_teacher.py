@@ -1,4 +1,4 @@
-"""The teacher of a case that distills: a model like its student but for some sizes, with weights that say something."""
+"""The teacher of a case that distills: its student's architecture with other sizes, and distinctive weights."""
 
 from dataclasses import dataclass, replace
 
@@ -17,35 +17,37 @@ from meshwright.training.step import CROSS_ENTROPY, Objective
 from meshwright.training.teacher import beside, lay_out
 
 SHARP = 6.0
-"""Gain of the last norm over that of drawn weights, whose distributions are almost even: a divergence between two of
-those would be made of rounding."""
+"""Gain of the last norm over that of random weights.
+
+Random weights have almost uniform distributions, and a divergence between two of those would consist of rounding.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTeacher:
-    """Its sizes, and how it is learnt from; all else is as the student has it."""
+    """Sizes of a teacher and the distillation settings. All else equals the student."""
 
     layers: int = 2
-    """Of the teacher."""
+    """Layers of the teacher."""
     hidden: int = 24
-    """As layers."""
+    """Hidden size of the teacher."""
     ffn: int = 40
-    """As layers, of dense ones."""
+    """Size of the teacher's dense MLPs."""
     dense: bool = False
-    """It has no experts, where its student has."""
+    """True if it has no experts although its student has."""
     filled: int = 0
-    """Rows that its vocabulary is filled up by."""
+    """Rows of padding in its vocabulary."""
     beta: float = 0.0
-    """As recipe.distillation_beta."""
+    """Same as recipe.distillation_beta."""
     temperature: float = 1.0
-    """As recipe.distillation_temperature."""
+    """Same as recipe.distillation_temperature."""
     hard: float = 0.0
-    """As recipe.distillation_hard."""
+    """Same as recipe.distillation_hard."""
     base: str = SAME
-    """As teacher.lora.base: codes of its matrices."""
+    """Same as teacher.lora.base: codes of its matrices."""
 
     def shape(self, student: ModelShape) -> ModelShape:
-        """Of the teacher. PlanError where sizes contradict each other."""
+        """Return the teacher's shape. Raises PlanError when sizes contradict each other."""
         moe = None if self.dense or student.moe is None else student.moe
         codes = None if self.base == SAME else LoRAShape(rank=1, targets=NONE, base=self.base)
         return replace(
@@ -62,7 +64,7 @@ class DrawnTeacher:
     def objective(
         self, student: ModelShape, layout: Layout, mesh: Mesh, device: torch.device, dtype: torch.dtype, seed: int
     ) -> tuple[Distillation, Engine]:  # fmt: skip
-        """The distillation that a case minimizes, and its teacher, drawn on this rank."""
+        """Return the distillation that a case minimizes, and its teacher, initialized on this rank."""
         shape = self.shape(student)
         engine = lay_out(shape, teacher_layout(layout, shape), mesh, device, dtype, seed=seed)
         sharpen(engine)
@@ -70,20 +72,20 @@ class DrawnTeacher:
         return Distillation(form=self.form, teacher=beside(engine, shared), shared=shared), engine
 
 
-def objective_of(
+def case_objective(
     teacher: DrawnTeacher | None, student: ModelShape, layout: Layout, mesh: Mesh, device: torch.device,
     dtype: torch.dtype, seed: int,
 ) -> tuple[Objective, tuple[nn.Module, ...]]:  # fmt: skip
-    """What a case minimizes, and this rank's stages of the teacher that it reads."""
+    """Return the objective of a case, and this rank's stages of its teacher."""
     if teacher is None:
         return CROSS_ENTROPY, ()
-    made, engine = teacher.objective(student, layout, mesh, device, dtype, seed + 1)
-    return made, engine.stages
+    objective, engine = teacher.objective(student, layout, mesh, device, dtype, seed + 1)
+    return objective, engine.stages
 
 
 @torch.no_grad()
 def sharpen(engine: Engine) -> None:
-    """Have drawn weights say something."""
+    """Make the distributions of random weights distinct."""
     for name, parameter in engine.parameters.items():
         if name == "norm.weight":
             local(parameter).mul_(SHARP)

@@ -1,4 +1,4 @@
-"""Which features are tried with which: every pair in some legal layout of at most 8 ranks, or refused with a reason."""
+"""The matrix of features: every pair in some legal layout of at most 8 ranks, or refused with a reason."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +20,13 @@ BATCH = 8
 """Layouts that one set of processes runs."""
 LIMIT_S = 600.0
 CASE = Case(shape=replace(shrink("qwen3-30b-a3b"), layers=5))
-"""Grouped-query attention with norms of queries and keys, dense and routed parts, an odd number of layers and
-tokens."""
+"""Grouped-query attention with norms of queries and keys, dense and routed layers, an odd number of layers."""
 DENSE = Case(shape=replace(shrink("llama-3.1-8b"), layers=5))
 EVERY_EXPERT = replace(CASE, shape=replace(CASE.shape, moe=CASE.shape.moe and replace(CASE.shape.moe, top_k=8)))
-"""In bf16: a token that two experts want almost equally would go to the other, and take a whole gradient with it."""
+"""Case in bf16, where a near tie between two experts would send a token, and its whole gradient, to the other."""
 
 NARROW: Mapping[str, int] = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64}
-"""Of a shape for products in fp8: multiples of 16 on four tp ranks, and few layers, whose rounding adds up."""
+"""Sizes for products in fp8: multiples of 16 on four tp ranks, and few layers, whose rounding accumulates."""
 ROUNDED = ("bf16", "fp8", "fp16", "no masters")
 """Features with a wider band."""
 
@@ -35,14 +34,14 @@ COMPILED_ALONE = (
     ("compiled",), ("compiled", "bf16", "packed"), ("compiled", "bf16", "selective"), ("compiled", "bf16", "full"),
     ("compiled", "fp8"),
 )  # fmt: skip
-"""Compiled cases of one rank: what runs train with."""
+"""Compiled cases of one rank, as real runs train."""
 PLAIN = Layout(compile="off", kernels="reference")
-"""What one rank is compared with: plain code on the same device."""
+"""Layout with which one rank is compared: plain code on the same device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One layout that is run beside one device, and the features that it has."""
+    """A layout that is compared with one device, and its features."""
 
     layout: Layout
     packed: bool
@@ -55,7 +54,7 @@ class Trial:
 
     @property
     def case(self) -> Case:
-        """What is trained."""
+        """The training case."""
         routed = self.layout.ep > 1 or (self.layout.pp > 1 and self.precision == "fp32")
         base = DENSE if not routed else CASE if self.precision == "fp32" else EVERY_EXPERT
         shape = base.shape if self.products == "same" else replace(base.shape, **NARROW)  # type: ignore[arg-type]  # all of NARROW are sizes
@@ -66,7 +65,7 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """The features in the order of the table."""
+        """Its features in the order of the table."""
         return ", ".join(name for name in ALL if name in self.features) or "one device"
 
 
@@ -74,22 +73,25 @@ CASE_KEYS: Mapping[str, Any] = {
     "packed": False, "precision": "fp32", "products": "same", "optimizer": "adamw", "optimizer_states": "fp32",
     "master_weights": "fp32",
 }  # fmt: skip
-"""Settings of a feature that are the case's and not the layout's, and what they are without it."""
+"""Settings of a feature that belong to the case, not to the layout, with their defaults."""
 
 
-def merged(names: Sequence[str]) -> dict[str, Any] | None:
-    """All settings together; None where two features are alternatives."""
-    found: dict[str, Any] = {}
+def merge_settings(names: Sequence[str]) -> dict[str, Any] | None:
+    """Merge the settings of features. None = two features are alternatives."""
+    settings: dict[str, Any] = {}
     for name in names:
-        for key, value in ALL[name].items():
-            if found.setdefault(key, value) != value:
+        for key, setting in ALL[name].items():
+            if settings.setdefault(key, setting) != setting:
                 return None
-    return found
+    return settings
 
 
 def trial(names: Sequence[str]) -> Trial | str | None:
-    """A layout with all these features, why it is refused, or None where they are alternatives or need more ranks."""
-    settings = merged(names)
+    """Return a layout with all these features, or why it is refused.
+
+    None = they are alternatives or need more ranks.
+    """
+    settings = merge_settings(names)
     if settings is None:
         return None
     case = {key: settings.pop(key, default) for key, default in CASE_KEYS.items()}
@@ -103,15 +105,15 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     layout = Layout(**settings)
     if layout.world > LARGEST_WORLD:
         return None
-    has = frozenset(name for name in ALL if _has(layout, case, ALL[name]))
-    found = Trial(layout=layout, features=has, **case)
-    recipe = replace(found.case.recipe, sequence=found.case.sequence, global_batch=found.case.global_batch)
-    refusals = layout_violations(found.case.shape, recipe, layout)
+    present = frozenset(name for name in ALL if _has(layout, case, ALL[name]))
+    candidate = Trial(layout=layout, features=present, **case)
+    recipe = replace(candidate.case.recipe, sequence=candidate.case.sequence, global_batch=candidate.case.global_batch)
+    refusals = layout_violations(candidate.case.shape, recipe, layout)
     try:
-        layout.micro_batches(found.case.global_batch)
+        layout.micro_batches(candidate.case.global_batch)
     except IllegalLayout as error:
         refusals.append(str(error))
-    return refusals[0] if refusals else found
+    return refusals[0] if refusals else candidate
 
 
 def _has(layout: Layout, case: Mapping[str, Any], feature: Mapping[str, Any]) -> bool:
@@ -119,109 +121,117 @@ def _has(layout: Layout, case: Mapping[str, Any], feature: Mapping[str, Any]) ->
 
 
 def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[frozenset[str], str]]:
-    """Layouts that have every legal pair of the named features (greedily few of them, three features and more at a
-    time), and the pairs that are refused with the reason. Those that are ROUNDED come on top."""
+    """Return layouts that contain every legal pair of features, and refused pairs with the reason.
+
+    Layouts are chosen greedily, with three features or more at a time. Those that are ROUNDED are added last.
+    """
     refused: dict[frozenset[str], str] = {}
     exact = [name for name in names if name not in ROUNDED]
     wanted: dict[frozenset[str], Trial] = {}
     for pair in combinations(names, 2):
-        found = trial(pair)
-        if isinstance(found, str):
-            refused[frozenset(pair)] = found
-        elif found is not None:
-            wanted[frozenset(pair)] = found
-    chosen = {found.title: found for found in map(trial, ([name] for name in names)) if isinstance(found, Trial)}
-    covered = {pair for found in chosen.values() for pair in _pairs(found)}
-    for names_of_pair, found in sorted(wanted.items(), key=lambda item: not item[0].isdisjoint(ROUNDED)):
+        answer = trial(pair)
+        if isinstance(answer, str):
+            refused[frozenset(pair)] = answer
+        elif answer is not None:
+            wanted[frozenset(pair)] = answer
+    chosen = {tried.title: tried for tried in map(trial, ([name] for name in names)) if isinstance(tried, Trial)}
+    covered = {pair for tried in chosen.values() for pair in _pairs(tried)}
+    for names_of_pair, tried in sorted(wanted.items(), key=lambda item: not item[0].isdisjoint(ROUNDED)):
         if names_of_pair not in covered:
-            richer = _enriched(found, covered, exact)
+            richer = _add_features(tried, covered, exact)
             chosen[richer.title] = richer
             covered |= set(_pairs(richer))
     return list(chosen.values()), refused
 
 
 def trials_of_one_rank(*, every_compiled: bool = False) -> tuple[list[Trial], dict[frozenset[str], str]]:
-    """As `trials`, of all features that take no second rank; compiled ones last. A case takes a GPU about a second, a
-    compiled one about fifteen: without `every_compiled` these are COMPILED_ALONE, in place of each pair."""
-    names = [name for name in ALL if isinstance(found := trial([name]), Trial) and found.layout.world == 1]
+    """Return trials of all features that need no second rank, compiled ones last.
+
+    A case takes a GPU about a second, a compiled one about fifteen. Without `every_compiled` COMPILED_ALONE replaces
+    every compiled pair.
+    """
+    names = [name for name in ALL if isinstance(tried := trial([name]), Trial) and tried.layout.world == 1]
     chosen, refused = trials([name for name in names if every_compiled or name != "compiled"])
     if not every_compiled:
-        chosen += [found for found in map(trial, COMPILED_ALONE) if isinstance(found, Trial)]
-    return sorted(chosen, key=lambda found: found.layout.compile == "on"), refused
+        chosen += [tried for tried in map(trial, COMPILED_ALONE) if isinstance(tried, Trial)]
+    return sorted(chosen, key=lambda tried: tried.layout.compile == "on"), refused
 
 
-def _enriched(found: Trial, covered: set[frozenset[str]], names: Sequence[str]) -> Trial:
-    """More features on top, as long as the layout stays legal and each adds a pair that was not tried yet."""
+def _add_features(tried: Trial, covered: set[frozenset[str]], names: Sequence[str]) -> Trial:
+    """Add features while the layout stays legal and each adds an untried pair."""
     for name in names:
-        more = trial([*(n for n in ALL if n in found.features and n != "zero 0"), name])
+        richer = trial([*(n for n in ALL if n in tried.features and n != "zero 0"), name])
         if (
-            isinstance(more, Trial)
-            and found.features < more.features
-            and set(_pairs(more)) - set(_pairs(found)) - covered
+            isinstance(richer, Trial)
+            and tried.features < richer.features
+            and set(_pairs(richer)) - set(_pairs(tried)) - covered
         ):
-            found = more
-    return found
+            tried = richer
+    return tried
 
 
-def _pairs(found: Trial) -> Iterator[frozenset[str]]:
-    return (frozenset(pair) for pair in combinations(sorted(found.features), 2))
+def _pairs(tried: Trial) -> Iterator[frozenset[str]]:
+    return (frozenset(pair) for pair in combinations(sorted(tried.features), 2))
 
 
 def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, str | None]]:
-    """Each trial with its first difference from one device (None = equal), by world size.
+    """Yield each trial with its first difference from one device (None = equal), by world size.
 
-    `device` cuda = a GPU for each rank, NCCL between them.
+    `device` cuda = one GPU per rank, with NCCL.
     """
-    for found, alone, ranks in outcomes(chosen, device):
-        yield found, first_difference(alone, ranks, found.case.band)
+    for tried, alone, ranks in outcomes(chosen, device):
+        yield tried, first_difference(alone, ranks, tried.case.band)
 
 
 def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, RankOutcome, list[RankOutcome]]]:
-    """Each trial with what one device found and what its ranks did, by world size; ranks live for one size."""
+    """Yield each trial with the outcomes of one device and of its ranks, by world size. Ranks live for one size."""
     expected: dict[tuple[Case, Layout], RankOutcome] = {}
-    for world in sorted({found.layout.world for found in chosen}):
-        some = [found for found in chosen if found.layout.world == world]
+    for world in sorted({tried.layout.world for tried in chosen}):
+        same_world = [tried for tried in chosen if tried.layout.world == world]
         beside = PLAIN if world == 1 else Layout(compile="off")
         at_once = 1 if world == 1 else BATCH
-        for start in range(0, len(some), at_once):
-            part = some[start : start + at_once]
-            cases = [(found.case, found.layout) for found in part]
-            if world == 1:  # no processes: each is reported as it ends
-                together = [[received(one)] for one in outcomes_of(cases, device)]
+        for start in range(0, len(same_world), at_once):
+            part = same_world[start : start + at_once]
+            cases = [(tried.case, tried.layout) for tried in part]
+            if world == 1:  # without processes, so that each is reported as it ends
+                together = [[from_arrays(rank_outcome)] for rank_outcome in outcomes_of(cases, device)]
             else:
-                together = on_ranks_of(world, cases, device, LIMIT_S)
-            for found, ranks in zip(part, together, strict=True):
-                key = found.case, beside
+                together = run_on_ranks(world, cases, device, LIMIT_S)
+            for tried, ranks in zip(part, together, strict=True):
+                key = tried.case, beside
                 if key not in expected:
                     expected[key] = outcome(*key, device=device)
-                yield found, expected[key], ranks
+                yield tried, expected[key], ranks
 
 
-def on_ranks_of(
+def run_on_ranks(
     world: int, cases: Sequence[tuple[Case, Layout]], device: str, limit_s: float
 ) -> list[list[RankOutcome]]:
-    """For each case what its ranks found, in processes of their own. RankError."""
+    """Run cases in new processes. Returns the outcomes of each case's ranks. Raises RankError."""
     ranks = on_ranks(world, outcomes_of, cases, device, limit_s=limit_s, device=device)
-    return [[received(rank[place]) for rank in ranks] for place in range(len(cases))]
+    return [[from_arrays(rank[index]) for rank in ranks] for index in range(len(cases))]
 
 
 def outcomes_of(cases: Sequence[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
-    """On one rank: all cases of one world size, over the same process groups."""
+    """Run all cases of one world size on one rank, over the same process groups."""
     made: Made = {}
-    found = []
+    collected = []
     for case, layout in cases:
-        found.append(sent(outcome(case, layout, device=device, made=made)))
+        collected.append(to_arrays(outcome(case, layout, device=device, made=made)))
         if layout.compile == "on":
-            torch.compiler.reset()  # code is kept by what it was made of, and of each function only so much
-    return found
+            torch.compiler.reset()  # torch caches few versions of compiled code per function
+    return collected
 
 
-def sent(found: RankOutcome) -> RankOutcome:
-    """As it goes to another process, with arrays for tensors: a tensor travels as an open file, and thousands are too
-    many."""
-    return replace(found, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in found.tensors.items()})
+def to_arrays(rank_outcome: RankOutcome) -> RankOutcome:
+    """Convert tensors to arrays for another process: each tensor would travel as an open file."""
+    return replace(
+        rank_outcome, tensors={name: (box, tensor.numpy()) for name, (box, tensor) in rank_outcome.tensors.items()}
+    )
 
 
-def received(found: RankOutcome) -> RankOutcome:
-    """As it was before `sent`."""
-    return replace(found, tensors={name: (box, torch.from_numpy(a)) for name, (box, a) in found.tensors.items()})
+def from_arrays(rank_outcome: RankOutcome) -> RankOutcome:
+    """Undo `to_arrays`."""
+    return replace(
+        rank_outcome, tensors={name: (box, torch.from_numpy(a)) for name, (box, a) in rank_outcome.tensors.items()}
+    )

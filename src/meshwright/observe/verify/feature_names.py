@@ -1,4 +1,4 @@
-"""Features of layouts by name, with what a layout must say to use each."""
+"""Features of layouts by name, with the settings that each needs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "compiled": {"compile": "on"},
     "muon": {"optimizer": "muon"},
 }
-"""What a layout (and the packed case) must say to use each feature."""
+"""Settings of a layout (and of the packed case) that use each feature."""
 ONE_RANK: Mapping[str, Mapping[str, Any]] = {
     "torch's kernels": {"kernels": "eager"},
     "fp16": {"precision": "fp16", "products": "same"},
@@ -41,5 +41,5 @@ ONE_RANK: Mapping[str, Mapping[str, Any]] = {
     "int8 states": {"optimizer_states": "int8"},
     "no masters": {"precision": "bf16", "products": "same", "master_weights": "none"},
 }
-"""More features, tried where one rank is all there is. What differs over ranks in them, `--random` draws."""
+"""More features, tried only on one rank. `--random` draws what differs over ranks in them."""
 ALL = {**FEATURES, **ONE_RANK}

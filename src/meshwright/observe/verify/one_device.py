@@ -1,25 +1,24 @@
-"""A tiny model under any layout beside one device: loss, every gradient, gradient norm, weights after each step.
+"""A tiny model under any layout beside one device: loss, gradients, gradient norm, weights after each step.
 
-Each rank runs `outcome`; `assemble` puts the ranks' boxes together to whole tensors (and finds copies that differ);
-`first_difference` names the first tensor, in the order of the forward pass, that is not that of one device, within
-a `Band`: in fp32 each element, in bf16 the length of the difference.
+Each rank runs `outcome`. `assemble` combines the ranks' boxes to whole tensors, and finds copies that differ.
+`first_difference` names the first tensor, in the order of the forward pass, that differs from one device by more than a
+`Band`: in fp32 by element, in bf16 by the length of the difference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.kernels.linear import SAME
-from meshwright.observe.verify.adapters_begun import begin_adapters
+from meshwright.model.init import fill_initial, width_deviation
+from meshwright.model.moe import Router
 from meshwright.observe.verify.bands import BANDS, Band
-from meshwright.observe.verify.drawn_teacher import DrawnTeacher, objective_of
-from meshwright.observe.verify.recording_optimizer import RecordingOptimizer
-from meshwright.observe.verify.router_ties import watch_margins
-from meshwright.parallel import build_engine, make_mesh
+from meshwright.observe.verify.drawn_teacher import DrawnTeacher, case_objective
+from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.rounding import round_weights
@@ -30,62 +29,79 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.recipe import NO_SCHEME, Recipe
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.shape import ModelShape, MoEShape
 from meshwright.training.batches import Batch, Share, moved, select, split
+from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler
 from meshwright.training.step import train_step
 
+
+class RecordingOptimizer(Optimizer):
+    """Optimizer that records a copy of every gradient before it is used."""
+
+    gradients: list[dict[str, Tensor]]
+    """Gradients of each step, by name."""
+
+    def step(self, rate: float, **options: Any) -> None:
+        """Record the gradients, then step."""
+        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
+        self.gradients = [*getattr(self, "gradients", []), {n: local(g).clone() for n, g in gradients.items()}]
+        super().step(rate, **options)
+
+
 RECIPE = Recipe(epsilon=1e-3)
-"""Epsilon above the rounding of a gradient: where the true one is 0 (biases of keys), Adam would step by noise
-alone."""
+"""Recipe with an epsilon above the rounding of a gradient.
+
+Where the true gradient is 0 (biases of keys), Adam would otherwise step by noise alone.
+"""
 
 
 SCALE, OVERFLOWING_SCALE = 2.0**8, 2.0**30
-"""Loss scales under which no gradient of a tiny model overflows in fp16, and under which each does."""
+"""Loss scales at which no gradient of a tiny model overflows in fp16, and at which each does."""
 GROWTH_STEPS = 2
 """Good steps after which the loss scale doubles: few, so that a case of two steps has such a step."""
 
 ZERO = 1e-3
-"""Largest element, as a share of the gradient norm, under which a tensor is compared with that share."""
+"""Largest element, as a share of the gradient norm, below which a tensor is compared with that share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is trained: a shape on random tokens of which some are no targets, unequally many in each sequence."""
+    """A training case: a shape on random tokens, of which unequally many per sequence are no targets."""
 
     shape: ModelShape
     sequence: int = 16
     global_batch: int = 8
     packed: bool = False
-    """Several documents in a sequence."""
+    """True if a sequence has several documents."""
     precision: str = "fp32"
-    """As recipe.precision."""
+    """Same as recipe.precision."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """As recipe.optimizer."""
+    """Same as recipe.optimizer."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """As recipe.optimizer_states."""
+    """Same as recipe.optimizer_states."""
     master_weights: Literal["fp32", "none"] = "fp32"
-    """As recipe.master_weights."""
+    """Same as recipe.master_weights."""
     products: str = SAME
-    """As recipe.products."""
+    """Same as recipe.products."""
     fake_quantize: str = NO_SCHEME
-    """As recipe.fake_quantize."""
+    """Same as recipe.fake_quantize."""
     steps: int = 2
     seed: int = 0
     balance_loss: float = 0.01
     clip: float = 1.0
-    """As recipe.clip."""
+    """Same as recipe.clip."""
     batches: tuple[int, ...] = ()
-    """Sequences of each step, as under a batch ramp; () = global_batch in every step."""
+    """Sequences of each step, as under a batch ramp. () = global_batch in every step."""
     empty: tuple[int, ...] = ()
-    """Sequences of a step that have no target."""
+    """Sequences of a step without targets."""
     last_target: int = 0
-    """Positions from here on are no targets; 0 = no such limit."""
+    """Position from which on there are no targets. 0 = no limit."""
     overflow: int = 0
-    """In this step only sequence `overflow_sequence` has targets, and in fp16 its gradients overflow; 0 = in none."""
+    """Step in which only `overflow_sequence` has targets, and gradients overflow in fp16. 0 = none."""
     overflow_sequence: int = 0
     teacher: DrawnTeacher | None = None
-    """What is learnt from; None = from the text."""
+    """Teacher of the distillation. None = the text itself."""
 
     def __post_init__(self) -> None:
         if self.batches and len(self.batches) != self.steps:
@@ -99,7 +115,7 @@ class Case:
 
     @property
     def recipe(self) -> Recipe:
-        """What is trained, and the optimizer. PlanError."""
+        """Objective and optimizer settings. Raises PlanError."""
         keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights", "fake_quantize")
         words: dict[str, Any] = {key: getattr(self, key) for key in keys}
         words["objective"] = DISTILL if self.teacher else CROSS_ENTROPY
@@ -107,7 +123,7 @@ class Case:
 
     @property
     def band(self) -> Band:
-        """How far a layout may be from one device."""
+        """Tolerance of a layout against one device."""
         if self.precision == "fp32" and self.rounds_rows:
             return BANDS["rounded rows"]
         narrow = self.precision == "fp32" and self.recipe.storage.narrow
@@ -115,70 +131,75 @@ class Case:
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether activations are rounded to whole numbers."""
+        """True if activations are rounded to whole numbers."""
         base = self.shape.lora.scheme if self.shape.lora else None
-        return any(one is not None and one.activations == "int8" for one in (SCHEMES.get(self.fake_quantize), base))
+        schemes = (SCHEMES.get(self.fake_quantize), base)
+        return any(scheme is not None and scheme.activations == "int8" for scheme in schemes)
 
     @property
     def unrounded(self) -> "Case":
-        """The same in fp32."""
+        """The same case in fp32."""
         return replace(self, precision="fp32", products=SAME, master_weights="fp32")
 
     def sequences(self, step: int) -> int:
-        """Sequences of a step; the first is 1."""
+        """Return the sequences of a step, counted from 1."""
         return self.batches[step - 1] if self.batches else self.global_batch
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """Of one rank: losses, gradient norms and loss scales by step, and its boxes of gradients and weights by step and
-    name. A skipped step has no gradients."""
+    """Outcome of one rank: losses, gradient norms and loss scales by step, and its boxes of tensors.
+
+    Gradients and weights are by step and name. A skipped step has no gradients.
+    """
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
     tensors: dict[str, tuple[Box, Any]]
-    """Tensors; arrays while it travels between processes."""
+    """Tensors, or arrays while it travels between processes."""
     scales: tuple[float, ...] = ()
-    """After each step, in fp16."""
+    """Loss scale after each step, in fp16."""
     balances: tuple[float, ...] = ()
     """Balance losses by step, of a mixture of experts."""
     margin: float = inf
-    """The smallest margin by which a token has its experts; see ties.py."""
+    """Smallest margin of a choice of experts, see `margin`."""
     skipped: tuple[bool, ...] = ()
-    """Which steps changed no weight."""
+    """True for steps that changed no weight."""
     overflow: int = 0
-    """The step whose gradients must overflow, in which alone numbers may not be finite; 0 = none."""
+    """Step whose gradients must overflow; only there numbers may be infinite. 0 = none."""
 
 
 def case_batch(case: Case, step: int) -> Batch:
-    """The whole batch of a step, the same on every rank."""
+    """Return the whole batch of a step, equal on every rank."""
     generator = torch.Generator().manual_seed(1000 * case.seed + step)
     sequences = case.sequences(step)
     size = (sequences, case.sequence)
     tokens = torch.randint(0, case.shape.vocab, size, generator=generator)
     targets = torch.randint(0, case.shape.vocab, size, generator=generator)
     targets[torch.rand(size, generator=generator) < torch.rand(sequences, 1, generator=generator)] = -100
-    kept = [row for row in range(sequences) if row not in case.empty]
+    rows_with_targets = [row for row in range(sequences) if row not in case.empty]
     if step == case.overflow:
-        kept = [case.overflow_sequence % sequences]
-        targets[kept] = tokens[kept]
-    targets[[row for row in range(sequences) if row not in kept]] = -100
+        rows_with_targets = [case.overflow_sequence % sequences]
+        targets[rows_with_targets] = tokens[rows_with_targets]
+    targets[[row for row in range(sequences) if row not in rows_with_targets]] = -100
     if case.last_target:
         targets[:, case.last_target :] = -100
     if not (targets >= 0).any():
-        targets[kept[0] if kept else 0, 0] = 0  # the loss of a step is a mean over its targets
+        targets[rows_with_targets[0] if rows_with_targets else 0, 0] = (
+            0  # the loss of a step is a mean over its targets
+        )
     documents = positions = None
     if case.packed:
         starts = torch.rand(size, generator=generator) < 0.2
         documents = starts.long().cumsum(1)
-        places = torch.arange(case.sequence).expand(size)
-        begins = torch.where(starts, places, 0).cummax(1).values
-        positions = places - begins
+        columns = torch.arange(case.sequence).expand(size)
+        begins = torch.where(starts, columns, 0).cummax(1).values
+        positions = columns - begins
     return select(Batch(tokens=tokens, targets=targets, documents=documents, positions=positions))
 
 
 def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | None = None) -> RankOutcome:
-    """Train the case for its steps on this rank of an initialised process group (or alone)."""
+    """Train the case on this rank of an initialized process group, or alone."""
     mesh = make_mesh(layout, made=made)
     engine = build_engine(
         case.shape,
@@ -193,9 +214,9 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         masters=shards_are_masters(case.precision, layout, case.recipe.storage),
     )
     round_weights(engine, case.fake_quantize)
-    begin_adapters(engine, case.seed)
+    initialize_adapters(engine, case.seed)
     engine.train()
-    objective, beside = objective_of(
+    objective, beside = case_objective(
         case.teacher, case.shape, layout, mesh, torch.device(device), DTYPES[case.precision], case.seed
     )
     margins = watch_margins(
@@ -211,7 +232,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         batch = moved(select(case_batch(case, step), share), torch.device(device))
         size = layout.micro_batch_of(case.sequences(step))
         scale = _set_scale(scaler, case, step)
-        result = train_step(
+        train_result = train_step(
             engine,
             optimizer,
             split(batch, size),
@@ -221,28 +242,30 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
             scaler=scaler,
             objective=objective,
         )
-        numbers["loss"].append(result.loss.item())
-        numbers["norm"].append(result.grad_norm.item())
+        numbers["loss"].append(train_result.loss.item())
+        numbers["norm"].append(train_result.grad_norm.item())
         if scaler:
             numbers["scale"].append(scaler.scale.item())
-        if result.balance is not None:
-            numbers["balance"].append(result.balance.item())
+        if train_result.balance is not None:
+            numbers["balance"].append(train_result.balance.item())
         boxes = engine.local_boxes()
-        skipped.append(bool(result.skipped.item()))
+        skipped.append(bool(train_result.skipped.item()))
         if not skipped[-1]:
             for name, gradient in optimizer.gradients[-1].items():
                 tensors[f"step {step} gradient of {name}"] = (boxes[name], gradient.float().cpu() / scale)
         for name, parameter in engine.parameters.items():
             weight = local(parameter.detach()).to(DTYPES[case.precision])
             tensors[f"step {step} weight {name}"] = (boxes[name], weight.float().clone().cpu())
-    loss, norms, scales, balances = (tuple(found) for found in numbers.values())
+    loss, norms, scales, balances = (tuple(values) for values in numbers.values())
     overflow = case.overflow if scaler else 0
     return RankOutcome(loss, norms, tensors, scales, balances, margins.smallest, tuple(skipped), overflow)
 
 
 def _set_scale(scaler: LossScaler | None, case: Case, step: int) -> float:
-    """The loss scale of a step. It is given, not found: far above what fp16 can hold in the step that overflows, and
-    far below in the step after it."""
+    """Set and return the loss scale of a step.
+
+    It is far above the range of fp16 in the step that overflows, and far below it in the next.
+    """
     if scaler is None:
         return 1.0
     if step == 1 or case.overflow in (step, step - 1):
@@ -251,11 +274,11 @@ def _set_scale(scaler: LossScaler | None, case: Case, step: int) -> float:
 
 
 def assemble(outcomes: Sequence[RankOutcome]) -> dict[str, Tensor]:
-    """The whole tensors by name. AssertionError where two ranks hold different copies or nobody holds a part."""
+    """Return whole tensors by name. Raises AssertionError when copies on two ranks differ or a part is missing."""
     whole: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
-    for found in outcomes:
-        for name, (box, tensor) in found.tensors.items():
+    for rank_outcome in outcomes:
+        for name, (box, tensor) in rank_outcome.tensors.items():
             if name not in whole:
                 whole[name], seen[name] = torch.zeros(box.whole), torch.zeros(box.whole, dtype=torch.bool)
             here, known = whole[name][box.slices], seen[name][box.slices]
@@ -269,68 +292,73 @@ def assemble(outcomes: Sequence[RankOutcome]) -> dict[str, Tensor]:
     return whole
 
 
-def first_difference(one: RankOutcome, others: Sequence[RankOutcome], band: Band = BANDS["fp32"]) -> str | None:
-    """What differs first between one device and the ranks of a layout, as a sentence; None = all is equal.
+def first_difference(alone: RankOutcome, others: Sequence[RankOutcome], band: Band = BANDS["fp32"]) -> str | None:
+    """Return the first difference between one device and the ranks of a layout. None = all is equal.
 
-    Relative to the largest element of a tensor (or to its length), since a sum's rounding grows with its terms and not
-    with what is left of them; a gradient that is zero but for rounding (of key biases) counts as one of ZERO times the
-    gradient norm. Numbers that are not finite equal nothing, except in the step that must overflow.
+    Differences are relative to a tensor's largest element (or its length), since the rounding of a sum grows with its
+    terms, not with their total. A gradient that is zero but for rounding (of key biases) counts as ZERO times the
+    gradient norm. Infinite numbers equal nothing, except in the step that must overflow.
     """
     for index, other in enumerate(others):
         for what, mine, theirs, tolerance in (
-            ("loss", one.losses, other.losses, band.loss),
-            ("gradient norm", one.norms, other.norms, band.norm),
-            ("balance loss", one.balances, other.balances, band.loss),
-            ("loss scale", one.scales, other.scales, 0.0),
+            ("loss", alone.losses, other.losses, band.loss),
+            ("gradient norm", alone.norms, other.norms, band.norm),
+            ("balance loss", alone.balances, other.balances, band.loss),
+            ("loss scale", alone.scales, other.scales, 0.0),
         ):
             for step, (a, b) in enumerate(zip(mine, theirs, strict=True), start=1):
-                if not (_near(a, b, tolerance) or (step == one.overflow and not isfinite(a) and not isfinite(b))):
+                if not (_is_close(a, b, tolerance) or (step == alone.overflow and not isfinite(a) and not isfinite(b))):
                     return f"step {step}: {what} is {b!r} on rank {index}, {a!r} on one device"
-        for step, (a, b) in enumerate(zip(one.skipped, other.skipped, strict=True), start=1):
+        for step, (a, b) in enumerate(zip(alone.skipped, other.skipped, strict=True), start=1):
             if a != b:
                 return f"step {step}: skipped is {b} on rank {index}, {a} on one device"
     try:
         whole = assemble(others)
     except AssertionError as error:
         return str(error)
-    for name in one.tensors:
+    for name in alone.tensors:
         if name not in whole:
             return f"{name} is on no rank"
-        off = distance(name, one, whole, band)
+        off = distance(name, alone, whole, band)
         if not off <= (band.weight if begins_large(name) else band.gradient):
             return f"{name} differs by {off:.1e} of its {'length' if band.by_length else 'largest element'}"
     return None
 
 
-def _near(a: float, b: float, tolerance: float) -> bool:
+def _is_close(a: float, b: float, tolerance: float) -> bool:
     return isfinite(a) and isfinite(b) and abs(a - b) <= tolerance * abs(a)
 
 
 def begins_large(name: str) -> bool:
-    """Biases begin at zero, adapters' B near it: they are sums of updates, which are as exact as gradients."""
+    """Return False for biases, which start at zero, and adapters' B: sums of updates are as exact as gradients."""
     return " weight " in name and not name.endswith((".bias", "lora.b"))
 
 
-def distance(name: str, one: RankOutcome, whole: dict[str, Tensor], band: Band) -> float:
-    """How far the ranks' tensor is from one device's: see first_difference."""
+def distance(name: str, alone: RankOutcome, whole: dict[str, Tensor], band: Band) -> float:
+    """Return how far the ranks' tensor is from one device's, see `first_difference`."""
     size = torch.linalg.vector_norm if band.by_length else _largest
-    expected = one.tensors[name][1]
-    smallest = ZERO * max((norm for norm in one.norms if isfinite(norm)), default=0.0)
-    apart = (whole[name] - expected) * ~_undecided(name, one, band)
-    return float(size(apart) / max(size(expected).item(), smallest))
+    expected = alone.tensors[name][1]
+    smallest = ZERO * max((norm for norm in alone.norms if isfinite(norm)), default=0.0)
+    gaps = (whole[name] - expected) * ~_decided_by_rounding(name, alone, band)
+    return float(size(gaps) / max(size(expected).item(), smallest))
 
 
-def _undecided(name: str, one: RankOutcome, band: Band) -> Tensor:
-    """Elements of a weight that rounding decides, since its gradient was, in one of the steps until now, no larger than
-    what rounding makes of it: AdamW divides by its size, and Muon by its length. The gradients are compared.
+def _decided_by_rounding(name: str, alone: RankOutcome, band: Band) -> Tensor:
+    """Return the elements of a weight that rounding decides.
 
-    In fp32 a whole tensor, as of queries and keys where only first positions are targets. In 16 bits, parts of biases.
+    In one of the steps so far their gradient was no larger than its rounding, and AdamW divides by its size, Muon by
+    its length. The gradients are compared. In fp32 this concerns whole tensors, such as those of queries and keys if
+    only first positions are targets. In 16 bits it concerns parts of biases.
     """
-    undecided = torch.zeros(one.tensors[name][1].shape, dtype=torch.bool)
-    step, found, parameter = name.removeprefix("step ").partition(" weight ")
-    names = {number: f"step {number} gradient of {parameter}" for number in range(1, int(step) + 1)} if found else {}
-    for number, gradient in ((number, one.tensors[each][1]) for number, each in names.items() if each in one.tensors):
-        norm = one.norms[number - 1]
+    undecided = torch.zeros(alone.tensors[name][1].shape, dtype=torch.bool)
+    step, is_weight, parameter = name.removeprefix("step ").partition(" weight ")
+    names = (
+        {number: f"step {number} gradient of {parameter}" for number in range(1, int(step) + 1)} if is_weight else {}
+    )
+    for number, gradient in (
+        (number, alone.tensors[each][1]) for number, each in names.items() if each in alone.tensors
+    ):
+        norm = alone.norms[number - 1]
         if isfinite(norm) and 0 < _largest(gradient) <= torch.finfo(torch.float32).eps * norm:
             undecided |= True
         elif band.by_length and not begins_large(name):
@@ -340,3 +368,61 @@ def _undecided(name: str, one: RankOutcome, band: Band) -> Tensor:
 
 def _largest(x: Tensor) -> Tensor:
     return x.abs().max()
+
+
+@torch.no_grad()
+def initialize_adapters(engine: Engine, seed: int) -> None:
+    """Give adapters' B numbers as large in the sum as a weight's.
+
+    Adapters start at zero, so that A would have no gradient and B would consist of its first update.
+    """
+    shape, parameters = engine.model.shape, engine.parameters
+    for name, box in engine.local_boxes().items():
+        if name.endswith("lora.b") and shape.lora is not None:
+            part, drawn = local(parameters[name]), f"{name.removesuffix('b')}a"
+            fill_initial(part, drawn, shape, seed + 1, whole=box.whole, offsets=box.offsets)
+            part.mul_(width_deviation(shape.hidden) / shape.lora.scale)
+
+
+class Margins:
+    """Smallest margin of all choices of watched routers: inf before the first."""
+
+    def __init__(self) -> None:
+        self.smallest = float("inf")
+
+    def see(self, router: nn.Module, inputs: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Record the choice of a router, as its forward hook."""
+        assert isinstance(router, Router)
+        _, experts, probabilities = out
+        self.smallest = min(self.smallest, margin(router.moe, probabilities, experts))
+
+
+def margin(moe: MoEShape, scores: Tensor, experts: Tensor) -> float:
+    """Return the smallest change of a score in (N, X) that would give any token other experts than (N, k).
+
+    inf = no token has another choice. Two layouts may choose differently at a near tie, and both are right: routing is
+    the only step of a model that rounding can change by more than rounding.
+    """
+    scores = scores.detach()
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
+    allowed, margins = torch.ones_like(chosen), []
+    if moe.top_groups < moe.groups:
+        grouped = scores.view(len(scores), moe.groups, -1)
+        strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        ranked = strength.sort(dim=-1, descending=True)
+        margins.append(ranked.values[:, moe.top_groups - 1] - ranked.values[:, moe.top_groups])
+        best = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, ranked.indices[:, : moe.top_groups], True)
+        allowed = best.repeat_interleave(grouped.shape[-1], dim=1)
+    accepted = scores.masked_fill(~chosen, float("inf")).amin(1)
+    rejected = scores.masked_fill(chosen | ~allowed, float("-inf")).amax(1)
+    margins.append(accepted - rejected)
+    return min(float(margin_of_tokens.min()) for margin_of_tokens in margins)
+
+
+def watch_margins(stages: Iterable[nn.Module]) -> Margins:
+    """Watch every router of a model from now on."""
+    margins = Margins()
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, Router):
+            module.register_forward_hook(margins.see)
+    return margins

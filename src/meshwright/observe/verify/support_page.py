@@ -1,4 +1,4 @@
-"""The support matrix as a page: feature by feature, what was tried together and how it ended."""
+"""The support matrix as a page: which features were tried together, and the outcome."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ MARKS = {"equal": "yes", "different": "**no**", "refused": "refused", "alternati
 
 
 def support_page(outcomes: Sequence[tuple[Trial, str | None]], refused: Mapping[frozenset[str], str]) -> str:
-    """Markdown: the table, the reasons of refusals, every layout that was run."""
+    """Return Markdown: the table, reasons of refusals, every layout that was run."""
     state: dict[frozenset[str], str] = dict.fromkeys(refused, "refused")
     for ran, difference in outcomes:
         for pair in combinations(sorted(ran.features), 2):
@@ -43,7 +43,7 @@ def support_page(outcomes: Sequence[tuple[Trial, str | None]], refused: Mapping[
         cells = []
         for column in range(1, len(names)):
             key = frozenset((name, names[column]))
-            cells.append("" if column <= row else MARKS[state.get(key) or _unseen(*sorted(key))])
+            cells.append("" if column <= row else MARKS[state.get(key) or _untried_state(*sorted(key))])
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "## Refused", ""]
     lines += [f"- {' with '.join(sorted(pair))}: {reason}" for pair, reason in refused.items()]
@@ -52,6 +52,6 @@ def support_page(outcomes: Sequence[tuple[Trial, str | None]], refused: Mapping[
     return "\n".join(lines) + "\n"
 
 
-def _unseen(one: str, other: str) -> str:
-    """Of a pair that no layout had which was run: whether any could."""
-    return "alternatives" if trial((one, other)) is None else "untried"
+def _untried_state(first: str, second: str) -> str:
+    """Return the state of a pair that no executed layout had."""
+    return "alternatives" if trial((first, second)) is None else "untried"
