@@ -25,16 +25,18 @@ ALONE = replace(PLAN, layout=Layout(micro_batch=2))
 
 def of_ranks(plan: Plan) -> list[dict[str, Any]]:
     """What each pipeline place holds and sends, as a dry run would tell it."""
-    found = predict(plan)
+    prediction = predict(plan)
     return [
         {
             "rank": rank,
-            "peak_bytes": round(one.total_bytes - one.kinds["reserve"]),
+            "peak_bytes": round(memory.total_bytes - memory.kinds["reserve"]),
             "when": "step 2, BW 0 1",
-            "memory": [{"kind": k, "bytes": round(size)} for k, size in one.kinds.items() if size and k != "reserve"],
+            "memory": [
+                {"kind": k, "bytes": round(size)} for k, size in memory.kinds.items() if size and k != "reserve"
+            ],
             "traffic": [
                 {"axis": sent.axis, "collective": sent.collective, "bytes": sent.sent_bytes, "calls": sent.calls}
-                for sent in found.traffic(place)
+                for sent in prediction.traffic(stage)
             ],
             "activations": [{"where": "layers.*.mlp mm", "bytes": 4000}, {"where": "embed add", "bytes": 100}],
             "largest": [{"bytes": 900, "kind": "logits", "line": "model/head.py:3 forward", "operation": "mm"}],
@@ -43,7 +45,7 @@ def of_ranks(plan: Plan) -> list[dict[str, Any]]:
                 for n, name in enumerate(("build", "step 1", "F 0 0", "BW 0 0", "step 2", "F 0 0", "BW 0 0"))
             ],
         }
-        for place, (rank, one) in enumerate(zip(pipeline_ranks(plan.layout), found.memory, strict=True))
+        for stage, (rank, memory) in enumerate(zip(pipeline_ranks(plan.layout), prediction.memory, strict=True))
     ]
 
 
@@ -55,40 +57,40 @@ def dried(plan: Plan) -> dict[str, Any]:
 
 def profiled(plan: Plan) -> dict[str, Any]:
     """profile.json: what was planned, came."""
-    found = document(predict(plan)) | {"source": "measured", "device": "cuda", "ranks": of_ranks(plan)}
-    for place, one in enumerate(found["ranks"]):
-        one["memory_timeline"] = [{**moment, "step": 1} for moment in one.pop("passes")]
-        one["spans"] = list(spans(plan, place))
-    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+    content = document(predict(plan)) | {"source": "measured", "device": "cuda", "ranks": of_ranks(plan)}
+    for stage, rank in enumerate(content["ranks"]):
+        rank["memory_timeline"] = [{**moment, "step": 1} for moment in rank.pop("passes")]
+        rank["spans"] = list(spans(plan, stage))
+    return json.loads(json.dumps(content))  # type: ignore[no-any-return]
 
 
-def spans(plan: Plan, place: int) -> list[dict[str, Any]]:
+def spans(plan: Plan, stage: int) -> list[dict[str, Any]]:
     """Two steps of passes of a hundredth of a second, and an optimizer behind each."""
-    actions = schedule("1f1b", plan.layout.pp, plan.micro_batches)[place] if plan.layout.pp > 1 else ()
-    found, now = [], 5.0
+    actions = schedule("1f1b", plan.layout.pp, plan.micro_batches)[stage] if plan.layout.pp > 1 else ()
+    rows, now = [], 5.0
     for _ in range(2):
         for action in actions:
-            found.append({"name": action.kind, "stage": action.stage, "micro_batch": action.micro_batch,
+            rows.append({"name": action.kind, "stage": action.stage, "micro_batch": action.micro_batch,
                           "start_s": now, "end_s": now + 0.01})  # fmt: skip
             now += 0.01
-        found.append({"name": "optimizer", "start_s": now, "end_s": now + 0.005})
+        rows.append({"name": "optimizer", "start_s": now, "end_s": now + 0.005})
         now += 0.02
-    return found
+    return rows
 
 
 def metrics(steps: int, loss: float = 8.0) -> list[dict[str, Any]]:
     """Records of training, with an evaluation every ten steps."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         now = loss / step**0.1 + 0.05 * (step % 3)
-        found.append({
+        rows.append({
             "step": step, "loss": now, "grad_norm": 3 / step**0.5, "lr": 1e-3 / step, "tokens": 256 * step,
             "tokens_per_second": 1000.0 + step, "seconds": 0.2 * step, "step_seconds": 0.2 + (step == 1),
             "data_wait_seconds": 1e-4, "mfu_causal": 0.4, "mfu_full": 0.42, "hfu": 0.45, "global_batch": 4,
         })  # fmt: skip
         if step % 10 == 0:
-            found.append({"step": step, "kind": "eval", "loss": now + 0.1, "bits_per_byte": now / 2, "tokens": 99})
-    return found
+            rows.append({"step": step, "kind": "eval", "loss": now + 0.1, "bits_per_byte": now / 2, "tokens": 99})
+    return rows
 
 
 def write(folder: Path, plan: Plan = PLAN, *, steps: int = 40, loss: float = 8.0, **files: Any) -> Path:
@@ -97,18 +99,20 @@ def write(folder: Path, plan: Plan = PLAN, *, steps: int = 40, loss: float = 8.0
     planfile.write(plan, folder / "plan.yaml")
     if steps:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(steps, loss)))
-    for name, found in {"ledger": ledger(plan), **files}.items():
-        if found is not None:
-            text = found if isinstance(found, str) else json.dumps(found)
+    for name, content in {"ledger": ledger(plan), **files}.items():
+        if content is not None:
+            text = content if isinstance(content, str) else json.dumps(content)
             (folder / f"{name}.json").write_text(text)
     return folder
 
 
 def ledger(plan: Plan) -> dict[str, Any]:
     """ledger.json of a run on GPUs."""
-    ranks = [deepcopy({key: one[key] for key in ("rank", "memory", "traffic", "peak_bytes")}) for one in of_ranks(plan)]
-    for one in ranks:
-        one["memory"] = [held for held in one["memory"] if held["kind"] in STATES]
-    peaks = [one["peak_bytes"] for one in ranks for _ in range(plan.layout.world // plan.layout.pp)]
+    ranks = [
+        deepcopy({key: rank[key] for key in ("rank", "memory", "traffic", "peak_bytes")}) for rank in of_ranks(plan)
+    ]
+    for rank in ranks:
+        rank["memory"] = [held for held in rank["memory"] if held["kind"] in STATES]
+    peaks = [rank["peak_bytes"] for rank in ranks for _ in range(plan.layout.world // plan.layout.pp)]
     return {"source": "measured", **ranks[0], "step": 40, "ranks": ranks, "peaks": peaks, "device": "cuda",
             "environment": {"device": "NVIDIA H100", "torch": "2.13.0", "cuda": None}}  # fmt: skip

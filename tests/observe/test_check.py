@@ -52,11 +52,11 @@ def pipeline() -> tuple[RankTrace, ...]:
 
 
 def changed(world: Iterable[RankTrace], rank: int, change: Callable[[Trace], Trace]) -> list[RankTrace]:
-    return [replace(one, trace=change(one.trace)) if one.rank == rank else one for one in world]
+    return [replace(traced, trace=change(traced.trace)) if traced.rank == rank else traced for traced in world]
 
 
 def numbers(trace: Trace, kind: str) -> list[int]:
-    return [n for n, one in enumerate(trace.operations) if one.kind == kind]
+    return [n for n, operation in enumerate(trace.operations) if operation.kind == kind]
 
 
 def in_busiest_group(trace: Trace) -> list[int]:
@@ -74,25 +74,25 @@ def without(trace: Trace, number: int) -> Trace:
 
 def sound(world: Iterable[RankTrace]) -> list[RankTrace]:
     """With every receive posted right before it is waited for: what no rule can object to."""
-    found = []
-    for one in world:
-        posted = {n for n in numbers(one.trace, "receive")}
+    traces_of_ranks = []
+    for traced in world:
+        posted = {n for n in numbers(traced.trace, "receive")}
         events: list[Event] = []
-        for event in one.trace.events:
+        for event in traced.trace.events:
             if isinstance(event, Start) and posted & set(event.operations):
                 continue
             if isinstance(event, WaitEvent) and event.operation in posted:
                 events.append(Start((event.operation,)))
             events.append(event)
-        found.append(replace(one, trace=replace(one.trace, events=tuple(events))))
-    return found
+        traces_of_ranks.append(replace(traced, trace=replace(traced.trace, events=tuple(events))))
+    return traces_of_ranks
 
 
 def test_a_sound_pipeline_has_no_violation() -> None:
-    found = check(sound(pipeline()))
-    assert not found.violations
-    assert found.sentence == f"no deadlock, no mismatch: 4 ranks, {found.operations} operations"
-    assert found.operations > 4 * 20
+    report = check(sound(pipeline()))
+    assert not report.violations
+    assert report.sentence == f"no deadlock, no mismatch: 4 ranks, {report.operations} operations"
+    assert report.operations > 4 * 20
 
 
 def test_a_receive_posted_at_the_start_of_a_step_is_a_deadlock_where_kernels_are_loaded() -> None:
@@ -122,8 +122,8 @@ def test_a_receive_is_open_until_its_wait_only() -> None:
 def test_a_swapped_pair_of_collectives_is_named() -> None:
     def swap(trace: Trace) -> Trace:
         operations = list(trace.operations)
-        own = in_busiest_group(trace)
-        a, b = next((a, b) for a, b in pairwise(own) if operations[a].elements != operations[b].elements)
+        reductions = in_busiest_group(trace)
+        a, b = next((a, b) for a, b in pairwise(reductions) if operations[a].elements != operations[b].elements)
         operations[a], operations[b] = operations[b], operations[a]
         return replace(trace, operations=tuple(operations))
 
@@ -183,14 +183,14 @@ def message(kind: str, peer: int = 1, elements: int = 4) -> CommunicationOperati
     )
 
 
-def one(rank: int, operations: tuple[CommunicationOperation, ...], *events: Event) -> RankTrace:
+def traced_rank(rank: int, operations: tuple[CommunicationOperation, ...], *events: Event) -> RankTrace:
     return RankTrace(rank, Trace(operations, events), (PAIR,))
 
 
 def test_two_ranks_that_both_send_first_wait_for_each_other() -> None:
     operations = message("send"), message("receive")
     events = Start((0,)), WaitEvent(0), Start((1,)), WaitEvent(1)
-    (violation,) = check([one(rank, operations, *events) for rank in (0, 1)]).violations
+    (violation,) = check([traced_rank(rank, operations, *events) for rank in (0, 1)]).violations
     assert violation.rule == "deadlock"
     assert "rank 0 needs rank 1 for its send" in violation.text
 
@@ -199,14 +199,16 @@ def test_one_communicator_works_off_its_operations_in_order_even_if_nobody_waits
     """FIFO: the host goes on, but each rank's receive runs after its send, which needs the other rank's receive."""
     operations = message("send"), message("receive")
     events = Start((0,)), Start((1,)), WaitEvent(0), WaitEvent(1)
-    (violation,) = check([one(rank, operations, *events) for rank in (0, 1)]).violations
+    (violation,) = check([traced_rank(rank, operations, *events) for rank in (0, 1)]).violations
     assert violation.rule == "deadlock"
     assert "only after, in the same group" in violation.text
 
 
 def test_sends_and_receives_of_one_call_run_together() -> None:
     operations = message("send"), message("receive")
-    assert not check([one(rank, operations, Start((0, 1)), WaitEvent(0), WaitEvent(1)) for rank in (0, 1)]).violations
+    assert not check(
+        [traced_rank(rank, operations, Start((0, 1)), WaitEvent(0), WaitEvent(1)) for rank in (0, 1)]
+    ).violations
 
 
 def test_groups_that_two_ranks_enter_in_opposite_order_are_a_deadlock() -> None:
@@ -226,14 +228,14 @@ def test_groups_that_two_ranks_enter_in_opposite_order_are_a_deadlock() -> None:
     assert violation.rule == "deadlock"
     assert len(violation.text.splitlines()) == 1 + 2 * 3
     async_world = [
-        replace(one, trace=replace(one.trace, events=(Start((0,)), Start((1,)), WaitEvent(0), WaitEvent(1))))
-        for one in world
+        replace(rank, trace=replace(rank.trace, events=(Start((0,)), Start((1,)), WaitEvent(0), WaitEvent(1))))
+        for rank in world
     ]
     assert not check(async_world).violations
 
 
 def test_a_group_whose_name_differs_between_its_ranks_is_named() -> None:
-    world = [one(0, ()), replace(one(1, ()), communicators=(replace(PAIR, name="else"),))]
+    world = [traced_rank(0, ()), replace(traced_rank(1, ()), communicators=(replace(PAIR, name="else"),))]
     assert "rank 1 does not make the pp group of ranks 0, 1" in check(world).violations[0].text
 
 
@@ -242,9 +244,9 @@ def test_rows_that_do_not_meet_in_an_all_to_all_are_named() -> None:
         return replace(message("all_to_all", 0), sent=sent, received=received)
 
     events = Start((0,)), WaitEvent(0)
-    right = [one(0, (exchange((1, 3), (1, 2)),), *events), one(1, (exchange((2, 2), (3, 2)),), *events)]
+    right = [traced_rank(0, (exchange((1, 3), (1, 2)),), *events), traced_rank(1, (exchange((2, 2), (3, 2)),), *events)]
     assert not check(right).violations
-    wrong = [right[0], one(1, (exchange((2, 2), (4, 2)),), *events)]
+    wrong = [right[0], traced_rank(1, (exchange((2, 2), (4, 2)),), *events)]
     assert "rank 0 sends 3 elements to rank 1, which takes 4" in check(wrong).violations[0].text
 
 
@@ -322,9 +324,9 @@ def _traces() -> dict[str, Trace]:
 @cache
 def traces() -> dict[str, Trace]:
     """In a process of its own: this one may be part of another process group."""
-    ((_, found),) = in_subprocesses(_traces, [()])
-    assert isinstance(found, dict)
-    return found
+    ((_, recorded),) = in_subprocesses(_traces, [()])
+    assert isinstance(recorded, dict)
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -350,9 +352,9 @@ def test_an_operation_that_nobody_waits_for_is_named() -> None:
 def test_a_program_that_waits_in_time_leaves_no_touch() -> None:
     trace = traces()["in_order"]
     assert not touched(trace)
-    kinds = [one.kind for one in trace.operations]
+    kinds = [operation.kind for operation in trace.operations]
     assert kinds == ["all_reduce", "send", "all_gather", "reduce_scatter", "all_to_all", "barrier"]
-    assert [one.size_bytes for one in trace.operations] == [16, 16, 16, 16, 16, 0]
+    assert [operation.size_bytes for operation in trace.operations] == [16, 16, 16, 16, 16, 0]
     assert trace.operations[4].sent == trace.operations[4].received == (2, 2)
     world = [RankTrace(rank, replace(trace, operations=trace.operations), (PAIR,)) for rank in (0, 1)]
     assert not [v for v in check(world).violations if v.rule == "buffer"]
@@ -387,13 +389,13 @@ def _deaf() -> None:
 @pytest.mark.long
 def test_ranks_that_share_a_trace_would_have_recorded_that_trace(layout: Layout, name: str) -> None:
     """Every rank in full beside brief runs of every rank and a full run of one of those that are alike."""
-    given = plan(layout, name, layers=4, global_batch=2 * layout.dp)
-    assert abbreviate_plan(given).model.layers < 4
-    every = record_world(given, device="cuda", in_full=True, processes=2)
-    shared = record_world(given, device="cuda", in_full=False, processes=2)
-    assert [one.rank for one in every] == list(range(8))
+    job = plan(layout, name, layers=4, global_batch=2 * layout.dp)
+    assert abbreviate_plan(job).model.layers < 4
+    every = record_world(job, device="cuda", in_full=True, processes=2)
+    shared = record_world(job, device="cuda", in_full=False, processes=2)
+    assert [traced.rank for traced in every] == list(range(8))
     assert every == shared
-    assert len({one.communicators for one in shared}) > 1
+    assert len({traced.communicators for traced in shared}) > 1
 
 
 def test_replicas_of_a_shard_can_be_recorded_one_after_another() -> None:
@@ -411,13 +413,13 @@ def test_a_world_of_one_rank_is_refused() -> None:
 @pytest.mark.parametrize(("batches", "whole", "sends"), [((2, 4, 16), False, (2, 4, 6)), ((4, 16, 4), True, (4, 16))])
 def test_every_size_of_a_batch_ramp_is_run(batches: tuple[int, ...], whole: bool, sends: tuple[int, ...]) -> None:
     """The first rank of a pipeline sends once per micro-batch. A step of 16 is cut to three per rank."""
-    given = plan(Layout(pp=2, zero=0, micro_batch=1, compile="off"), layers=2, global_batch=batches[0])
+    job = plan(Layout(pp=2, zero=0, micro_batch=1, compile="off"), layers=2, global_batch=batches[0])
     stages = tuple(BatchStage(tokens=1000 * n, global_batch=batch) for n, batch in enumerate(batches[1:], start=1))
-    given = replace(given, recipe=replace(given.recipe, batch_ramp=stages))
+    job = replace(job, recipe=replace(job.recipe, batch_ramp=stages))
     evaluation, last_step = 2, 1
-    first = record_world(given, device="cuda", whole=whole, processes=2)[0].trace
+    first = record_world(job, device="cuda", whole=whole, processes=2)[0].trace
     assert len(numbers(first, "send")) == sum(sends) + evaluation + last_step
-    assert abbreviate_plan(given).recipe.batch_ramp == ()
+    assert abbreviate_plan(job).recipe.batch_ramp == ()
 
 
 def test_a_brief_plan_keeps_one_layer_of_each_kind_per_stage() -> None:
@@ -425,17 +427,17 @@ def test_a_brief_plan_keeps_one_layer_of_each_kind_per_stage() -> None:
     assert shape.moe is not None
     shape = replace(shape, layers=9, moe=replace(shape.moe, first_dense=3))
     layout = Layout(pp=2, tp=2, sp=True, zero=0, stages=(5, 4), micro_batch=1, compile="off")
-    found = abbreviate_plan(Plan(model=shape, layout=layout, recipe=Recipe(sequence=64, global_batch=8)))
-    assert found.layout.stages == (2, 1)
-    assert found.model.moe is not None and found.model.moe.first_dense == 1
-    assert found.recipe.global_batch == 1
-    assert found.recipe.sequence == 32
+    brief = abbreviate_plan(Plan(model=shape, layout=layout, recipe=Recipe(sequence=64, global_batch=8)))
+    assert brief.layout.stages == (2, 1)
+    assert brief.model.moe is not None and brief.model.moe.first_dense == 1
+    assert brief.recipe.global_batch == 1
+    assert brief.recipe.sequence == 32
 
 
 def test_compute_without_open_receives_adds_no_rule() -> None:
     first = message("send")
     world = [
-        one(0, (first,), Compute(True), Start((0,)), Compute(True), WaitEvent(0)),
-        one(1, (message("receive"),), Compute(True), Start((0,)), WaitEvent(0), Compute(True)),
+        traced_rank(0, (first,), Compute(True), Start((0,)), Compute(True), WaitEvent(0)),
+        traced_rank(1, (message("receive"),), Compute(True), Start((0,)), WaitEvent(0), Compute(True)),
     ]
     assert not check(world).violations

@@ -14,16 +14,16 @@ from meshwright.observe.ranks import on_ranks
 def test_drift_is_taken_out() -> None:
     """A clock that is 5 s behind and loses 20 us each second, over 100 s."""
 
-    def ahead_s(own_s: float) -> float:
-        return 5.0 + 20e-6 * own_s
+    def ahead_s(rank_s: float) -> float:
+        return 5.0 + 20e-6 * rank_s
 
-    def asked(own_s: float, residual_s: float) -> Offset:
-        return Offset(seconds=ahead_s(own_s), residual_s=residual_s, at_s=own_s)
+    def asked(rank_s: float, residual_s: float) -> Offset:
+        return Offset(seconds=ahead_s(rank_s), residual_s=residual_s, at_s=rank_s)
 
-    found = Aligned(first=asked(1000.0, 1e-5), last=asked(1100.0, 3e-5), device_residual_s=1e-6)
-    assert found.drift_s == pytest.approx(2e-3) and found.residual_s == pytest.approx(3.1e-5)
-    for own_s in (1000.0, 1031.0, 1100.0):
-        assert found.seconds(own_s) == pytest.approx(own_s + ahead_s(own_s), abs=1e-9)
+    aligned = Aligned(first=asked(1000.0, 1e-5), last=asked(1100.0, 3e-5), device_residual_s=1e-6)
+    assert aligned.drift_s == pytest.approx(2e-3) and aligned.residual_s == pytest.approx(3.1e-5)
+    for rank_s in (1000.0, 1031.0, 1100.0):
+        assert aligned.seconds(rank_s) == pytest.approx(rank_s + ahead_s(rank_s), abs=1e-9)
     assert Aligned().seconds(7.5) == 7.5
 
 
@@ -50,7 +50,7 @@ class Played:
 
     host_s = 50.0
 
-    def __init__(self, **given: bool) -> None:
+    def __init__(self, **options: bool) -> None:
         self.device_s = 0.0
 
     def record(self) -> None:

@@ -27,61 +27,61 @@ def laid(folder: Path, tolerance: float = 0.1) -> Comparison:
     return compare(run.plan_as_run, columns(run), tolerance)
 
 
-def row(found: Comparison, section: str, what: str, unit: str = "", rank: int | None = None) -> Any:
-    [one] = [
-        one
-        for one in found.rows
-        if (one.section, one.what) == (section, what) and unit in ("", one.unit) and rank in (None, one.rank)
+def row(comparison: Comparison, section: str, what: str, unit: str = "", rank: int | None = None) -> Any:
+    [match] = [
+        row
+        for row in comparison.rows
+        if (row.section, row.what) == (section, what) and unit in ("", row.unit) and rank in (None, row.rank)
     ]
-    return one
+    return match
 
 
 def test_equal_columns_agree_in_every_row(tmp_path: Path) -> None:
-    found = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
-    assert found.disagreeing == ()
-    kinds = {one.what for one in found.rows if one.section == "memory"}
+    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
+    assert comparison.disagreeing == ()
+    kinds = {line.what for line in comparison.rows if line.section == "memory"}
     assert {"peak", "parameters", "gradients", "moments", "activations", "logits", "reserve"} <= kinds
     for unit in ("bytes", "calls"):
-        sent = row(found, "traffic", "pp send", unit, rank=2)
+        sent = row(comparison, "traffic", "pp send", unit, rank=2)
         assert len(set(sent.values)) == 1 and sent.values[0] > 0 and sent.tolerance == 0
-    planned_column, dry_run_document, measured = row(found, "time", "compute").values
-    assert planned_column == measured > 0 and dry_run_document is None
-    assert row(found, "use", "bubble").values[0] == row(found, "use", "bubble").values[2] > 0
+    planned, dry, measured = row(comparison, "time", "compute").values
+    assert planned == measured > 0 and dry is None
+    assert row(comparison, "use", "bubble").values[0] == row(comparison, "use", "bubble").values[2] > 0
 
 
 def test_a_finished_run_is_compared_without_another(tmp_path: Path) -> None:
-    found = laid(write(tmp_path / "run"), 1e9)
-    assert row(found, "memory", "peak", rank=2).values[2] == ledger(PLAN)["ranks"][1]["peak_bytes"]
-    assert row(found, "memory", "moments", rank=0).error(0) == 0
-    activations = row(found, "memory", "activations", rank=0)
+    comparison = laid(write(tmp_path / "run"), 1e9)
+    assert row(comparison, "memory", "peak", rank=2).values[2] == ledger(PLAN)["ranks"][1]["peak_bytes"]
+    assert row(comparison, "memory", "moments", rank=0).error(0) == 0
+    activations = row(comparison, "memory", "activations", rank=0)
     assert activations.values[1:] == (None, None)
     assert "there is no dryrun.json" in activations.missing[1] and "meshwright profile" in activations.missing[2]
-    gradients = row(found, "memory", "gradients", rank=0)
+    gradients = row(comparison, "memory", "gradients", rank=0)
     assert not gradients.known_twice and "update" in gradients.note and gradients.error(0) is None
-    step = row(found, "time", "step")
+    step = row(comparison, "time", "step")
     assert step.values[2] == pytest.approx(0.2)  # the first step, with its second of start, is not counted
-    assert "meshwright profile" in row(found, "use", "bubble").missing[2]
-    assert row(found, "use", "MFU (causal)").values[2] == 0.4
+    assert "meshwright profile" in row(comparison, "use", "bubble").missing[2]
+    assert row(comparison, "use", "MFU (causal)").values[2] == 0.4
 
 
 def test_an_unknown_device_has_no_times_and_says_so(tmp_path: Path) -> None:
     plan = replace(PLAN, cluster=Cluster(devices_per_node=4))
-    kept = ledger(plan) | {"environment": {"device": "NVIDIA T1000"}}
-    found = laid(write(tmp_path / "run", plan, ledger=kept))
-    assert all(one.values[0] is None for one in found.rows if one.section in ("time", "use"))
-    assert "is not described: name a cluster" in row(found, "time", "step").missing[0]
-    assert row(found, "memory", "parameters", rank=0).values[0] > 0
+    stored = ledger(plan) | {"environment": {"device": "NVIDIA T1000"}}
+    comparison = laid(write(tmp_path / "run", plan, ledger=stored))
+    assert all(line.values[0] is None for line in comparison.rows if line.section in ("time", "use"))
+    assert "is not described: name a cluster" in row(comparison, "time", "step").missing[0]
+    assert row(comparison, "memory", "parameters", rank=0).values[0] > 0
 
 
 def test_a_run_that_kept_no_device_is_planned_for_the_gpu_that_its_ledger_names(tmp_path: Path) -> None:
     """As runs were kept whose plan named no cluster. A chip that there is in two sizes is not guessed."""
     plan = replace(PLAN, cluster=Cluster())
-    kept = ledger(plan) | {"environment": {"device": "NVIDIA H200"}}
-    folder = write(tmp_path / "run", plan, ledger=kept)
-    found = laid(folder)
+    stored = ledger(plan) | {"environment": {"device": "NVIDIA H200"}}
+    folder = write(tmp_path / "run", plan, ledger=stored)
+    comparison = laid(folder)
     assert open_run(folder).plan.cluster == presets.cluster("h200x4")
     step, named = (
-        row(found, "time", "step"),
+        row(comparison, "time", "step"),
         laid(write(tmp_path / "named", replace(plan, cluster=presets.cluster("h200x4")))),
     )
     assert step.values[0] == row(named, "time", "step").values[0] > 0 and not step.missing[0]
@@ -91,49 +91,53 @@ def test_a_run_that_kept_no_device_is_planned_for_the_gpu_that_its_ledger_names(
 
 def test_a_plan_for_another_device_is_compared_by_its_program(tmp_path: Path) -> None:
     here = replace(ALONE, cluster=Cluster())
-    files: dict[str, Any] = {name: of(here) | {"device": "cpu"} for name, of in (("ledger", ledger), ("dryrun", dried))}
+    files: dict[str, Any] = {
+        name: make(here) | {"device": "cpu"} for name, make in (("ledger", ledger), ("dryrun", dried))
+    }
     assert presets.device("h100").is_gpu and not here.cluster.device.is_gpu
-    found = laid(write(tmp_path / "run", replace(ALONE, cluster=presets.cluster("h100x1")), **files))
-    own = laid(write(tmp_path / "own", here, **files))
-    assert [one.values for one in found.rows] == [one.values for one in own.rows] and found.disagreeing == ()
-    assert "is for H100-SXM-80, and the run was on a CPU" in row(found, "time", "step").missing[0]
-    told = "\n".join(answer(found, "run")).replace("\n", " ")
+    comparison = laid(write(tmp_path / "run", replace(ALONE, cluster=presets.cluster("h100x1")), **files))
+    on_cpu = laid(write(tmp_path / "own", here, **files))
+    assert [line.values for line in comparison.rows] == [
+        line.values for line in on_cpu.rows
+    ] and comparison.disagreeing == ()
+    assert "is for H100-SXM-80, and the run was on a CPU" in row(comparison, "time", "step").missing[0]
+    told = "\n".join(answer(comparison, "run")).replace("\n", " ")
     assert told.index("AGREES") < told.index("The plan is for H100-SXM-80") and "no time" in told
-    assert "another" not in "\n".join(answer(own, "own")) and not own.columns[0].elsewhere
+    assert "another" not in "\n".join(answer(on_cpu, "own")) and not on_cpu.columns[0].elsewhere
 
 
 def test_traffic_that_is_one_call_off_disagrees_and_is_explained(tmp_path: Path) -> None:
     document = profiled(PLAN)
-    sent = next(one for one in document["ranks"][1]["traffic"] if one["axis"] == "tp")
+    sent = next(entry for entry in document["ranks"][1]["traffic"] if entry["axis"] == "tp")
     sent["calls"] += 1
-    found = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=document), tolerance=0.5)
-    [bad] = found.disagreeing
+    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=document), tolerance=0.5)
+    [bad] = comparison.disagreeing
     assert (bad.what, bad.unit, bad.rank, bad.beyond) == ("tp all_reduce", "calls", 2, (0, 1))
-    first = explanation(found, bad)
+    first = explanation(comparison, bad)
     assert first[0].endswith("1 more than planned.") and first[1].startswith("Its bytes: planned")
 
 
 def test_memory_that_is_off_is_explained_by_module(tmp_path: Path) -> None:
     document = profiled(PLAN)
     rank = document["ranks"][0]
-    kept = next(one for one in rank["memory"] if one["kind"] == "activations")
-    kept["bytes"] += 40_000
+    held = next(held_bytes for held_bytes in rank["memory"] if held_bytes["kind"] == "activations")
+    held["bytes"] += 40_000
     rank["peak_bytes"] += 40_000
     rank["activations"][0]["bytes"] = 44_000
-    dry_run_document = dried(PLAN)
-    dry_run_document["ranks"][0]["activations"].append({"where": "norm mul", "bytes": 40_000})
-    found = laid(write(tmp_path / "run", dryrun=dry_run_document, profile=document), tolerance=0.001)
-    peak, activations = found.disagreeing
+    dry = dried(PLAN)
+    dry["ranks"][0]["activations"].append({"where": "norm mul", "bytes": 40_000})
+    comparison = laid(write(tmp_path / "run", dryrun=dry, profile=document), tolerance=0.001)
+    peak, activations = comparison.disagreeing
     assert (peak.what, activations.what) == ("peak", "activations")
-    words = " ".join(explanation(found, peak))
+    words = " ".join(explanation(comparison, peak))
     assert "Of it activations: 39.1 KiB more" in words and "layers.*.mlp mm 3.9 KiB and 43.0 KiB" in words
     assert "as large as norm mul" in words and "step 2, backward of stage 0, micro-batch 1" in words
 
 
 def test_small_parts_are_held_against_the_whole(tmp_path: Path) -> None:
     document = profiled(PLAN)
-    for one in document["ranks"]:
-        next(held for held in one["memory"] if held["kind"] == "counters")["bytes"] *= 3
+    for rank in document["ranks"]:
+        next(held for held in rank["memory"] if held["kind"] == "counters")["bytes"] *= 3
     folder = write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
     counters = row(laid(folder), "memory", "counters", rank=0)
     assert counters.agrees() and counters.error(0) == pytest.approx(-2 / 3)
@@ -155,10 +159,10 @@ def test_a_toy_differs_by_less_than_a_segment_of_the_allocator(tmp_path: Path) -
 
 
 def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
-    found = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
-    assert found.columns[1].document is None and "of another plan" in found.columns[1].about
-    assert "and not used" in found.columns[2].about
-    assert row(found, "memory", "activations", rank=0).values[2] is None
+    comparison = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
+    assert comparison.columns[1].document is None and "of another plan" in comparison.columns[1].about
+    assert "and not used" in comparison.columns[2].about
+    assert row(comparison, "memory", "activations", rank=0).values[2] is None
 
 
 def test_a_dry_run_is_asked_for_where_none_is_kept(tmp_path: Path) -> None:
@@ -171,8 +175,8 @@ def test_a_dry_run_is_asked_for_where_none_is_kept(tmp_path: Path) -> None:
         asked.append((plan.layout.pp, device))
         return parse_document(dried(plan), "")
 
-    found = compare(run.plan_as_run, columns(run, dryer=dryer))
-    assert asked == [(2, "cuda")] and row(found, "memory", "activations", rank=0).values[1] > 0
+    comparison = compare(run.plan_as_run, columns(run, dryer=dryer))
+    assert asked == [(2, "cuda")] and row(comparison, "memory", "activations", rank=0).values[1] > 0
 
 
 def test_the_batch_of_the_last_step_is_the_one_compared(tmp_path: Path) -> None:
@@ -184,7 +188,7 @@ def test_the_batch_of_the_last_step_is_the_one_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("ledger", "{", "no JSON"), ("ledger", "[]", "no JSON object"), ("ledger", '{"source": "predicted"}', "source"),
         ("dryrun", '{"source": "measured"}', "where 'dryrun' belongs"),
@@ -193,11 +197,11 @@ def test_the_batch_of_the_last_step_is_the_one_compared(tmp_path: Path) -> None:
         ("ledger", '{"source": "measured", "rank": 0, "memory": [], "traffic": [], "peaks": ["x"]}', "peaks"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_one_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_damaged_files_are_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     folder = write(tmp_path / "run", **{name: text})
     with pytest.raises(RunError) as caught:
         laid(folder)
-    assert f"{name}.json" in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+    assert f"{name}.json" in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_foreign_folders_are_one_line(tmp_path: Path) -> None:
@@ -216,27 +220,27 @@ def test_foreign_folders_are_one_line(tmp_path: Path) -> None:
 
 def test_a_ledger_of_one_rank_is_still_read(tmp_path: Path) -> None:
     old = {key: value for key, value in ledger(ALONE).items() if key in ("source", "rank", "step", "memory", "traffic")}
-    found = laid(write(tmp_path / "run", ALONE, ledger=old))
-    assert row(found, "memory", "moments").error(0) == 0 and row(found, "memory", "peak").values[2] is None
+    comparison = laid(write(tmp_path / "run", ALONE, ledger=old))
+    assert row(comparison, "memory", "moments").error(0) == 0 and row(comparison, "memory", "peak").values[2] is None
 
 
 def test_json_and_lines_say_the_same(tmp_path: Path) -> None:
-    found = laid(write(tmp_path / "run", dryrun=dried(PLAN)))
-    document = json.loads(json.dumps(as_json(found, "run"), allow_nan=False))
-    assert document["rank"] == found.rank and len(document["rows"]) == len(found.rows)
-    assert document["agrees"] == (not found.disagreeing) and document["columns"]["dryrun"]["there"]
-    printed = "\n".join(answer(found, "run", every=True))
-    for one in document["rows"]:
-        if one["rank"] in (None, found.rank):
-            assert one["what"] in printed
-    missing = [one for one in document["rows"] if one["measured"] is None]
-    assert missing and all(one["missing"]["measured"] for one in missing)
+    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN)))
+    document = json.loads(json.dumps(as_json(comparison, "run"), allow_nan=False))
+    assert document["rank"] == comparison.rank and len(document["rows"]) == len(comparison.rows)
+    assert document["agrees"] == (not comparison.disagreeing) and document["columns"]["dryrun"]["there"]
+    printed = "\n".join(answer(comparison, "run", every=True))
+    for entry in document["rows"]:
+        if entry["rank"] in (None, comparison.rank):
+            assert entry["what"] in printed
+    missing = [entry for entry in document["rows"] if entry["measured"] is None]
+    assert missing and all(entry["missing"]["measured"] for entry in missing)
 
 
 def off(document: dict[str, Any], kind: str, times: float) -> dict[str, Any]:
     """The same with so much more of a kind on every rank."""
-    for one in document["ranks"]:
-        for held in one["memory"]:
+    for rank in document["ranks"]:
+        for held in rank["memory"]:
             held["bytes"] = round(held["bytes"] * times) if held["kind"] == kind else held["bytes"]
     return document
 
@@ -244,12 +248,12 @@ def off(document: dict[str, Any], kind: str, times: float) -> dict[str, Any]:
 def test_gradients_are_judged_where_nothing_was_measured(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30))
     (folder / "ledger.json").unlink()
-    assert "gradients" in {one.what for one in laid(folder).disagreeing}
+    assert "gradients" in {line.what for line in laid(folder).disagreeing}
 
 
 def test_gradients_of_plan_and_dry_run_are_judged_beside_those_of_the_update(tmp_path: Path) -> None:
-    found = laid(write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30)))
-    bad = row(found, "memory", "gradients", rank=0)
+    comparison = laid(write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30)))
+    bad = row(comparison, "memory", "gradients", rank=0)
     assert (bad.reference, bad.beyond, bad.aside) == (1, (0,), (2,)) and "update" in bad.note
 
 
@@ -258,14 +262,14 @@ def test_whole_copies_are_gone_at_the_update(zero: int, tmp_path: Path) -> None:
     """A run measures its memory there: of ZeRO-1 and ZeRO-2 it holds shards alone."""
     sharded = replace(PLAN, layout=Layout(dp_shard=4, zero=zero, micro_batch=1))
     document = ledger(sharded)
-    for one in (document, *document["ranks"]):
-        sizes = {held["kind"]: held["bytes"] for held in one["memory"]}
+    for owner in (document, *document["ranks"]):
+        sizes = {held["kind"]: held["bytes"] for held in owner["memory"]}
         assert sizes["parameters"] > sizes["shards"] > 0
-        kept = sizes | {"parameters": sizes["shards"]}
-        one["memory"] = [{"kind": kind, "bytes": size} for kind, size in kept.items() if kind != "shards"]
-    found = laid(write(tmp_path / "run", sharded, ledger=document, dryrun=dried(sharded)))
-    assert not [one.what for one in found.disagreeing if one.section == "memory"]
-    copies = row(found, "memory", "parameters", rank=0)
+        remaining = sizes | {"parameters": sizes["shards"]}
+        owner["memory"] = [{"kind": kind, "bytes": size} for kind, size in remaining.items() if kind != "shards"]
+    comparison = laid(write(tmp_path / "run", sharded, ledger=document, dryrun=dried(sharded)))
+    assert not [line.what for line in comparison.disagreeing if line.section == "memory"]
+    copies = row(comparison, "memory", "parameters", rank=0)
     assert copies.aside and "measured at the optimizer's update" in copies.note
 
 
@@ -277,52 +281,52 @@ def test_only_bytes_to_experts_may_differ(tmp_path: Path) -> None:
     document = profiled(experts)
     for sent in document["ranks"][0]["traffic"]:
         sent["bytes"] += 1 + sent["bytes"] // 20
-    found = laid(write(tmp_path / "run", experts, ledger=None, dryrun=dried(experts), profile=document))
-    bad = {one.what for one in found.disagreeing if one.section == "traffic"}
-    sent = {one.what for one in found.rows if one.section == "traffic" and any(one.values)}
+    comparison = laid(write(tmp_path / "run", experts, ledger=None, dryrun=dried(experts), profile=document))
+    bad = {line.what for line in comparison.disagreeing if line.section == "traffic"}
+    sent = {line.what for line in comparison.rows if line.section == "traffic" and any(line.values)}
     assert "ep all_to_all" in sent and bad == sent - {"ep all_to_all"}
     next(s for s in document["ranks"][0]["traffic"] if s["axis"] == "ep" and s["collective"] == "all_to_all")[
         "calls"
     ] += 1
-    found = laid(write(tmp_path / "more", experts, dryrun=dried(experts), profile=document))
-    assert ("ep all_to_all", "calls") in {(one.what, one.unit) for one in found.disagreeing}
+    comparison = laid(write(tmp_path / "more", experts, dryrun=dried(experts), profile=document))
+    assert ("ep all_to_all", "calls") in {(line.what, line.unit) for line in comparison.disagreeing}
 
 
 def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
     """The dry run's peak stands at the head, the others' inside a layer: its total counts, what it is made of not."""
-    dry_run_document = dried(PLAN)
-    first = dry_run_document["ranks"][0]
+    dry = dried(PLAN)
+    first = dry["ranks"][0]
     inside = sum(held["bytes"] for held in first["memory"] if held["kind"] in ("activations", "temporaries"))
     first["memory"] = [held for held in first["memory"] if held["kind"] not in ("activations", "temporaries", "logits")]
     first["memory"].append({"kind": "logits", "bytes": inside})
     first["when"] = "step 2, F 0 1"
-    found = laid(write(tmp_path / "run", dryrun=dry_run_document, profile=profiled(PLAN)))
-    assert found.disagreeing == ()
-    logits = row(found, "memory", "logits", rank=0)
+    comparison = laid(write(tmp_path / "run", dryrun=dry, profile=profiled(PLAN)))
+    assert comparison.disagreeing == ()
+    logits = row(comparison, "memory", "logits", rank=0)
     assert logits.aside == (1,) and logits.error(1) is None and "dry run at head and loss" in logits.note
-    assert row(found, "memory", "moments", rank=0).aside == ()
-    told = " ".join(" ".join(answer(found, "run")).split())
+    assert row(comparison, "memory", "moments", rank=0).aside == ()
+    told = " ".join(" ".join(answer(comparison, "run")).split())
     assert "sampled at different moments, not comparable: " in told and "peak of rank 0 at: planned" in told
-    json.dumps(as_json(found, "run"), allow_nan=False)
+    json.dumps(as_json(comparison, "run"), allow_nan=False)
 
 
 def test_training_beside_a_profile_is_judged_too(tmp_path: Path) -> None:
     document = ledger(PLAN)
     document["ranks"][0]["peak_bytes"] *= 2
     document["ranks"][0]["traffic"][0]["calls"] += 7
-    found = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN), ledger=json.dumps(document)))
-    bad = [(one.what, one.unit, one.rank) for one in found.disagreeing]
+    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN), ledger=json.dumps(document)))
+    bad = [(line.what, line.unit, line.rank) for line in comparison.disagreeing]
     assert ("peak, in training", "bytes", 0) in bad
     [traffic] = [what for what, unit, rank in bad if (unit, rank) == ("calls", 0)]
     assert traffic.endswith(", in training")
-    assert explanation(found, found.disagreeing[-1])
+    assert explanation(comparison, comparison.disagreeing[-1])
 
 
 def test_nothing_known_twice_is_no_agreement(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)))
     (folder / "ledger.json").unlink()
-    found = laid(folder)
-    assert found.judged == () and as_json(found, "run")["agrees"] is None
+    comparison = laid(folder)
+    assert comparison.judged == () and as_json(comparison, "run")["agrees"] is None
 
 
 def test_impossible_figures_are_no_profile(tmp_path: Path) -> None:
@@ -335,17 +339,17 @@ def test_impossible_figures_are_no_profile(tmp_path: Path) -> None:
 def test_waiting_for_host_memory_is_computing_to_a_clock(tmp_path: Path) -> None:
     """The planner says it apart; a profile cannot."""
     run = open_run(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
-    planned_column, *others = columns(run)
-    assert planned_column.document is not None
-    plain = row(compare(run.plan_as_run, (planned_column, *others), 0.1), "time", "compute").values[0]
+    planned, *others = columns(run)
+    assert planned.document is not None
+    plain = row(compare(run.plan_as_run, (planned, *others), 0.1), "time", "compute").values[0]
     time = (
-        *(one for one in planned_column.document.time if one.what != "offload"),
+        *(part for part in planned.document.time if part.what != "offload"),
         TimePart(what="offload", seconds=2.0),
     )
-    waiting = replace(planned_column, found=replace(planned_column.document, time=time))
-    found = compare(run.plan_as_run, (waiting, *others), 0.1)
-    assert row(found, "time", "compute").values[0] == pytest.approx(plain + 2.0)
-    assert "offload" not in {one.what for one in found.rows}
+    waiting = replace(planned, document=replace(planned.document, time=time))
+    comparison = compare(run.plan_as_run, (waiting, *others), 0.1)
+    assert row(comparison, "time", "compute").values[0] == pytest.approx(plain + 2.0)
+    assert "offload" not in {line.what for line in comparison.rows}
 
 
 README = Path(__file__).parents[2] / "README.md"

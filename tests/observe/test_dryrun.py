@@ -41,16 +41,16 @@ def plan(shape: Any, batch: int, sequence: int = 64, precision: str = "fp32", **
     return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
 
 
-def ramped(one: Plan, batch: int) -> Plan:
-    return replace(one, recipe=replace(one.recipe, batch_ramp=(BatchStage(tokens=1000, global_batch=batch),)))
+def ramped(base: Plan, batch: int) -> Plan:
+    return replace(base, recipe=replace(base.recipe, batch_ramp=(BatchStage(tokens=1000, global_batch=batch),)))
 
 
-def by_muon(one: Plan) -> Plan:
-    return replace(one, recipe=replace(one.recipe, optimizer="muon"))
+def by_muon(base: Plan) -> Plan:
+    return replace(base, recipe=replace(base.recipe, optimizer="muon"))
 
 
-def rounding(one: Plan, scheme: str) -> Plan:
-    return replace(one, recipe=replace(one.recipe, fake_quantize=scheme))
+def rounding(base: Plan, scheme: str) -> Plan:
+    return replace(base, recipe=replace(base.recipe, fake_quantize=scheme))
 
 
 CODED = replace(SMALL, hidden=512, ffn=1408, vocab=1024, lora=LoRAShape(rank=8, base="nf4-double"))
@@ -104,29 +104,29 @@ def test_context_parallel_plans_run_without_values(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_peak_and_traffic_of_real_processes(world: int) -> None:
-    """All layouts with so many processes in one group: peaks as torch's allocator tells them, traffic exactly."""
-    plans = [one for one in REAL.values() if one.layout.world == world]
+    """All layouts with so many processes in job group: peaks as torch's allocator tells them, traffic exactly."""
+    plans = [job for job in REAL.values() if job.layout.world == world]
     ranks = on_ranks(world, measured, plans, 2, limit_s=600)
-    for index, one in enumerate(plans):
-        found = dry_run(one, ranks=range(world), device="cpu", whole=True)
-        compared = row(str(one.layout), found, [rank[index] for rank in ranks], 0.0)
-        assert compared["same_traffic"], one.layout
+    for index, job in enumerate(plans):
+        simulated = dry_run(job, ranks=range(world), device="cpu", whole=True)
+        compared = row(str(job.layout), simulated, [rank[index] for rank in ranks], 0.0)
+        assert compared["same_traffic"], job.layout
         assert abs(compared["error"]) < 0.03, compared
 
 
 def test_gathers_are_buffers_and_the_loss_makes_logits() -> None:
     """By what the engine says of what it makes, wherever its files lie."""
     sharded, split = (dry_run(REAL[name], ranks=(0,), device="cuda").ranks[0] for name in ("z3", "sp"))
-    block = 4 * sum(one.numel for one in parameters(SMALL) if one.layer == 0)
+    block = 4 * sum(p.numel for p in parameters(SMALL) if p.layer == 0)
     backward = [part.kinds.get("buffers", 0) for part in sharded.passes if part.name.startswith("BW")]
     assert min(backward) >= 2 * block
     rows, vocab = 16 * 64, SMALL.vocab // 2
     assert split.kinds["logits"] >= 4 * rows * vocab
-    assert all(one.kind == "logits" for one in split.largest if one.shape == (rows, vocab))
+    assert all(tensor.kind == "logits" for tensor in split.largest if tensor.shape == (rows, vocab))
 
 
 def test_measuring_the_noise_scale_takes_one_more_copy_of_the_gradients() -> None:
-    noisy, plain = (dry_run(one, device="cpu").ranks[0] for one in (REAL["noise"], plan(SMALL, 4, micro_batch=1)))
+    noisy, plain = (dry_run(job, device="cpu").ranks[0] for job in (REAL["noise"], plan(SMALL, 4, micro_batch=1)))
     assert noisy.peak_bytes > plain.peak_bytes + 0.3 * plain.kinds["gradients"]  # the head's scratch is free by then
 
 
@@ -140,23 +140,26 @@ def test_measuring_the_noise_scale_takes_one_more_copy_of_the_gradients() -> Non
     ids=str,
 )
 def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
-    """A thousand ranks: of a sharded parameter only the shard counts, not the whole one that its wrapper tells of."""
-    one = plan(TINY, 2048, precision="bf16", micro_batch=1, **layout)
-    seen = dry_run(one, ranks=[3], device="cpu").ranks[0]
-    counted = memory(TINY, one.layout, "bf16", 3, micro_batches=one.micro_batches, reduce_dtype="fp32")
+    """A thousand ranks: of a sharded parameter only the shard counts, not the whole job that its wrapper tells of."""
+    job = plan(TINY, 2048, precision="bf16", micro_batch=1, **layout)
+    seen = dry_run(job, ranks=[3], device="cpu").ranks[0]
+    counted = memory(TINY, job.layout, "bf16", 3, micro_batches=job.micro_batches, reduce_dtype="fp32")
     for kind in ("moments", "counters"):
         assert seen.kinds[kind] == counted["update"][kind], kind
-    own = "parameters" if one.layout.zero == 3 else "shards"
-    assert seen.kinds[own] == counted["update"]["parameters"] and "masters" not in {**seen.kinds, **counted["update"]}
+    kind_of_weights = "parameters" if job.layout.zero == 3 else "shards"
+    assert seen.kinds[kind_of_weights] == counted["update"]["parameters"] and "masters" not in {
+        **seen.kinds,
+        **counted["update"],
+    }
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_short_shard_is_held_once(zero: int) -> None:
     """The last rank's, which is padded: FSDP knows its memory by an address, and tensors without values have none."""
     uneven = replace(TINY, vocab=509, hidden=65, head_dim=16, ffn=99)
-    one = plan(uneven, 4, dp_shard=4, zero=zero)
-    counted = memory(uneven, one.layout, "fp32", 3)["update"]["parameters"]
-    for rank in dry_run(one, ranks=[0, 3], device="cpu").ranks:
+    job = plan(uneven, 4, dp_shard=4, zero=zero)
+    counted = memory(uneven, job.layout, "fp32", 3)["update"]["parameters"]
+    for rank in dry_run(job, ranks=[0, 3], device="cpu").ranks:
         assert rank.kinds["parameters" if zero == 3 else "shards"] == counted, rank.rank
 
 
@@ -164,8 +167,8 @@ def test_a_short_shard_is_held_once(zero: int) -> None:
 @pytest.mark.long
 def test_few_micro_batches_stand_for_many(schedule: str) -> None:
     virtual = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else 1
-    one = plan(TINY, 12, pp=2, vp=virtual, micro_batch=1, schedule=schedule)
-    short, whole = dry_run(one, device="cuda"), dry_run(one, device="cuda", whole=True)
+    job = plan(TINY, 12, pp=2, vp=virtual, micro_batch=1, schedule=schedule)
+    short, whole = dry_run(job, device="cuda"), dry_run(job, device="cuda", whole=True)
     assert any(sum(short.run[rank]) < sum(whole.run[rank]) for rank in short.run)
     for few, all_of_them in zip(short.ranks, whole.ranks, strict=True):
         tokens = all_of_them.kinds.get("tokens", 0) - few.kinds.get("tokens", 0)
@@ -176,8 +179,8 @@ def test_few_micro_batches_stand_for_many(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "afab"])
 @pytest.mark.long
 def test_a_step_that_must_be_whole_is_made_once(schedule: str) -> None:
-    one = plan(TINY, 4, pp=4, micro_batch=1, schedule=schedule)
-    short, whole = dry_run(one, ranks=[0], device="cuda"), dry_run(one, ranks=[0], device="cuda", whole=True)
+    job = plan(TINY, 4, pp=4, micro_batch=1, schedule=schedule)
+    short, whole = dry_run(job, ranks=[0], device="cuda"), dry_run(job, ranks=[0], device="cuda", whole=True)
     assert short.run == {0: (1, 4)} and whole.run == {0: (4, 4)}
     assert (short.peak_bytes, short.ranks[0].kinds) == (whole.peak_bytes, whole.ranks[0].kinds)
     assert dict(short.traffic(0)) == dict(whole.traffic(0))
@@ -185,8 +188,8 @@ def test_a_step_that_must_be_whole_is_made_once(schedule: str) -> None:
 
 @pytest.mark.long
 def test_accumulation_is_shortened_too() -> None:
-    one = plan(TINY, 12, dp_shard=2, zero=2, micro_batch=1)
-    short, whole = dry_run(one, device="cuda"), dry_run(one, device="cuda", whole=True)
+    job = plan(TINY, 12, dp_shard=2, zero=2, micro_batch=1)
+    short, whole = dry_run(job, device="cuda"), dry_run(job, device="cuda", whole=True)
     assert short.run == {0: (1, 3)}
     assert short.peak_bytes == pytest.approx(whole.peak_bytes, abs=SCALARS)
     assert dict(short.traffic(0)) == dict(whole.traffic(0))
@@ -202,8 +205,8 @@ def test_what_a_rank_does_does_not_depend_on_how_many_there_are() -> None:
 
 @pytest.mark.long
 def test_more_rows_for_a_rank_s_experts() -> None:
-    one = plan(MIXED, 8, dp_shard=2, ep=2, zero=1, micro_batch=4)
-    even, loaded = (dry_run(one, device="cuda", load=load) for load in (1.0, 1.9))
+    job = plan(MIXED, 8, dp_shard=2, ep=2, zero=1, micro_batch=4)
+    even, loaded = (dry_run(job, device="cuda", load=load) for load in (1.0, 1.9))
     assert loaded.worst.kinds["activations"] > 1.1 * even.worst.kinds["activations"]
 
 
@@ -220,7 +223,7 @@ def test_routing_adds_up() -> None:
 
 
 def _reads_a_value() -> str:
-    def stage(self: Transformer, x: Any, tokens: Any, *given: Any, **named: Any) -> Any:
+    def stage(self: Transformer, x: Any, tokens: Any, *arguments: Any, **keywords: Any) -> Any:
         return torch.empty(int(tokens.sum().item()))
 
     Transformer.stage = stage  # type: ignore[method-assign,assignment]
@@ -257,7 +260,7 @@ def written(tmp_path: Path) -> Path:
 def test_the_verb(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dryrun", str(written), "--device", "cuda", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["source"] == "dryrun" and [one["rank"] for one in document["ranks"]] == [0, 1]
+    assert document["source"] == "dryrun" and [rank["rank"] for rank in document["ranks"]] == [0, 1]
     assert sum(kind["bytes"] for kind in document["memory"]) == document["peak_bytes"]
     assert len(document["ranks"][0]["largest"]) == 20 and document["ranks"][0]["largest"][0]["line"]
 
@@ -271,11 +274,11 @@ def test_the_verb_says_what_does_not_fit(written: Path, capsys: pytest.CaptureFi
 
 def _left_behind() -> list[tuple[bool, bool, str]]:
     """Of a dry run in this very process, and of one that fails: a process group, a mode, a device that is acted as."""
-    found = []
+    states = []
     for run in (lambda: watch_rank(plan(TINY, 2, micro_batch=1), 0, "cuda", 1.0, (1, 1)), _reads_a_value):
         run()
-        found.append((torch.distributed.is_initialized(), type(torch.ones(1)) is not torch.Tensor, acts()))
-    return found
+        states.append((torch.distributed.is_initialized(), type(torch.ones(1)) is not torch.Tensor, acts()))
+    return states
 
 
 def test_a_dry_run_leaves_its_process_as_it_was() -> None:
@@ -288,38 +291,38 @@ def test_the_document_says_what_fits() -> None:
 
 
 def test_workspaces_of_a_gpu_come_to_what_tensors_hold() -> None:
-    found = dry_run(plan(TINY, 2, micro_batch=1), device="cuda")
-    described = replace(found, plan=replace(found.plan, cluster=presets.cluster("h100x1")))
+    simulated = dry_run(plan(TINY, 2, micro_batch=1), device="cuda")
+    described = replace(simulated, plan=replace(simulated.plan, cluster=presets.cluster("h100x1")))
     room = dry_run_document(described)["capacity_bytes"]
     for below, fits in ((200 * 2**20, True), (1000, False)):
-        full = replace(described, ranks=(replace(found.worst, peak_bytes=room - below),))
+        full = replace(described, ranks=(replace(simulated.worst, peak_bytes=room - below),))
         assert dry_run_document(full)["fits"] is fits
 
 
 def test_kernels_and_memory_are_of_one_device() -> None:
     """A CPU's kernels in this machine's memory, a GPU's in the plan's; what is called a GPU's, planner and dry run
     agree upon."""
-    one = replace(plan(TINY, 2, micro_batch=1), cluster=presets.cluster("h100x1"))
-    assert room_of(one, "cpu").of == "this machine"
-    assert room_of(one, "cuda").of == one.cluster.device.name
+    job = replace(plan(TINY, 2, micro_batch=1), cluster=presets.cluster("h100x1"))
+    assert room_of(job, "cpu").owner == "this machine"
+    assert room_of(job, "cuda").owner == job.cluster.device.name
     for device, kind in (
         (Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, bf16_flop_per_s=8e14), "cuda"),
         (Device(name=campaign._title("cpu"), memory_bytes=2**33, bf16_flop_per_s=2e11), "cpu"),
         (Device(name="small", memory_bytes=2**33), "cpu"),
     ):
-        asked = replace(one, cluster=Cluster(device=device))
+        asked = replace(job, cluster=Cluster(device=device))
         assert device_of(asked) == kind
-        assert room_of(asked, kind).of == device.name
+        assert room_of(asked, kind).owner == device.name
         assert build_estimator(asked)._gpu is (kind == "cuda")
 
 
 def test_ranks_of_one_machine_need_memory_together() -> None:
-    found = dry_run(plan(TINY, 8, pp=2, micro_batch=1), device="cpu")
-    room = room_of(found.plan, "cpu")
-    assert needed_bytes(found, room) == sum(one.peak_bytes for one in found.ranks)
-    assert needed_bytes(found, replace(room, machines=2)) == found.peak_bytes
-    alone = replace(found, ranks=found.ranks[:1])
-    first = found.ranks[0].peak_bytes
+    simulated = dry_run(plan(TINY, 8, pp=2, micro_batch=1), device="cpu")
+    room = room_of(simulated.plan, "cpu")
+    assert needed_bytes(simulated, room) == sum(rank.peak_bytes for rank in simulated.ranks)
+    assert needed_bytes(simulated, replace(room, machines=2)) == simulated.peak_bytes
+    alone = replace(simulated, ranks=simulated.ranks[:1])
+    first = simulated.ranks[0].peak_bytes
     assert needed_bytes(alone, room) == 2 * first
     assert needed_bytes(alone, room, {0: 10.0, 1: 5.0}) == first + round(first / 2)
 
@@ -330,7 +333,7 @@ def test_the_largest_step_of_a_ramp_is_run() -> None:
     assert seen.peak_bytes == dry_run(large, device="cpu").peak_bytes > 1.2 * dry_run(small, device="cpu").peak_bytes
     assert any("32 sequences" in note for note in seen.notes)
     planned, of_large = (
-        build_estimator(one).memory(one.layout, [0])[0].total_bytes for one in (ramped(small, 32), large)
+        build_estimator(job).memory(job.layout, [0])[0].total_bytes for job in (ramped(small, 32), large)
     )
     assert planned == of_large
 
@@ -340,7 +343,7 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
     """Of a CPU's peak a part; of a GPU's none, and said apart. Without a save before the last step there is none."""
     plain = plan(SMALL, 2, micro_batch=2)
     behind = replace(plain, layout=replace(plain.layout, saving="async"))
-    before, cpu, cuda = (dry_run(one, device=kind) for one, kind in
+    before, cpu, cuda = (dry_run(job, device=kind) for job, kind in
                          ((plain, "cpu"), (behind, "cpu"), (behind, "cuda")))  # fmt: skip
     state = written_bytes(SMALL, behind.layout, "fp32")
     assert cpu.peak_bytes == pytest.approx(before.peak_bytes + state, rel=0.001)
@@ -348,7 +351,7 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
     assert "staging" not in cuda.worst.kinds and cuda.worst.staging_bytes == state
     rare = replace(behind, recipe=replace(behind.recipe, checkpoint_every=0))
     assert dry_run(rare, device="cpu").peak_bytes == before.peak_bytes
-    planned = [build_estimator(one).memory(one.layout, [0])[0] for one in (plain, behind)]
+    planned = [build_estimator(job).memory(job.layout, [0])[0] for job in (plain, behind)]
     assert planned[1].total_bytes - planned[0].total_bytes == state == planned[1].kinds["staging"]
 
 
@@ -361,27 +364,27 @@ def test_narrow_states_are_those_that_are_counted(states: str, device: str) -> N
     keys: dict[str, Any] = {"optimizer_states": states, "master_weights": "none"}
     keys = {"optimizer": "muon", "optimizer_states": "bf16"} if states == "muon" else keys
     narrow = replace(first, recipe=replace(first.recipe, **keys))
-    for one in (first, narrow):
-        found = dry_run(one, device=device).worst
-        storage = one.recipe.storage
-        counted = memory(SMALL, one.layout, "bf16", found.rank, micro_batches=1, storage=storage)["update"]
-        planned = build_estimator(one).memory(one.layout, [0])[0].kinds
+    for job in (first, narrow):
+        watched = dry_run(job, device=device).worst
+        storage = job.recipe.storage
+        counted = memory(SMALL, job.layout, "bf16", watched.rank, micro_batches=1, storage=storage)["update"]
+        planned = build_estimator(job).memory(job.layout, [0])[0].kinds
         for kind in ("parameters", "masters", "moments", "counters"):
-            held, right = found.kinds.get(kind, 0), counted.get(kind, 0)
+            held, right = watched.kinds.get(kind, 0), counted.get(kind, 0)
             assert held == right if device == "cpu" else right <= held <= right + 512 * 64, kind
             assert planned.get(kind, 0) == counted.get(kind, 0) or kind == "parameters", kind
-        written = written_bytes(SMALL, one.layout, "bf16", found.rank, storage=storage)
-        assert found.staging_bytes == pytest.approx(written, rel=0.001)
+        written = written_bytes(SMALL, job.layout, "bf16", watched.rank, storage=storage)
+        assert watched.staging_bytes == pytest.approx(written, rel=0.001)
     assert counted["moments"] < 4.1 * sum(p.numel for p in parameters(SMALL)) / 2
 
 
 @pytest.mark.long
 def test_of_equal_pieces_one_rank_copies_each() -> None:
     """All replicas together copy the state once, some a tensor more than others; on a GPU each has an even share."""
-    one = plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async")
-    found = dry_run(one, ranks=[0, 1], device="cpu")
+    job = plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async")
+    simulated = dry_run(job, ranks=[0, 1], device="cpu")
     whole = written_bytes(SMALL, Layout(), "fp32")
-    copied = [seen.staging_bytes for seen in found.ranks]
+    copied = [seen.staging_bytes for seen in simulated.ranks]
     assert sum(copied) == pytest.approx(whole, rel=0.001)
     assert max(copied) - min(copied) < 4 * 4096 * 256 * 4
     many = plan(TINY, 128, dp_replicate=128, micro_batch=1)

@@ -19,8 +19,8 @@ from tests.planner.test_clusterfile import machine, plan
 
 def quick() -> ClusterFile:
     """Whose steps cost nothing beside their operations."""
-    found = machine()
-    return replace(found, stack=replace(found.stack, step_s=0.0))
+    measured = machine()
+    return replace(measured, stack=replace(measured.stack, step_s=0.0))
 
 
 def finished(folder: Path, seconds: list[float], **layout: object) -> Path:
@@ -29,7 +29,8 @@ def finished(folder: Path, seconds: list[float], **layout: object) -> Path:
     planfile.write(replace(plan(machine(), **layout), run=str(folder)), folder / "plan.yaml")  # type: ignore[arg-type]
     same = dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "seconds"), 1.0)
     rows = [
-        {"step": n, **same, "step_seconds": one, "data_wait_seconds": 0.01} for n, one in enumerate(seconds, start=1)
+        {"step": n, **same, "step_seconds": taken, "data_wait_seconds": 0.01}
+        for n, taken in enumerate(seconds, start=1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -51,7 +52,7 @@ def profiled(run: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"step_seconds": float("nan")}, "no JSON"),
         ({"step_seconds": -1.0}, "step_seconds: input should be greater than 0"),
@@ -62,13 +63,13 @@ def profiled(run: Path, **changes: object) -> None:
     ],
 )
 def test_a_profile_that_is_none_of_this_plan_teaches_nothing(
-    tmp_path: Path, changes: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, changes: dict[str, object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, known, out = finished(tmp_path / "a", [0.5] * 5), tmp_path / "first.toml", tmp_path / "second.toml"
     known.write_text(text(quick()))
     profiled(run, **changes)
     line = toy.refused(capsys, "calibrate", "--from", run, "--cluster", known, "--out", out)
-    assert said in line and "profile.json" in line and not out.exists()
+    assert message in line and "profile.json" in line and not out.exists()
 
 
 def test_a_profile_of_another_layout_teaches_nothing(tmp_path: Path) -> None:
@@ -85,16 +86,16 @@ def test_what_was_learned_of_some_runs_holds_for_another(tmp_path: Path) -> None
     before = quick()
     layouts = ({"micro_batch": 1}, {"micro_batch": 2}, {"tp": 2}, {"dp_replicate": 2})
 
-    def true(one: object) -> float:
-        return 1.6 * before.estimator(one).predict(one).step_s  # type: ignore[arg-type]
+    def true(timed: object) -> float:
+        return 1.6 * before.estimator(timed).predict(timed).step_s  # type: ignore[arg-type]
 
     runs = [
         finished(tmp_path / str(n), [true(plan(before, **layout)) + 0.01] * 5, **layout)
         for n, layout in enumerate(layouts)
     ]
     after, seen = learn(before, runs)
-    for one, seconds in seen:
-        assert abs(after.estimator(one).predict(one).step_s / seconds - 1) < 0.1
+    for timed, seconds in seen:
+        assert abs(after.estimator(timed).predict(timed).step_s / seconds - 1) < 0.1
     other = plan(before, 8, tp=2)
     assert abs(after.estimator(other).predict(other).step_s / true(other) - 1) < 0.1
 
@@ -110,8 +111,8 @@ def test_a_real_run_from_the_command_line(tmp_path: Path, capsys: pytest.Capture
     errors = []
     for path in (first, second):
         there = load(path)
-        one = replace(asked, cluster=there.cluster(1))
-        errors.append(abs(there.estimator(one).predict(one).step_s / took - 1))
+        placed = replace(asked, cluster=there.cluster(1))
+        errors.append(abs(there.estimator(placed).predict(placed).step_s / took - 1))
     assert errors[1] < errors[0]
     assert "learned" in load(second).provenance and "predicted" in capsys.readouterr().err
 

@@ -20,15 +20,17 @@ from tests.cli.toy import call, refused
 from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
 
 
-def of(plan: Plan, source: Any = "measured", device: str = "cuda", version: str = __version__) -> SharedDocument:
+def document_of(
+    plan: Plan, source: Any = "measured", device: str = "cuda", version: str = __version__
+) -> SharedDocument:
     return SharedDocument(source=source, plan=asdict(plan), device=device, environment={"meshwright": version})
 
 
 def changed(**keys: Any) -> Plan:
     """PLAN with keys of its recipe and layout otherwise."""
-    own = {key: value for key, value in keys.items() if hasattr(PLAN.recipe, key)}
-    rest = {key: value for key, value in keys.items() if key not in own}
-    return replace(PLAN, recipe=replace(PLAN.recipe, **own), layout=replace(PLAN.layout, **rest))
+    recipe_keys = {key: value for key, value in keys.items() if hasattr(PLAN.recipe, key)}
+    rest = {key: value for key, value in keys.items() if key not in recipe_keys}
+    return replace(PLAN, recipe=replace(PLAN.recipe, **recipe_keys), layout=replace(PLAN.layout, **rest))
 
 
 @pytest.mark.parametrize(
@@ -49,20 +51,26 @@ def changed(**keys: Any) -> Plan:
 )
 def test_documents_of_the_same_program(keys: dict[str, Any], dry_too: bool, profile_too: bool) -> None:
     other = changed(**keys)
-    assert same_program(PLAN, of(other, "dryrun")) is dry_too
-    assert same_program(PLAN, of(other)) is profile_too
+    assert same_program(PLAN, document_of(other, "dryrun")) is dry_too
+    assert same_program(PLAN, document_of(other)) is profile_too
 
 
 def test_what_compile_stands_for_is_told_by_the_device() -> None:
-    assert same_program(PLAN, of(changed(compile="off"), device="cpu"))
-    assert not same_program(PLAN, of(changed(compile="on"), device="cpu"))
+    assert same_program(PLAN, document_of(changed(compile="off"), device="cpu"))
+    assert not same_program(PLAN, document_of(changed(compile="on"), device="cpu"))
     on, off = (changed(compile=word, cuda_graphs=word) for word in ("on", "off"))
-    assert not same_program(on, of(off)) and not same_program(on, of(off, "dryrun")) and same_program(on, of(on))
+    assert (
+        not same_program(on, document_of(off))
+        and not same_program(on, document_of(off, "dryrun"))
+        and same_program(on, document_of(on))
+    )
 
 
 def test_a_dry_run_of_another_version_is_made_anew(tmp_path: Path) -> None:
-    assert not same_program(PLAN, of(PLAN, "dryrun", version="0.0.1")) and same_program(PLAN, of(PLAN, version="0.0.1"))
-    assert not same_program(PLAN, replace(of(PLAN, "dryrun"), environment={}))
+    assert not same_program(PLAN, document_of(PLAN, "dryrun", version="0.0.1")) and same_program(
+        PLAN, document_of(PLAN, version="0.0.1")
+    )
+    assert not same_program(PLAN, replace(document_of(PLAN, "dryrun"), environment={}))
     small = replace(ALONE, recipe=replace(ALONE.recipe, sequence=8))
     assert same_program(
         small, parse_document(json.loads(json.dumps(dry_run_document(dry_run(small, device="cpu")))), "")
@@ -74,7 +82,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 @pytest.mark.parametrize("verb", ["compare", "report"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda row: row.update(global_batch="x"), "no global_batch of 1 or more"),
         (lambda row: row.update(global_batch=0), "no global_batch"),
@@ -97,11 +105,11 @@ Change = Callable[[dict[str, Any]], Any]
     ],
 )
 def test_records_that_are_none_are_one_line(
-    tmp_path: Path, verb: str, change: Change, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, verb: str, change: Change, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--no-dry-run"] if verb == "compare" else []
     line = refused(capsys, verb, with_last(tmp_path / "run", change, ALONE), *words)
-    assert "metrics.jsonl" in line and said in line
+    assert "metrics.jsonl" in line and message in line
 
 
 def with_last(folder: Path, change: Change, plan: Plan = PLAN) -> Path:

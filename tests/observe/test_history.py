@@ -57,7 +57,7 @@ class Allocator:
             {"size": -(-size // 512) * 512, "requested_size": size, "address": address, "state": state, "frames": []}
             for address, (size, state) in sorted(self.held.items())
         ]
-        free = {"size": 20 * MB - sum(one["size"] for one in blocks), "state": "inactive"}  # type: ignore[misc]
+        free = {"size": 20 * MB - sum(block["size"] for block in blocks), "state": "inactive"}  # type: ignore[misc]
         empty = {"device": 1, "blocks": [{"size": 2 * MB, "state": "inactive"}]}
         other = {"device": 0, "blocks": [{"size": 7 * MB, "requested_size": 7 * MB, "state": "active_allocated"}]}
         return {
@@ -81,25 +81,25 @@ def used(allocator: Allocator) -> Allocator:
 
 
 def test_levels_between_the_parts() -> None:
-    found = read_history(used(Allocator()).snapshot(), 1, 512)
-    assert found is not None
-    assert [size for _, size in found.allocated] == [3 * MB, 8 * MB + 512, 3 * MB, 7 * MB, 3 * MB]
-    assert [at for at, _ in found.allocated] == [1_000_000_000 + 1_000_000 * n for n in (2, 3, 4, 5, 7)]
-    assert found.active_peak_bytes == 12 * MB + 512
-    assert found.inactive_split_bytes == 17 * MB  # not those of the segment that is empty
+    history = read_history(used(Allocator()).snapshot(), 1, 512)
+    assert history is not None
+    assert [size for _, size in history.allocated] == [3 * MB, 8 * MB + 512, 3 * MB, 7 * MB, 3 * MB]
+    assert [at for at, _ in history.allocated] == [1_000_000_000 + 1_000_000 * n for n in (2, 3, 4, 5, 7)]
+    assert history.active_peak_bytes == 12 * MB + 512
+    assert history.inactive_split_bytes == 17 * MB  # not those of the segment that is empty
 
 
 def test_a_history_without_its_beginning_has_the_right_levels() -> None:
-    found = read_history(used(Allocator(entries=5)).snapshot(), 1, 512)
-    assert found is not None and [size for _, size in found.allocated] == [7 * MB, 3 * MB]
+    history = read_history(used(Allocator(entries=5)).snapshot(), 1, 512)
+    assert history is not None and [size for _, size in history.allocated] == [7 * MB, 3 * MB]
 
 
 def test_what_is_held_at_the_end_counts() -> None:
     allocator = used(Allocator())
     allocator.take(9 * MB, 2 * MB)
     allocator.give(9 * MB, later=True)
-    found = read_history(allocator.snapshot(), 1, 512)
-    assert found is not None and found.allocated[-1][1] == 3 * MB and found.inactive_split_bytes == 15 * MB
+    history = read_history(allocator.snapshot(), 1, 512)
+    assert history is not None and history.allocated[-1][1] == 3 * MB and history.inactive_split_bytes == 15 * MB
 
 
 @pytest.mark.parametrize(
@@ -118,29 +118,32 @@ def test_another_shape_is_no_history(snapshot: dict[str, Any]) -> None:
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     """In place of the one of a GPU that is not there."""
-    found = Allocator()
+    simulated = Allocator()
 
     def record(
         enabled: str | None = "all", context: Any = "all", max_entries: int = 0, clear_history: bool = False
     ) -> None:
         assert enabled is None or (enabled, context, clear_history) == ("all", None, True)
-        found.recording, found.entries = enabled is not None, max_entries or found.entries
+        simulated.recording, simulated.entries = enabled is not None, max_entries or simulated.entries
 
     def reset(device: Any) -> None:
-        found.peak = found.level
+        simulated.peak = simulated.level
 
     def stats(device: Any) -> dict[str, int]:
-        return {"active_bytes.all.peak": found.peak + MB, "inactive_split_bytes.all.peak": 20 * MB - found.level}
+        return {
+            "active_bytes.all.peak": simulated.peak + MB,
+            "inactive_split_bytes.all.peak": 20 * MB - simulated.level,
+        }
 
     for name, value in (
         ("empty_cache", lambda: None), ("reset_peak_memory_stats", reset), ("memory_stats", stats),
-        ("max_memory_allocated", lambda device: found.peak), ("max_memory_reserved", lambda device: 20 * MB),
+        ("max_memory_allocated", lambda device: simulated.peak), ("max_memory_reserved", lambda device: 20 * MB),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", found.snapshot)
-    monkeypatch.setattr(account, "time_ns", lambda: found.now_us * 1000)
-    yield found
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", simulated.snapshot)
+    monkeypatch.setattr(account, "time_ns", lambda: simulated.now_us * 1000)
+    yield simulated
 
 
 def recorded(allocator: Allocator) -> account.AllocatorAccount:
@@ -160,29 +163,31 @@ PARTS = [("start", 9 * MB, 17 * MB), ("step 1", 7 * MB, 17 * MB)]
 
 
 def test_the_curve_is_that_of_the_events(allocator: Allocator) -> None:
-    found = recorded(allocator)
-    assert [size // MB for _, size in found.curve] == [3, 9, 3, 7, 3]
-    assert [at for at, _ in found.curve] == pytest.approx([0.001, 0.002, 0.003, 0.005, 0.006])
-    assert found.events == 5 and found.peak_bytes == max(size for _, size in found.curve)
-    assert [(one.name, one.allocated_bytes, one.inactive_split_bytes) for one in found.stretches] == PARTS
-    assert (found.active_bytes, found.inactive_split_bytes, found.reserved_bytes) == (10 * MB, 17 * MB, 20 * MB)
+    summary = recorded(allocator)
+    assert [size // MB for _, size in summary.curve] == [3, 9, 3, 7, 3]
+    assert [at for at, _ in summary.curve] == pytest.approx([0.001, 0.002, 0.003, 0.005, 0.006])
+    assert summary.events == 5 and summary.peak_bytes == max(size for _, size in summary.curve)
+    assert [
+        (stretch.name, stretch.allocated_bytes, stretch.inactive_split_bytes) for stretch in summary.stretches
+    ] == PARTS
+    assert (summary.active_bytes, summary.inactive_split_bytes, summary.reserved_bytes) == (10 * MB, 17 * MB, 20 * MB)
 
 
 def test_events_that_were_dropped_are_the_parts_peaks(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account, "EVENTS", 3)
-    found = recorded(allocator)
-    assert [size // MB for _, size in found.curve] == [9, 7, 3] and found.events == 2
+    summary = recorded(allocator)
+    assert [size // MB for _, size in summary.curve] == [9, 7, 3] and summary.events == 2
 
 
 def test_statistics_without_pieces_leave_them_to_the_history(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
-    found = recorded(allocator)
-    assert (found.active_bytes, found.inactive_split_bytes) == (9 * MB, 17 * MB)
+    summary = recorded(allocator)
+    assert (summary.active_bytes, summary.inactive_split_bytes) == (9 * MB, 17 * MB)
 
 
-def _fails(*given: Any, **named: Any) -> Any:
+def _fails(*arguments: Any, **keywords: Any) -> Any:
     raise RuntimeError("cudaMallocAsync does not yet support recordHistory")
 
 
@@ -198,10 +203,12 @@ def test_without_a_history_a_profile_has_its_parts(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda.memory, name, value)
-    found = recorded(allocator)
-    assert [size // MB for _, size in found.curve] == [9, 7] and found.events == 0
-    assert [(one.name, one.allocated_bytes, one.inactive_split_bytes) for one in found.stretches] == PARTS
-    assert found.peak_bytes == 9 * MB
+    summary = recorded(allocator)
+    assert [size // MB for _, size in summary.curve] == [9, 7] and summary.events == 0
+    assert [
+        (stretch.name, stretch.allocated_bytes, stretch.inactive_split_bytes) for stretch in summary.stretches
+    ] == PARTS
+    assert summary.peak_bytes == 9 * MB
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -209,9 +216,9 @@ def test_a_torch_without_cuda_has_none() -> None:
     assert compat.record_allocations(10) is False and compat.recorded_allocations() is None
 
 
-def above(found: account.AllocatorAccount, before_bytes: int) -> tuple[int, int]:
+def above(summary: account.AllocatorAccount, before_bytes: int) -> tuple[int, int]:
     """The highest point of the curve and the peak, without what others held before."""
-    return max(size for _, size in found.curve) - before_bytes, found.peak_bytes - before_bytes
+    return max(size for _, size in summary.curve) - before_bytes, summary.peak_bytes - before_bytes
 
 
 def test_what_others_held_before_can_be_told_apart(allocator: Allocator) -> None:
@@ -228,7 +235,7 @@ def test_of_a_real_gpu() -> None:
         torch.empty(24 * MB, dtype=torch.uint8, device="cuda")
         recorder.begin("step 1")
         held = held + 1
-    found = recorder.account()
-    highest, peak = above(found, before)
-    assert found.events >= 4 and 32 * MB <= highest <= peak <= 34 * MB
-    assert found.active_bytes is not None and found.inactive_split_bytes is not None
+    summary = recorder.account()
+    highest, peak = above(summary, before)
+    assert summary.events >= 4 and 32 * MB <= highest <= peak <= 34 * MB
+    assert summary.active_bytes is not None and summary.inactive_split_bytes is not None

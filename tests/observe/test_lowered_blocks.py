@@ -49,6 +49,6 @@ def test_lowered_blocks_hold_what_was_planned(name: str, caplog: pytest.LogCaptu
 
 @pytest.mark.long
 def test_only_the_first_call_of_a_kernel_is_tuned() -> None:
-    passes = [one for one in dry_run(plan("llama", "on"), device="cuda").worst.passes if one.name.startswith("BW")]
-    first, second = (one.peak_bytes for one in passes)
+    passes = [part for part in dry_run(plan("llama", "on"), device="cuda").worst.passes if part.name.startswith("BW")]
+    first, second = (part.peak_bytes for part in passes)
     assert 0 < first - second <= TUNING_BYTES

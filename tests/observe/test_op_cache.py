@@ -33,14 +33,14 @@ class Counted(OpCache):
     asked = 0
 
     def call(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def ask(*given: Any, **named: Any) -> Any:
+        def ask(*arguments: Any, **keywords: Any) -> Any:
             self.asked += 1
-            return operation(*given, **named)
+            return operation(*arguments, **keywords)
 
         for name in ("namespace", "tags", "_opname"):
             setattr(ask, name, getattr(operation, name, None))
-        self.kept = getattr(self, "kept", {})
-        return super().call(self.kept.setdefault(operation, ask), args, kwargs)
+        self.wrapped = getattr(self, "wrapped", {})
+        return super().call(self.wrapped.setdefault(operation, ask), args, kwargs)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def counted() -> Iterator[Counted]:
 
 def _both(counted: Counted, function: Callable[..., Any], *like: Tensor) -> tuple[Any, Any, list[Tensor]]:
     """What function gives the first time and the second, of which torch knows nothing."""
-    first = function(*(one.clone() for one in like))
-    second_given = [one.clone() for one in like]
+    first = function(*(tensor.clone() for tensor in like))
+    second_given = [tensor.clone() for tensor in like]
     before = counted.asked
     second = function(*second_given)
     assert counted.asked == before
@@ -122,11 +122,11 @@ def test_an_error_comes_every_time(counted: Counted) -> None:
             torch.empty(3, 4) @ torch.empty(3, 4)
 
 
-def _seen(one: Plan, remembers: bool) -> WatchedRank:
+def _seen(job: Plan, remembers: bool) -> WatchedRank:
     if not remembers:
         OpCache.call = lambda self, operation, args, kwargs: operation(*args, **kwargs)  # type: ignore[method-assign]
-    rank = one.layout.world - 1
-    return watch_rank(one, rank, "cuda", 1.0, probe_counts(one, rank))
+    rank = job.layout.world - 1
+    return watch_rank(job, rank, "cuda", 1.0, probe_counts(job, rank))
 
 
 @pytest.mark.slow

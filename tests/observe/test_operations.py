@@ -28,11 +28,11 @@ def on_gpu() -> EventList:
         for number, name in ((3, "sm90_gemm"), (4, "FSDP::pre_forward"))
     )  # fmt: skip
     events = [operation, named, kernel, stretch]
-    for one in events:
-        one.use_device, one.stack = "cuda", []
-    found = EventList(events, use_device="cuda")
-    found._build_tree()  # type: ignore[no-untyped-call]
-    return found
+    for event in events:
+        event.use_device, event.stack = "cuda", []
+    recorded = EventList(events, use_device="cuda")
+    recorded._build_tree()  # type: ignore[no-untyped-call]
+    return recorded
 
 
 def test_a_second_of_a_gpu_is_listed_once() -> None:
@@ -47,14 +47,14 @@ def test_named_stretches_are_no_operations() -> None:
             sleep(0.01)
             torch.ones(9) + 1
 
-    found, kernels = time_operations(step, torch.device("cpu"))
-    names = [one.name for one in found]
+    timed, kernels = time_operations(step, torch.device("cpu"))
+    names = [operation.name for operation in timed]
     assert "aten::add" in names and "aten::ones" in names and kernels is None
-    assert not any("FSDP" in name for name in names) and sum(one.seconds for one in found) < 0.01
+    assert not any("FSDP" in name for name in names) and sum(operation.seconds for operation in timed) < 0.01
 
 
 def test_kernels_of_a_gpu_overlap() -> None:
     kernels = [("gemm", 0.0, 4.0), ("ncclDevKernel_AllGather", 3.0, 6.0), ("gemm", 7.0, 8.0)]
-    found = overlap(kernels)
-    assert (found.compute_s, found.communication_s, found.exposed_s, found.idle_s) == (5, 3, 2, 1)
+    overlapped = overlap(kernels)
+    assert (overlapped.compute_s, overlapped.communication_s, overlapped.exposed_s, overlapped.idle_s) == (5, 3, 2, 1)
     assert covered_s([(0, 2), (1, 3), (5, 6)]) == pytest.approx(4)

@@ -42,19 +42,19 @@ SHAPE = replace(running.SHAPE, hidden=64, heads=4, kv_heads=2, ffn=96)
 
 
 def plan(layout: Layout, folder: Path = Path("nowhere")) -> Plan:
-    found = running.plan(folder / "texts", folder / "run", shape=SHAPE, steps=STEPS)
-    return replace(found, layout=layout, data=replace(found.data, validation=0.0))
+    base = running.plan(folder / "texts", folder / "run", shape=SHAPE, steps=STEPS)
+    return replace(base, layout=layout, data=replace(base.data, validation=0.0))
 
 
 def _measured(plans: list[Plan]) -> list[Profile | None]:
     made: Made = {}
-    return [gather_profile(measure(one, steps=STEPS, made=made), one) for one in plans]
+    return [gather_profile(measure(job, steps=STEPS, made=made), job) for job in plans]
 
 
 @pytest.fixture(scope="module")
 def profiles() -> dict[str, Profile]:
     first, *others = on_ranks(2, _measured, [plan(layout) for layout in LAYOUTS.values()])
-    assert all(found is None for other in others for found in other)
+    assert all(profile is None for other in others for profile in other)
     return dict(zip(LAYOUTS, first, strict=True))
 
 
@@ -63,19 +63,19 @@ each = pytest.mark.parametrize("name", LAYOUTS)
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_spans_are_the_schedules_actions(profiles: dict[str, Profile], name: str) -> None:
-    found = profiles[name]
-    actions = schedule(name, 2, found.plan.layout.micro_batches(found.plan.recipe.global_batch))
-    for one in found.ranks:
-        for step in one.steps:
+    profile = profiles[name]
+    actions = schedule(name, 2, profile.plan.layout.micro_batches(profile.plan.recipe.global_batch))
+    for rank in profile.ranks:
+        for step in rank.steps:
             passes = [Action(span.name, span.stage, span.micro_batch) for span in step.spans if span.name in PASSES]
-            assert tuple(passes) == actions[one.rank]
+            assert tuple(passes) == actions[rank.rank]
             assert [span.name for span in step.spans[-3:]] == ["gradients", "norm", "optimizer"]
 
 
 @each
 def test_spans_follow_each_other_within_the_step(profiles: dict[str, Profile], name: str) -> None:
-    for one in profiles[name].ranks:
-        for step in one.steps:
+    for rank in profiles[name].ranks:
+        for step in rank.steps:
             moments = [step.start_s, *(at for span in step.spans for at in (span.start_s, span.end_s)), step.end_s]
             assert moments == sorted(moments)
             assert len(step.waits) and all(wait.part in PARTS for wait in step.waits)
@@ -83,10 +83,10 @@ def test_spans_follow_each_other_within_the_step(profiles: dict[str, Profile], n
 
 def test_a_pass_begins_after_what_it_reads_was_made_elsewhere(profiles: dict[str, Profile]) -> None:
     """On the common clock, which can be wrong by its residual."""
-    found = profiles["1f1b"]
-    slack = 2 * found.residual_s
-    for first, second in zip(found.ranks[0].steps, found.ranks[1].steps, strict=True):
-        ends = {(span.name, span.micro_batch): span.end_s for one in (first, second) for span in one.spans}
+    profile = profiles["1f1b"]
+    slack = 2 * profile.residual_s
+    for first, second in zip(profile.ranks[0].steps, profile.ranks[1].steps, strict=True):
+        ends = {(span.name, span.micro_batch): span.end_s for step in (first, second) for span in step.spans}
         made = {span.micro_batch: span.start_s for span in first.spans if span.name == "F"}
         for micro_batch, begun in made.items():
             assert begun < ends["F", micro_batch] + slack
@@ -111,62 +111,64 @@ def test_traffic_is_that_of_training(profiles: dict[str, Profile], name: str, tm
 
 @each
 def test_every_collective_of_a_step_is_timed(profiles: dict[str, Profile], name: str) -> None:
-    for one in profiles[name].ranks:
-        calls = Counter((c.axis, c.collective) for c in one.steps[-1].calls if c.collective != "receive")
-        sent = Counter({(c.axis, c.collective): 0 for c in one.steps[-1].calls if c.collective != "receive"})
-        for call in one.steps[-1].calls:
+    for rank in profiles[name].ranks:
+        calls = Counter((c.axis, c.collective) for c in rank.steps[-1].calls if c.collective != "receive")
+        sent = Counter({(c.axis, c.collective): 0 for c in rank.steps[-1].calls if c.collective != "receive"})
+        for call in rank.steps[-1].calls:
             if call.collective != "receive":
                 sent[call.axis, call.collective] += call.sent_bytes
-        assert {key: (calls[key], sent[key]) for key in calls} == dict(one.traffic)
+        assert {key: (calls[key], sent[key]) for key in calls} == dict(rank.traffic)
 
 
 @each
 def test_allocator_and_watch_agree(profiles: dict[str, Profile], name: str) -> None:
-    for one in profiles[name].ranks:
-        assert one.account.peak_bytes > 0
-        late = one.seen.peak_bytes - one.account.peak_bytes
+    for rank in profiles[name].ranks:
+        assert rank.account.peak_bytes > 0
+        late = rank.seen.peak_bytes - rank.account.peak_bytes
         # The allocator's peak is the same in every run. On a loaded machine the watch hears of some releases late: in 3
         # of 12 runs of zero 3 its peak was 20 to 66 KB higher.
-        assert -0.05 * one.account.peak_bytes <= late <= 2**17
-        assert sum(one.seen.kinds.values()) == one.seen.peak_bytes
-        assert one.account.reserved_bytes > one.account.peak_bytes
-        assert max(moment.allocated_bytes for moment in one.memory) == one.account.peak_bytes
-        assert {moment.step for moment in one.memory} == set(range(FIRST + 1))
+        assert -0.05 * rank.account.peak_bytes <= late <= 2**17
+        assert sum(rank.seen.kinds.values()) == rank.seen.peak_bytes
+        assert rank.account.reserved_bytes > rank.account.peak_bytes
+        assert max(moment.allocated_bytes for moment in rank.memory) == rank.account.peak_bytes
+        assert {moment.step for moment in rank.memory} == set(range(FIRST + 1))
 
 
 @each
 def test_parts_add_up_to_the_step(profiles: dict[str, Profile], name: str) -> None:
-    found = profiles[name]
-    assert sum(found.parts.values()) == pytest.approx(found.step_s)
-    for one in found.ranks:
-        for step in one.steps:
+    profile = profiles[name]
+    assert sum(profile.parts.values()) == pytest.approx(profile.step_s)
+    for rank in profile.ranks:
+        for step in rank.steps:
             assert set(step.parts) == set(PARTS) and min(step.parts.values()) > -1e-9
             streams = step.streams
             assert sum(streams[key] for key in ("compute_s", "exposed_s", "idle_s")) == pytest.approx(step.seconds)
-    zero = found.plan.layout.zero == 3
-    parts = {part for one in found.ranks for step in one.steps for part, spent in step.parts.items() if spent > 1e-9}
+    zero = profile.plan.layout.zero == 3
+    parts = {
+        part for rank in profile.ranks for step in rank.steps for part, spent in step.parts.items() if spent > 1e-9
+    }
     assert ("weights" in parts) == zero and ("bubble" in parts) != zero
 
 
 @each
 def test_the_document_has_the_keys_that_all_share(profiles: dict[str, Profile], name: str) -> None:
-    found = json.loads(json.dumps(profile_document(profiles[name]), allow_nan=False))
-    assert len(parse_document(found, name).ranks) == 2
-    assert found["ranks"][0]["largest"][0]["bytes"] > 0
-    assert found["source"] == "measured" and found["plan"]["layout"]["pp"] == profiles[name].plan.layout.pp
-    assert found["peak_bytes"] == max(one["peak_bytes"] for one in found["ranks"])
-    assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert sum(row["seconds"] for row in found["time"]) == pytest.approx(found["step_seconds"])
+    document = json.loads(json.dumps(profile_document(profiles[name]), allow_nan=False))
+    assert len(parse_document(document, name).ranks) == 2
+    assert document["ranks"][0]["largest"][0]["bytes"] > 0
+    assert document["source"] == "measured" and document["plan"]["layout"]["pp"] == profiles[name].plan.layout.pp
+    assert document["peak_bytes"] == max(rank["peak_bytes"] for rank in document["ranks"])
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
+    assert sum(row["seconds"] for row in document["time"]) == pytest.approx(document["step_seconds"])
     tokens = profiles[name].plan.recipe.global_batch * profiles[name].plan.recipe.sequence
-    assert found["tokens_per_second"] * found["step_seconds"] == pytest.approx(tokens)
-    assert found["tokens_per_second"] == pytest.approx(2 * found["tokens_per_second_per_device"])
-    assert found["ranks"][0]["operations"][0]["seconds"] > 0
+    assert document["tokens_per_second"] * document["step_seconds"] == pytest.approx(tokens)
+    assert document["tokens_per_second"] == pytest.approx(2 * document["tokens_per_second_per_device"])
+    assert document["ranks"][0]["operations"][0]["seconds"] > 0
 
 
 @each
 def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: str) -> None:
-    found = json.loads(json.dumps(trace(profiles[name])))
-    events = found["traceEvents"]
+    document = json.loads(json.dumps(trace(profiles[name])))
+    events = document["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
     assert min(event["ts"] for event in events if "ts" in event) == 0
     for rank in (0, 1):
@@ -179,32 +181,32 @@ def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: s
 
 
 @pytest.mark.parametrize(
-    ("compile", "target", "said"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 0), ("on", "cuda", 1)]
+    ("compile", "target", "notes"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 0), ("on", "cuda", 1)]
 )
 def test_the_watched_round_is_never_compiled(
-    compile: Any, target: str, said: int, profiles: dict[str, Profile], monkeypatch: pytest.MonkeyPatch
+    compile: Any, target: str, notes: int, profiles: dict[str, Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would not see what compiled code takes; that its kinds are of another program than the peak is said."""
-    one = plan(Layout(micro_batch=2, compile=compile))
+    job = plan(Layout(micro_batch=2, compile=compile))
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
-    assert is_compiled(one.layout, torch.device(target)) == bool(said)
-    rounds = _Rounds(one, make_mesh(one.layout), torch.device("cpu"), Heartbeat())
+    assert is_compiled(job.layout, torch.device(target)) == bool(notes)
+    rounds = _Rounds(job, make_mesh(job.layout), torch.device("cpu"), Heartbeat())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda *given, **named: pytest.fail("the watched program was compiled"))
+        patch.setattr(torch, "compile", lambda *_, **__: pytest.fail("the watched program was compiled"))
         seen, _ = rounds.watch()
     off = _Rounds(plan(Layout(micro_batch=2, compile="off")), rounds.mesh, rounds.device, Heartbeat())
     assert seen.kinds == off.watch()[0].kinds
-    rank = replace(profiles["1f1b"].ranks[0], compiled=bool(said))
-    assert len(profile_document(Profile(plan=one, ranks=(rank,)))["notes"]) == said
+    rank = replace(profiles["1f1b"].ranks[0], compiled=bool(notes))
+    assert len(profile_document(Profile(plan=job, ranks=(rank,)))["notes"]) == notes
 
 
 def test_the_verb_starts_processes_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["profile", *_words(tmp_path), "layout.dp_replicate=2", "--steps", "1", "--json"]
     assert main(words) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said == json.loads((tmp_path / "run" / "profile.json").read_text())
-    assert len(said["ranks"]) == 2 and said["traffic"]
-    assert {"gradients", "compute"} <= {row["what"] for row in said["time"] if row["seconds"] > 0}
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads((tmp_path / "run" / "profile.json").read_text())
+    assert len(document["ranks"]) == 2 and document["traffic"]
+    assert {"gradients", "compute"} <= {row["what"] for row in document["time"] if row["seconds"] > 0}
     assert json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     assert sorted(os.listdir(tmp_path / "run")) == ["plan.yaml", "profile.json", "trace.json"]
 
@@ -221,7 +223,7 @@ def _words(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["cluster=h100x8"], "this machine has no GPU"),
         (["layout.dp_replicate=1000000", "recipe.global_batch=1000000"], "run at most"),
@@ -231,10 +233,12 @@ def _words(folder: Path) -> list[str]:
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_refusals_are_one_line(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", *_words(tmp_path), *words]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and said in lines[0], lines
+    assert len(lines) == 1 and message in lines[0], lines
     assert not (tmp_path / "run").exists()
 
 
@@ -273,9 +277,9 @@ def test_a_step_by_hand() -> None:
 
 def test_a_curve_keeps_its_peak() -> None:
     points = [(i / 1000, i % 977) for i in range(20_000)]
-    found = thin_curve(points)
-    assert len(found) <= POINTS and max(size for _, size in found) == 976
-    assert [at for at, _ in found] == sorted(at for at, _ in found)
+    thinned = thin_curve(points)
+    assert len(thinned) <= POINTS and max(size for _, size in thinned) == 976
+    assert [at for at, _ in thinned] == sorted(at for at, _ in thinned)
 
 
 def test_a_wait_is_noted_in_its_span() -> None:
@@ -283,9 +287,9 @@ def test_a_wait_is_noted_in_its_span() -> None:
     with recorder.step():
         start = recorder.clock.mark()
         call = CollectiveCall("world", "all_reduce", 4, start)
-        recorder._waited(WaitSpan(call, start, recorder.clock.mark()))
-    found: Any = recorder.timed(lambda seconds: seconds + 100.0)
-    assert [wait.part for wait in found.waits] == ["other"] and found.waits[0].start_s > 100.0
+        recorder._record_wait(WaitSpan(call, start, recorder.clock.mark()))
+    step: Any = recorder.timed(lambda seconds: seconds + 100.0)
+    assert [wait.part for wait in step.waits] == ["other"] and step.waits[0].start_s > 100.0
 
 
 def test_one_rank_is_not_sent_anywhere(profiles: dict[str, Profile]) -> None:

@@ -36,8 +36,8 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 def layer(name: str, error: float | None, weight: float = 0.05) -> dict[str, Any]:
@@ -64,31 +64,31 @@ def matrices(model: str) -> set[str]:
 
 
 def titles(text: str) -> list[str]:
-    return [unescape(one) for one in re.findall(r"<title>(.*?)</title>", text)]
+    return [unescape(title) for title in re.findall(r"<title>(.*?)</title>", text)]
 
 
 def test_every_figure_and_matrix_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "quality.html"
     assert main(words(folder, "int4-rtn", "--json", "--html", str(out))) == 0
-    found, text = json.loads(capsys.readouterr().out), out.read_text()
-    assert text == page(found) and "src=" not in text and "<script" not in text and str(folder) not in text
-    for one in found["layers"]:
-        begin = f"{one['name']}: output error {one['output_error']:.3g},"
-        assert sum(said.startswith(begin) for said in titles(text)) == 1
-    for figure in (f"{found['kl']:.3g}", f"{100 * found['top1']:.1f}%", f"{found['perplexity_after']:.4g}"):
+    report, text = json.loads(capsys.readouterr().out), out.read_text()
+    assert text == page(report) and "src=" not in text and "<script" not in text and str(folder) not in text
+    for layer_row in report["layers"]:
+        begin = f"{layer_row['name']}: output error {layer_row['output_error']:.3g},"
+        assert sum(title.startswith(begin) for title in titles(text)) == 1
+    for figure in (f"{report['kl']:.3g}", f"{100 * report['top1']:.1f}%", f"{report['perplexity_after']:.4g}"):
         assert f">{figure}</b>" in text
-    shares, nats = zip(*found["kl_quantiles"], strict=True)
+    shares, nats = zip(*report["kl_quantiles"], strict=True)
     assert list(shares) == sorted(shares) and list(nats) == sorted(nats) and (shares[0], shares[-1]) == (0, 1)
-    assert dict(found["kl_quantiles"])[0.99] == found["kl_p99"]
+    assert dict(report["kl_quantiles"])[0.99] == report["kl_p99"]
     assert len(re.findall("<circle", text)) == len(shares)
     assert main(words(folder, "int4-rtn", "--html", str(folder))) == 2
     assert "is a folder: name a file, as --html" in capsys.readouterr().err
 
 
 def test_the_worst_is_the_darkest_and_the_first() -> None:
-    found = document()
-    found["layers"][4]["output_error"] = 0.5
-    text = page(found)
+    report = document()
+    report["layers"][4]["output_error"] = 0.5
+    text = page(report)
     cells = re.findall(r"class='cell output'.*?fill-opacity:([\d.]+)'><title>(.*?):", text)
     assert len(cells) == 9 and max(cells)[1] == "layers.1.attention.o.weight" and max(cells)[0] == "1.00"
     assert re.search(r"class='worst'.*?<title>(.*?):", text)[1] == "layers.1.attention.o.weight"  # type: ignore[index]
@@ -113,18 +113,18 @@ def test_the_worst_is_the_darkest_and_the_first() -> None:
     ],
 )  # fmt: skip
 def test_any_document_has_a_page(changed: dict[str, Any]) -> None:
-    found = document(**changed)
-    text = page(found)
+    report = document(**changed)
+    text = page(report)
     assert "nan" not in text and "<b>.weight" not in text and "<i>" not in text and "q&lt;b&gt;" in text
-    assert len(re.findall("class='cell ", text)) == len(found["layers"])
+    assert len(re.findall("class='cell ", text)) == len(report["layers"])
     for number in re.findall(r"(?: x| y|x1|y1|cx|cy|width|height)='([^']*)'", text):
         assert -1 <= float(number) < 10_000
 
 
 def test_what_is_not_finite_is_at_the_top() -> None:
-    found = document(kl=None, kl_quantiles=[[0.0, 1e-4], [0.5, 1e-3], [1.0, None]], passed=False)
-    heights = [float(one) for one in re.findall(r"cy='([\d.]+)'", page(found))]
-    assert heights == sorted(heights, reverse=True) and "100.0% of tokens: not finite" in titles(page(found))
+    report = document(kl=None, kl_quantiles=[[0.0, 1e-4], [0.5, 1e-3], [1.0, None]], passed=False)
+    heights = [float(height) for height in re.findall(r"cy='([\d.]+)'", page(report))]
+    assert heights == sorted(heights, reverse=True) and "100.0% of tokens: not finite" in titles(page(report))
 
 
 def test_errors_of_outputs_and_of_weights_are_not_compared() -> None:
@@ -133,8 +133,8 @@ def test_errors_of_outputs_and_of_weights_are_not_compared() -> None:
     text = page(
         document(layers=[*experts, *(layer(f"layers.{n}.attention.q.weight", 1e-4 + n / 1e4) for n in range(2))])
     )
-    found = re.findall(r"class='cell (\w+)'.*?fill-opacity:([\d.]+)", text)
-    assert found == [("weight", "0.08"), ("weight", "1.00"), ("output", "0.08"), ("output", "1.00")]
+    cells = re.findall(r"class='cell (\w+)'.*?fill-opacity:([\d.]+)", text)
+    assert cells == [("weight", "0.08"), ("weight", "1.00"), ("output", "0.08"), ("output", "1.00")]
     assert "weight error, from 1.0e-01 (faint) to 2.0e-01 (strong), where outputs were not compared" in text
 
 
@@ -165,8 +165,10 @@ def test_the_page_is_no_danger_to_the_answer(
 
     monkeypatch.setattr("meshwright.api.documents.replace_file", full)
     assert main([*asked, str(folder / "quality.html"), "--json"]) == 2
-    said = capsys.readouterr()
-    assert json.loads(said.out)["scheme"] == "int8" and "quality.html: No space left on device; fix that" in said.err
+    printed = capsys.readouterr()
+    assert (
+        json.loads(printed.out)["scheme"] == "int8" and "quality.html: No space left on device; fix that" in printed.err
+    )
 
 
 @in_browser
@@ -175,14 +177,14 @@ def test_the_page_is_no_danger_to_the_answer(
 @pytest.mark.long
 def test_nothing_is_cut_or_asked_for(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     file = tmp_path / "quality.html"
-    kinds = {re.sub(r"^layers\.\d+\.", "", name) for one in presets.model_names() for name in matrices(one)}
+    kinds = {re.sub(r"^layers\.\d+\.", "", name) for model in presets.model_names() for name in matrices(model)}
     layers = [layer(f"layers.{n}.{kind}", 1e-3) for n in range(90) for kind in sorted(kinds)]
     file.write_text(page(document(layers=layers, kl=1.23456e-4, max_kl=1.2e-4)), encoding="utf-8")
     browser.complaints.clear()
     browser.requested.clear()
     browser.look(width, 1000, dark=dark)
     browser.open(file)
-    assert browser.complaints == [] and [one for one in browser.requested if not one.startswith("file:")] == []
+    assert browser.complaints == [] and [url for url in browser.requested if not url.startswith("file:")] == []
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(CUT) == []
     if width >= 500:

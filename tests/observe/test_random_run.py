@@ -15,11 +15,10 @@ from torch import Tensor
 from meshwright.cli.main import main
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify import feature_matrix, one_device, random_run
-from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.case_text import DrawnCase, format_case, parse_case
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher
 from meshwright.observe.verify.feature_matrix import from_arrays, to_arrays
-from meshwright.observe.verify.one_device import Case, RankOutcome, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, outcome
 from meshwright.observe.verify.random_case import random_case
 from meshwright.observe.verify.random_run import (
     ALONE,
@@ -46,8 +45,8 @@ long one."""
 @pytest.mark.long
 def test_a_small_draw_is_equal() -> None:
     cases = [random_case(SEED, index, processes=4) for index in range(NUMBER)]
-    found = {one.index: one.difference for one in judge_cases(cases)}
-    assert found == dict.fromkeys(range(NUMBER))
+    differences = {verdict.index: verdict.difference for verdict in judge_cases(cases)}
+    assert differences == dict.fromkeys(range(NUMBER))
 
 
 @pytest.mark.long
@@ -57,8 +56,8 @@ def test_where_one_device_differs_from_itself_with_every_seed_a_layout_may_as_mu
         "vocab=53 layers=2 hidden=31 heads=2 head_dim=32 positions=learned qk_norm=true tp=2 sequence=6 "
         "optimizer=muon last_target=1"
     )
-    found = outcome(drawn.case, ALONE)
-    band = random_run.unsettled_band(drawn.case, found)
+    alone = outcome(drawn.case, ALONE)
+    band = random_run.unsettled_band(drawn.case, alone)
     assert BANDS["fp32"].weight <= band.weight <= random_run.WIDEST_FP32
     assert judge_case(drawn).difference is None
 
@@ -142,11 +141,11 @@ def _unseen_overflow() -> Any:
 def _norm_of_this_rank() -> Any:
     """As a rank sees it alone."""
 
-    def own(self: Engine, gradients: dict[str, Tensor]) -> Tensor:
-        found = [data.local(gradient).float().norm() for gradient in gradients.values()]
-        return torch.stack(found).norm()
+    def norm_here(self: Engine, gradients: dict[str, Tensor]) -> Tensor:
+        norms = [data.local(gradient).float().norm() for gradient in gradients.values()]
+        return torch.stack(norms).norm()
 
-    return patch.object(Engine, "gradient_norm", own)
+    return patch.object(Engine, "gradient_norm", norm_here)
 
 
 def _other_sequences() -> Any:
@@ -194,23 +193,23 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 def _with_faults(texts: list[tuple[str, str]]) -> list[RankOutcome]:
     made: Made = {}
-    found = []
+    outcomes = []
     for fault, text in texts:
         drawn = parse_case(text)
         with FAULTS[fault][0]() if fault else _nothing():
-            found.append(to_arrays(outcome(drawn.case, drawn.layout, made=made)))
-    return found
+            outcomes.append(to_arrays(outcome(drawn.case, drawn.layout, made=made)))
+    return outcomes
 
 
 @pytest.mark.slow
 def test_every_planted_fault_is_found_and_nothing_without_one() -> None:
-    texts = list(dict.fromkeys(text for _, some in FAULTS.values() for text in some))
-    runs = [("", text) for text in texts] + [(fault, text) for fault, (_, some) in FAULTS.items() for text in some]
+    texts = list(dict.fromkeys(text for _, cases in FAULTS.values() for text in cases))
+    runs = [("", text) for text in texts] + [(fault, text) for fault, (_, cases) in FAULTS.items() for text in cases]
     ranks = [list(map(from_arrays, rank)) for rank in on_ranks(2, _with_faults, runs, limit_s=900)]
     alone = {text: outcome(parse_case(text).case, ALONE) for text in texts}
-    for place, (fault, text) in enumerate(runs):
-        found = one_device.first_difference(alone[text], [rank[place] for rank in ranks], parse_case(text).case.band)
-        assert (found is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {found}"
+    for index, (fault, text) in enumerate(runs):
+        first = one_device.first_difference(alone[text], [rank[index] for rank in ranks], parse_case(text).case.band)
+        assert (first is not None) == bool(fault), f"{fault or 'no fault'}: {text}: {first}"
 
 
 def _no_number(self: Engine, loss: Tensor) -> Tensor:
@@ -222,20 +221,20 @@ def test_what_is_no_number_everywhere_is_not_equal(precision: str) -> None:
     """Every step is skipped on both sides, so that weights agree and no gradient is left to compare."""
     case = parse_case(f"precision={precision} micro_batch=4 layers=1").case
     with patch.object(Engine, "sum_loss", _no_number):
-        found = outcome(case, ALONE)
-    assert difference(case, found, [found]) == "step 1: loss is nan on rank 0, nan on one device"
+        alone = outcome(case, ALONE)
+    assert difference(case, alone, [alone]) == "step 1: loss is nan on rank 0, nan on one device"
 
 
 def test_only_the_step_that_overflows_may_have_no_number() -> None:
     case = parse_case(f"{HALF[1]} micro_batch=4 layers=1").case
-    found = outcome(case, ALONE)
-    assert not isfinite(found.norms[1]) and one_device.first_difference(found, [found], BANDS["fp16"]) is None
+    alone = outcome(case, ALONE)
+    assert not isfinite(alone.norms[1]) and one_device.first_difference(alone, [alone], BANDS["fp16"]) is None
     for changed, words in (
-        ({"norms": (found.norms[1],) * 2}, "step 1: gradient norm is"),
-        ({"norms": (found.norms[0],) * 2}, "step 2: gradient norm is"),
+        ({"norms": (alone.norms[1],) * 2}, "step 1: gradient norm is"),
+        ({"norms": (alone.norms[0],) * 2}, "step 2: gradient norm is"),
         ({"skipped": (False, False)}, "step 2: skipped is False on rank 0, True on one device"),
     ):
-        other = one_device.first_difference(found, [replace(found, **changed)], BANDS["fp16"])
+        other = one_device.first_difference(alone, [replace(alone, **changed)], BANDS["fp16"])
         assert (other or "").startswith(words)
 
 
@@ -243,9 +242,13 @@ def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monke
     """The batch is run again, case by case."""
     monkeypatch.setattr(feature_matrix, "outcomes_of", _fails_with_a_window)
     cases = [parse_case("dp_replicate=2"), parse_case("dp_replicate=2 window=3"), parse_case("tp=2 global_batch=2")]
-    found = {one.index: one.difference for one in judge_cases(cases)}
-    assert found[0] is None and found[2] is None
-    assert found[1] is not None and found[1].startswith("rank ") and found[1].endswith("ValueError: no windows today")
+    differences = {verdict.index: verdict.difference for verdict in judge_cases(cases)}
+    assert differences[0] is None and differences[2] is None
+    assert (
+        differences[1] is not None
+        and differences[1].startswith("rank ")
+        and differences[1].endswith("ValueError: no windows today")
+    )
 
 
 def _fails_with_a_window(cases: list[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
@@ -263,13 +266,13 @@ def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.M
         best = margins.index(max(margins))
     monkeypatch.setattr(random_run, "NEAR_TIE", margins[best])
     monkeypatch.setattr(random_run, "ROUNDING", 1.0)
-    one = judge_case(drawn, settle=True)
-    assert one.redrawn == best and one.drawn.case.seed == best and one.difference is None
+    verdict = judge_case(drawn, settle=True)
+    assert verdict.redrawn == best and verdict.drawn.case.seed == best and verdict.difference is None
     assert judge_case(drawn).drawn == drawn, "a case that is named is run as it is"
 
 
 def test_a_case_that_rounding_decides_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line is set between two seeds of a case, of which the next one rounds less."""
+    """The line is set between two seeds of a case, of which the next verdict rounds less."""
     text = (
         "vocab=41 layers=1 hidden=18 heads=2 ffn=44 norm=layernorm positions=learned qkv_bias=true mlp_bias=true "
         "qk_norm=true moe.experts=5 moe.top_k=1 moe.ffn=6 global_batch=1 sequence=12 seed=85 balance_loss=0.0"
@@ -277,20 +280,20 @@ def test_a_case_that_rounding_decides_is_drawn_again(monkeypatch: pytest.MonkeyP
     drawn = parse_case(text)
     cases = [replace(drawn.case, seed=drawn.case.seed + more) for more in range(5)]
     sizes = [random_run._rounding(case, outcome(case, ALONE), "cpu") for case in cases]
-    first = next(place for place in range(4) if sizes[place + 1] < sizes[place])
+    first = next(index for index in range(4) if sizes[index + 1] < sizes[index])
     monkeypatch.setattr(random_run, "ROUNDING", sizes[first + 1])
-    one = judge_case(replace(drawn, case=cases[first]), settle=True)
-    assert one.redrawn == 1 and one.difference is None
-    assert one.drawn.case.seed == cases[first + 1].seed
+    verdict = judge_case(replace(drawn, case=cases[first]), settle=True)
+    assert verdict.redrawn == 1 and verdict.difference is None
+    assert verdict.drawn.case.seed == cases[first + 1].seed
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_what_fp16_must_do_on_one_device(step: int) -> None:
     case = parse_case(f"precision=fp16 overflow={step} micro_batch=4").case
-    found = outcome(case, ALONE)
+    alone = outcome(case, ALONE)
     other = [2.0**29, 2.0**8] if step == 1 else [2.0**8, 2.0**29]
-    assert list(found.scales) == other
-    good = replace(found, losses=outcome(replace(case, precision="fp32"), ALONE).losses)
+    assert list(alone.scales) == other
+    good = replace(alone, losses=outcome(replace(case, precision="fp32"), ALONE).losses)
     assert wrong_alone(case, good) is None
     halved = replace(good, losses=(good.losses[0] / 2, good.losses[1]))
     assert "step 1: loss is" in (wrong_alone(case, halved) or "")
@@ -300,27 +303,27 @@ def test_what_fp16_must_do_on_one_device(step: int) -> None:
 def test_a_difference_is_made_small_and_printed_as_a_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of one setting, without processes: every case with a window is wrong."""
+    """A fault of row setting, without processes: every case with a window is wrong."""
 
     def judged(drawn: DrawnCase, *args: Any, **options: Any) -> CaseVerdict:
-        wrong = "step 1: loss is 2 on rank 0, 1 on one device" if drawn.case.shape.window else None
+        wrong = "step 1: loss is 2 on rank 0, 1 on row device" if drawn.case.shape.window else None
         return CaseVerdict(index=0, drawn=drawn, difference=wrong)
 
     monkeypatch.setattr(random_run, "judge_case", judged)
     monkeypatch.setattr(
-        random_run, "verdicts", lambda cases, device: [replace(judged(c), index=i) for i, c in enumerate(cases)]
+        random_run, "judge_cases", lambda cases, device: [replace(judged(c), index=i) for i, c in enumerate(cases)]
     )
     assert main(["verify", "--random", "12", "--seed", "7"]) == 4
     shown = capsys.readouterr()
-    assert "differ from one device" in shown.err
+    assert "differ from row device" in shown.err
     assert "    meshwright verify --case 'window=1'" in shown.out
     assert main(["verify", "--random", "12", "--seed", "7", "--json"]) == 4
-    found = json.loads(capsys.readouterr().out)
-    assert found["layouts"] == len(found["results"]) == 12 and found["seed"] == 7
-    wrong = [one for one in found["results"] if one["difference"]]
-    assert len(wrong) == found["different"] > 0
-    assert all(one["command"].startswith("meshwright verify --case 'window=1") for one in wrong)
-    assert all(parse_case(one["case"]) == random_case(7, one["index"]) for one in found["results"])
+    document = json.loads(capsys.readouterr().out)
+    assert document["layouts"] == len(document["results"]) == 12 and document["seed"] == 7
+    wrong = [row for row in document["results"] if row["difference"]]
+    assert len(wrong) == document["different"] > 0
+    assert all(row["command"].startswith("meshwright verify --case 'window=1") for row in wrong)
+    assert all(parse_case(row["case"]) == random_case(7, row["index"]) for row in document["results"])
 
 
 def test_a_shrunk_case_differs_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,13 +363,13 @@ def test_one_case_again(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_difference_reports_the_layout_before_one_device() -> None:
     case = parse_case("").case
-    one = outcome(case, ALONE)
-    assert difference(case, one, [one]) is None
-    assert difference(case, one, [replace(one, losses=(0.0, 0.0))]) is not None
+    alone = outcome(case, ALONE)
+    assert difference(case, alone, [alone]) is None
+    assert difference(case, alone, [replace(alone, losses=(0.0, 0.0))]) is not None
 
 
-@pytest.mark.parametrize(("element", "found"), [(0, True), (1, False)], ids=["decided", "undecided"])
-def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, found: bool) -> None:
+@pytest.mark.parametrize(("element", "differs"), [(0, True), (1, False)], ids=["decided", "undecided"])
+def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, differs: bool) -> None:
     """In 16 bits; AdamW's first update is the gradient's sign. In fp32 the sign is known."""
     gradient, weight = torch.tensor([0.1, 1e-3]), torch.tensor([1e-3, 1e-3])
     box = Box(whole=(2,), offsets=(0,), sizes=(2,))
@@ -377,15 +380,15 @@ def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, fou
 
     turned = weight.clone()
     turned[element] *= -1
-    said = one_device.first_difference(outcome_of(weight), [outcome_of(turned)], BANDS["bf16"])
-    assert (said is not None) == found
+    first = one_device.first_difference(outcome_of(weight), [outcome_of(turned)], BANDS["bf16"])
+    assert (first is not None) == differs
     assert one_device.first_difference(outcome_of(weight), [outcome_of(turned)], BANDS["fp32"]) is not None
 
 
 @pytest.mark.parametrize(
-    ("share", "found"), [(1e-8, False), (0.0, True), (1e-6, True)], ids=["rounding", "zero", "more"]
+    ("share", "differs"), [(1e-8, False), (0.0, True), (1e-6, True)], ids=["rounding", "zero", "more"]
 )
-def test_a_weight_whose_gradient_is_rounding_may_move_either_way(share: float, found: bool) -> None:
+def test_a_weight_whose_gradient_is_rounding_may_move_either_way(share: float, differs: bool) -> None:
     """Muon makes an update of any length of it; a gradient of zeros moves nothing."""
     weight, box = torch.full((2,), 0.5), Box(whole=(2,), offsets=(0,), sizes=(2,))
     names = ("step 1 gradient of k.weight", "step 1 weight k.weight")
@@ -393,8 +396,8 @@ def test_a_weight_whose_gradient_is_rounding_may_move_either_way(share: float, f
     def outcome_of(weight: Tensor) -> RankOutcome:
         return RankOutcome((1.0,), (10.0,), {names[0]: (box, torch.full((2,), 10 * share)), names[1]: (box, weight)})
 
-    said = one_device.first_difference(outcome_of(weight), [outcome_of(weight + 1e-3)], BANDS["fp32"])
-    assert (said is not None) == found
+    first = one_device.first_difference(outcome_of(weight), [outcome_of(weight + 1e-3)], BANDS["fp32"])
+    assert (first is not None) == differs
 
 
 def test_a_tied_model_gathers_experts_before_a_block_is_repeated() -> None:

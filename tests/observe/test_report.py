@@ -19,8 +19,8 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as chromium:
+        yield chromium
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     twin = write(folder / "twin", dryrun=dried(PLAN), profile=profiled(PLAN))
     bare = write(folder / "<b>bare", ALONE, steps=1, ledger=None)
     profile_only = write(folder / "profile", PLAN, steps=0, profile=profiled(PLAN), ledger=None)
-    found = {}
+    files = {}
     for name, runs in (
         ("full", [full]), ("both", [full, alone]), ("twins", [full, twin]),
         ("bare", [bare]), ("profile", [profile_only]), ("alone", [alone]),
     ):  # fmt: skip
-        found[name] = folder / f"{name} page.html"
-        found[name].write_text(page([open_run(run) for run in runs]), encoding="utf-8")
-    return found
+        files[name] = folder / f"{name} page.html"
+        files[name].write_text(page([open_run(run) for run in runs]), encoding="utf-8")
+    return files
 
 
 def opened(browser: Browser, path: Path, width: int = 1200, *, dark: bool = False) -> Browser:
@@ -100,7 +100,7 @@ def test_bars_are_as_long_as_the_bytes(browser: Browser, pages: dict[str, Path])
         "Object.fromEntries([...document.querySelectorAll('rect.part')].map((part) =>"
         " [part.dataset.bar, Number(part.getAttribute('width'))]))"
     )
-    held = {one["kind"]: one["bytes"] for one in dried(PLAN)["ranks"][0]["memory"]}
+    held = {held["kind"]: held["bytes"] for held in dried(PLAN)["ranks"][0]["memory"]}
     assert widths["0 dryrun parameters"] == pytest.approx(widths["0 planned parameters"])
     ratio = widths["0 measured activations"] / widths["0 measured parameters"]
     assert ratio == pytest.approx(held["activations"] / held["parameters"], rel=1e-6)
@@ -110,13 +110,13 @@ def test_bars_are_as_long_as_the_bytes(browser: Browser, pages: dict[str, Path])
 def test_the_step_as_executed_is_the_last_one_profiled(browser: Browser, pages: dict[str, Path]) -> None:
     opened(browser, pages["full"])
     executed = browser.evaluate("RUNS[0].timelines.executed")
-    assert [len(own) for own in executed["spans"]] == [9, 9]  # four micro-batches, F and BW, and the optimizer
+    assert [len(spans) for spans in executed["spans"]] == [9, 9]  # four micro-batches, F and BW, and the optimizer
     assert executed["spans"][0][0] == ["F", 0, 0, 0, pytest.approx(0.01)]
     assert executed["total"] == pytest.approx(0.085)
     planned = browser.evaluate("RUNS[0].timelines.planned")
     assert planned["unit"] == "seconds" and planned["bubble"] > 0
-    order = [[span[:3] for span in own if span[0] in ("F", "BW")] for own in planned["spans"]]
-    assert order == [[span[:3] for span in own if span[0] != "optimizer"] for own in executed["spans"]]
+    order = [[span[:3] for span in spans if span[0] in ("F", "BW")] for spans in planned["spans"]]
+    assert order == [[span[:3] for span in spans if span[0] != "optimizer"] for spans in executed["spans"]]
     words = browser.evaluate("boxWords(document.querySelector('[data-boxes=executed]'), 48, 5)")
     assert "forward pass" in words and "micro-batch 0, stage 0, rank 0" in words
 
@@ -156,8 +156,8 @@ def test_the_pointer_is_answered(browser: Browser, pages: dict[str, Path]) -> No
     browser.evaluate("document.querySelector('[data-curve=loss]').scrollIntoView({block: 'center'})")
     box = browser.evaluate("document.querySelector('[data-curve=loss]').getBoundingClientRect().toJSON()")
     browser.point(box["x"] + box["width"] / 2, box["y"] + 60)
-    said = text(browser, "#training .help")
-    assert "full, step" in said and "alone, step" in said
+    shown = text(browser, "#training .help")
+    assert "full, step" in shown and "alone, step" in shown
     browser.evaluate("document.querySelector('[data-curve=loss]').focus()")
     for _ in range(2):
         browser.press("ArrowRight")
@@ -170,12 +170,12 @@ def test_the_pointer_is_answered(browser: Browser, pages: dict[str, Path]) -> No
 @in_browser
 def test_keys_and_taps_reach_every_chart(browser: Browser, pages: dict[str, Path]) -> None:
     opened(browser, pages["full"])
-    for chart, section, said in (
+    for chart, section, words in (
         ("[data-moments=measured]", "#memory", "parameters"), ("[data-boxes=executed]", "#pipeline", "micro-batch 0"),
     ):  # fmt: skip
         browser.evaluate(f"document.querySelector('{chart}').focus()")
         browser.press("ArrowRight")
-        assert said in text(browser, f"{section} .help")
+        assert words in text(browser, f"{section} .help")
     x, y = browser.evaluate(
         "(() => { const one = document.querySelector('[data-bar*=activations]'); one.scrollIntoView({block: 'center'});"
         " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + 5]; })()"
@@ -232,7 +232,7 @@ def test_cards_say_where_they_are_from_and_rows_have_one_unit(browser: Browser, 
         "[...document.querySelectorAll('#rows tbody tr')].map((row) => [...row.querySelectorAll('td')].map("
         "(cell) => cell.firstChild?.textContent.match(/ ([GMK]iB|B|h|min|s|ms|us)$/)?.[1]).filter(Boolean))"
     )
-    assert len(units) > 10 and all(len(set(own)) <= 1 for own in units)
+    assert len(units) > 10 and all(len(set(of_row)) <= 1 for of_row in units)
     opened(browser, pages["alone"])
     dashes = browser.evaluate(
         "[...document.querySelectorAll('#rows tbody tr:has(td)')].every((row) =>"
@@ -272,12 +272,12 @@ def test_a_page_is_one_small_file(pages: dict[str, Path]) -> None:
 
 
 def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
-    steps: list[dict[str, Any]] = [one for one in metrics(9000) if "kind" not in one]
+    steps: list[dict[str, Any]] = [row for row in metrics(9000) if "kind" not in row]
     steps[4321]["loss"], steps[5000]["loss"] = 99.0, float("nan")
-    found = curves(steps)
-    assert {len(values) for values in found.values()} == {POINTS}
-    assert max(value for value in found["loss_high"] if value is not None) == 99.0
-    assert found["step"][-1] == 9000 and all(value is not None for value in found["loss"])
+    series = curves(steps)
+    assert {len(values) for values in series.values()} == {POINTS}
+    assert max(value for value in series["loss_high"] if value is not None) == 99.0
+    assert series["step"][-1] == 9000 and all(value is not None for value in series["loss"])
     few = curves(steps[4999:5002])
     assert few["loss"][1] is None and "loss_low" not in few and few["smooth"][1] is not None
     assert curves([])["step"] == []

@@ -24,8 +24,8 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as chromium:
+        yield chromium
 
 
 @pytest.fixture
@@ -46,29 +46,29 @@ def texts(tmp_path: Path) -> DataView:
 
 def spans(text: str) -> list[str]:
     """What the page shows of each token, without its marks of line ends."""
-    found = re.findall(r"<i class='k [^']*' data-p='\d+'>(.*?)</i>", text, re.DOTALL)
-    return [unescape(one.replace("<u>\u21b5</u>", "")) for one in found]
+    marked = re.findall(r"<i class='k [^']*' data-p='\d+'>(.*?)</i>", text, re.DOTALL)
+    return [unescape(content.replace("<u>\u21b5</u>", "")) for content in marked]
 
 
 def test_every_token_of_every_row_is_there(chats: DataView, texts: DataView) -> None:
-    for found in (chats, texts):
-        rows = [found.tokens, *(row.tokens for row in found.more)]
-        assert len(rows) == (3 if found is chats else 2)
+    for data in (chats, texts):
+        rows = [data.tokens, *(row.tokens for row in data.more)]
+        assert len(rows) == (3 if data is chats else 2)
         wanted = [token for row in rows for token in row]
-        shown = spans(page(found))
-        assert len(shown) == len(wanted) == len(rows) * found.sequence
-        for one, token in zip(shown, wanted, strict=True):
-            assert one == ("\u00b7" if token.mark == "padding" else token.text)
+        shown = spans(page(data))
+        assert len(shown) == len(wanted) == len(rows) * data.sequence
+        for content, token in zip(shown, wanted, strict=True):
+            assert content == ("\u00b7" if token.mark == "padding" else token.text)
 
 
 def test_rows_are_those_of_the_run(chats: DataView) -> None:
     assert [row.number for row in chats.more] == [chats.sample + 1, chats.sample + 2]
     assert {token.role for token in chats.tokens if token.mark == "trained"} == {"user", "assistant"}
     assert chats.samples is not None
-    trained = sum(one.trained for one in chats.samples.roles)
-    assert trained / sum(one.trained + one.masked for one in chats.samples.roles) == chats.samples.trained_share
-    assert sum(one.count for one in chats.lengths) == chats.train.documents
-    assert all(one.begin <= one.end < 2 * one.begin for one in chats.lengths)
+    trained = sum(part.trained for part in chats.samples.roles)
+    assert trained / sum(part.trained + part.masked for part in chats.samples.roles) == chats.samples.trained_share
+    assert sum(part.count for part in chats.lengths) == chats.train.documents
+    assert all(part.begin <= part.end < 2 * part.begin for part in chats.lengths)
 
 
 def test_the_verb_writes_it(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +84,9 @@ def test_the_verb_writes_it(files: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert len(json.loads(capsys.readouterr().out)["more"]) == 7
 
 
-def opened(browser: Browser, place: Path, found: DataView, width: int = 900, *, dark: bool = False) -> Browser:
-    file = place / "data.html"
-    file.write_text(page(found), encoding="utf-8")
+def opened(browser: Browser, folder: Path, data: DataView, width: int = 900, *, dark: bool = False) -> Browser:
+    file = folder / "data.html"
+    file.write_text(page(data), encoding="utf-8")
     browser.complaints.clear()
     browser.requested.clear()
     browser.look(width, 1000, dark=dark)
@@ -94,7 +94,7 @@ def opened(browser: Browser, place: Path, found: DataView, width: int = 900, *, 
     return browser
 
 
-def said(browser: Browser) -> str:
+def help_text(browser: Browser) -> str:
     return str(browser.evaluate("document.getElementById('said').textContent"))
 
 
@@ -110,22 +110,22 @@ def place_of(browser: Browser, number: int) -> Any:
 def test_a_token_says_what_becomes_of_it(browser: Browser, tmp_path: Path, chats: DataView) -> None:
     """By pointing, by a click that stays, and by keys."""
     opened(browser, tmp_path, chats)
-    assert browser.complaints == [] and [one for one in browser.requested if not one.startswith("file:")] == []
+    assert browser.complaints == [] and [url for url in browser.requested if not url.startswith("file:")] == []
     first, second = chats.tokens[3], chats.tokens[6]
     browser.point(*place_of(browser, 3), click=True)
-    assert f"token {first.id} " in said(browser) and f"place 3 of row {chats.sample}" in said(browser)
+    assert f"token {first.id} " in help_text(browser) and f"place 3 of row {chats.sample}" in help_text(browser)
     browser.point(*place_of(browser, 6))
-    assert f"token {second.id} " in said(browser)
+    assert f"token {second.id} " in help_text(browser)
     browser.point(2, 2)
-    assert f"token {first.id} " in said(browser), "what was clicked stays"
+    assert f"token {first.id} " in help_text(browser), "what was clicked stays"
     browser.evaluate("document.querySelector('.row').focus()")
     browser.press("ArrowRight")
-    assert f"token {chats.tokens[4].id} " in said(browser) and "place 4 " in said(browser)
+    assert f"token {chats.tokens[4].id} " in help_text(browser) and "place 4 " in help_text(browser)
     browser.press("ArrowLeft")
-    assert "place 3 " in said(browser)
-    trained = next(place for place, token in enumerate(chats.tokens) if token.mark == "trained" and place)
+    assert "place 3 " in help_text(browser)
+    trained = next(number for number, token in enumerate(chats.tokens) if token.mark == "trained" and number)
     browser.point(*place_of(browser, trained), click=True)
-    assert f"said by {chats.tokens[trained].role}; trained: the token before it predicts it" in said(browser)
+    assert f"said by {chats.tokens[trained].role}; trained: the token before it predicts it" in help_text(browser)
 
 
 @in_browser
@@ -135,12 +135,12 @@ def test_a_token_says_what_becomes_of_it(browser: Browser, tmp_path: Path, chats
 def test_nothing_is_cut_at_any_width(
     browser: Browser, tmp_path: Path, chats: DataView, texts: DataView, width: int, dark: bool
 ) -> None:
-    for found in (chats, texts):
-        opened(browser, tmp_path, found, width, dark=dark)
+    for data in (chats, texts):
+        opened(browser, tmp_path, data, width, dark=dark)
         assert browser.complaints == []
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         ink, paper = browser.evaluate(
             "[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]"
         )
-        brightness = [sum(map(int, re.findall(r"\d+", one)[:3])) for one in (ink, paper)]
+        brightness = [sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in (ink, paper)]
         assert (brightness[0] > brightness[1]) == dark

@@ -31,10 +31,10 @@ def test_a_compiled_function_is_seen_with_all_its_memory(before: bool) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         graphs.append(graph)
 
-        def run(*given: Tensor) -> object:
+        def run(*inputs: Tensor) -> object:
             runs.append(1)
             with torch.utils._python_dispatch._disable_current_modes():
-                return graph.forward(*given)
+                return graph.forward(*inputs)
 
         return run
 

@@ -23,9 +23,8 @@ from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import ZERO, Case, RankOutcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, ZERO, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import make_mesh, on_one_device
 from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
 from meshwright.parallel.mesh import Made

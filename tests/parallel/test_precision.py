@@ -14,9 +14,8 @@ from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
-from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made

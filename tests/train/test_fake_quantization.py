@@ -22,8 +22,7 @@ from meshwright.model.quantized_model import build_quantized
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.bands import BANDS
-from meshwright.observe.verify.one_device import Case, first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, Case, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan

@@ -154,10 +154,7 @@ class TrainingProgram:
         )  # fmt: skip
 
     def _sample(self, number: int) -> None:
-        """Allocate the key-value cache of a student that writes answers, for as long as sampling lasts.
-
-        Which tokens it would write is unknown here, so nothing is computed.
-        """
+        """Allocate the cache of a student that writes answers. Its tokens are unknown, so nothing is computed."""
         self.on_part(f"sample {number}")
         layout, width = self.plan.layout, WIDTHS[self.plan.recipe.precision].parameter
         size = cache_bytes(self.plan.model, self.plan.recipe, layout, width)
@@ -265,10 +262,7 @@ def _has_schedule(layout: Layout, micro_batches: int) -> bool:
 
 
 def extrapolate_step(first: int, second: int, counts: tuple[int, int], whole: int) -> int:
-    """Extrapolate the cost of a whole step from two steps with `counts` micro-batches.
-
-    The cost is a fixed part plus one part per micro-batch.
-    """
+    """Extrapolate a whole step from two steps with `counts` micro-batches: a fixed part and one per micro-batch."""
     if counts[0] == counts[1]:
         return second
     parts, rest = divmod((second - first) * (whole - counts[0]), counts[1] - counts[0])

@@ -31,10 +31,7 @@ SERVER.set_forkserver_preload(
 
 
 def start_server() -> None:
-    """Start the server from which processes are forked. It ignores Ctrl-C.
-
-    Callers end the processes they fork, and an interrupted import would print a traceback.
-    """
+    """Start the server that forks processes. It ignores Ctrl-C: an interrupted import prints a traceback."""
     if threading.current_thread() is not threading.main_thread():
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -67,10 +64,7 @@ class RankError(AssertionError):
 def on_ranks(
     world: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S, device: str = "cpu"
 ) -> list[Any]:
-    """Return function(*arguments) of each rank of a new group of `world` processes.
-
-    The group uses Gloo on a CPU and NCCL on GPUs (`device` cuda), one GPU per rank.
-    """
+    """Return function(*arguments) of each rank of a new group (Gloo on a CPU, NCCL with one GPU per rank on cuda)."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = _Rendezvous(world, str(Path(folder, "store")), limit_s, device)
         started = [start(_serve, function, arguments, rank, rendezvous) for rank in range(world)]

@@ -151,10 +151,7 @@ def parse_document(document: object, name: str) -> SharedDocument:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in a file, or None without a file.
-
-    Raises RunError when the file is damaged or holds no JSON object.
-    """
+    """Return the object in a file, or None without a file. Raises RunError when it is damaged or no JSON object."""
     if not path.is_file():
         return None
     try:
@@ -171,10 +168,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read(path: Path, source: str) -> SharedDocument | None:
-    """Return the document in a file, or None without a file.
-
-    Raises RunError when the file is damaged or its source is not `source`.
-    """
+    """Return the document in a file, or None without a file. Raises RunError when it is damaged or not `source`."""
     content = read_json(path)
     if content is None:
         return None

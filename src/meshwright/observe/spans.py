@@ -49,10 +49,7 @@ class _Order:
 
 @contextmanager
 def report_spans(report: SpanListener) -> Iterator[None]:
-    """Call `report` for each part of each step of this process.
-
-    Parts do not overlap. Of nested parts, such as a stage's pass inside an action, the outer one counts.
-    """
+    """Report each part of each step of this process. Parts do not overlap: of nested ones the outer one counts."""
     order = _Order()
 
     def part(span: Span, run: Callable[[], Any]) -> Any:

@@ -31,12 +31,12 @@ from meshwright.store import random_state
 CPU = torch.device("cpu")
 
 
-def says(found: Finding, state: str, *words: str) -> None:
+def says(finding: Finding, state: str, *words: str) -> None:
     """A finding of this state, whose sentences hold the words; what is wrong comes with advice."""
-    text = f"{found.observation} | {found.advice}"
-    assert found.state == state, found
+    text = f"{finding.observation} | {finding.advice}"
+    assert finding.state == state, finding
     assert all(word in text for word in words), text
-    assert found.advice or state in ("ok", "skipped")
+    assert finding.advice or state in ("ok", "skipped")
 
 
 # the machine
@@ -106,7 +106,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     says(system.check_disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
 
 
-def _refuse(**given: Any) -> None:
+def _refuse(**keywords: Any) -> None:
     raise OSError(30, "Read-only file system")
 
 
@@ -177,18 +177,18 @@ def broken(**kernel: Callable[..., Any]) -> Any:
 
 
 def test_attention_that_forgets_its_mask() -> None:
-    def blind(q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Tensor:
-        found: Tensor = fast().attend(q, k, v, type(mask)(), **given)
-        return found
+    def blind(q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> Tensor:
+        attended: Tensor = fast().attend(q, k, v, type(mask)(), **keywords)
+        return attended
 
-    found = kernel_checks.check_attention(CPU, torch.float32, broken(attend=blind))
-    says(found, "failure", "(packed", "layout.kernels=reference")
+    finding = kernel_checks.check_attention(CPU, torch.float32, broken(attend=blind))
+    says(finding, "failure", "(packed", "layout.kernels=reference")
 
 
 def test_attention_that_gives_no_numbers() -> None:
-    def nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Tensor:
-        found: Tensor = fast().attend(q, k, v, mask, **given) * float("nan")
-        return found
+    def nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: Any) -> Tensor:
+        attended: Tensor = fast().attend(q, k, v, mask, **keywords) * float("nan")
+        return attended
 
     says(kernel_checks.check_attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
 
@@ -196,8 +196,8 @@ def test_attention_that_gives_no_numbers() -> None:
 def test_a_log_sum_exp_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = kernel_checks.compat.flash_attention
 
-    def base_two(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        out, lse = flash(*given, **named)
+    def base_two(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        out, lse = flash(*arguments, **keywords)
         return out, lse / 0.6931
 
     monkeypatch.setattr(kernel_checks.compat, "flash_attention", base_two)
@@ -219,9 +219,9 @@ def test_an_expert_without_tokens_that_learns() -> None:
             rows, weights = ctx.saved_tensors
             with torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (rows, weights)]
-                found = torch.autograd.grad(fast().expert_linear(*leaves, ctx.counts), leaves, gradient)
-            found[1][1] = 7.0
-            return *found, None
+                gradients = torch.autograd.grad(fast().expert_linear(*leaves, ctx.counts), leaves, gradient)
+            gradients[1][1] = 7.0
+            return *gradients, None
 
     made = broken(expert_linear=lambda rows, weights, counts: Garbage.apply(rows, weights, counts))
     says(kernel_checks.check_experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
@@ -236,8 +236,8 @@ def test_experts_that_are_mixed_up() -> None:
 
 def test_a_loss_over_all_targets() -> None:
     def all_count(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = fast().linear_cross_entropy(x, w, targets.clamp(min=0))
-        return found
+        loss: Tensor = fast().linear_cross_entropy(x, w, targets.clamp(min=0))
+        return loss
 
     says(
         kernel_checks.check_loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)),
@@ -272,9 +272,9 @@ def fabric(slow: dict[tuple[int, int], float] | None = None) -> list[NetworkLink
 
 def test_a_slow_link_is_named() -> None:
     says(network.judge_links(fabric(), NODES), "ok", "100 GB/s within a node", "25 GB/s between nodes")
-    found = network.judge_links(fabric({(1, 2): 3e9}), NODES)
-    says(found, "failure", "rank 1 (node 0) to rank 2 (node 1) has 3 GB/s, others between nodes 25", "cable")
-    assert found.figures["slow"] == [[1, 2, 3e9]]
+    finding = network.judge_links(fabric({(1, 2): 3e9}), NODES)
+    says(finding, "failure", "rank 1 (node 0) to rank 2 (node 1) has 3 GB/s, others between nodes 25", "cable")
+    assert finding.figures["slow"] == [[1, 2, 3e9]]
 
 
 def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
@@ -300,30 +300,30 @@ def collect(break_it: str) -> tuple[Finding, int]:
 
 
 def test_collectives_on_real_processes() -> None:
-    for found, count in on_ranks(3, collect, ""):
-        says(found, "ok", "all-reduce", "are right on 3 ranks")
+    for finding, count in on_ranks(3, collect, ""):
+        says(finding, "ok", "all-reduce", "are right on 3 ranks")
         assert count == 6, "three ranks, strides 1 and 2"
-    for found, _ in on_ranks(2, collect, "yes"):
-        says(found, "failure", "all-reduce gave wrong numbers", "Do not train")
+    for finding, _ in on_ranks(2, collect, "yes"):
+        says(finding, "failure", "all-reduce gave wrong numbers", "Do not train")
 
 
 # the engine
 
 
 def test_a_schedule_that_hangs_and_one_that_is_wrong() -> None:
-    def hangs(world: int, function: Any, cases: Any, *given: Any, **named: Any) -> list[Any]:
+    def hangs(world: int, function: Any, cases: Any, *arguments: Any, **keywords: Any) -> list[Any]:
         assert len(cases) == 1, "each schedule is tried in fresh processes"
         [(case, layout)] = cases
         if layout.schedule == "zb-h1":
-            raise RankError(f"ranks [0, 1] of 2 did not answer within {named['limit_s']:.0f} s")
+            raise RankError(f"ranks [0, 1] of 2 did not answer within {keywords['limit_s']:.0f} s")
         rank = function([(case, Layout(compile="off"))], "cpu")
         if layout.schedule == "zb-v":
             rank[0] = replace(rank[0], losses=tuple(2 * loss for loss in rank[0].losses))
         return [rank, rank]
 
-    found = training.check_schedules("cpu", 2, hangs)
-    says(found, "failure", "pp zb-h1", "hangs (no step in 60 s) (and 1 more)", "do not train with it")
-    assert set(found.figures["wrong"]) == {"pp zb-h1, micro-batches of 1", "pp zb-v, micro-batches of 1"}
+    finding = training.check_schedules("cpu", 2, hangs)
+    says(finding, "failure", "pp zb-h1", "hangs (no step in 60 s) (and 1 more)", "do not train with it")
+    assert set(finding.figures["wrong"]) == {"pp zb-h1, micro-batches of 1", "pp zb-v, micro-batches of 1"}
     says(training.check_schedules("cuda", 1), "skipped")
 
 
@@ -337,14 +337,14 @@ def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as changed:
         load = training.checkpoint.load
 
-        def flipped(path: Path, tensors: dict[str, Tensor], **given: Any) -> Any:
-            found = load(path, tensors, **given)
+        def flipped(path: Path, tensors: dict[str, Tensor], **keywords: Any) -> Any:
+            values = load(path, tensors, **keywords)
             tensors["weight"][0, 0] += 1
-            return found
+            return values
 
         changed.setattr(training.checkpoint, "load", flipped)
         says(training.check_checkpoint(CPU, tmp_path), "failure", "came back different: weight")
-    monkeypatch.setattr(training, "set_rng_state", lambda *given: random_state.set_rng_state({}, {}))
+    monkeypatch.setattr(training, "set_rng_state", lambda *arguments: random_state.set_rng_state({}, {}))
     says(training.check_checkpoint(CPU, tmp_path), "failure", "what is drawn afterwards")
 
 
@@ -363,14 +363,14 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
     }
     run, owner, name = checks[check]
 
-    def fails(*given: Any, **named: Any) -> Any:
+    def fails(*arguments: Any, **keywords: Any) -> Any:
         raise OSError(30, "Read-only file system", "/home/somebody/runs")
 
     with pytest.MonkeyPatch.context() as patch:
         if world.index == bad:
             patch.setattr(owner, name, fails)
-        found = run_check(check, run)
-    return merge_ranks(network.gather_from_all(world, [found]), [0, 0])[0]
+        finding = run_check(check, run)
+    return merge_ranks(network.gather_from_all(world, [finding]), [0, 0])[0]
 
 
 @pytest.mark.parametrize(
@@ -379,14 +379,14 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
 )
 def test_a_check_that_fails_on_one_rank_ends_on_all(check: str, bad: int, tmp_path: Path) -> None:
     """A rank that went on alone would gather findings while the others wait for it within the check."""
-    for found in on_ranks(2, disturbed, check, bad, str(tmp_path), limit_s=20):
-        says(found, "failure", f"rank {bad}: Read-only file system")
-        assert "somebody" not in found.observation
+    for finding in on_ranks(2, disturbed, check, bad, str(tmp_path), limit_s=20):
+        says(finding, "failure", f"rank {bad}: Read-only file system")
+        assert "somebody" not in finding.observation
 
 
 def test_a_step_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     says(training.check_step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
-    monkeypatch.setattr(training.train_device, "peak_flop_per_s", lambda *given: 1e15)
+    monkeypatch.setattr(training.train_device, "peak_flop_per_s", lambda *arguments: 1e15)
     says(training.check_step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
 
 
@@ -403,28 +403,28 @@ def test_a_check_that_breaks_is_a_failure() -> None:
 def test_ranks_that_differ_are_named() -> None:
     bad = failure("memory", "1.00 GiB of 16.00 GiB free", "end other programs")
     ranks = [[ok("memory", "fine")], [bad], [ok("memory", "fine")], [bad]]
-    (found,) = merge_ranks(ranks, NODES)
-    assert found.observation == "ranks 1 (node 0), 3 (node 1): 1.00 GiB of 16.00 GiB free"
+    (finding,) = merge_ranks(ranks, NODES)
+    assert finding.observation == "ranks 1 (node 0), 3 (node 1): 1.00 GiB of 16.00 GiB free"
     assert merge_ranks([[bad]] * 3, [0, 0, 0])[0].observation == bad.observation
     assert verdict([ok("a", ""), warning("b", "", "x")]) == "warning"
 
 
 def test_the_verdict_comes_first_and_advice_with_what_is_wrong() -> None:
-    found = Examination(
+    examination = Examination(
         findings=(ok("cores", "2"), failure("links", "rank 1 to rank 2 has 3 GB/s", "look at the cable")),
         ranks=4, node_names=("a", "b"), seconds=61.0,
     )  # fmt: skip
-    text = lines(found)
+    text = lines(examination)
     assert text[0] == "NOT fit to train: 1 failure, 0 warnings (2 checks, 4 ranks on 2 nodes, 1 min 01 s)"
     assert text[2:4] == ["FAILURE  links: rank 1 to rank 2 has 3 GB/s", "  look at the cable"]
     assert text[-2:] == ["node 0 = a", "node 1 = b"]
-    assert "a" not in json.dumps([found.document()["nodes"]]), "a document that is sent names no machine"
+    assert "a" not in json.dumps([examination.document()["nodes"]]), "a document that is sent names no machine"
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor", "--quick", "--json", "--runs", str(tmp_path)]) == 0
     document = json.loads(capsys.readouterr().out)
-    checks = {one["check"]: one for one in document["checks"]}
+    checks = {check["check"]: check for check in document["checks"]}
     assert document["verdict"] in ("ok", "warning") and checks["links"]["state"] == "ok"
     assert {"versions", "memory", "attention", "experts", "checkpoint"} <= checks.keys()
     monkeypatch.setattr(system, "LEAST_FREE_BYTES", 2**60)
@@ -442,10 +442,10 @@ def test_a_launched_world(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     document = json.loads(ended.stdout)
-    checks = {one["check"]: one for one in document["checks"]}
+    checks = {check["check"]: check for check in document["checks"]}
     assert document["ranks"] == 2 and checks["collectives"]["state"] == "ok" and "equal ranks" in checks
 
 
 def test_examine_is_whole() -> None:
-    found = examine(Path(), quick=True)
-    assert all(one.advice for one in found.findings if one.state in ("failure", "warning"))
+    examination = examine(Path(), quick=True)
+    assert all(finding.advice for finding in examination.findings if finding.state in ("failure", "warning"))

@@ -54,21 +54,21 @@ TASKS = {"sums": SUMS, "letters": LETTERS, "texts": TEXTS, "answers": ANSWERS}
 
 def items(number: int = 12) -> list[dict[str, object]]:
     """Questions of several lengths, some of them answered by one token and some by many."""
-    found: list[dict[str, object]] = []
-    for one in range(number):
-        found.append({
-            "question": f"{'So ' * (one % 4)}what is {one} and {one % 5}? ",
-            "choices": [f" {one + one % 5}", f" {one + 1} or so", " no"],
-            "gold": one % 3,
-            "long": f"number {one}, " * (one + 1),
+    rows: list[dict[str, object]] = []
+    for index in range(number):
+        rows.append({
+            "question": f"{'So ' * (index % 4)}what is {index} and {index % 5}? ",
+            "choices": [f" {index + index % 5}", f" {index + 1} or so", " no"],
+            "gold": index % 3,
+            "long": f"number {index}, " * (index + 1),
         })  # fmt: skip
-    return found
+    return rows
 
 
-def task_folder(place: Path, *names: str) -> Path:
+def task_folder(folder: Path, *names: str) -> Path:
     """The tasks of these names, or all."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "items.jsonl").write_text("\n".join(map(json.dumps, items())) + "\n", encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "items.jsonl").write_text("\n".join(map(json.dumps, items())) + "\n", encoding="utf-8")
     for name in names or TASKS:
-        (place / f"{name}.yaml").write_text(TASKS[name], encoding="utf-8")
-    return place
+        (folder / f"{name}.yaml").write_text(TASKS[name], encoding="utf-8")
+    return folder

@@ -27,24 +27,24 @@ harness = pytest.importorskip("lm_eval")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models and the tasks; data sets of the harness are cached there too."""
-    place = tmp_path_factory.mktemp("harness")
-    directory(place / "llama", SHAPES["llama"])
-    directory(place / "gpt2", SHAPES["gpt2"])
-    directory(place / "other", replace(SHAPES["llama"], ffn=32))
+    root = tmp_path_factory.mktemp("harness")
+    directory(root / "llama", SHAPES["llama"])
+    directory(root / "gpt2", SHAPES["gpt2"])
+    directory(root / "other", replace(SHAPES["llama"], ffn=32))
     for name in ("llama", "other"):
-        (place / name / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    task_folder(place / "tasks")
-    return place
+        (root / name / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    task_folder(root / "tasks")
+    return root
 
 
 def asked(*pairs: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=pair, task_name="asked") for pair in pairs]
 
 
-def ours(place: Path, *, chat: bool = False, tokens: int = 256) -> Any:
+def ours(path: Path, *, chat: bool = False, tokens: int = 256) -> Any:
     from meshwright.observe.tasks.harness_model import HarnessModel, TextModel
 
-    opened = load(place)
+    opened = load(path)
     tokenizer, template = opened.chat_template()
     return HarnessModel(
         TextModel(
@@ -54,15 +54,15 @@ def ours(place: Path, *, chat: bool = False, tokens: int = 256) -> Any:
     )  # fmt: skip
 
 
-def theirs(place: Path) -> Any:
+def theirs(path: Path) -> Any:
     pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(pretrained=str(place), device="cpu", dtype="float32", batch_size=3)
+    return HFLM(pretrained=str(path), device="cpu", dtype="float32", batch_size=3)
 
 
 PAIRS = [
-    *((str(one["question"]), str(choice)) for one in items(9) for choice in one["choices"]),  # type: ignore[attr-defined]
+    *((str(row["question"]), str(choice)) for row in items(9) for choice in row["choices"]),  # type: ignore[attr-defined]
     ("", "hello there"),
     ("ends with blanks  ", "and goes on"),
     ("x " * 90, "far beyond the positions"),
@@ -72,37 +72,37 @@ PAIRS = [
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("tokens", [40, 4096])
 def test_log_likelihoods_are_those_of_transformers(folder: Path, name: str, tokens: int) -> None:
-    own = ours(folder / name, tokens=tokens).loglikelihood(asked(*PAIRS))
-    right = theirs(folder / name).loglikelihood(asked(*PAIRS), disable_tqdm=True)
-    assert len(own) == len(PAIRS)
-    for found, wanted, pair in zip(own, right, PAIRS, strict=True):
-        assert found[0] == pytest.approx(wanted[0], abs=2e-4), pair
-        assert found[1] == wanted[1], pair
+    scores = ours(folder / name, tokens=tokens).loglikelihood(asked(*PAIRS))
+    expected = theirs(folder / name).loglikelihood(asked(*PAIRS), disable_tqdm=True)
+    assert len(scores) == len(PAIRS)
+    for score, wanted, pair in zip(scores, expected, PAIRS, strict=True):
+        assert score[0] == pytest.approx(wanted[0], abs=2e-4), pair
+        assert score[1] == wanted[1], pair
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_whole_texts_are_those_of_transformers(folder: Path, name: str) -> None:
-    texts = [(str(one["long"]) * 3,) for one in items(14)]
+    texts = [(str(row["long"]) * 3,) for row in items(14)]
     assert max(len(Tokenizer.shipped().encode(text)) for (text,) in texts) > 64 * 2 - 1, "windows"
-    own = ours(folder / name).loglikelihood_rolling(asked(*texts))
-    assert own == pytest.approx(theirs(folder / name).loglikelihood_rolling(asked(*texts)), rel=1e-5)
+    scores = ours(folder / name).loglikelihood_rolling(asked(*texts))
+    assert scores == pytest.approx(theirs(folder / name).loglikelihood_rolling(asked(*texts)), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_answers_are_those_of_transformers(folder: Path, name: str) -> None:
     """Greedy, cut at the first end, prompts of several lengths; one is longer than the positions."""
     settings = {"until": ["e", "12"], "max_gen_toks": 7, "do_sample": False}
-    questions = [*((str(one["question"]), settings) for one in items()), ("x " * 90, settings)]
-    own = ours(folder / name).generate_until(asked(*questions))
-    right = [theirs(folder / name).generate_until(asked(one), disable_tqdm=True)[0] for one in questions]
-    assert own == right and len(set(own)) > 2
+    questions = [*((str(row["question"]), settings) for row in items()), ("x " * 90, settings)]
+    answers = ours(folder / name).generate_until(asked(*questions))
+    expected = [theirs(folder / name).generate_until(asked(row), disable_tqdm=True)[0] for row in questions]
+    assert answers == expected and len(set(answers)) > 2
 
 
 def test_an_answer_does_not_depend_on_the_questions_beside_it(folder: Path) -> None:
     """Sampled, so that the last digits of logits would show sooner or later; and ended by more ends than a request of
     the server may have."""
-    settings = {"until": [f"{one}." for one in range(20)], "max_gen_toks": 24, "temperature": 1.2, "do_sample": True}
-    questions = [(str(one["question"]), settings) for one in items()]
+    settings = {"until": [f"{row}." for row in range(20)], "max_gen_toks": 24, "temperature": 1.2, "do_sample": True}
+    questions = [(str(row["question"]), settings) for row in items()]
     together = ours(folder / "llama").generate_until(asked(*questions))
     again = ours(folder / "llama").generate_until(asked(*questions[:5]))
     assert together[:5] == again and len(set(together)) > 6
@@ -110,20 +110,20 @@ def test_an_answer_does_not_depend_on_the_questions_beside_it(folder: Path) -> N
 
 def test_sampled_answers_differ_and_come_again(folder: Path) -> None:
     settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
-    own = ours(folder / "llama")
-    first = own.generate_until(asked(*[("what", settings)] * 4))
-    assert len(set(first)) == 4 and own.generate_until(asked(*[("what", settings)] * 4)) == first
+    model = ours(folder / "llama")
+    first = model.generate_until(asked(*[("what", settings)] * 4))
+    assert len(set(first)) == 4 and model.generate_until(asked(*[("what", settings)] * 4)) == first
     with pytest.raises(DataError, match="num_beams is not known here"):
-        own.generate_until(asked(("what", {"num_beams": 4})))
+        model.generate_until(asked(("what", {"num_beams": 4})))
 
 
 def test_a_chat_is_written_by_the_template(folder: Path) -> None:
-    own = ours(folder / "llama", chat=True)
+    model = ours(folder / "llama", chat=True)
     history = [{"role": "user", "content": "say 3"}]
-    assert own.apply_chat_template(history) == "<user>say 3\n<assistant>"
+    assert model.apply_chat_template(history) == "<user>say 3\n<assistant>"
     begun = [*history, {"role": "assistant", "content": "Sure:"}]
-    assert own.apply_chat_template(begun, add_generation_prompt=False) == "<user>say 3\n<assistant>Sure:"
-    assert own.chat_template() == CHATML and ours(folder / "llama").chat_template() == ""
+    assert model.apply_chat_template(begun, add_generation_prompt=False) == "<user>say 3\n<assistant>Sure:"
+    assert model.chat_template() == CHATML and ours(folder / "llama").chat_template() == ""
 
 
 def test_figures_and_errors_are_those_of_the_harness(folder: Path) -> None:
@@ -133,7 +133,7 @@ def test_figures_and_errors_are_those_of_the_harness(folder: Path) -> None:
 
     from meshwright.observe.tasks.task_files import task_configs
 
-    found = {(one.task, one.metric): one for one in score_on_tasks(folder / "llama", tasks=folder / "tasks").figures}
+    scored = {(row.task, row.metric): row for row in score_on_tasks(folder / "llama", tasks=folder / "tasks").figures}
     paths = [folder / f"{config['task']}.json" for config in task_configs([str(folder / "tasks")])]
     for path, config in zip(paths, task_configs([str(folder / "tasks")]), strict=True):
         path.write_text(json.dumps(config))
@@ -141,48 +141,48 @@ def test_figures_and_errors_are_those_of_the_harness(folder: Path) -> None:
     for task in loaded["tasks"].values():
         task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
         task.set_fewshot_seed(seed=1234)
-    right = evaluate(theirs(folder / "llama"), loaded, bootstrap_iters=2)
+    expected = evaluate(theirs(folder / "llama"), loaded, bootstrap_iters=2)
     compared = 0
-    for task, figures in right["results"].items():
+    for task, figures in expected["results"].items():
         for key, value in figures.items():
             metric, _, chosen = key.partition(",")
             if not chosen or metric.endswith("_stderr"):
                 continue
-            own = found[task, metric]
-            assert own.value.value == pytest.approx(value, rel=1e-4), (task, metric)
+            figure = scored[task, metric]
+            assert figure.value.value == pytest.approx(value, rel=1e-4), (task, metric)
             error = figures[f"{metric}_stderr,{chosen}"]
             if task != "texts":  # its error is a bootstrap
-                assert own.value.error == pytest.approx(error), (task, metric)
+                assert figure.value.error == pytest.approx(error), (task, metric)
             compared += 1
-    assert compared == len(found) == 6
+    assert compared == len(scored) == 6
 
 
 def test_two_models_are_paired_by_item(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["eval", str(folder / "llama"), "--tasks", str(folder / "tasks" / "sums.yaml")]
     assert main([*words, "--against", str(folder / "other"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["metric"] for one in found["figures"]] == ["acc", "acc_norm"]
-    for one in found["figures"]:
-        assert one["difference"]["value"] == pytest.approx(one["value"]["value"] - one["before"]["value"])
-        assert one["items"] == 12 and one["verdict"] in ("better", "worse", "within noise")
+    comparison = json.loads(capsys.readouterr().out)
+    assert [row["metric"] for row in comparison["figures"]] == ["acc", "acc_norm"]
+    for row in comparison["figures"]:
+        assert row["difference"]["value"] == pytest.approx(row["value"]["value"] - row["before"]["value"])
+        assert row["items"] == 12 and row["verdict"] in ("better", "worse", "within noise")
     assert main([*words, "--against", str(folder / "llama")]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("NOT BETTER  0 of 2 figures better, 2 within noise")
-    assert "+0.000 ± 0.000  within noise" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("NOT BETTER  0 of 2 figures better, 2 within noise")
+    assert "+0.000 ± 0.000  within noise" in printed
 
 
 def test_items_shots_and_chat(folder: Path) -> None:
-    place = folder / "tasks" / "letters.yaml"
-    few = score_on_tasks(folder / "llama", tasks=str(place), limit=5, shots=1, chat=True)
-    assert [one.items for one in few.figures] == [5]
+    path = folder / "tasks" / "letters.yaml"
+    few = score_on_tasks(folder / "llama", tasks=str(path), limit=5, shots=1, chat=True)
+    assert [row.items for row in few.figures] == [5]
     assert few.rows()[0]["task"] == "letters" and "<table>" in few._repr_html_()
 
 
-def spoiled(place: Path, change: Callable[[str], str]) -> Path:
-    task_folder(place, "sums")
-    file = place / "sums.yaml"
+def spoiled(path: Path, change: Callable[[str], str]) -> Path:
+    task_folder(path, "sums")
+    file = path / "sums.yaml"
     file.write_text(change(file.read_text()))
-    return place
+    return path
 
 
 CASES: dict[str, tuple[Callable[[str], str], str]] = {
@@ -200,8 +200,8 @@ CASES: dict[str, tuple[Callable[[str], str], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_task_that_cannot_be_run_is_one_sentence(folder: Path, tmp_path: Path, case: str) -> None:
-    change, said = CASES[case]
-    with pytest.raises(DataError, match=said) as caught:
+    change, message = CASES[case]
+    with pytest.raises(DataError, match=message) as caught:
         score_on_tasks(folder / "llama", tasks=spoiled(tmp_path / "tasks", change))
     assert "\n" not in str(caught.value)
 
@@ -217,6 +217,6 @@ def test_what_contradicts_itself_is_refused(folder: Path) -> None:
 
 def test_a_perplexity_is_that_of_all_tokens() -> None:
     figure = Aggregate(kind="other", combine=lambda pairs: sum(a for a, _ in pairs) / sum(b for _, b in pairs))
-    found = estimate([(1.0, 2), (5.0, 4), (2.0, 1), (9.0, 8)], figure)
-    assert found.value == pytest.approx(17 / 15) and found.error is not None and found.error > 0
-    assert torch.isfinite(torch.tensor(found.error))
+    estimated = estimate([(1.0, 2), (5.0, 4), (2.0, 1), (9.0, 8)], figure)
+    assert estimated.value == pytest.approx(17 / 15) and estimated.error is not None and estimated.error > 0
+    assert torch.isfinite(torch.tensor(estimated.error))

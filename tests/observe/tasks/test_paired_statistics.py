@@ -12,10 +12,10 @@ MEAN, RATIO = Aggregate(kind="mean"), Aggregate(kind="ratio")
 
 def test_the_error_of_a_mean_is_the_textbooks() -> None:
     values = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0]
-    found = estimate(values, MEAN)
+    estimated = estimate(values, MEAN)
     share = sum(values) / len(values)
-    assert found.value == share
-    assert found.error == pytest.approx(math.sqrt(share * (1 - share) / (len(values) - 1)))
+    assert estimated.value == share
+    assert estimated.error == pytest.approx(math.sqrt(share * (1 - share) / (len(values) - 1)))
     assert estimate([1.0], MEAN).error is None
 
 
@@ -24,13 +24,13 @@ def test_a_difference_is_paired() -> None:
     random = np.random.default_rng(1)
     hard = random.normal(size=400) * 5
     before, after = hard + random.normal(size=400) * 0.1, hard + 0.05 + random.normal(size=400) * 0.1
-    found = difference(before.tolist(), after.tolist(), MEAN)
+    change = difference(before.tolist(), after.tolist(), MEAN)
     changes = after - before
-    assert found.value == pytest.approx(changes.mean())
-    assert found.error == pytest.approx(changes.std(ddof=1) / 20)
+    assert change.value == pytest.approx(changes.mean())
+    assert change.error == pytest.approx(changes.std(ddof=1) / 20)
     alone = [estimate(values.tolist(), MEAN).error for values in (before, after)]
-    assert found.error is not None and found.error * 20 < min(one or 0 for one in alone)
-    assert verdict(found, 400, True) == "better" and verdict(found, 400, False) == "worse"
+    assert change.error is not None and change.error * 20 < min(error or 0 for error in alone)
+    assert verdict(change, 400, True) == "better" and verdict(change, 400, False) == "worse"
 
 
 def test_the_error_of_a_ratio_is_that_of_many_drawings() -> None:
@@ -39,25 +39,25 @@ def test_the_error_of_a_ratio_is_that_of_many_drawings() -> None:
 
     def rows(number: int) -> list[tuple[float, float]]:
         weights = random.integers(1, 60, size=number)
-        own = 2.0 + random.normal(size=number) * 0.7  # what a row is like
-        return [(float(loss * weight), float(weight)) for loss, weight in zip(own, weights, strict=True)]
+        losses = 2.0 + random.normal(size=number) * 0.7  # what a row is like
+        return [(float(loss * weight), float(weight)) for loss, weight in zip(losses, weights, strict=True)]
 
     drawn = [estimate(rows(150), RATIO) for _ in range(600)]
-    spread = np.std([one.value for one in drawn], ddof=1)
-    assert np.mean([one.error for one in drawn]) == pytest.approx(spread, rel=0.08)
+    spread = np.std([sample.value for sample in drawn], ddof=1)
+    assert np.mean([sample.error for sample in drawn]) == pytest.approx(spread, rel=0.08)
 
 
 def test_another_figure_has_a_bootstraps_error() -> None:
     """A mean, said to be unknown, has the mean's error; and the same one each time."""
     values = np.random.default_rng(3).normal(size=200).tolist()
-    plain = Aggregate(kind="other", combine=lambda some: sum(some) / len(some))
+    plain = Aggregate(kind="other", combine=lambda numbers: sum(numbers) / len(numbers))
     assert estimate(values, plain) == estimate(values, plain)
     assert estimate(values, plain).error == pytest.approx(estimate(values, MEAN).error, rel=0.1)
     after = [value + 0.3 for value in values]
-    found = difference(values, after, plain)
-    assert found.value == pytest.approx(0.3) and found.error == pytest.approx(0, abs=1e-12)
+    change = difference(values, after, plain)
+    assert change.value == pytest.approx(0.3) and change.error == pytest.approx(0, abs=1e-12)
     texts = [("a", "b"), ("c", "c")] * 5
-    same = Aggregate(kind="other", combine=lambda some: sum(a == b for a, b in some) / len(some))
+    same = Aggregate(kind="other", combine=lambda numbers: sum(a == b for a, b in numbers) / len(numbers))
     assert 0.05 < (estimate(texts, same).error or 0) < 0.3
 
 

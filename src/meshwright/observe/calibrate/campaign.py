@@ -88,7 +88,6 @@ def calibrate(
 
 
 def _measure_rank(effort: Effort, kind: str) -> RankMeasurement:
-    """Measure one rank while the others do the same."""
     world = dist.get_world_size()
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     train_device.prepare(device, "fp32")
@@ -105,8 +104,6 @@ def _measure_rank(effort: Effort, kind: str) -> RankMeasurement:
 
 
 def _average_ranks(ranks: Sequence[RankMeasurement]) -> RankMeasurement:
-    """Return the geometric means over ranks."""
-
     def middle_grid(grids: Sequence[RateGrid]) -> RateGrid:
         values = zip(*(grid.values for grid in grids), strict=True)
         return RateGrid(grids[0].axes, tuple(_geometric_mean(at_point) for at_point in values))

@@ -77,10 +77,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def _measure_in_step(cases: dict[Any, Case], effort: Effort, device: torch.device) -> dict[Any, float]:
-    """Measure like seconds_of, but with the same number of calls on every rank.
-
-    A window of time would end at a different call on each.
-    """
+    """Measure like seconds_of, but with equal calls on all ranks: a window would end at a different call on each."""
     work = _computation(effort, device)
     counts = {}
     for name, run in cases.items():

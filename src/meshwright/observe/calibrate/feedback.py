@@ -37,10 +37,7 @@ def learn(machine: ClusterFile, runs: Sequence[Path]) -> tuple[ClusterFile, list
 
 
 def seconds_of(run: FinishedRun) -> float:
-    """Return the median step of a run without its wait for data, from its profile or else from its metrics.
-
-    Raises RunError when the profile is of another plan or has no time, or when there are too few steps.
-    """
+    """Return the median step of a run without waits for data. Raises RunError for a wrong profile or too few steps."""
     if run.profile is not None:
         return _profiled(run, run.profile)
     last = run.plan_as_run.recipe.global_batch

@@ -90,11 +90,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure_curves(effort: Effort, device: torch.device, widths: Sequence[float]) -> DeviceCurves:
-    """Measure all rates of this rank's device.
-
-    Args:
-        widths: Bytes of the operands of products; the first is also attention's.
-    """
+    """Measure all rates. `widths` are the bytes of the operands of products; the first is also attention's."""
     products = {width: _measure_products(effort, device, DTYPES[width]) for width in widths}
     attention = _measure_attention(effort, device, DTYPES[widths[0]])
     return DeviceCurves(

@@ -106,14 +106,9 @@ class TraceRecorder(compat.BareMode):
         inner(traffic, axis, collective)
 
     def _record_call(
-        self,
-        read_call: Callable[..., GroupCall],
-        inner: Inner,
-        group: dist.ProcessGroup,
-        *arguments: Any,
-        **keywords: Any,
+        self, read: Callable[..., GroupCall], inner: Inner, group: dist.ProcessGroup, *arguments: Any, **keywords: Any
     ) -> Any:
-        call = read_call(*arguments, **keywords)
+        call = read(*arguments, **keywords)
         if call.kind == "unknown":
             raise PlanError(f"the trace checker does not know the collective {inner.__name__}")
         self._recorded += 1
@@ -222,8 +217,6 @@ class TraceRecorder(compat.BareMode):
 
 
 class _Started(dist.Work):
-    """Handle of a running operation."""
-
     def __init__(self, recorder: TraceRecorder, number: int, work: Any) -> None:
         super().__init__()
         self.recorder, self.number, self.work = recorder, number, work
@@ -245,10 +238,8 @@ def _describe_call(communicator: int, group: dist.ProcessGroup, call: GroupCall,
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     if call.kind == "all_to_all" and call.contributed is not None and call.received_into is not None:
-        sent, received = (
-            _elements_per_rank(call.contributed, call.sent, size),
-            _elements_per_rank(call.received_into, call.received, size),
-        )
+        sent = _elements_per_rank(call.contributed, call.sent, size)
+        received = _elements_per_rank(call.received_into, call.received, size)
     return CommunicationOperation(
         group=communicator,
         kind=call.kind,

@@ -162,7 +162,8 @@ def _record(plan: Plan, rank: int, load: float, recorder: TraceRecorder, full: b
     )  # fmt: skip
     with without_values(), recorder.listening():
         program.build()
-        counts = _micro_batch_counts(plan) if full else [fewest_micro_batches(plan)]
+        every_size = dict.fromkeys(map(plan.layout.micro_batches, plan.recipe.global_batches))
+        counts = list(every_size) if full else [fewest_micro_batches(plan)]
         for number, count in enumerate(counts, start=1):
             program.step(number, count)
         if full:
@@ -171,21 +172,13 @@ def _record(plan: Plan, rank: int, load: float, recorder: TraceRecorder, full: b
     return RankTrace(rank, recorder.trace(), recorder.communicators(mesh))
 
 
-def _micro_batch_counts(plan: Plan) -> list[int]:
-    """Return the micro-batches of each batch size of the ramp, in its order."""
-    return list(dict.fromkeys(map(plan.layout.micro_batches, plan.recipe.global_batches)))
-
-
 def fewest_micro_batches(plan: Plan) -> int:
     """Return the smallest number of micro-batches that the schedule takes."""
     return _legal(plan.layout, 1, plan.micro_batches)
 
 
 def limit_rounds(plan: Plan) -> Plan:
-    """Reduce steps with more than ROUNDS micro-batches per pipeline rank.
-
-    All that a schedule begins with, repeats and ends with still occurs. Each size of a batch ramp is reduced by itself.
-    """
+    """Limit steps to ROUNDS micro-batches per pipeline rank, which still show all that a schedule does."""
     layout, recipe = plan.layout, plan.recipe
 
     def fewer(batch: int) -> int:

@@ -55,10 +55,7 @@ def orders_of(world: Sequence[RankTrace]) -> dict[int, Orders]:
 
 
 def mismatches(world: Sequence[RankTrace]) -> Iterator[Violation]:
-    """Yield the first difference of each group and each pair of ranks.
-
-    A group whose members have the traces of a compared group is not compared again.
-    """
+    """Yield the first difference of each group and pair of ranks. Groups with equal traces are compared once."""
     orders = orders_of(world)
     seen: set[object] = set()
     for members in members_of(world).values():

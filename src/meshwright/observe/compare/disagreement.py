@@ -93,7 +93,6 @@ def _compare_activations(dry: RankRecord, measured: RankRecord) -> Iterator[str]
 
 
 def _largest_parts(rows: Iterable[ComparedRow]) -> Iterator[str]:
-    """Name the parts of a figure that differ most."""
     differing = [(row, *_gap(row)) for row in rows if _gap(row)[0]]
     for row, gap, against in sorted(differing, key=lambda item: -abs(item[1]))[:NAMED]:
         yield f"Of it {row.what}: {shown(abs(gap), row.unit)} {'more' if gap > 0 else 'less'} than {against}."

@@ -238,10 +238,7 @@ def _kind_rows(rank: int, columns: Columns, tolerance: float) -> Iterator[Compar
 
 
 def moment(record: RankRecord) -> str:
-    """Return where in a step a peak occurs.
-
-    That is at head and loss (the end of a forward pass), in a forward or backward pass, or at the update.
-    """
+    """Return where a peak occurs: at head and loss, in a forward or backward pass, or at the update."""
     words = record.when.replace(",", " ").split()
     if words and words[0] in ("update", "optimizer"):
         return AT_UPDATE
@@ -307,10 +304,7 @@ def _timeless_reasons(columns: Columns) -> Reasons:
 
 
 def _seconds_by_part(column: Column) -> dict[str, float]:
-    """Return seconds by part of the step.
-
-    Clocks count waits of passes for host memory as computing, and Muon's products as the optimizer.
-    """
+    """Return seconds by part. A clock counts waits for host memory as computing, Muon's products as the optimizer."""
     seconds_by_part = {part.what: part.seconds for part in column.document.time} if column.document else {}
     for part, within in (("offload", "compute"), ("muon", "optimizer")):
         if seconds := seconds_by_part.pop(part, 0.0):

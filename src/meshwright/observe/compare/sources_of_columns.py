@@ -42,11 +42,8 @@ def columns(
     """Return planned, dry run, measured. `planner` knows this machine; without one data sheets are used."""
     plan = run.plan_as_run
     on_cpu = planner is None and run.device == "cpu" and plan.cluster.device.is_gpu
-    return (
-        _program_column(plan) if on_cpu else planned_column(plan, planner),
-        dry_run_column(run, plan, dryer),
-        measured_column(run, plan),
-    )
+    first = _program_column(plan) if on_cpu else planned_column(plan, planner)
+    return first, dry_run_column(run, plan, dryer), measured_column(run, plan)
 
 
 def planned_column(plan: Plan, planner: Estimator | None = None) -> Column:

@@ -45,13 +45,13 @@ def page(view: DataView) -> str:
     title = f"Data: {view.source}"
     body = [
         f"<header><h1>{escape(title)}</h1><p>{escape(_headline(view))}</p></header><main>",
-        _section("Figures", _tiles(view) + _split_table(view)),
-        _section(
+        section("Figures", _tiles(view) + _split_table(view)),
+        section(
             f"Lengths of {'answers with their prompts' if pairs else _unit_name(view)}, in tokens",
             "".join(_lengths(view)) + "".join(_length_legend(view)),
         ),
-        *([_section("Who says it", "".join(_roles(view)))] if view.samples else ()),
-        _section(
+        *([section("Who says it", "".join(_roles(view)))] if view.samples else ()),
+        section(
             f"Rows of {view.sequence:,} tokens",
             "".join(_legend(view)) + shown + _HELP,
         ),
@@ -84,7 +84,8 @@ def report_style() -> str:
     return (files("meshwright.observe.report") / "page" / "page.css").read_text(encoding="utf-8")
 
 
-def _section(title: str, inner: str) -> str:
+def section(title: str, inner: str) -> str:
+    """Return a titled section of a page."""
     return f"<section><h2>{escape(title)}</h2>{inner}</section>"
 
 
@@ -122,7 +123,6 @@ def _tiles(view: DataView) -> str:
 
 
 def _split_table(view: DataView) -> str:
-    """Return the split, as the terminal shows it."""
     names = ("documents", "text", "tokens") if view.samples is None else (_unit_name(view), "answers", "trained tokens")
     whole = max(1, view.train.bytes + view.validation.bytes)
     rows = ""
@@ -164,7 +164,6 @@ def _fits(length_bin: LengthBin, view: DataView) -> str:
 
 
 def _length_legend(view: DataView) -> Iterator[str]:
-    """Yield the consequences of these lengths."""
     samples = view.samples
     if samples is None:
         return
@@ -252,7 +251,6 @@ def _visible(token: Token) -> str:
 
 
 def _details(row: ShownRow, pairs: bool) -> dict[str, object]:
-    """Return columns of what the script shows of each token."""
     tokens = row.tokens
     roles = list(dict.fromkeys(token.role for token in tokens))
     documents = {document: list(group) for document, group in groupby(tokens, lambda token: token.document)}

@@ -77,10 +77,7 @@ def check_libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = Non
 def check_compiler(
     gpu: bool, triton: bool | None = None, compilers: tuple[str, ...] | None = None, loops: bool | None = None
 ) -> Finding:
-    """Check for a C compiler.
-
-    A GPU needs it with Triton for torch.compile, a CPU with OpenMP for the loops of training.
-    """
+    """Check for a C compiler: for torch.compile with Triton on a GPU, for OpenMP loops on a CPU."""
     installed = (
         tuple(name for name in ("cc", "gcc", "clang", "g++") if shutil.which(name)) if compilers is None else compilers
     )

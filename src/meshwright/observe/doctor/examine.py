@@ -74,11 +74,9 @@ def examine(
         *_kernel_checks(device),
         ("checkpoint", partial(training.check_checkpoint, device, folder, world)),
     ]
-    own_findings = _run_checks(checks, say if world.index == 0 else _silent)
-    findings = merge_ranks(network.gather_from_all(world, own_findings), nodes)
-    findings += (
-        _check_world(world, device, nodes, own_findings, say) if world.size > 1 else _check_locally(device, quick, say)
-    )
+    local = _run_checks(checks, say if world.index == 0 else _silent)
+    findings = merge_ranks(network.gather_from_all(world, local), nodes)
+    findings += _check_world(world, device, nodes, local, say) if world.size > 1 else _check_locally(device, quick, say)
     return Examination(
         findings=tuple(findings), ranks=world.size, node_names=tuple(dict.fromkeys(names)),
         seconds=time.perf_counter() - began,
@@ -149,7 +147,6 @@ def _check_local_links(kind: str, most: int) -> Finding:
 
 
 def _measure_links(kind: str) -> tuple[Finding, list[network.NetworkLink]]:
-    """Check collectives and measure links on one rank."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     size, rank = dist.get_world_size(), dist.get_rank()
     world = Group("world", tuple(range(size)), rank, dist.group.WORLD)
@@ -157,22 +154,19 @@ def _measure_links(kind: str) -> tuple[Finding, list[network.NetworkLink]]:
 
 
 def _check_world(
-    world: Group, device: torch.device, nodes: Sequence[int], own_findings: Sequence[Finding], say: Say
+    world: Group, device: torch.device, nodes: Sequence[int], local: Sequence[Finding], say: Say
 ) -> list[Finding]:
-    """Run the checks between ranks of a launch."""
     tell = say if world.index == 0 else _silent
     tell("collectives")
-    correct = merge_ranks(
-        network.gather_from_all(world, [run_check("collectives", lambda: network.check_collectives(world, device))]),
-        nodes,
-    )
+    collectives = run_check("collectives", lambda: network.check_collectives(world, device))
+    merged = merge_ranks(network.gather_from_all(world, [collectives]), nodes)
     tell("links")
     link_finding = run_check("links", lambda: network.judge_links(network.measure_links(world, device), nodes))
     rate = next(
-        (float(finding.figures.get("flop_per_s", 0.0)) for finding in own_findings if finding.check == "products"), 0.0
+        (float(finding.figures.get("flop_per_s", 0.0)) for finding in local if finding.check == "products"), 0.0
     )
     rates = network.gather_from_all(world, rate)
-    return [*correct, link_finding, run_check("equal ranks", lambda: network.judge_ranks(rates, nodes))]
+    return [*merged, link_finding, run_check("equal ranks", lambda: network.judge_ranks(rates, nodes))]
 
 
 def _silent(text: str) -> None:

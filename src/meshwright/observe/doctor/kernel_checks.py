@@ -152,11 +152,7 @@ def check_loss(device: torch.device, dtype: torch.dtype, kernels: Kernels | None
 
 
 def check_products(device: torch.device, dtype: torch.dtype, flop_per_s: float = 0.0) -> Finding:
-    """Compare the speed of a large matrix product with that of a known GPU.
-
-    Args:
-        flop_per_s: Rate measured already. 0 = measure it.
-    """
+    """Compare the speed of a large product with that of a known GPU. `flop_per_s` of 0 = measure it."""
     rate = flop_per_s or product_flop_per_s(device, dtype)
     shown = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
     summary = f"{shown} in {str(dtype).removeprefix('torch.')}"
@@ -236,7 +232,6 @@ def _relative(computed: Tensor, expected: Tensor) -> float:
 def _judge(
     check: str, worst: Mapping[str, float], bar: float, figures: Mapping[str, object] | None = None, more: str = ""
 ) -> Finding:
-    """Return a failure if any error exceeds the bar."""
     name = max(worst, key=lambda key: worst[key])
     summary = f"largest error {worst[name]:.1e} ({name}), allowed {bar:.0e}"
     if not worst[name] <= bar:
@@ -247,7 +242,6 @@ def _judge(
 
 
 def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
-    """Return the attention kernel that a call launches."""
     if device.type != "cuda":
         return "cpu"
     from torch.profiler import ProfilerActivity, profile

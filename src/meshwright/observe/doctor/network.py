@@ -71,9 +71,7 @@ def check_collectives(world: Group, device: torch.device) -> Finding:
         "all-to-all": (world.all_to_all(own_values[:1].expand(n).contiguous(), [1] * n, [1] * n), every),
         "send and receive": (arrived, torch.full_like(own_values, float(previous + 1))),
     }
-    wrong = [
-        name for name, (got, expected) in pairs.items() if not torch.equal(got.float().cpu(), expected.float().cpu())
-    ]
+    wrong = [name for name, (got, want) in pairs.items() if not torch.equal(got.float().cpu(), want.float().cpu())]
     if wrong:
         return failure(
             "collectives", f"{', '.join(wrong)} gave wrong numbers on rank {mine}",

@@ -65,14 +65,12 @@ def check_memory(root: Path = Path("/")) -> Finding:
         return skipped("memory", "this system does not say how much memory is free")
     here = machine_memory(root)
     free, whole, swapped = here.available_bytes, here.total_bytes, here.swapped_bytes
-    summary = f"{gib(free)} of {gib(whole)} free"
+    text = f"{gib(free)} of {gib(whole)} free"
     if free < LEAST_FREE_BYTES:
-        return failure("memory", summary, f"end other programs: a rank needs {gib(LEAST_FREE_BYTES)} at least")
+        return failure("memory", text, f"end other programs: a rank needs {gib(LEAST_FREE_BYTES)} at least")
     if swapped > GIB:
-        return warning(
-            "memory", f"{summary}, {gib(swapped)} swapped out", "end other programs: swapping stalls training"
-        )
-    return ok("memory", summary, free_bytes=free, total_bytes=whole)
+        return warning("memory", f"{text}, {gib(swapped)} swapped out", "end other programs: swapping stalls training")
+    return ok("memory", text, free_bytes=free, total_bytes=whole)
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
@@ -100,11 +98,9 @@ def check_disk(folder: Path, size_bytes: int = 64 * MIB) -> Finding:
     """Check space and speed of the disk of runs. A checkpoint takes 12 to 16 bytes per parameter."""
     nearest_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(nearest_folder).free
-    summary = f"{gib(free)} free where runs are kept"
+    text = f"{gib(free)} free where runs are kept"
     if free < LEAST_DISK_BYTES:
-        return warning(
-            "disk", summary, "free some space: checkpoints take 12 to 16 bytes per parameter, three are kept"
-        )
+        return warning("disk", text, "free some space: checkpoints take 12 to 16 bytes per parameter, three are kept")
     block, began = b"\x5a" * MIB, time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=nearest_folder) as file:
@@ -114,15 +110,13 @@ def check_disk(folder: Path, size_bytes: int = 64 * MIB) -> Finding:
             os.fsync(file.fileno())
     except OSError as error:
         return failure(
-            "disk", f"{summary}, and cannot be written: {error.strerror}", "run in a folder that can be written"
+            "disk", f"{text}, and cannot be written: {error.strerror}", "run in a folder that can be written"
         )
     rate = size_bytes / (time.perf_counter() - began)
-    summary += f", written at {rate / MIB:.0f} MiB/s"
+    text += f", written at {rate / MIB:.0f} MiB/s"
     if rate < SLOW_DISK_BYTES_PER_S:
-        return warning(
-            "disk", summary, "save less often (recipe.checkpoint_every), or to another disk", bytes_per_s=rate
-        )
-    return ok("disk", summary, free_bytes=free, bytes_per_s=rate)
+        return warning("disk", text, "save less often (recipe.checkpoint_every), or to another disk", bytes_per_s=rate)
+    return ok("disk", text, free_bytes=free, bytes_per_s=rate)
 
 
 def check_other_programs(load: float | None = None, cores: int | None = None) -> Finding:

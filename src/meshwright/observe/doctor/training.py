@@ -17,9 +17,8 @@ from meshwright.observe.calibrate.timed_steps import Timing, step_s
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.observe.doctor.network import RankFailure, gather_from_all, run_everywhere
 from meshwright.observe.ranks import RankError, on_ranks
-from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.feature_matrix import DENSE, Trial, from_arrays, outcomes_of, trial
-from meshwright.observe.verify.one_device import first_difference, outcome
+from meshwright.observe.verify.one_device import BANDS, first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
@@ -103,10 +102,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def check_checkpoint(device: torch.device, folder: Path, world: Group | None = None) -> Finding:
-    """Save and load tensors and random states in a checkpoint below `folder`, and compare bits.
-
-    All ranks of `world` take part, so all must see the folder.
-    """
+    """Save and load tensors and random states below `folder`, which all ranks of `world` must share."""
     world = world or Group("world")
     try:
         return _save_and_load(device, folder, world)

@@ -115,10 +115,7 @@ def unfit_message(dry_run: DryRun, room: Room, needed_bytes: int) -> str:
 
 
 def room_sentence(dry_run: DryRun, room: Room, needed_bytes: int) -> str:
-    """Return `; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`.
-
-    Empty without a known room.
-    """
+    """Return `; 2 ranks need 4.0 GiB and 21.9 GiB of this machine's 23.5 GiB are usable`, if the room is known."""
     if not room.usable_bytes:
         return ""
     ranks = dry_run.plan.layout.world // room.machines if room.machines else 1

@@ -29,10 +29,7 @@ FORWARD, BACKWARD = ("F", "evaluate"), ("B", "BW", "W")
 
 
 def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor] = ()) -> None:
-    """Set the kind of storages that last from step to step, and of the present gradients.
-
-    `beside` holds parameters of a teacher.
-    """
+    """Set the kind of lasting storages and of present gradients. `beside` holds parameters of a teacher."""
     for record in _records(watch, beside):
         record.kind = record.kind or "parameters"
     for record in _records(watch, codes(state.engine)):

@@ -172,26 +172,26 @@ class OpCache:
         return tuple(key)
 
     def _add(self, key: list[Any], tensors: list[Tensor], arguments: Any) -> bool:
-        for argument in arguments:
-            kind = type(argument)
+        for leaf in arguments:
+            kind = type(leaf)
             if kind is self.fake:
-                dtype = argument.dtype
-                if argument.constant is not None or dtype.is_complex or argument.is_neg():
+                dtype = leaf.dtype
+                if leaf.constant is not None or dtype.is_complex or leaf.is_neg():
                     return False
-                tensors.append(argument)
+                tensors.append(leaf)
                 key += (
                     dtype,
-                    argument.shape,
-                    argument.stride(),
-                    argument.storage_offset(),
-                    argument.fake_device,
-                    argument.requires_grad,
+                    leaf.shape,
+                    leaf.stride(),
+                    leaf.storage_offset(),
+                    leaf.fake_device,
+                    leaf.requires_grad,
                 )
             elif kind in PLAIN:
-                key += (kind, argument)
+                key += (kind, leaf)
             elif kind in SEQUENCES:
-                key += (kind, len(argument))
-                if not self._add(key, tensors, argument):
+                key += (kind, len(leaf))
+                if not self._add(key, tensors, leaf):
                     return False
             else:
                 return False
@@ -202,12 +202,10 @@ class OpCache:
         if type(out) is not tuple and type(out) is not list:
             return self._tensor_outcome(out, tensors)
         parts = [self._tensor_outcome(part, tensors) for part in out]
-        storages = [
-            part.untyped_storage() for part, outcome in zip(out, parts, strict=True) if type(outcome) is NewTensor
-        ]
+        storages = [part.untyped_storage() for part, how in zip(out, parts, strict=True) if type(how) is NewTensor]
         if len({compat.storage_key(storage) for storage in storages}) < len(storages):
             return None
-        outcomes = tuple(outcome for outcome in parts if outcome is not None)
+        outcomes = tuple(how for how in parts if how is not None)
         return OutputSequence(type(out), outcomes) if len(outcomes) == len(parts) else None
 
     def _tensor_outcome(
@@ -239,10 +237,7 @@ def plain_call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 def cached_calls(mode: Any) -> Call | None:
-    """Return the replacement of calling an operation under a fake tensor mode.
-
-    None = this torch has another interface.
-    """
+    """Return the cached way of calling operations in a fake tensor mode. None = torch has another interface."""
     maker = compat.fake_maker(mode)
     return OpCache(maker).call if maker is not None else None
 

@@ -130,7 +130,6 @@ class Watched:
             stack.callback(handle.remove)
 
     def _parameter_shapes(self) -> set[tuple[int, ...]]:
-        """Return the shapes of parameters as this rank computes with them."""
         engine = self.program.state.engine
         shapes = {tuple(local(p).shape) for p in engine.parameters.values()}
         return shapes | {tuple(box.sizes) for box in engine.boxes.values()}

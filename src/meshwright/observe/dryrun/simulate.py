@@ -118,12 +118,13 @@ def dry_run(
     ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
     check_ranks(plan.layout, ranks)
-    counts = {rank: _micro_batch_counts(plan, rank, whole) for rank in ranks}
+    every = plan.layout.micro_batches(plan.recipe.global_batch)
+    counts = {rank: (every, every) if whole else probe_counts(plan, rank) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
     watched: dict[int, WatchedRank] = {}
     costs: dict[int, DryRunCost] = {}
-    for number, (seen, cost) in in_subprocesses(_watch_rank_timed, tasks, processes=processes, limit_s=limit_s):
+    for number, (seen, cost) in in_subprocesses(_watch_timed, tasks, processes=processes, limit_s=limit_s):
         watched[longest_first[number]], costs[longest_first[number]] = seen, cost
         if progress is not None:
             progress(len(watched), len(counts))
@@ -158,12 +159,7 @@ def watch_rank(plan: Plan, rank: int, device: str, load: float, counts: Sequence
             return Watched(program, watch).run(counts)
 
 
-def _micro_batch_counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
-    every = plan.layout.micro_batches(plan.recipe.global_batch)
-    return (every, every) if whole else probe_counts(plan, rank)
-
-
-def _watch_rank_timed(
+def _watch_timed(
     plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]
 ) -> tuple[WatchedRank, DryRunCost]:
     torch.set_num_threads(1)

@@ -98,10 +98,7 @@ class StorageWatch(compat.DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return False: a compiled function runs uncompiled while a watch is entered.
-
-        Compiled code takes memory by calls that no mode sees, so the watch would miss it.
-        """
+        """Return False: compiled code takes memory that no mode sees, so code runs uncompiled in a watch."""
         return False
 
     def look(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -80,12 +80,8 @@ def _varlen_backward(
 def _efficient_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     """Return the workspace of q (B, H, S, E): its fp32 gradient if it has 16 bits, and one number per row."""
     batch, heads, rows, dim = q.shape
-    sums = (
-        batch * heads * _round_up(rows, BLOCK) * _round_up(dim, BLOCK) * FP32_BYTES
-        if q.element_size() < FP32_BYTES
-        else 0
-    )
-    return sums + batch * heads * rows * FP32_BYTES
+    sums = _round_up(rows, BLOCK) * _round_up(dim, BLOCK) if q.element_size() < FP32_BYTES else 0
+    return batch * heads * (sums + rows) * FP32_BYTES
 
 
 def _round_up(size: int, multiple: int) -> int:

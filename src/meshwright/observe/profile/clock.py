@@ -112,10 +112,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aligned:
-    """A rank's clock aligned with the first rank's, before and after what was timed.
-
-    Crystals drift apart by millionths: in a minute by more than the offset is uncertain.
-    """
+    """A rank's clock aligned before and after the timed steps: crystals drift apart by millionths."""
 
     first: Offset = Offset()
     last: Offset = Offset()

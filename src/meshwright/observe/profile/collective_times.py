@@ -123,8 +123,6 @@ class CollectiveCalls:
 
 
 class _Work:
-    """Handle of a running call."""
-
     def __init__(self, call: CollectiveCall, calls: CollectiveCalls, work: dist.Work) -> None:
         self.call, self.calls, self.work = call, calls, work
 

@@ -71,7 +71,6 @@ def refuse_elsewhere(plan: Plan) -> None:
 
 
 def _short_error(error: RankError) -> Exception:
-    """Return the error that a rank raised, from its traceback."""
     head, _, rest = str(error).partition(":\n")
     last = next((line for line in reversed(rest.splitlines()) if line.strip()), head).strip()
     kind, _, words = last.partition(": ")

@@ -331,8 +331,6 @@ def measure(
 
 
 class _Rounds:
-    """The runs of the program."""
-
     def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, pulse: Heartbeat) -> None:
         self.plan, self.mesh, self.device, self.pulse = plan, mesh, device, pulse
         self.count = plan.layout.micro_batches(plan.recipe.global_batch)
@@ -401,7 +399,6 @@ class _Rounds:
         return timed, sent, table, kernels, aligned
 
     def _step(self, program: TrainingProgram, number: int) -> None:
-        """Run one step to its end."""
         started, self.pulse.step = perf_counter(), number
         program.step(number, self.count)
         if self.device.type == "cuda":

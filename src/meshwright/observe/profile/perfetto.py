@@ -35,7 +35,8 @@ def _rank_events(profile: RankProfile, zero: float) -> Iterator[Event]:
     for index, step in enumerate(profile.steps, start=1):
         yield _slice_event(profile.rank, SCHEDULE, f"step {index}", step, zero, {})
         for span in step.spans:
-            yield _slice_event(profile.rank, SCHEDULE, title(span), span, zero, _span_arguments(span))
+            arguments = {"stage": span.stage, "micro_batch": span.micro_batch} if span.stage >= 0 else {}
+            yield _slice_event(profile.rank, SCHEDULE, title(span), span, zero, arguments)
         for wait in step.waits:
             yield _slice_event(profile.rank, WAITING, f"{wait.part}: {wait.collective} on {wait.axis}", wait, zero, {})
         for call in step.calls:
@@ -47,10 +48,6 @@ def _rank_events(profile: RankProfile, zero: float) -> Iterator[Event]:
 def title(span: Ran) -> str:
     """Return `F 0 3` (pass, stage, micro-batch), or the name of a part without them."""
     return f"{span.name} {span.stage} {span.micro_batch}" if span.stage >= 0 else span.name
-
-
-def _span_arguments(span: Ran) -> dict[str, int]:
-    return {"stage": span.stage, "micro_batch": span.micro_batch} if span.stage >= 0 else {}
 
 
 def _name_event(rank: int, what: str, track: int, name: str) -> Event:

@@ -16,7 +16,6 @@ On a CPU, and for the first rank at a collective, waiting for it includes waitin
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from meshwright.observe.profile.clock import Clock, Mark
 from meshwright.observe.profile.collective_times import CollectiveCall, CollectiveCalls, WaitSpan
@@ -159,21 +158,16 @@ class StepRecorder:
         self.waits.append((wait, part_of(span, call.axis, call.collective, self.pipeline)))
 
     def timed(self, common: Callable[[float], float]) -> TimedStep:
-        """Return the recorded step.
-
-        `common` converts seconds of this rank's clock, which has settled, to the first rank's.
-        """
+        """Return the step. `common` converts seconds of this rank's settled clock to the first rank's."""
 
         def at(mark: Mark) -> float:
             return common(self.clock.seconds(mark))
 
         def timed_call(call: CollectiveCall, start: Mark, end: Mark, part: str = "") -> TimedCall:
-            call_fields: dict[str, Any] = {
-                "axis": call.axis,
-                "collective": call.collective,
-                "sent_bytes": call.sent_bytes,
-            }
-            return TimedCall(**call_fields, start_s=at(start), end_s=at(end), part=part)
+            return TimedCall(
+                axis=call.axis, collective=call.collective, sent_bytes=call.sent_bytes, start_s=at(start),
+                end_s=at(end), part=part,
+            )  # fmt: skip
 
         return TimedStep(
             start_s=at(self.start),

@@ -12,7 +12,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
-from meshwright.observe.data_page.rows_page import HEAD, report_style
+from meshwright.observe.data_page.rows_page import HEAD, report_style, section
 from meshwright.planner.explorer.explorer_page import source
 from meshwright.spec.units import gib, many
 
@@ -36,12 +36,12 @@ def page(document: Mapping[str, Any]) -> str:
     body = [
         f"<header><h1>{escape(title)}</h1><p>{escape(_headline(document))}</p></header><main>",
         f"<div id='tiles'>{''.join(_tiles(document))}</div>",
-        _section("Size of the weights", _sizes(document)),
-        *([_section("How far predictions moved", _divergence(document))] if document["kl_quantiles"] else ()),
-        _section("Where the error is", _error_map(layers)),
-        _section("What moved most", _blamed(layers)),
-        _section(f"All {many(len(layers), 'matrix', 'matrices')}", _table(layers)),
-        _section("How it was made", _provenance(document)),
+        section("Size of the weights", _sizes(document)),
+        *([section("How far predictions moved", _divergence(document))] if document["kl_quantiles"] else ()),
+        section("Where the error is", _error_map(layers)),
+        section("What moved most", _blamed(layers)),
+        section(f"All {many(len(layers), 'matrix', 'matrices')}", _table(layers)),
+        section("How it was made", _provenance(document)),
         "</main>",
     ]
     style = source("colours.css") + report_style() + _read_part("quality_page.css")
@@ -51,10 +51,6 @@ def page(document: Mapping[str, Any]) -> str:
 
 def _read_part(name: str) -> str:
     return (files("meshwright.observe.quality_page") / name).read_text(encoding="utf-8")
-
-
-def _section(title: str, inner: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{inner}</section>"
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -151,10 +147,7 @@ def _powers(values: Iterable[float | None]) -> tuple[int, int]:
 
 
 def _divergence(document: Row) -> str:
-    """Draw the KL of the tokens in order on a logarithmic scale, with mean and limit.
-
-    Infinite values are at its top.
-    """
+    """Draw the KL of the tokens on a logarithmic scale, with mean and limit; infinite values at the top."""
     shares, nats = zip(*document["kl_quantiles"], strict=True)
     if all(nat is not None and nat <= 10**LOW for nat in nats):
         return "<p>No token's predictions moved by 1e-8 nats.</p>"

@@ -55,8 +55,6 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A prompt to be answered."""
-
     prompt: tuple[int, ...]
     options: RequestOptions
     until: tuple[str, ...]
@@ -84,10 +82,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
         return template.source if template is not None else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the conversation as the model reads it, up to its answer.
-
-        Without `add_generation_prompt` it ends with the last message, which the model continues.
-        """
+        """Return the conversation up to the answer, or up to the end of the last message, which is continued."""
         template = self._text.template
         if template is None:
             raise DataError("the model has no chat template: ask without one")
@@ -219,7 +214,6 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
         )
 
     def _has_end(self, ids: Sequence[int], until: Sequence[str]) -> bool:
-        """Return True if an answer contains one of its ends."""
         if not until:
             return False
         tail = self._text.tokenizer.decode(ids[-max(_TAIL, *(len(end.encode()) for end in until)) :])

@@ -95,7 +95,6 @@ def _failure(what: str, error: Exception) -> DataError:
 
 
 def _figures(name: str, task: Any, evaluation: Any) -> Iterator[TaskFigure]:
-    """Yield every metric of a task with every filter."""
     samples: dict[tuple[str, str], dict[str, Any]] = {}
     for sample in evaluation["samples"][name]:
         item_name = f"{sample['doc_id']} {sample['doc_hash']}"
@@ -103,14 +102,12 @@ def _figures(name: str, task: Any, evaluation: Any) -> Iterator[TaskFigure]:
             samples.setdefault((metric, sample["filter"]), {})[item_name] = sample[metric]
     better = evaluation["higher_is_better"].get(name) or {}
     for (metric, chosen), items in samples.items():
+        combine = task.aggregation().get(metric, mean)
+        figure = Aggregate(kind="mean") if combine is mean else Aggregate(kind="other", combine=combine)
         yield TaskFigure(
             task=name, metric=metric, filter=chosen, items=items,
-            figure=_figure(task.aggregation().get(metric, mean)), higher_is_better=better.get(metric),
+            figure=figure, higher_is_better=better.get(metric),
         )  # fmt: skip
-
-
-def _figure(combine: Callable[[Sequence[Any]], float]) -> Aggregate:
-    return Aggregate(kind="mean") if combine is mean else Aggregate(kind="other", combine=combine)
 
 
 @contextlib.contextmanager

@@ -76,10 +76,7 @@ def parse_case(text: str) -> DrawnCase:
 
 
 def settings_of(drawn: DrawnCase) -> Settings:
-    """Return the settings that differ from BASE and the defaults.
-
-    Fields of a part without a default are always included: they show that the part exists.
-    """
+    """Return the settings that differ from defaults, and those that show that a part exists."""
     shape = drawn.case.shape
     settings: Settings = {}
     derived = _derived(shape)
@@ -161,7 +158,6 @@ def _format_value(value: Any) -> str:
 
 
 def _parse_word(key: str, word: str) -> Any:
-    """Convert a word to the type of its field."""
     hint = HINTS[key]
     if get_origin(hint) is UnionType:
         hint = next(alternative for alternative in get_args(hint) if alternative is not NoneType)

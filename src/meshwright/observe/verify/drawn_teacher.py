@@ -17,32 +17,23 @@ from meshwright.training.step import CROSS_ENTROPY, Objective
 from meshwright.training.teacher import beside, lay_out
 
 SHARP = 6.0
-"""Gain of the last norm over that of random weights.
-
-Random weights have almost uniform distributions, and a divergence between two of those would consist of rounding.
-"""
+"""Gain of the last norm. Random weights predict almost evenly, so their divergence would consist of rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTeacher:
-    """Sizes of a teacher and the distillation settings. All else equals the student."""
+    """Sizes of a teacher, else equal to its student; beta, temperature and hard as in recipe.distillation_*."""
 
     layers: int = 2
-    """Layers of the teacher."""
     hidden: int = 24
-    """Hidden size of the teacher."""
     ffn: int = 40
-    """Size of the teacher's dense MLPs."""
     dense: bool = False
     """True if it has no experts although its student has."""
     filled: int = 0
     """Rows of padding in its vocabulary."""
     beta: float = 0.0
-    """Same as recipe.distillation_beta."""
     temperature: float = 1.0
-    """Same as recipe.distillation_temperature."""
     hard: float = 0.0
-    """Same as recipe.distillation_hard."""
     base: str = SAME
     """Same as teacher.lora.base: codes of its matrices."""
 

@@ -87,10 +87,7 @@ def merge_settings(names: Sequence[str]) -> dict[str, Any] | None:
 
 
 def trial(names: Sequence[str]) -> Trial | str | None:
-    """Return a layout with all these features, or why it is refused.
-
-    None = they are alternatives or need more ranks.
-    """
+    """Return a layout with all these features, or why it is refused. None = alternatives, or too many ranks."""
     settings = merge_settings(names)
     if settings is None:
         return None
@@ -175,10 +172,7 @@ def _pairs(tried: Trial) -> Iterator[frozenset[str]]:
 
 
 def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, str | None]]:
-    """Yield each trial with its first difference from one device (None = equal), by world size.
-
-    `device` cuda = one GPU per rank, with NCCL.
-    """
+    """Yield each trial with its first difference from one device (None = equal), by world size."""
     for tried, alone, ranks in outcomes(chosen, device):
         yield tried, first_difference(alone, ranks, tried.case.band)
 

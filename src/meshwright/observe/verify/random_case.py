@@ -184,7 +184,6 @@ def _draw_rotation(random: Random) -> Settings:
 
 
 def _draw_stages(random: Random, settings: Settings) -> Settings:
-    """Draw uneven stages at times."""
     stages = settings["pp"] * settings.get("vp", 1)
     if settings["pp"] == 1 or not often(random, 0.3):
         return {}
@@ -253,7 +252,6 @@ def _draw_fp8(random: Random, settings: Settings) -> Settings:
 
 
 def _draw_expert_chunks(random: Random, settings: Settings) -> Settings:
-    """Draw chunks of the exchange with experts."""
     local = settings.get("moe.experts", 0) // settings.get("ep", 1)
     if settings.get("ep", 1) == 1 or settings.get("schedule") in SPLIT:
         return {}

@@ -11,13 +11,14 @@ from time import monotonic
 
 from meshwright.kernels.linear import SAME
 from meshwright.observe.ranks import RankError
-from meshwright.observe.verify.bands import BANDS, Band
 from meshwright.observe.verify.case_text import DrawnCase
 from meshwright.observe.verify.feature_matrix import BATCH, run_on_ranks
 from meshwright.observe.verify.one_device import (
+    BANDS,
     GROWTH_STEPS,
     OVERFLOWING_SCALE,
     SCALE,
+    Band,
     Case,
     RankOutcome,
     begins_large,
@@ -31,10 +32,7 @@ from meshwright.spec.layout import Layout
 NEAR_TIE = 1e-5
 """Near tie of scores that sum to 1. Layouts differ by less than a tenth of it in fp32."""
 ROUNDING = 4e-6
-"""Share of a tensor's largest element in fp32.
-
-If one device differs from itself by more, a correct layout may differ from it by the whole tolerance.
-"""
+"""Share of the largest element in fp32. Beyond it, a correct layout may use up the whole tolerance."""
 MOST_REDRAWS = 30
 LIMIT_S = 120.0
 """Time limit of one case in seconds; a batch has the sum."""
@@ -64,10 +62,7 @@ class CaseVerdict:
     difference: str | None
     """First difference from one device. None = equal."""
     redrawn: int = 0
-    """Number of times that weights and tokens were drawn again.
-
-    Rounding decided too much on one device: a token's choice of experts, or the last digits of a small difference.
-    """
+    """Times that weights and tokens were drawn again, since rounding decided too much on one device."""
 
 
 def judge_cases(cases: Sequence[DrawnCase], device: str = "cpu") -> Iterator[CaseVerdict]:
@@ -83,9 +78,7 @@ def judge_case(drawn: DrawnCase, device: str = "cpu", *, settle: bool = False) -
     """Return the verdict on one case. Its tokens are drawn again only with `settle`."""
     alone, redrawn = _settle_case(drawn.case, device) if settle else (outcome(drawn.case, ALONE, device=device), 0)
     drawn = replace(drawn, case=replace(drawn.case, seed=drawn.case.seed + redrawn))
-    return CaseVerdict(
-        index=0, drawn=drawn, difference=_difference_in_new_processes(drawn, alone, device), redrawn=redrawn
-    )
+    return CaseVerdict(index=0, drawn=drawn, difference=_run_and_compare(drawn, alone, device), redrawn=redrawn)
 
 
 def _judge_batch(world: int, cases: dict[int, DrawnCase], device: str) -> Iterator[CaseVerdict]:
@@ -100,23 +93,18 @@ def _judge_batch(world: int, cases: dict[int, DrawnCase], device: str) -> Iterat
         together = None
     for position, (index, (drawn, alone, redrawn)) in enumerate(settled.items()):
         if together is None:
-            first = _difference_in_new_processes(drawn, alone, device)
+            first = _run_and_compare(drawn, alone, device)
         else:
             first = difference(drawn.case, alone, together[position])
         yield CaseVerdict(index=index, drawn=drawn, difference=first, redrawn=redrawn)
 
 
 def _settle_case(case: Case, device: str) -> tuple[RankOutcome, int]:
-    """Return the outcome of one device with the first seed on which rounding decides nothing, and the seeds skipped.
-
-    If there is none among MOST_REDRAWS, the case stays unchanged.
-    """
+    """Draw seeds until rounding decides nothing on one device. Return its outcome and the number of seeds skipped."""
     for redrawn in range(MOST_REDRAWS):
-        redrawn_case = replace(case, seed=case.seed + redrawn)
-        alone = outcome(redrawn_case, ALONE, device=device)
-        if alone.margin >= NEAR_TIE and (
-            case.precision != "fp32" or _rounding(redrawn_case, alone, device) <= ROUNDING
-        ):
+        drawn = replace(case, seed=case.seed + redrawn)
+        alone = outcome(drawn, ALONE, device=device)
+        if alone.margin >= NEAR_TIE and (case.precision != "fp32" or _rounding(drawn, alone, device) <= ROUNDING):
             return alone, redrawn
     return outcome(case, ALONE, device=device), 0
 
@@ -129,7 +117,7 @@ def _rounding(case: Case, alone: RankOutcome, device: str) -> float:
     return max(distance(name, alone, whole, BANDS["fp32"]) for name in alone.tensors)
 
 
-def _difference_in_new_processes(drawn: DrawnCase, alone: RankOutcome, device: str) -> str | None:
+def _run_and_compare(drawn: DrawnCase, alone: RankOutcome, device: str) -> str | None:
     """Return the difference of a case in new processes. An exception of a rank counts as one."""
     try:
         [ranks] = _run_ranks(drawn.layout.world, [drawn], device)
@@ -140,7 +128,6 @@ def _difference_in_new_processes(drawn: DrawnCase, alone: RankOutcome, device: s
 
 
 def _run_ranks(world: int, cases: Sequence[DrawnCase], device: str) -> list[list[RankOutcome]]:
-    """Return the outcomes of each case's ranks."""
     limit_s = sum(LIMIT_S + COMPILING_S * (drawn.layout.compile == "on") for drawn in cases)
     return run_on_ranks(world, [(drawn.case, drawn.layout) for drawn in cases], device, limit_s)
 
@@ -200,10 +187,7 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
 
 
 def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
-    """Return an error of fp16 on one device itself, with which every layout would agree.
-
-    It is a wrong loss scale after a step, or a loss far from that of fp32.
-    """
+    """Return an error that all layouts share: a wrong loss scale in fp16, or a loss far from that of fp32."""
     if case.precision != "fp16":
         return None
     scale, good = SCALE, 0

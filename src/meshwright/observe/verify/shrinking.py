@@ -157,10 +157,8 @@ def _scale_down(degree: int, smaller: int) -> Change:
 def _shorten(key: str, index: int) -> Change:
     def change(settings: Settings) -> Settings | None:
         setting = settings.get(key, ())
-        return (
-            settings | {key: setting[:index] + setting[index + 1 :]}
-            if len(setting) > index + (len(setting) == 1)
-            else None
-        )
+        if len(setting) <= index + (len(setting) == 1):
+            return None
+        return settings | {key: setting[:index] + setting[index + 1 :]}
 
     return change
