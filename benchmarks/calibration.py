@@ -4,7 +4,7 @@
 
 The plans are drawn from a seed (models of 2 to 30 million parameters, sequences of 128 to 1,024, 1, 2 and 4 Gloo
 processes, every kind of parallelism); their models are not those that the calibration looked at
-(observe/calibrate/sample_plans.py), and all are predicted before the first is run. A step counts from a barrier to the
+(observe/calibrate/campaign.py), and all are predicted before the first is run. A step counts from a barrier to the
 end of the slowest rank; the median over the steps.
 """
 
