@@ -104,7 +104,7 @@ def test_context_parallel_plans_run_without_values(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_peak_and_traffic_of_real_processes(world: int) -> None:
-    """All layouts with so many processes in job group: peaks as torch's allocator tells them, traffic exactly."""
+    """All layouts with so many processes in one group: peaks as torch's allocator tells them, traffic exactly."""
     plans = [job for job in REAL.values() if job.layout.world == world]
     ranks = on_ranks(world, measured, plans, 2, limit_s=600)
     for index, job in enumerate(plans):
@@ -140,7 +140,7 @@ def test_measuring_the_noise_scale_takes_one_more_copy_of_the_gradients() -> Non
     ids=str,
 )
 def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
-    """A thousand ranks: of a sharded parameter only the shard counts, not the whole job that its wrapper tells of."""
+    """A thousand ranks: of a sharded parameter only the shard counts, not the whole one that its wrapper tells of."""
     job = plan(TINY, 2048, precision="bf16", micro_batch=1, **layout)
     seen = dry_run(job, ranks=[3], device="cpu").ranks[0]
     counted = memory(TINY, job.layout, "bf16", 3, micro_batches=job.micro_batches, reduce_dtype="fp32")

@@ -272,7 +272,7 @@ def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.M
 
 
 def test_a_case_that_rounding_decides_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line is set between two seeds of a case, of which the next verdict rounds less."""
+    """The line is set between two seeds of a case, of which the next one rounds less."""
     text = (
         "vocab=41 layers=1 hidden=18 heads=2 ffn=44 norm=layernorm positions=learned qkv_bias=true mlp_bias=true "
         "qk_norm=true moe.experts=5 moe.top_k=1 moe.ffn=6 global_batch=1 sequence=12 seed=85 balance_loss=0.0"
@@ -303,10 +303,10 @@ def test_what_fp16_must_do_on_one_device(step: int) -> None:
 def test_a_difference_is_made_small_and_printed_as_a_command(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault of row setting, without processes: every case with a window is wrong."""
+    """A fault of one setting, without processes: every case with a window is wrong."""
 
     def judged(drawn: DrawnCase, *args: Any, **options: Any) -> CaseVerdict:
-        wrong = "step 1: loss is 2 on rank 0, 1 on row device" if drawn.case.shape.window else None
+        wrong = "step 1: loss is 2 on rank 0, 1 on one device" if drawn.case.shape.window else None
         return CaseVerdict(index=0, drawn=drawn, difference=wrong)
 
     monkeypatch.setattr(random_run, "judge_case", judged)
@@ -315,7 +315,7 @@ def test_a_difference_is_made_small_and_printed_as_a_command(
     )
     assert main(["verify", "--random", "12", "--seed", "7"]) == 4
     shown = capsys.readouterr()
-    assert "differ from row device" in shown.err
+    assert "differ from one device" in shown.err
     assert "    meshwright verify --case 'window=1'" in shown.out
     assert main(["verify", "--random", "12", "--seed", "7", "--json"]) == 4
     document = json.loads(capsys.readouterr().out)
