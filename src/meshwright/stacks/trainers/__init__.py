@@ -1,1 +1,1 @@
-"""One module per training software: its declaration."""
+"""Declarations of training software, one module each."""

@@ -108,11 +108,11 @@ SCRIPTS = hf.as_script(as_shell(replace(hf.RUN_CLM, refused=BESIDE, options=(
     Option(key="config_file", fact="accelerate_file", meaning="how ranks share"),
     Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
 ))))  # fmt: skip
-"""Arguments of a script over transformers' Trainer, of whatever program."""
+"""Arguments of any script over transformers' Trainer."""
 
 
 def accelerate_facts(plan: Plan) -> Facts:
-    """What its file says of a layout."""
+    """Return the facts that accelerate's file states of a layout."""
     layout = plan.layout
     sharded, piece = layout.zero > 0, layout.cp > 1 or layout.dp_replicate > 1 or layout.tp > 1
     only = {"fsdp_version": 2, "resharded": RESHARDED[layout.zero], "wrap": hf.BY_BLOCK,
@@ -127,21 +127,24 @@ def accelerate_facts(plan: Plan) -> Facts:
 
 
 def resolve(facts: Facts) -> Facts:
-    """Degrees and ZeRO stage that its file means."""
-    completed = {**hf.resolved(facts), **_trainers_own(facts), **hf.launched_devices(facts)}
-    kind = str(completed.get("distributed", "MULTI_GPU"))
-    completed["cp"], completed["tp"] = completed.get("cp_size") or 1, completed.get("tp_size") or 1
+    """Return the degrees and the ZeRO stage that the file means."""
+    resolved = {**hf.resolved(facts), **_trainer_sharding(facts), **hf.launched_devices(facts)}
+    kind = str(resolved.get("distributed", "MULTI_GPU"))
+    resolved["cp"], resolved["tp"] = resolved.get("cp_size") or 1, resolved.get("tp_size") or 1
     if kind in ("MULTI_GPU", "NO"):
-        return {**completed, "zero": 0, "dp_shard": 1}
+        return {**resolved, "zero": 0, "dp_shard": 1}
     if kind == "DEEPSPEED":
-        return {**completed, **zero_degrees(completed.get("zero_stage", 2))}
+        return {**resolved, **zero_degrees(resolved.get("zero_stage", 2))}
     if kind != "FSDP":
         raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
-    return {**completed, **_sharded(completed)}
+    return {**resolved, **_sharded(resolved)}
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """What saves memory or time and is not counted; sharding too, of which a trainer's own file may say nothing."""
+    """Yield uncounted settings that save memory or time.
+
+    Sharding may be one, as a trainer's own file may not mention it.
+    """
     yield from hf.bounds(facts)
     if facts.get("distributed") is None and not hf.is_on(facts.get("fsdp_words")) and not facts.get("deepspeed_file"):
         yield "Sharding is not said in the file, and may be by its launcher, which needs less memory: not counted."
@@ -149,41 +152,44 @@ def bounds(facts: Facts) -> Iterator[str]:
 
 WORDS = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD",
          "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2", "no_shard": "NO_SHARD"}  # fmt: skip
-"""The Trainer's own words for FSDP -> accelerate's: transformers, FSDPOption."""
+"""The Trainer's words for FSDP -> accelerate's: transformers, FSDPOption."""
 
 
-def _trainers_own(facts: Facts) -> Facts:
-    """Sharding as the Trainer's argument `fsdp` says it, where no file of accelerate or DeepSpeed does."""
+def _trainer_sharding(facts: Facts) -> Facts:
+    """Return the sharding of the Trainer's argument `fsdp`, if no file of accelerate or DeepSpeed says otherwise."""
     words = facts.get("fsdp_words")
-    said = [str(one) for one in words] if isinstance(words, list) else str(words or "").replace(",", " ").split()
-    if not said or not hf.is_on(said[0]) or facts.get("deepspeed_file"):
+    settings = [str(word) for word in words] if isinstance(words, list) else str(words or "").replace(",", " ").split()
+    if not settings or not hf.is_on(settings[0]) or facts.get("deepspeed_file"):
         return {}
-    if "auto_wrap" not in said:
-        raise PlanError(f"fsdp={' '.join(said)} without auto_wrap gathers the whole model at once: not counted")
-    kind = next((WORDS[word] for word in said if word in WORDS), None)
+    if "auto_wrap" not in settings:
+        raise PlanError(f"fsdp={' '.join(settings)} without auto_wrap gathers the whole model at once: not counted")
+    kind = next((WORDS[word] for word in settings if word in WORDS), None)
     if kind is None:
-        raise PlanError(f"fsdp={' '.join(said)} is not understood: take one of {', '.join(WORDS)}")
-    return {"distributed": "FSDP", "strategy": kind, "offload_params": "offload" in said}
+        raise PlanError(f"fsdp={' '.join(settings)} is not understood: take one of {', '.join(WORDS)}")
+    return {"distributed": "FSDP", "strategy": kind, "offload_params": "offload" in settings}
 
 
 def variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
-    """A trainer whose arguments say how it shards and recomputes is advised of these arguments: the file of accelerate,
-    which says both elsewhere, may not exist. Under DeepSpeed as `deepspeed_variant`."""
+    """Return the software with advice that fits how the trainer shards and recomputes.
+
+    If arguments say so, advice names these arguments, because accelerate's file may not exist. With DeepSpeed see
+    `deepspeed_variant`.
+    """
     if facts.get("distributed") == "DEEPSPEED":
         return deepspeed_variant(software, facts)
     words = str(facts.get("fsdp_words") or "")
     sharded = hf.is_on(words)
-    # Of the two switches of recomputation the argument counts where it is on, and where no other is written.
+    # Of two switches of recomputation the argument counts if it is on, or if the other is not written.
     argument = hf.is_on(facts.get("checkpointing")) or (sharded and facts.get("fsdp_checkpointing") is None)
     if not (sharded or argument):
         return software
 
     def stated(plan: Plan) -> Facts:
-        said = software.facts(plan)
+        stated_facts = software.facts(plan)
         if argument:
             other = False if hf.is_on(facts.get("fsdp_checkpointing")) else None
-            said |= {"checkpointing": str(plan.layout.recompute == "full").lower(), "fsdp_checkpointing": other}
-        return {**said, "fsdp_words": ARGUMENTS[plan.layout.zero]} if sharded else said
+            stated_facts |= {"checkpointing": str(plan.layout.recompute == "full").lower(), "fsdp_checkpointing": other}
+        return {**stated_facts, "fsdp_words": ARGUMENTS[plan.layout.zero]} if sharded else stated_facts
 
     def refusal(shape: ModelShape, layout: Layout) -> str:
         copies = layout.zero > 0 and layout.dp_replicate > 1 and "hybrid" not in words
@@ -195,21 +201,21 @@ def variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
 
 
 ARGUMENTS = {3: '"full_shard auto_wrap"', 2: '"shard_grad_op auto_wrap"', 0: None}
-"""ZeRO stage -> value of --fsdp, as it is typed."""
+"""ZeRO stage -> value of --fsdp as typed."""
 
 
-def _sharded(found: Facts) -> Facts:
-    strategy = found.get("strategy")
+def _sharded(facts: Facts) -> Facts:
+    strategy = facts.get("strategy")
     if strategy is not None and str(strategy) not in STRATEGIES:
         raise PlanError(f"fsdp_sharding_strategy={strategy} is not understood: take {', '.join(STRATEGIES)}")
-    resharded = found.get("resharded")
+    resharded = facts.get("resharded")
     by_word = STRATEGIES.get(str(resharded))
     zero = by_word if by_word is not None else 2 if str(resharded).lower() == "false" else 3
     if strategy is not None:
         zero = STRATEGIES[str(strategy)]
     hybrid = str(strategy or "").startswith("HYBRID") or str(strategy) in ("4", "5")
-    shard = found.get("shards") or (found.get("devices_per_node") if hybrid else None)
-    copies = found.get("replicas") or (None if hybrid else 1)
+    shard = facts.get("shards") or (facts.get("devices_per_node") if hybrid else None)
+    copies = facts.get("replicas") or (None if hybrid else 1)
     return {"zero": zero, "dp_shard": 1 if zero == 0 else shard, "dp_replicate": None if zero == 0 else copies}
 
 

@@ -119,7 +119,7 @@ YAML = ConfigFile(
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
-    """FSDP2 over two ranks or more: without it weights and optimizer states have 16 bits."""
+    """Return why axolotl cannot split so. Without FSDP2, over at least two ranks, weights and states have 16 bits."""
     if layout.world == 1 or layout.zero == 0:
         return "without FSDP axolotl keeps weights and optimizer states in 16 bits, which is not counted: take zero=3"
     return hf.fsdp_refusal(shape, layout)
@@ -135,7 +135,7 @@ def _facts(plan: Plan) -> Facts:
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """What is not counted of its file."""
+    """Yield settings of its file that are not counted."""
     yield from hf.objections(facts)
     if facts.get("rl") and str(facts["rl"]) not in hf.PREFERENCES:
         yield f"rl={facts['rl']} compares or rewards answers in a way that is not counted: take dpo or orpo"
@@ -144,7 +144,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """What saves memory or time and is not counted."""
+    """Yield uncounted settings that save memory or time."""
     yield from hf.bounds(facts)
     if "cut_cross_entropy" in str(facts.get("plugins")):
         yield f"plugins: CutCrossEntropyPlugin {hf.NO_LOGITS}: not counted."
@@ -162,15 +162,18 @@ def _has_fsdp(facts: Facts) -> bool:
 
 
 def resolve(facts: Facts) -> Facts:
-    """Degrees and ZeRO stage that its file means."""
-    found = hf.resolved(facts)
-    if found.get("distributed") == "DEEPSPEED":
-        return {**found, **zero_degrees(found.get("zero_stage") or 0)}
-    if not _is_sharded(found):
-        return {**found, "zero": 0, "dp_shard": 1}
-    kept = str(found.get("resharded")).lower() == "false" or str(found.get("strategy")) in ("SHARD_GRAD_OP", "2")
-    copies = found.get("dp_replicate") or (None if found.get("dp_shard") else 1)
-    return {**found, "zero": 2 if kept else 3, "dp_replicate": copies}
+    """Return the degrees and the ZeRO stage that the file means."""
+    resolved = hf.resolved(facts)
+    if resolved.get("distributed") == "DEEPSPEED":
+        return {**resolved, **zero_degrees(resolved.get("zero_stage") or 0)}
+    if not _is_sharded(resolved):
+        return {**resolved, "zero": 0, "dp_shard": 1}
+    keeps_parameters = str(resolved.get("resharded")).lower() == "false" or str(resolved.get("strategy")) in (
+        "SHARD_GRAD_OP",
+        "2",
+    )
+    copies = resolved.get("dp_replicate") or (None if resolved.get("dp_shard") else 1)
+    return {**resolved, "zero": 2 if keeps_parameters else 3, "dp_replicate": copies}
 
 
 def _launch(plan: Plan) -> LaunchCommand:

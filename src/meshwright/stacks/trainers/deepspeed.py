@@ -12,7 +12,7 @@ from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftwa
 from meshwright.stacks.trainers import hugging_face as hf
 
 AUTO = "auto"
-"""What transformers fills in from its own arguments."""
+"""Value that transformers fills in from its own arguments."""
 JSON = ConfigFile(
     name="deepspeed.json",
     form="json",
@@ -97,19 +97,19 @@ FSDP_FACTS = frozenset({
     "distributed", "resharded", "wrap", "state_dict", "offload_params", "fsdp_version", "fsdp_words", "strategy",
     "fsdp_checkpointing", "dp_shard", "dp_replicate", "shards", "replicas", "cp", "cp_size", "tp_size",
 })  # fmt: skip
-"""Facts that options of FSDP alone state."""
+"""Facts that only options of FSDP state."""
 
 
 def _stack(facts: Facts) -> Stack:
-    """Where a file does not say, stage 3 alone hides reductions: runtime/zero/config.py, overlap_comm_valid."""
+    """Return the stack. By default only stage 3 hides reductions: runtime/zero/config.py, overlap_comm_valid."""
     hidden = str(facts.get("overlaps", facts.get("zero", 3) == 3)).lower() != "false"
-    found = hf.with_attention(hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0), facts)
+    stack = hf.with_attention(hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0), facts)
     travels = facts.get("travels")
-    return replace(found, gradient_exchange_bytes=4.0 if travels == "fp32" else 2.0) if travels else found
+    return replace(stack, gradient_exchange_bytes=4.0 if travels == "fp32" else 2.0) if travels else stack
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
-    """ZeRO over all ranks."""
+    """Return why DeepSpeed cannot split so: ZeRO shards over all ranks."""
     if layout.zero and layout.dp_replicate > 1:
         return "ZeRO shards among all ranks: take layout.dp_replicate=1"
     if layout.zero == 0 and layout.dp_shard > 1:
@@ -122,34 +122,34 @@ def _facts(plan: Plan) -> Facts:
 
 
 def resolve(facts: Facts) -> Facts:
-    """Common facts; what is `auto` says nothing."""
-    found = hf.resolved({name: value for name, value in facts.items() if value != AUTO})
-    half = str(found.get("fp16", False)).lower() == "true"
-    found["precision"] = "fp16" if half else found["precision"]
-    return {**found, **zero_degrees(found.get("zero", 0))}
+    """Return common facts. `auto` states nothing."""
+    resolved = hf.resolved({name: value for name, value in facts.items() if value != AUTO})
+    half = str(resolved.get("fp16", False)).lower() == "true"
+    resolved["precision"] = "fp16" if half else resolved["precision"]
+    return {**resolved, **zero_degrees(resolved.get("zero", 0))}
 
 
 def zero_degrees(stage: object) -> Facts:
-    """The split of data parallelism at a stage of ZeRO; PlanError for a stage that it has not."""
+    """Return the split of data parallelism at a stage of ZeRO. Raises PlanError for an unknown stage."""
     if stage not in (0, 1, 2, 3):
         raise PlanError(f"zero_optimization.stage={stage} is not understood: take 0, 1, 2 or 3")
     return {"zero": stage, "dp_replicate": 1, "dp_shard": None} if stage else {"zero": 0, "dp_shard": 1}
 
 
 def deepspeed_variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
-    """A trainer that DeepSpeed shards offers DeepSpeed's layouts, and is advised of DeepSpeed's options."""
+    """Return a trainer that DeepSpeed shards with DeepSpeed's layouts and options."""
     if facts.get("distributed") != "DEEPSPEED":
         return software
 
-    def own(file: ConfigFile) -> ConfigFile:
-        return replace(file, options=tuple(one for one in file.options if one.fact not in FSDP_FACTS))
+    def without_fsdp(file: ConfigFile) -> ConfigFile:
+        return replace(file, options=tuple(option for option in file.options if option.fact not in FSDP_FACTS))
 
     return replace(
         software,
         offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 1, 2, 3)},
         split_refusal=split_refusal,
-        files=tuple(own(file) for file in software.files),
-        also_read=tuple(own(file) for file in software.also_read),
+        files=tuple(without_fsdp(file) for file in software.files),
+        also_read=tuple(without_fsdp(file) for file in software.also_read),
         named_files=(JSON,) if facts.get("deepspeed_file") else (),
         facts=lambda plan: {**_facts(plan), "zero_stage": plan.layout.zero},
     )

@@ -1,4 +1,4 @@
-"""What trainers over transformers have in common: its models in memory and time, its Trainer's arguments."""
+"""Common parts of trainers over transformers: memory and time of its models, arguments of its Trainer."""
 
 import re
 from collections.abc import Iterator
@@ -40,18 +40,18 @@ DEEPSPEED = replace(
     source=f"{FSDP.source} deepspeedai/DeepSpeed runtime/zero/stage_1_and_2.py and stage3.py (16-bit gradients, fp32 "
     "masters in flat buffers)",
 )
-"""Nor of this."""
+"""No published row of it could be scored either."""
 EAGER_SCORES = 4.0
-"""eager_attention_forward of modeling_llama.py keeps the softmax in fp32 and a copy in 16 bits."""
+"""Bytes per weight: eager_attention_forward of modeling_llama.py keeps the softmax in fp32 and a copy in 16 bits."""
 
 
 def stack_of(facts: Facts) -> Stack:
-    """Sharded by DeepSpeed or FSDP, with the attention that the file names."""
+    """Return the stack of DeepSpeed or FSDP, with the attention that the file names."""
     return with_attention(DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FSDP, facts)
 
 
 def with_attention(stack: Stack, facts: Facts) -> Stack:
-    """The same with weights of attention in memory, where a file asks for transformers' eager attention."""
+    """Return the stack with stored attention weights if the file selects transformers' eager attention."""
     written = facts.get("attention_kernel") == "eager" or str(facts.get("flash_word")).lower() == "disabled"
     if not written and not is_on(facts.get("writes_scores")):
         return stack
@@ -104,9 +104,9 @@ ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "ad
 SMALLER = re.compile(
     r"8bit|4bit|8_bit|fp8|paged|anyprecision|adafactor|adagrad|rmsprop|sgd|lion|lomo|galore|apollo|muon|schedule_free|came|mini"
 )
-"""Of optimizers whose states are fewer, or have fewer bits, or move to host memory."""
+"""Pattern of optimizers whose states are fewer, have fewer bits, or move to host memory."""
 BY_BLOCK = "TRANSFORMER_BASED_WRAP"
-"""FSDP's units: a block each."""
+"""FSDP's units: one block each."""
 OTHER_LOSSES = {
     **dict.fromkeys(
         ("reward_funcs", "reward_weights", "num_generations", "max_completion_length", "reward_model_path",
@@ -119,7 +119,7 @@ OTHER_LOSSES = {
 }  # fmt: skip
 """Keys of TRL's other trainers: trl/trainer/*_config.py."""
 ON_HOST = "in host memory, which needs less memory and more time"
-"""Ends of what offloading does."""
+"""Ending of sentences about offloading."""
 OTHER_KERNEL = "takes another kernel, which needs less memory or time"
 NO_LOGITS = "never holds all logits, which needs less memory"
 TRAINER_BOUNDED = {
@@ -149,7 +149,7 @@ OWN_PARTS = dict.fromkeys(
     ),
     "is of a model of images",
 )
-"""Of scripts that have the Trainer's arguments beside their own."""
+"""Keys of scripts that have the Trainer's arguments beside their own."""
 RUN_CLM = ConfigFile(
     name="run_clm.json",
     form="json",
@@ -191,7 +191,7 @@ REASONS = {
 
 
 def needs_hub_name(plan: Plan, word: str) -> str:
-    """The model as these trainers name it; PlanError where it has no name on the hub."""
+    """Return the model's name for these trainers. Raises PlanError if it has none on the hub."""
     name = hub_name(plan.model)
     return name if name else _folder(plan, word)
 
@@ -205,7 +205,7 @@ def _folder(plan: Plan, word: str) -> str:
 
 
 def trainer_facts(plan: Plan, word: str) -> Facts:
-    """Facts that the Trainer's arguments state beside the common ones."""
+    """Return the facts that the Trainer's arguments state beside the common ones."""
     if plan.model.lora is not None:
         raise PlanError(f"--for {word} writes full training: leave --tune lora out")
     precision = plan.recipe.precision
@@ -213,23 +213,23 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
 
 
 def resolved(facts: Facts) -> Facts:
-    """Precision, recomputation and adapters from the switches of these trainers; PlanError for a word that is none."""
-    completed = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
-    completed["precision"] = _precision(completed)
-    checkpoints = completed.get("checkpointing") or completed.get("fsdp_checkpointing")
-    completed["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
-    return completed
+    """Return precision, recomputation and adapters from the switches. Raises PlanError for an unknown word."""
+    resolved_facts = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
+    resolved_facts["precision"] = _precision(resolved_facts)
+    checkpoints = resolved_facts.get("checkpointing") or resolved_facts.get("fsdp_checkpointing")
+    resolved_facts["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
+    return resolved_facts
 
 
 PREFERENCES = {"dpo": True, "sigmoid": True, "hinge": True, "ipo": True, "kto_pair": True, "dpop": True,
                "orpo": False, "simpo": False, "cpo": False}  # fmt: skip
-"""Losses over pairs of answers, and whether each reads them with a frozen copy of the model as well."""
+"""Losses over pairs of answers -> True if they need a frozen copy of the model."""
 
 
 def preference_facts(facts: Facts) -> Facts:
-    """`pairs` and `reference` of a loss over pairs of answers, by whatever word a trainer has for it."""
+    """Return `pairs` and `reference` of a loss over pairs of answers, whatever word a trainer uses."""
     words = [facts.get(name) for name in ("preference", "pair_loss", "stage", "rl")]
-    word = next((str(one) for one in words if str(one) in PREFERENCES), "")
+    word = next((str(name) for name in words if str(name) in PREFERENCES), "")
     if not word and facts.get("preference_beta") is None:
         return {}
     free = facts.get("margin") is not None or is_on(facts.get("asked_before"))
@@ -241,11 +241,11 @@ STAGES = {
     "rm": "trains a model that rewards answers",
     "ppo": "samples answers, and rewards them",
 }
-"""Of LLaMA-Factory's trainers, beside those of the next token."""
+"""LLaMA-Factory's trainers other than that of the next token."""
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """What is not counted and needs more than is counted, or is no setting of these trainers."""
+    """Yield settings that need more than is counted, or that these trainers do not have."""
     optimizer = str(facts.get("optimizer") or ADAMW[0])
     if optimizer not in ADAMW and not SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} is not counted: take one of {', '.join(ADAMW)}"
@@ -260,7 +260,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """What saves memory or time and is not counted."""
+    """Yield uncounted settings that save memory or time."""
     if pairs := preference_facts(facts):
         copy = ", beside a frozen copy of the model" * pairs["reference"]
         yield f"Answers of a pair are two full sequences{copy}: shorter ones need less memory and time: not counted."
@@ -280,10 +280,12 @@ def bounds(facts: Facts) -> Iterator[str]:
 
 
 def as_script(file: ConfigFile) -> ConfigFile:
-    """The same arguments of a script that calls the model's name `--model_name`, as TRL's did, or `--model`, behind
-    those of the launcher."""
-    options = (replace(one, also=(*one.also, "--model_name", "--model")) if one.fact == "hub" else one
-               for one in file.options)  # fmt: skip
+    """Return the file as arguments of a script, behind those of the launcher.
+
+    The model may be called `--model_name`, as in TRL's scripts, or `--model`.
+    """
+    options = (replace(option, also=(*option.also, "--model_name", "--model")) if option.fact == "hub" else option
+               for option in file.options)  # fmt: skip
     return replace(file, options=(*options, *LAUNCHER), ignored=(*file.ignored, *LAUNCHER_IGNORED))
 
 
@@ -292,9 +294,9 @@ LAUNCHER = (
     Option(key="--nproc_per_node", fact="node_devices", meaning="GPUs of a node",
            also=("--nproc-per-node", "--num_gpus")),
 )  # fmt: skip
-"""Of torchrun and deepspeed, in front of the script."""
+"""Options of torchrun and deepspeed before the script."""
 LAUNCHER_KEYS = frozenset(key for option in LAUNCHER for key in (option.key, *option.also))
-"""Programs of all trainers stand behind these: they do not say whose the options are."""
+"""Keys that do not identify a trainer, since programs of all trainers follow them."""
 LAUNCHER_IGNORED = (
     "--node_rank", "--node-rank", "--master_*", "--master-*", "--rdzv*", "--standalone", "--max_restarts",
     "--max-restarts",
@@ -302,7 +304,7 @@ LAUNCHER_IGNORED = (
 
 
 def launched_devices(facts: Facts) -> Facts:
-    """`devices` of all nodes, where the launcher states those of a node in a number."""
+    """Return `devices` of all nodes if the launcher states a number for one node."""
     nodes, per_node = facts.get("launcher_nodes") or 1, facts.get("node_devices")
     if facts.get("devices") is None and isinstance(nodes, int) and isinstance(per_node, int):
         return {"devices": nodes * per_node}
@@ -310,13 +312,15 @@ def launched_devices(facts: Facts) -> Facts:
 
 
 def is_on(switch: object) -> bool:
-    """Whether a file has switched it on, as YAML or as a word."""
+    """Return True if a file switches it on, as a YAML boolean or a word."""
     return str(switch or False).lower() not in ("false", "none", "no", "")
 
 
 def _precision(facts: Facts) -> str:
-    """The Trainer's switches, and where none is on the word of accelerate's file, as accelerate decides
-    (transformers, TrainingArguments.__post_init__; accelerate, Accelerator.__init__); without both, bf16."""
+    """Return the precision by the Trainer's switches, else by accelerate's file, else bf16.
+
+    Source: transformers, TrainingArguments.__post_init__; accelerate, Accelerator.__init__.
+    """
     word = facts.get("mixed_precision")
     if str(facts.get("bf16")).lower() == "true":
         return "bf16"
@@ -325,13 +329,13 @@ def _precision(facts: Facts) -> str:
             return name
     if word is None:
         return "fp32" if "bf16" in facts else "bf16"
-    if _said(word) not in MIXED:
+    if _precision_word(word) not in MIXED:
         raise PlanError(f"mixed_precision={word} is not understood: take {', '.join(MIXED)}")
-    return MIXED[_said(word)]
+    return MIXED[_precision_word(word)]
 
 
-def _said(word: object) -> str:
-    """YAML 1.1 reads a bare `no` as false, and so does accelerate's own reader."""
+def _precision_word(word: object) -> str:
+    """Return the word. YAML 1.1 reads a bare `no` as false, and so does accelerate."""
     return "no" if word is False else str(word).lower()
 
 
@@ -340,7 +344,7 @@ MIXED = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 def fsdp_refusal(shape: ModelShape, layout: Layout) -> str:
-    """FSDP2 with or without replicas, or plain data parallelism."""
+    """Return why FSDP2, with or without replicas, or plain data parallelism cannot split so."""
     sharded = layout.dp_shard * layout.cp > 1
     if layout.zero == 1:
         return "FSDP2 shards gradients and parameters, or nothing: take layout.zero=3, 2 or 0"

@@ -1,4 +1,4 @@
-"""LitGPT: the YAML of `litgpt finetune_full`, `finetune_lora` and `pretrain`. It is read, and not written.
+"""LitGPT: the YAML of `litgpt finetune_full`, `finetune_lora` and `pretrain`. Read only.
 
 Defaults: litgpt/finetune/full.py, finetune/lora.py and pretrain.py of LitGPT 0.5.
 """
@@ -14,7 +14,7 @@ from meshwright.stacks.trainers import peft_adapters as adapters
 from meshwright.stacks.trainers.torchtune import NARROW
 
 BASES = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.int8": "llm-int8"}
-"""quantize -> how frozen matrices are held."""
+"""quantize -> storage of frozen matrices."""
 MATRICES = {
     "query": "q", "key": "k", "value": "v", "projection": "o", "mlp": "gate,up,down",
 }  # fmt: skip
@@ -60,19 +60,19 @@ YAML = ConfigFile(
 
 
 def _is_pretraining(facts: Facts) -> bool:
-    """Its file names a model, and the others a folder."""
+    """Return True for a file that names a model instead of a folder."""
     return bool(facts.get("pretrains"))
 
 
 def noticed(entries: object) -> Facts:
-    """Which of its programs the file is of."""
-    keys = {one.key for one in entries if one.value is not None}  # type: ignore[attr-defined]  # entries of a file
+    """Return which of LitGPT's programs the file belongs to."""
+    keys = {entry.key for entry in entries if entry.value is not None}  # type: ignore[attr-defined]  # entries of a file
     resolved: Facts = {"pretrains": "model_name" in keys or "initial_checkpoint_dir" in keys}
     return resolved | ({"adapter": "lora"} if any(key.startswith("lora_") for key in keys) else {})
 
 
 def resolve(facts: Facts) -> Facts:
-    """Adapters, precision, and how ranks share: each program has one way (FSDPStrategy of its source)."""
+    """Return adapters, precision and sharding. Each program has one way to shard (FSDPStrategy of its source)."""
     resolved = dict(facts)
     if adapters.is_adapted(resolved):
         chosen = [ours for name, ours in MATRICES.items() if resolved.get(f"lora_{name}")]
@@ -94,7 +94,7 @@ def resolve(facts: Facts) -> Facts:
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """Optimizers and codes that are not counted."""
+    """Yield optimizers and quantization that are not counted."""
     optimizer = str(facts.get("optimizer_class") or "")
     if not optimizer.endswith(("AdamW", "Adam")) and not hf.SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} is not counted: take torch.optim.AdamW"
@@ -108,7 +108,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """What saves memory or time and is not counted."""
+    """Yield uncounted settings that save memory or time."""
     if str(facts.get("word")) in ("bf16-true", "16-true") and not adapters.is_adapted(facts):
         yield f"precision={facts['word']} {NARROW}"
     optimizer = str(facts.get("optimizer_class") or "")

@@ -1,6 +1,6 @@
-"""LLaMA-Factory: the YAML or the arguments of `llamafactory-cli train`, over transformers' Trainer.
+"""LLaMA-Factory: the YAML or the arguments of `llamafactory-cli train`, over transformers' Trainer. Read only.
 
-Its files are read, and not written. Defaults: finetuning_args.py, model_args.py and data_args.py of its hparams.
+Defaults: finetuning_args.py, model_args.py and data_args.py of its hparams.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ YAML = ConfigFile(
     options=(
         Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
         Option(key="cutoff_len", fact="sequence", default=2048, meaning="tokens of a sequence"),
-        *(one for one in hf.TRAINER if one.key != "attn_implementation"),
+        *(option for option in hf.TRAINER if option.key != "attn_implementation"),
         Option(key="flash_attn", fact="flash_word", meaning="kernel of attention"),
         Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
         Option(key="do_train", fact="trains", default=False, meaning="else it evaluates, or writes a model"),
@@ -24,8 +24,8 @@ YAML = ConfigFile(
         Option(key="stage", fact="stage", meaning="loss over the next token"),
         Option(key="finetuning_type", fact="adapter", default="lora", meaning="adapters, or all weights"),
         Option(key="lora_rank", fact="lora_rank", default=8, meaning="rank of adapters"),
-        *(replace(one, default="all") if one.fact == "lora_targets" else one for one in adapters.FULL_OPTIONS
-          if not one.fact.startswith("base")),
+        *(replace(option, default="all") if option.fact == "lora_targets" else option
+          for option in adapters.FULL_OPTIONS if not option.fact.startswith("base")),
         Option(key="quantization_bit", fact="base_bits", meaning="bits of frozen matrices"),
         Option(key="double_quantization", fact="nested", default=True, meaning="scales of 4 bits are codes too"),
         Option(key="disable_gradient_checkpointing", fact="checkpointing", words={True: False, False: True},

@@ -1,4 +1,4 @@
-"""LLM Foundry: the YAML of `composer train.py`, of MPT and of models of transformers. It is read, and not written.
+"""LLM Foundry: the YAML of `composer train.py`, for MPT and for models of transformers. Read only.
 
 Defaults: llmfoundry/models/mpt/configuration_mpt.py and composer's FSDP, of LLM Foundry 0.22.
 """
@@ -86,7 +86,10 @@ YAML = ConfigFile(
 
 
 def shape_named(facts: Facts) -> ModelShape | None:
-    """MPT by its sizes: GPT-2's block, whose biases may be absent, with positions that are added, turned or a bias."""
+    """Return MPT's shape from its sizes, or None for another model.
+
+    It has GPT-2's block, optionally without biases. Positions are learned, rotary or a bias of the scores.
+    """
     if facts.get("kind") != MPT:
         return None
     sizes = {name: facts.get(name) for name in ("hidden", "heads", "layers", "vocab")}
@@ -106,7 +109,7 @@ def shape_named(facts: Facts) -> ModelShape | None:
 
 
 def resolve(facts: Facts) -> Facts:
-    """Precision, recomputation and how ranks share."""
+    """Return precision, recomputation and sharding."""
     resolved = {**facts, "precision": facts.get("word"), "adapter": "lora" if facts.get("peft_type") else None}
     resolved |= adapters.adapter_facts(resolved)
     resolved["recompute"] = "full" if hf.is_on(resolved.get("checkpointing")) else "none"
@@ -127,7 +130,7 @@ def resolve(facts: Facts) -> Facts:
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """Models, kernels and optimizers that are not counted."""
+    """Yield models, kernels and optimizers that are not counted."""
     kind = str(facts.get("kind"))
     if kind not in (MPT, *PUBLIC):
         yield f"model.name={kind} is not counted: take {', '.join((MPT, *PUBLIC))}"
@@ -141,7 +144,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """What saves memory or time and is not counted."""
+    """Yield uncounted settings that save memory or time."""
     optimizer = str(facts.get("optimizer_name") or "")
     if hf.SMALLER.search(optimizer):
         yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."

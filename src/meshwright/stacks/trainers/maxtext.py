@@ -35,7 +35,7 @@ MODELS = {
 }  # fmt: skip
 """Preset -> model_name: maxtext/configs/models."""
 AXES = {"tp": "tensor", "cp": "context", "dp_shard": "fsdp", "dp_replicate": "data"}
-"""Field of a layout -> axis of its mesh; the first are the innermost."""
+"""Field of a layout -> axis of its mesh, innermost first."""
 MEANINGS = {
     "tp": "ranks that share every matrix", "cp": "ranks that share every sequence",
     "dp_shard": "ranks that share parameters, gradients and optimizer", "dp_replicate": "replicas that hold all shards",
@@ -102,7 +102,7 @@ YAML = ConfigFile(
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
-    """FSDP with replicas; the sharding of weights is ZeRO-3."""
+    """Return why FSDP with replicas cannot split so. Sharded weights are ZeRO-3."""
     sharded = layout.dp_shard * layout.cp > 1
     if sharded and layout.zero != 3:
         return f"its fsdp axis shards weights, and layout.zero={layout.zero} is no such thing: take layout.zero=3"
@@ -114,18 +114,18 @@ def split_refusal(shape: ModelShape, layout: Layout) -> str:
 
 
 def _mesh(layout: Layout, slice_devices: int) -> Facts:
-    """Innermost axes within a slice first; what is left goes over slices."""
-    found: Facts = {}
+    """Return the degrees of each axis: innermost axes within a slice first, the rest over slices."""
+    degrees: Facts = {}
     for field in AXES:
         degree: int = getattr(layout, field)
         inside = gcd(degree, slice_devices)
         slice_devices //= inside
-        found |= {f"ici_{field}": inside, f"dcn_{field}": degree // inside}
-    return found
+        degrees |= {f"ici_{field}": inside, f"dcn_{field}": degree // inside}
+    return degrees
 
 
 def on_tpus(plan: Plan) -> bool:
-    """Whether a node of the cluster is a slice of TPUs."""
+    """Return True if a node of the cluster is a slice of TPUs."""
     return plan.cluster.device.name.startswith("TPU")
 
 
@@ -144,22 +144,22 @@ def _facts(plan: Plan) -> Facts:
 
 
 def _resolve(facts: Facts) -> Facts:
-    found = {**facts, "precision": "bf16", "zero": 3}
+    resolved = {**facts, "precision": "bf16", "zero": 3}
     for field, axis in AXES.items():
-        sizes = [found.get(f"{where}_{field}", 1) for where in ("ici", "dcn")]
+        sizes = [resolved.get(f"{where}_{field}", 1) for where in ("ici", "dcn")]
         if any(not isinstance(size, int) or size < 1 for size in sizes):
             raise PlanError(f"ici_ or dcn_{axis}_parallelism={sizes} is filled in by MaxText: state the number")
-        found[field] = prod(sizes)
-    if "ici_dp_shard" not in found or not {"dcn_dp_replicate", "dcn_dp_shard"} & found.keys():
+        resolved[field] = prod(sizes)
+    if "ici_dp_shard" not in resolved or not {"dcn_dp_replicate", "dcn_dp_shard"} & resolved.keys():
         raise PlanError("ici_fsdp_parallelism and dcn_data_parallelism are filled in by MaxText: state the numbers")
-    micro = found["per_device"] * found["tp"] * found["cp"]
+    micro = resolved["per_device"] * resolved["tp"] * resolved["cp"]
     if micro != int(micro) or micro < 1:
-        raise PlanError(f"per_device_batch_size={found['per_device']} gives {micro:g} sequences per replica")
-    return {**found, "micro_batch": int(micro), "sp": found["tp"] > 1}
+        raise PlanError(f"per_device_batch_size={resolved['per_device']} gives {micro:g} sequences per replica")
+    return {**resolved, "micro_batch": int(micro), "sp": resolved["tp"] > 1}
 
 
 def shape_named(facts: Facts) -> ModelShape | None:
-    """The model of a model_name."""
+    """Return the model of a model_name."""
     return next((presets.model(name) for name, known in MODELS.items() if known == facts.get("mt_model")), None)
 
 

@@ -83,7 +83,7 @@ MODULES = "core_attn"
 
 
 def stack_of(facts: Facts) -> Stack:
-    """Megatron-Core's memory and time, with what the options overlap."""
+    """Return Megatron-Core's memory and time, with the overlaps that the options select."""
     if facts.get("deepspeed"):
         return replace(MEGATRON_DEEPSPEED, attention="flash" if facts.get("flash") else "fused-softmax")
     overlapped = facts.get("tp_overlap", True) or (facts.get("tp") or 1) == 1
@@ -98,7 +98,7 @@ def stack_of(facts: Facts) -> Stack:
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
-    """Megatron-Core's distributed optimizer and expert parallelism."""
+    """Return why Megatron-Core's distributed optimizer or expert parallelism cannot split so."""
     if layout.zero and layout.dp_replicate > 1:
         return "the distributed optimizer shares states among all data-parallel ranks: take layout.dp_replicate=1"
     if layout.zero == 0 and layout.dp_shard > 1:
@@ -113,7 +113,7 @@ def split_refusal(shape: ModelShape, layout: Layout) -> str:
 
 
 def pipeline_refusal(shape: ModelShape, layout: Layout) -> str:
-    """Stages of equal layers."""
+    """Return why stages of equal layers are impossible."""
     if layout.pp > 1 and shape.layers % (layout.pp * layout.vp):
         return f"pp={layout.pp} x vp={layout.vp} stages do not divide the {shape.layers} layers"
     if layout.vp > 1 and layout.schedule != "interleaved":
@@ -134,54 +134,57 @@ def _facts(plan: Plan) -> Facts:
 
 
 def layout_facts(plan: Plan) -> Facts:
-    """What Megatron-Core's options say of a layout, whoever sets them."""
+    """Return what Megatron-Core's options state of a layout, whichever program sets them."""
     layout = plan.layout
     times = layout.micro_batches(plan.recipe.global_batch)
     return {
-        "round": _round(times, layout.pp) if layout.vp > 1 and times % layout.pp else None,
+        "round": _group_size(times, layout.pp) if layout.vp > 1 and times % layout.pp else None,
         "stages_of_rank": layout.vp if layout.vp > 1 else None, "expert_tp": 1 if layout.ep > 1 else None,
         "sharded": layout.zero == 1, "overlap_reduce": layout.dp * layout.cp > 1, "overlap_gather": layout.zero == 1,
         "tp_overlap": layout.sp,
     }  # fmt: skip
 
 
-def _round(times: int, ranks: int) -> int:
-    """Micro-batches that a stage takes in a row: no fewer than ranks, nor are those that are left over, if there are
-    any (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving)."""
+def _group_size(times: int, ranks: int) -> int:
+    """Return how many micro-batches a stage takes in a row.
+
+    At least as many as ranks, and so is the remainder, if any (megatron/core/pipeline_parallel/schedules.py,
+    forward_backward_pipelining_with_interleaving).
+    """
     return next((size for size in range(ranks, times) if not 0 < times % size < ranks), times)
 
 
 def resolve(facts: Facts) -> Facts:
-    """Common facts of Megatron-Core's own."""
-    found = dict(facts)
-    if isinstance(nodes := found.get("node_word"), int):
-        found["nodes"] = nodes
-    if isinstance(found.get("node_devices"), int) and isinstance(nodes := found.get("nodes") or 1, int):
-        found["devices"] = found["node_devices"] * nodes
-    found["zero"] = 1 if found.get("sharded") else 0
-    if found.get("deepspeed"):
-        found["zero"] = found.get("zero_stage") or 0
-        if found["zero"] not in (0, 1):
-            raise PlanError(f"zero-stage {found['zero']} of DeepSpeed is not counted beside Megatron's: take 0 or 1")
-    found["granularity"] = "full" if found.get("checkpoints") else found.get("granularity")
-    found["vp"] = found.get("stages_of_rank") or _stages(found)
-    found["schedule"] = "interleaved" if found["vp"] > 1 else "1f1b"
-    if (found.get("ep") or 1) > 1 and (found.get("tp") or 1) > 1 and found.get("expert_tp") != 1:
+    """Return common facts from Megatron-Core's own."""
+    resolved = dict(facts)
+    if isinstance(nodes := resolved.get("node_word"), int):
+        resolved["nodes"] = nodes
+    if isinstance(resolved.get("node_devices"), int) and isinstance(nodes := resolved.get("nodes") or 1, int):
+        resolved["devices"] = resolved["node_devices"] * nodes
+    resolved["zero"] = 1 if resolved.get("sharded") else 0
+    if resolved.get("deepspeed"):
+        resolved["zero"] = resolved.get("zero_stage") or 0
+        if resolved["zero"] not in (0, 1):
+            raise PlanError(f"zero-stage {resolved['zero']} of DeepSpeed is not counted beside Megatron's: take 0 or 1")
+    resolved["granularity"] = "full" if resolved.get("checkpoints") else resolved.get("granularity")
+    resolved["vp"] = resolved.get("stages_of_rank") or _stages(resolved)
+    resolved["schedule"] = "interleaved" if resolved["vp"] > 1 else "1f1b"
+    if (resolved.get("ep") or 1) > 1 and (resolved.get("tp") or 1) > 1 and resolved.get("expert_tp") != 1:
         raise PlanError("experts that tensor parallelism cuts are not counted: take expert-tensor-parallel-size 1")
-    kind, method, number = (found.get(name) for name in ("granularity", "recompute_method", "recompute_number"))
-    kind = "selective" if found.get("selective") else kind
-    found["recompute"] = kind or "none"
-    if found["recompute"] not in ("none", "selective", "full"):
+    kind, method, number = (resolved.get(name) for name in ("granularity", "recompute_method", "recompute_number"))
+    kind = "selective" if resolved.get("selective") else kind
+    resolved["recompute"] = kind or "none"
+    if resolved["recompute"] not in ("none", "selective", "full"):
         raise PlanError(f"recompute-granularity {kind} is not understood: take selective or full")
-    found["recompute_layers"] = (number or 0) if kind == "full" and method == "block" else 0
-    modules = str(found.get("recompute_modules") or MODULES)
-    if found["recompute"] == "selective" and modules != MODULES:
+    resolved["recompute_layers"] = (number or 0) if kind == "full" and method == "block" else 0
+    modules = str(resolved.get("recompute_modules") or MODULES)
+    if resolved["recompute"] == "selective" and modules != MODULES:
         raise PlanError(f"recompute-modules {modules} is not counted: take {MODULES}")
-    return found
+    return resolved
 
 
 def _stages(facts: Facts) -> int:
-    """Of a rank, by the layers of each."""
+    """Return the stages per rank, from the layers of each."""
     depth = facts.get("stage_depth")
     if not depth:
         return 1
@@ -192,11 +195,11 @@ def _stages(facts: Facts) -> int:
 
 
 def _resolve(facts: Facts) -> Facts:
-    found = model_of(resolve(facts))
-    spread = found.get("moe_experts") and (found.get("ep") or 1) > 1
-    if spread and found.get("dispatcher") not in ("alltoall", "flex"):
+    resolved = model_of(resolve(facts))
+    spread = resolved.get("moe_experts") and (resolved.get("ep") or 1) > 1
+    if spread and resolved.get("dispatcher") not in ("alltoall", "flex"):
         raise PlanError("moe-token-dispatcher-type allgather, the default, is not counted: take alltoall or flex")
-    return {**found, "precision": "bf16" if found.get("bf16") else "fp16" if found.get("fp16") else "fp32"}
+    return {**resolved, "precision": "bf16" if resolved.get("bf16") else "fp16" if resolved.get("fp16") else "fp32"}
 
 
 def _launch(plan: Plan) -> LaunchCommand:

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments of a model: what they say of a shape, and the shape that they mean."""
+"""Megatron-LM's arguments of a model, in both directions: from a shape, and to one."""
 
 import re
 
@@ -70,11 +70,11 @@ MODEL = (
 
 
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "bigscience/tokenizer": 250680}
-"""Rows of what a kind of tokenizer, or a tokenizer by its name, has: megatron/training/tokenizer; BLOOM's."""
+"""Kind or name of a tokenizer -> rows of the embedding: megatron/training/tokenizer, and BLOOM's."""
 
 
 def model_facts(shape: ModelShape, layout: Layout) -> Facts:
-    """Of a shape; PlanError where pretrain_gpt.py has no such model, or none that is written here."""
+    """Return the facts of a shape. Raises PlanError if pretrain_gpt.py has no arguments for it here."""
     if shape.unbuilt is not None:
         raise PlanError(f"megatron-lm: no argument is written here for {', '.join(shape.unbuilt.named())}")
     if shape.window_from_layer:
@@ -94,19 +94,22 @@ def model_facts(shape: ModelShape, layout: Layout) -> Facts:
 
 
 def _positions(shape: ModelShape) -> Facts:
-    """Base and stretching of the rotary frequencies."""
+    """Return base and scaling of the rotary frequencies."""
     scaling = shape.rope_scaling
-    found: Facts = {"rotary_base": int(shape.rope_theta) if shape.positions == "rope" else None}
+    positions: Facts = {"rotary_base": int(shape.rope_theta) if shape.positions == "rope" else None}
     if scaling is not None and scaling.kind == "llama3":
-        found |= {"stretched": True, "stretch": scaling.factor}
+        positions |= {"stretched": True, "stretch": scaling.factor}
     if scaling is not None and scaling.kind == "yarn":
         all_dim = scaling.mscale_all_dim or None
-        found |= {"yarn": scaling.factor, "yarn_mscale": scaling.mscale or None, "yarn_all_dim": all_dim}
-    return found
+        positions |= {"yarn": scaling.factor, "yarn_mscale": scaling.mscale or None, "yarn_all_dim": all_dim}
+    return positions
 
 
 def _experts(shape: ModelShape, layout: Layout) -> Facts:
-    """Of experts, beside their sizes. By default it has one product for each, and gathers all tokens."""
+    """Return the facts of experts beside their sizes.
+
+    The defaults are one product per expert and gathering all tokens.
+    """
     if shape.moe is None:
         return {}
     dense, spread = shape.moe.first_dense, layout.ep > 1
@@ -119,29 +122,32 @@ def _experts(shape: ModelShape, layout: Layout) -> Facts:
 
 
 def model_of(facts: Facts) -> Facts:
-    """The other way, with Megatron-LM's defaults; PlanError for a model that is not counted."""
-    found = _latent(facts)
-    if not found.get("vocab") and (rows := _vocabulary(found)):
-        found["vocab"] = rows
-    if found.get("positions") == "alibi":
-        found["positions"], found["unrotated"] = "rope", True
-    found["tied"], found["mlp"] = not found.get("untied"), "swiglu" if found.get("gated") else "gelu_tanh"
-    grouped = found.get("grouped") and not found.get("latent")
-    found["kv_heads"] = (found.get("key_heads") or 1) if grouped else found.get("heads")
-    found["qkv_bias"] = bool(found.get("only_qkv_bias")) or not found.get("no_bias")
-    if found.get("hidden") and not found.get("ffn"):
-        wide = 4 * found["hidden"]
-        found["ffn"] = int(wide * 2 / 3 / 64) * 64 if found.get("gated") else wide
-    if found.get("rotary_base") and found.get("positions") == "rope":
-        found["rope_theta"] = found["rotary_base"]
-    pair = str(found.get("window_pair") or "").partition(",")[0].strip()
-    found["window"] = int(pair) + 1 if pair.isdecimal() else 0
-    width, pattern = found.pop("moe_shared_width", None), found.pop("moe_pattern", None)
-    return {**found, **_experts_of(found, width, pattern)} if found.get("moe_experts") else found
+    """Return the model's facts, with Megatron-LM's defaults. Raises PlanError if it is not counted."""
+    model = _latent(facts)
+    if not model.get("vocab") and (rows := _vocabulary(model)):
+        model["vocab"] = rows
+    if model.get("positions") == "alibi":
+        model["positions"], model["unrotated"] = "rope", True
+    model["tied"], model["mlp"] = not model.get("untied"), "swiglu" if model.get("gated") else "gelu_tanh"
+    grouped = model.get("grouped") and not model.get("latent")
+    model["kv_heads"] = (model.get("key_heads") or 1) if grouped else model.get("heads")
+    model["qkv_bias"] = bool(model.get("only_qkv_bias")) or not model.get("no_bias")
+    if model.get("hidden") and not model.get("ffn"):
+        wide = 4 * model["hidden"]
+        model["ffn"] = int(wide * 2 / 3 / 64) * 64 if model.get("gated") else wide
+    if model.get("rotary_base") and model.get("positions") == "rope":
+        model["rope_theta"] = model["rotary_base"]
+    pair = str(model.get("window_pair") or "").partition(",")[0].strip()
+    model["window"] = int(pair) + 1 if pair.isdecimal() else 0
+    width, pattern = model.pop("moe_shared_width", None), model.pop("moe_pattern", None)
+    return {**model, **_experts_of(model, width, pattern)} if model.get("moe_experts") else model
 
 
 def _vocabulary(facts: Facts) -> int | None:
-    """By the tokenizer: its kind, its name, or the model whose name it has. Byte pairs alone are GPT-2's."""
+    """Return the vocabulary size by the tokenizer's kind or name, or by a model of that name.
+
+    Byte pairs without a kind are GPT-2's.
+    """
     kind, name = str(facts.get("tokenizer_kind") or ""), str(facts.get("tokenizer") or "")
     if not kind and facts.get("merges"):
         kind = "GPT2BPETokenizer"
@@ -160,18 +166,18 @@ def _experts_of(facts: Facts, shared_width: int | None, pattern: object) -> Fact
 
 
 def first_dense(pattern: object, layers: int) -> int:
-    """Of --moe-layer-freq; PlanError where a dense layer stands behind one of experts."""
+    """Return the number of dense first layers in --moe-layer-freq. Raises PlanError if dense layers follow experts."""
     if pattern is None or str(pattern) == "1":
         return 0
-    found = re.fullmatch(r"(\[0\](?:\*(\d+))?\+)?\[1\](?:\*(\d+))?", str(pattern).strip("()"))
-    dense = int(found[2] or 1) if found and found[1] else 0
-    if found is None or dense + int(found[3] or 1) != layers:
+    match = re.fullmatch(r"(\[0\](?:\*(\d+))?\+)?\[1\](?:\*(\d+))?", str(pattern).strip("()"))
+    dense = int(match[2] or 1) if match and match[1] else 0
+    if match is None or dense + int(match[3] or 1) != layers:
         raise PlanError(f"moe-layer-freq {pattern} is not counted: take [0]*N+[1]*M, the first layers dense")
     return dense
 
 
 def _latent(facts: Facts) -> Facts:
-    """Latent attention with its default widths, whose norms are part of it; of other attention none of them."""
+    """Return latent attention with its default widths and norms. Other attention has none of these facts."""
     plain = {name: value for name, value in facts.items() if not name.startswith("mla_")}
     if not facts.get("latent"):
         return plain

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM and Megatron-DeepSpeed that state no fact of a plan: without effect, refused, or a bound."""
+"""Arguments of Megatron-LM and Megatron-DeepSpeed without a fact of a plan: ignored, refused, or a bound."""
 
 from meshwright.stacks.trainers.hugging_face import ON_HOST
 

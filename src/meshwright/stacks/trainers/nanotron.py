@@ -94,18 +94,18 @@ REFUSED = {
     "parallelism.moe_layer_recompute": "makes experts again in the backward pass",
 }
 NARROW: dict[str, Any] = {"gradient_bytes": 2.0, "gradient_exchange_bytes": 2.0, "accumulates": False}
-"""Without fp32 sums beside the gradients."""
+"""Settings without fp32 sums beside the gradients."""
 
 
 def _stack(facts: Facts) -> Stack:
-    found = AS_PUBLISHED
+    stack = AS_PUBLISHED
     if not facts.get("regathered", True):
-        found = NANOTRON_GATHERED_PIPELINE if (facts.get("pp") or 1) > 1 else NANOTRON_GATHERED
-    return found if facts.get("wide_sums", True) else replace(found, **NARROW)
+        stack = NANOTRON_GATHERED_PIPELINE if (facts.get("pp") or 1) > 1 else NANOTRON_GATHERED
+    return stack if facts.get("wide_sums", True) else replace(stack, **NARROW)
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
-    """ZeRO-1 over all replicas, and tensor parallelism as the published runs had it."""
+    """Return why ZeRO-1 over all replicas, or tensor parallelism as in the published runs, cannot split so."""
     if layout.zero and layout.dp_replicate > 1:
         return "its ZeRO shares states among all replicas: take layout.dp_replicate=1"
     if layout.zero == 0 and layout.dp_shard > 1:
@@ -118,7 +118,7 @@ def split_refusal(shape: ModelShape, layout: Layout) -> str:
 
 
 def pipeline_refusal(shape: ModelShape, layout: Layout) -> str:
-    """Any number of stages up to that of layers: they are cut by cost."""
+    """Return why there cannot be so many stages. Stages are cut by cost, so any number up to the layers is possible."""
     return "" if layout.pp <= shape.layers else f"pp={layout.pp} is more than {shape.layers} layers"
 
 
@@ -135,12 +135,12 @@ def _facts(plan: Plan) -> Facts:
 
 
 def _resolve(facts: Facts) -> Facts:
-    found = {**facts, "norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "precision": "bf16"}
-    found["kv_heads"] = found.get("kv_heads") or found.get("heads")
-    if found.get("zero") not in (0, 1):
-        raise PlanError(f"optimizer.zero_stage={found.get('zero')} is not understood: take 0 or 1")
-    dp, shared = found.get("dp"), found.get("zero") == 1
-    return {**found, "dp_shard": dp if shared else 1, "dp_replicate": 1 if shared else dp}
+    resolved = {**facts, "norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "precision": "bf16"}
+    resolved["kv_heads"] = resolved.get("kv_heads") or resolved.get("heads")
+    if resolved.get("zero") not in (0, 1):
+        raise PlanError(f"optimizer.zero_stage={resolved.get('zero')} is not understood: take 0 or 1")
+    dp, shared = resolved.get("dp"), resolved.get("zero") == 1
+    return {**resolved, "dp_shard": dp if shared else 1, "dp_replicate": 1 if shared else dp}
 
 
 def _launch(plan: Plan) -> LaunchCommand:

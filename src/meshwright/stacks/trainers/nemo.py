@@ -34,7 +34,7 @@ NEEDED = {
     "cp": "model.context_parallel_size", "micro_batch": "train.micro_batch_size",
     "global_batch": "train.global_batch_size", "sequence": "model.seq_length",
 }  # fmt: skip
-"""What a file has to say, for a recipe's own values are not read."""
+"""Facts that a file must state, since a recipe's own values are not read."""
 OPTIONS = (
     Option(key="model.tensor_model_parallel_size", fact="tp", meaning="ranks that share every matrix"),
     Option(key="model.sequence_parallel", fact="sp", meaning="norms share the sequence among them"),
@@ -120,14 +120,14 @@ RECIPE_2 = ConfigFile(
     refused={"peft": "trains adapters instead of all weights: ask plan --tune lora"},
     title="recipe of NeMo 2: nemo/collections/llm/recipes",
 )  # fmt: skip
-"""Defaults of its DistributedDataParallelConfig; a rank's number of nodes is an argument, and is yours to give."""
+"""Defaults of its DistributedDataParallelConfig. The number of nodes is an argument that the user gives."""
 
 
 def _stack(facts: Facts) -> Stack:
-    found = megatron.stack_of(facts)
+    stack = megatron.stack_of(facts)
     if facts.get("writes_scores"):
-        found = replace(found, attention="fused-softmax")
-    return replace(found, gradient_exchange_bytes=4.0 if facts.get("wide_reduction", False) else 2.0)
+        stack = replace(stack, attention="fused-softmax")
+    return replace(stack, gradient_exchange_bytes=4.0 if facts.get("wide_reduction", False) else 2.0)
 
 
 def _facts(plan: Plan) -> Facts:
@@ -160,15 +160,15 @@ def _resolve(facts: Facts) -> Facts:
 
 
 def noticed(entries: Sequence[Entry]) -> Facts:
-    """The recipe that the file starts from, by its name."""
+    """Return the recipe that the file starts from, by its name."""
     called = [entry.value.name for entry in entries if entry.key == "=" and isinstance(entry.value, Called)]
-    found = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
+    recipe = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
     module = next((str(entry.value) for entry in entries if entry.key == NAMED), "")
     if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_(?:nemotron_)?([\dxp]+b|\d00m)(?:_\w*)?", module):
         number = ".".join(filter(None, sized.group(2, 3)))
         dash = "" if sized[1] == "qwen" or not number else "-"
         size = f"0.{sized[4][0]}b" if sized[4].endswith("m") else sized[4].replace("p", ".")
-        return {"hub": f"{sized[1]}{dash}{number}-{size}"} | ({"recipe": found} if found else {})
+        return {"hub": f"{sized[1]}{dash}{number}-{size}"} | ({"recipe": recipe} if recipe else {})
     imported = ",".join(str(entry.value) for entry in entries if entry.key == "import")
     sizes = re.search(r"\b(Llama|Qwen|Mixtral|Gemma)(\d?)(\d?)Config(\d\w*)", imported)
     named = {}
@@ -176,16 +176,16 @@ def noticed(entries: Sequence[Entry]) -> Facts:
         family, version = sizes[1].lower(), ".".join(filter(None, sizes.group(2, 3)))
         dash = "-" * (version != "" and family != "qwen")
         named = {"hub": f"{family}{dash}{version}-{sizes[4].lower()}"}
-    return named | ({"recipe": found} if found else {})
+    return named | ({"recipe": recipe} if recipe else {})
 
 
 def shape_named(facts: Facts) -> ModelShape | None:
-    """The model of a recipe."""
+    """Return the model of a recipe."""
     return next((presets.model(name) for name, known in RECIPES.items() if known == facts.get("recipe")), None)
 
 
 def head(facts: Facts) -> str:
-    """What stands above the settings."""
+    """Return the lines above the settings."""
     module, start = facts["recipe"]
     return (
         "import torch  # noqa: F401\n"

@@ -1,6 +1,6 @@
-"""NeMo 1: the YAML of megatron_gpt_pretraining.py and of its fine-tuning, over Megatron-Core.
+"""NeMo 1: the YAML of megatron_gpt_pretraining.py and of its fine-tuning, over Megatron-Core. Read only.
 
-Its files are read, and not written. Defaults: examples/nlp/language_modeling/conf/megatron_gpt_config.yaml.
+Defaults: examples/nlp/language_modeling/conf/megatron_gpt_config.yaml.
 """
 
 from meshwright.spec.errors import PlanError
@@ -10,11 +10,11 @@ from meshwright.stacks.trainers import megatron_lm as megatron
 from meshwright.stacks.trainers.megatron_models import model_of
 
 MARK = "trainer_precision"
-"""A fact that every such file has."""
+"""Fact that every such file states."""
 GATED = ("swiglu", "fast-swiglu")
 NORMS = {"rmsnorm": "rmsnorm", **dict.fromkeys(("layernorm", "layernorm1p", "low_precision_layernorm"), "layernorm")}
 SHARDED = ("distributed_fused_adam", "mcore_distributed_optim")
-"""Names of its optimizers with shared states: AdamW, as `fused_adam` and `adamw` without."""
+"""Names of its optimizers with sharded states: AdamW, as `fused_adam` and `adamw` without sharding."""
 WHOLE = ("fused_adam", "adamw", "adam", "megatron_fused_adam")
 PRECISIONS = {"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16", "32": "fp32", "32-true": "fp32"}
 YAML = ConfigFile(
@@ -118,7 +118,7 @@ YAML = ConfigFile(
 
 
 def resolve(facts: Facts) -> Facts:
-    """Common facts of Megatron-Core's own; PlanError for what it has beside GPT as it is counted."""
+    """Return common facts from Megatron-Core's own. Raises PlanError for anything beyond GPT as counted."""
     precision, norm = str(facts[MARK]).lower(), str(facts["norm_word"]).lower()
     optimizer, activation = str(facts["optimizer_name"]), str(facts["activation"])
     for key, word, known in (

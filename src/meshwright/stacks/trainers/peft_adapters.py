@@ -11,7 +11,7 @@ MATRICES = {
     "output_proj": "o", "w1": "gate", "w2": "down", "w3": "up",
     "self_attn": "attention", "mlp": "mlp",
 }  # fmt: skip
-"""PEFT's names of matrices -> ours."""
+"""PEFT's names of matrices -> Meshwright's."""
 EVERY = ("all", "all-linear")
 BY_DEFAULT = "q,v"
 """peft/utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING: Llama, Mistral, Qwen."""
@@ -20,11 +20,11 @@ WHOLE = {
     "embeddings": "embedding",
     "lm_head": "head", "output_layer": "head",
 }  # fmt: skip
-"""Names of matrices that are trained whole -> ours."""
+"""Names of matrices that are trained whole -> Meshwright's."""
 KINDS = ("lora", "qlora", "True", "true")
 OFF = ("full", "False", "false", "None", "")
 FROZEN = "freeze"
-"""All weights but those of some layers stay as they are: LLaMA-Factory's."""
+"""LLaMA-Factory's word for training some layers only."""
 FULL_OPTIONS = (
     Option(key="lora_alpha", fact="lora_alpha", meaning="factor of adapters, times their rank"),
     Option(key="lora_target_modules", fact="lora_targets", also=("lora_target",), meaning="matrices with adapters"),
@@ -35,16 +35,16 @@ FULL_OPTIONS = (
     Option(key="load_in_4bit", fact="base_4bit", meaning="frozen matrices in 4 bits"),
     Option(key="load_in_8bit", fact="base_8bit", meaning="frozen matrices in 8 bits"),
 )  # fmt: skip
-"""Options that these trainers share. How adapters are asked for, and their rank, each names its own way."""
+"""Options that these trainers share. Each names adapters and their rank in its own way."""
 
 
 def is_adapted(facts: Facts) -> bool:
-    """Whether adapters are trained in place of the weights."""
+    """Return True if adapters are trained instead of the weights."""
     return str(facts.get("adapter")) in KINDS
 
 
 def adapter_facts(facts: Facts) -> Facts:
-    """`lora`: the fields of the adapters' shape; nothing where all weights are trained."""
+    """Return `lora`, the fields of the adapters' shape. Empty if all weights are trained."""
     if not is_adapted(facts):
         return {}
     four, eight = _on(facts, "base_4bit") or facts.get("base_bits") == 4, _on(facts, "base_8bit")
@@ -60,7 +60,7 @@ def adapter_facts(facts: Facts) -> Facts:
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """Ways of tuning that are neither adapters nor all weights."""
+    """Yield kinds of tuning that are neither adapters nor all weights."""
     kind = str(facts.get("adapter"))
     if kind not in (*KINDS, *OFF, FROZEN):
         yield f"adapter={kind} trains other parameters than low-rank adapters, which is not counted: take lora"
@@ -78,14 +78,14 @@ def objections(facts: Facts) -> Iterator[str]:
 
 
 def _whole(facts: Facts) -> list[str]:
-    """Names of matrices that are trained whole, without those of their modules."""
+    """Return the names of matrices that are trained whole, without their modules."""
     named = facts.get("whole_matrices")
     listed = map(str, named) if isinstance(named, list) else re.split(r"[,\s]+", str(named or ""))
     return [name.rpartition(".")[2] for name in listed if name and name.lower() not in ("none", "null")]
 
 
 def _unknown(facts: Facts) -> list[str]:
-    """Names of matrices with adapters that no model here has; the last part of a path counts."""
+    """Return names of adapted matrices that no model here has. The last part of a path counts."""
     named = facts.get("lora_targets")
     listed = map(str, named) if isinstance(named, list) else re.split(r"[,\s]+", str(named or ""))
     words = [re.split(r"\W+", name.strip("$)")) for name in listed if name]

@@ -25,7 +25,7 @@ CHECKPOINTS = {
     "full": Called(name="FullAC.Config()"),
 }
 EAGER: dict[str, Any] = {"passes": 1.75, "norm_passes": 10.0, "rope_passes": 5.0}
-"""As published rows without compilation are read (planner/accuracy/published_stacks.py)."""
+"""Overheads of published rows without compilation (planner/accuracy/published_stacks.py)."""
 
 SHARED = (
     Option(key="training.seq_len", fact="sequence", meaning="tokens of a sequence", default=2048,
@@ -83,7 +83,7 @@ TOML = (
            meaning="op: all but every second matrix product"),
 )  # fmt: skip
 PYTHON = (
-    *(replace(one, quiet=False) for one in SHARED),  # what it starts from may have another value
+    *(replace(option, quiet=False) for option in SHARED),  # the configuration it starts from may differ
     Option(key="activation_checkpoint", fact="recompute", words=CHECKPOINTS,
            meaning="what the backward pass makes again"),
 )  # fmt: skip
@@ -123,21 +123,24 @@ REFUSED = {
 
 
 def _stack(facts: Facts) -> Stack:
-    found = TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
-    return replace(found, product_bytes=1.0) if converters(facts) else found
+    stack = TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
+    return replace(stack, product_bytes=1.0) if converters(facts) else stack
 
 
 def converters(facts: Facts) -> list[str]:
-    """Of a list, or of names with commas between them; PlanError for one whose products are not counted."""
+    """Return the converters of a list, or of names separated by commas.
+
+    Raises PlanError for one whose products are not counted.
+    """
     listed = facts.get("converters") or (("float8",) if facts.get("float8_before") is True else ())
     names = listed.split(",") if isinstance(listed, str) else [str(converter) for converter in listed]
-    found = [name.strip() for name in names if name.strip()]
-    for name in found:
+    stripped = [name.strip() for name in names if name.strip()]
+    for name in stripped:
         if "float8" not in name or "grouped" in name:
             raise PlanError(
                 f"model.converters={name} makes products that are not counted: take float8 of linear layers"
             )
-    return found
+    return stripped
 
 
 def _split_refusal(shape: ModelShape, layout: Layout) -> str:
@@ -182,28 +185,32 @@ def _facts(plan: Plan) -> Facts:
 
 
 def _resolve(facts: Facts) -> Facts:
-    found = {**facts, **_by_tokens(facts)}
-    if isinstance(found.get("recompute"), str) and found["recompute"] not in CHECKPOINTS:
-        raise PlanError(f"activation_checkpoint.mode={found['recompute']} is not counted: take none, selective or full")
-    converters(found)
-    piped, kept = (found.get("pp") or 1) > 1, found.get("resharded", "default")
-    if kept not in ("default", "never" if piped else "always"):
-        raise PlanError(f"fsdp_reshard_after_forward={kept} {'with' if piped else 'without'} a pipeline is not counted")
-    if found.get("recompute") == "selective":
-        found |= _selective(found)
-    found["sp"] = (found.get("tp") or 1) > 1 and bool(found.get("shares_sequence", True))
-    local, batch = found.pop("local_batch", 8), found.get("global_batch", -1)
-    found["micro_batch"] = found.get("pipeline_micro_batch", 1) if piped else local
+    resolved = {**facts, **_by_tokens(facts)}
+    if isinstance(resolved.get("recompute"), str) and resolved["recompute"] not in CHECKPOINTS:
+        raise PlanError(
+            f"activation_checkpoint.mode={resolved['recompute']} is not counted: take none, selective or full"
+        )
+    converters(resolved)
+    piped, reshards = (resolved.get("pp") or 1) > 1, resolved.get("resharded", "default")
+    if reshards not in ("default", "never" if piped else "always"):
+        raise PlanError(
+            f"fsdp_reshard_after_forward={reshards} {'with' if piped else 'without'} a pipeline is not counted"
+        )
+    if resolved.get("recompute") == "selective":
+        resolved |= _selective(resolved)
+    resolved["sp"] = (resolved.get("tp") or 1) > 1 and bool(resolved.get("shares_sequence", True))
+    local, batch = resolved.pop("local_batch", 8), resolved.get("global_batch", -1)
+    resolved["micro_batch"] = resolved.get("pipeline_micro_batch", 1) if piped else local
     if not isinstance(batch, int) or batch < 1:
-        found["global_batch"], found["local_batch"] = None, local
+        resolved["global_batch"], resolved["local_batch"] = None, local
     if not piped:
-        return {**found, "zero": 3}
-    schedule = found.get("pipeline_schedule", "1f1b")
-    return {**found, "zero": 3, "pipeline_batch": local, "schedule": schedule, "vp": _virtual(found, schedule)}
+        return {**resolved, "zero": 3}
+    schedule = resolved.get("pipeline_schedule", "1f1b")
+    return {**resolved, "zero": 3, "pipeline_batch": local, "schedule": schedule, "vp": _virtual(resolved, schedule)}
 
 
 def _by_tokens(facts: Facts) -> Facts:
-    """The batch as configurations since August 2026 state it: in tokens."""
+    """Return the batch from tokens, as configurations since August 2026 state it."""
     tokens, length = facts.get("rank_tokens"), facts.get("sequence") or 2048
     if not tokens:
         return {}
@@ -217,7 +224,7 @@ def _by_tokens(facts: Facts) -> Facts:
 
 
 def _selective(facts: Facts) -> Facts:
-    """`op` is the policy per operation. A number: every so many layers are made again whole, the others keep all."""
+    """Return the policy per operation for `op`. A number means that every so many layers are recomputed whole."""
     option = str(facts.get("selective", "op"))
     if option == "op":
         return {}
@@ -228,7 +235,7 @@ def _selective(facts: Facts) -> Facts:
 
 
 def _virtual(facts: Facts, schedule: str) -> int:
-    """Stages of a rank: as many as the layers of one leave; of schedules that want several, 2."""
+    """Return the stages per rank, from the layers of a stage. Schedules that need several default to 2."""
     each, layers = facts.get("stage_layers"), facts.get("layers")
     if each and layers:
         return max(1, ceil((int(layers) + ENDS) / int(each)) // int(facts["pp"]))
@@ -236,7 +243,7 @@ def _virtual(facts: Facts, schedule: str) -> int:
 
 
 def head(facts: Facts) -> str:
-    """What stands above the settings of the Python file."""
+    """Return the lines above the settings of the Python file."""
     module = facts["titan_module"]
     return (
         "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: F401\n"

@@ -1,4 +1,4 @@
-"""torchtitan's models: modules and flavors of its registry, and the functions that Python configurations start from."""
+"""torchtitan's models: modules and flavors of its registry, and functions that Python configurations start from."""
 
 import re
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ MODELS = {
 }  # fmt: skip
 """Preset -> (module, flavor): torchtitan/models/*/__init__.py."""
 READ = {**MODELS, "gpt-oss-20b": ("gpt_oss", "20b"), "gpt-oss-120b": ("gpt_oss", "120b")}
-"""Those that are read, and not written."""
+"""Models that are read, but not written."""
 MODULES = tuple(dict.fromkeys(module for module, _ in READ.values()))
 STARTED = {"llama3": "llama3_8b", "qwen3": "qwen3_0_6b", "deepseek_v3": "deepseek_v3_671b"}
-"""Module -> the function of its registry that the written one starts from."""
+"""Module -> function of its registry that the written configuration starts from."""
 DEBUG: dict[Any, dict[str, Any]] = {
     ("llama3", "debugmodel"): {
         "family": "llama", "vocab": 2048, "layers": 6, "hidden": 256, "heads": 16, "ffn": 768, "max_positions": 131072,
@@ -32,14 +32,14 @@ DEBUG: dict[Any, dict[str, Any]] = {
         "ffn": 3072, "max_positions": 4096, "norm_eps": 1e-6, "rope_theta": 1000000.0, "qk_norm": True, "tied": True,
     },
 }  # fmt: skip
-"""Small models for trying things out, that no preset has: torchtitan/models/*/__init__.py (b5bcd76c)."""
+"""Small models for tests without a preset: torchtitan/models/*/__init__.py (b5bcd76c)."""
 STATED = ("training.seq_len", "training.local_batch_size", "activation_checkpoint",
           *(f"parallelism.{name}_parallel_degree" for name in ("tensor", "context", "pipeline")))  # fmt: skip
-"""What a Python configuration has to say that starts from a function of the registry, whose values are not read."""
+"""Keys that a Python configuration must state if it starts from a registry function, whose values are not read."""
 
 
 def shape_named(facts: Facts) -> ModelShape | None:
-    """The model of a module and flavor, or of the function that a Python configuration starts from."""
+    """Return the model of a module and flavor, or of the function that a Python configuration starts from."""
     named = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
     if named in DEBUG:
         return presets.shape_of({"name": f"{named[0]}-{named[1]}", **DEBUG[named]})
@@ -47,7 +47,7 @@ def shape_named(facts: Facts) -> ModelShape | None:
 
 
 def registry_facts(called: str) -> Facts:
-    """Module and flavor that a name of the registry means: `llama3_8b`, or `model_registry('8B')`."""
+    """Return module and flavor that a registry name means: `llama3_8b`, or `model_registry('8B')`."""
     match = re.match(rf"({'|'.join(MODULES)})_(\w+?)(_.*)?$", called)
     if not match:
         return {}
@@ -58,12 +58,15 @@ def registry_facts(called: str) -> Facts:
 
 
 def noticed(entries: Sequence[Entry]) -> Facts:
-    """The model, by family and flavor; of a Python configuration by the registry's function, or by the flavor that it
-    names; and its products of 8 bits, wherever the converter stands."""
-    said = {entry.key: entry.value for entry in entries}
+    """Return the model and its 8-bit products.
+
+    The model is given by family and flavor, in Python by a registry function or a flavor. Converters are found
+    anywhere.
+    """
+    values = {entry.key: entry.value for entry in entries}
     facts: Facts = {}
-    if said.get("model.name") and said.get("model.flavor"):
-        facts["hub"] = f"{said['model.name']}-{said['model.flavor']}"
+    if values.get("model.name") and values.get("model.flavor"):
+        facts["hub"] = f"{values['model.name']}-{values['model.flavor']}"
     for entry in entries:
         if entry.key == "import":
             module = re.search(r"models\.(\w+)", str(entry.value))
@@ -80,7 +83,7 @@ def noticed(entries: Sequence[Entry]) -> Facts:
             named = entry.value.name if isinstance(entry.value, Called) else str(entry.value)
             facts = {**registry_facts(named), **facts}
             if entry.key == "=" and registry_facts(named):
-                _check_stated(named, {one.key for one in entries})
+                _check_stated(named, {other.key for other in entries})
     return facts
 
 

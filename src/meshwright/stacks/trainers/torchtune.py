@@ -1,4 +1,4 @@
-"""torchtune: the YAML of `tune run`, of its full and low-rank recipes. It is read, and not written.
+"""torchtune: the YAML of `tune run`, for its full and low-rank recipes. Read only.
 
 Defaults: recipes/full_finetune_distributed.py and lora_finetune_distributed.py of torchtune 0.6.
 """
@@ -19,7 +19,7 @@ BUILDER = re.compile(
 )
 """Family, version and size in the name of a function that builds a model."""
 SINGLE = "single_device"
-"""In the name of a recipe for one GPU, without FSDP."""
+"""Part of the name of a recipe for one GPU, without FSDP."""
 NARROW = "keeps weights, gradients and optimizer states in 16 bits, which needs less memory: not counted."
 YAML = ConfigFile(
     name="torchtune.yaml",
@@ -88,7 +88,7 @@ YAML = ConfigFile(
 
 
 def _hub(builder: str) -> str:
-    """The name of the model that a function builds; PlanError for one that is not counted."""
+    """Return the name of the model that a function builds. Raises PlanError if it is not counted."""
     match = BUILDER.match(builder)
     if match is None:
         raise PlanError(f"model._component_={builder} is not counted: give a model of text, by MODEL")
@@ -104,8 +104,8 @@ def _hub(builder: str) -> str:
 
 
 def noticed(entries: object) -> Facts:
-    """The model's name, and whether adapters are trained, by the function that builds it."""
-    values = {one.key: one.value for one in entries}  # type: ignore[attr-defined]  # entries of a file
+    """Return the model's name and the adapters, by the function that builds the model."""
+    values = {entry.key: entry.value for entry in entries}  # type: ignore[attr-defined]  # entries of a file
     builder = str(values.get("model._component_", ""))
     low = "lora_" in builder
     resolved: Facts = {"adapter": "lora"} if low else {}
@@ -114,7 +114,7 @@ def noticed(entries: object) -> Facts:
 
 
 def resolve(facts: Facts) -> Facts:
-    """Adapters, recomputation and how ranks share, by the recipe that the file's name is of."""
+    """Return adapters, recomputation and sharding, by the recipe that the file's name belongs to."""
     resolved = dict(facts)
     if resolved.get("lora_mlp"):
         named = resolved.get("lora_targets") or []
@@ -128,7 +128,7 @@ def resolve(facts: Facts) -> Facts:
 
 
 def objections(facts: Facts) -> Iterator[str]:
-    """Optimizers and losses that are not counted."""
+    """Yield optimizers and losses that are not counted."""
     optimizer = str(facts.get("optimizer_class") or "")
     if not optimizer:
         yield "no optimizer is named: the file trains nothing"
@@ -140,7 +140,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """What saves memory or time and is not counted."""
+    """Yield uncounted settings that save memory or time."""
     if not adapters.is_adapted(facts) and facts.get("precision") != "fp32":
         yield f"dtype=bf16 {NARROW}"
     optimizer = str(facts.get("optimizer_class") or "")

@@ -20,8 +20,10 @@ FUSED_HEAD = replace(
     "tiles of 4,096 tokens x 32,768 rows of the vocabulary, whose statistics one kernel makes, and keeps no logits; "
     "gradients of its matrix and its input are summed in fp32",
 )
-"""No published row of it could be scored. Its backward pass makes the logits again, where the count has more passes
-over the gradient of the matrix."""
+"""No published row of it could be scored.
+
+Its backward pass recomputes the logits, where the count has more passes over the matrix gradient.
+"""
 FUSED_DEEPSPEED = replace(
     FUSED_HEAD,
     name="trl-sft-deepspeed",
@@ -32,7 +34,7 @@ FUSED_DEEPSPEED = replace(
 )
 DEFAULTS = {"bf16": True, "learning_rate": 2e-5}
 ADAPTERS = {"lora_alpha": 32, "lora_dropout": 0.05}
-TRAINER = tuple(replace(one, default=DEFAULTS.get(one.key, one.default)) for one in hf.TRAINER)
+TRAINER = tuple(replace(option, default=DEFAULTS.get(option.key, option.default)) for option in hf.TRAINER)
 """Its defaults differ from the Trainer's: trl/trainer/sft_config.py."""
 SFT = ConfigFile(
     name="sft.yaml",
@@ -49,7 +51,7 @@ SFT = ConfigFile(
         Option(key="use_peft", fact="adapter", meaning="low-rank adapters in place of the weights"),
         Option(key="lora_r", fact="lora_rank", default=16, meaning="rank of adapters"),
         Option(key="use_bnb_nested_quant", fact="nested", default=False, meaning="scales of 4 bits are codes too"),
-        *(replace(one, default=ADAPTERS.get(one.key)) for one in adapters.FULL_OPTIONS),
+        *(replace(option, default=ADAPTERS.get(option.key)) for option in adapters.FULL_OPTIONS),
         Option(key="accelerate_config", fact="accelerate_file", also=("config_file",), meaning="how ranks share"),
         Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
         Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed, which shards in FSDP's place"),
@@ -91,7 +93,7 @@ COMMAND = replace(
 
 
 def _stack(facts: Facts) -> Stack:
-    """Losses over pairs hold all logits."""
+    """Return the stack. Losses over pairs keep all logits."""
     if facts.get("pairs"):
         return hf.stack_of(facts)
     fused = FUSED_DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FUSED_HEAD
