@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 
 from meshwright.planner.cost.stage_costs import FirstHalves
-from meshwright.planner.step.memo import Memo
 from meshwright.planner.step.predict import build_estimator, predict
-from meshwright.planner.step.shared_costs import SharedCosts
+from meshwright.planner.step.shared_costs import Memo, SharedCosts
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import WORDS

@@ -1,6 +1,6 @@
 """Costs shared by the layouts of one model, recipe and cluster, each counted once."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -10,13 +10,22 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.rounded_weights import with_rounded_weights
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
-from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy, StageKind, costs, split_by_cost
+from meshwright.planner.cost.stage_costs import (
+    Costs,
+    CostsByPolicy,
+    FirstHalves,
+    Policies,
+    StageKind,
+    costs,
+    split_by_cost,
+)
 from meshwright.planner.cost.states import ElementCounts, States, counts, layer_kinds
+from meshwright.planner.memory.engine_peak import MomentBytes
 from meshwright.planner.memory.gather_units import GatherUnits, gather_units
 from meshwright.planner.step.error_ranges import likely_share
 from meshwright.planner.step.execution import uncompiled_because
-from meshwright.planner.step.memo import Memo
 from meshwright.planner.step.prediction import usable_bytes
+from meshwright.planner.time.collectives import Sharing, StageContents
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.compiled_blocks import can_be_compiled
@@ -33,6 +42,35 @@ from meshwright.spec.shape import ModelShape
 
 KEPT = 1000
 """Most layouts, apart from their data parallelism, whose stages stay cached."""
+
+
+@dataclass(slots=True)
+class Memo:
+    """Cache of an estimator. Layouts share most of what it counts.
+
+    A key contains everything that its entry depends on. A test changes each field of a layout and compares entries of
+    equal keys.
+    """
+
+    stacks: dict[tuple[object, ...], Stack] = field(default_factory=dict)
+    parts: dict[tuple[object, ...], tuple[LocalShape, CostsByPolicy]] = field(default_factory=dict)
+    blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
+    halves: FirstHalves = field(default_factory=FirstHalves)
+    counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
+    units: dict[tuple[object, ...], GatherUnits] = field(default_factory=dict)
+    contents: dict[tuple[object, ...], tuple[StageContents, tuple[tuple[str, int], ...]]] = field(default_factory=dict)
+    """Layers of a pipeline rank, and how many of them are of each kind."""
+    sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
+    shares: dict[tuple[object, ...], Edges] = field(default_factory=dict)
+    stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)
+    moments: dict[tuple[object, ...], tuple[MomentBytes, ...]] = field(default_factory=dict)
+    kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool, tuple[int, ...]]]] = field(default_factory=dict)
+    played: dict[tuple[object, ...], float] = field(default_factory=dict)
+    splits: dict[tuple[object, ...], list[range]] = field(default_factory=dict)
+    stage_kinds: dict[tuple[object, ...], tuple[list[tuple[StageKind, ...]], list[int]]] = field(default_factory=dict)
+    least: dict[tuple[object, ...], float] = field(default_factory=dict)
+    busy: tuple[tuple[object, ...], tuple[float, ...]] = ((), ())
+    """Seconds per rank of the most recent layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
