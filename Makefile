@@ -119,6 +119,7 @@ claims: $(VENV)/.installed-dev
 pages: $(VENV)/.installed
 	$(RUN) -m docs.generate
 	$(RUN) -m docs.pictures.draw
+	$(RUN) -m docs.architecture
 
 docs: $(VENV)/.installed-docs
 	$(RUN) -m docs.site

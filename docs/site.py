@@ -26,7 +26,7 @@ from docs.generate import run
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, GATHERED, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 ROOT_PAGES = {"README.md": "project.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-SHIPPED = {".md", ".png", ".json", ".css", ".js"}
+SHIPPED = {".md", ".png", ".svg", ".json", ".css", ".js"}
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
 IMAGE = re.compile(r"(?<!\[)!\[[^\]]*\]\((?P<file>[^)\s]*)\)")
 """A picture that is not inside a link: a narrow window shows it too small to read, so it links to itself."""
