@@ -6,7 +6,7 @@ from torch import Tensor
 from benchmarks.gpu import exact_forms
 from benchmarks.gpu.case import ATTENTION, ROWS, Case, Count, Leaf, implementations, taken
 from meshwright import compat
-from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep, turn_and_keep_reference
+from meshwright.kernels.kept_numbers import PagedStore, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.paged_attention import PagedCall, RowsCall, attend_paged, attend_rows
 from meshwright.kernels.triton.likeliest import likeliest
 
@@ -83,7 +83,7 @@ def turned_and_kept(
     cos, sin = angles.cos(), angles.sin()
     slots = torch.arange(rows, device=device) * SIZE
     like = torch.empty(0, dtype=dtype, device=device)
-    keys, values = (KeptNumbers((rows, SIZE, key_heads, width), like, "model") for _ in range(2))
+    keys, values = (PagedStore((rows, SIZE, key_heads, width), like, "model") for _ in range(2))
 
     def run(q: Tensor, k: Tensor, v: Tensor, prefer: str) -> tuple[Tensor, Tensor, Tensor]:
         q, k = q.clone(), k.clone()
@@ -125,8 +125,8 @@ def likeliest_token(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.
     )  # fmt: skip
 
 
-def _store(numbers: Tensor) -> KeptNumbers:
+def _store(numbers: Tensor) -> PagedStore:
     """Blocks that are there already."""
-    stored = KeptNumbers((1, 1, *numbers.shape[2:]), numbers, "model")  # type: ignore[arg-type]  # two sizes
+    stored = PagedStore((1, 1, *numbers.shape[2:]), numbers, "model")  # type: ignore[arg-type]  # two sizes
     stored.codes, stored.sizes = numbers, tuple(numbers.shape)  # type: ignore[assignment]  # four sizes
     return stored

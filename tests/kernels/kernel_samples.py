@@ -35,7 +35,7 @@ from meshwright.kernels.triton import (
     rotary,
 )
 from meshwright.kernels.triton.code_words import PackedMatrix
-from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, UINT8, INT32, INT64 = torch.int8, torch.uint8, torch.int32, torch.int64
@@ -153,7 +153,7 @@ def update(moments: torch.dtype, weight: torch.dtype, *, copy: bool) -> Row:
         weight=empty(FFN, WIDTH, dtype=weight), copy=empty(FFN, WIDTH) if copy else None,
         moments=tuple(Moment(empty(FFN, WIDTH, dtype=moments), scales, sign, block) for sign in (True, False)),
         step=number, books=code_books(torch.device("meta")),
-        place=PlaceInWhole(
+        position=PositionInWhole(
             seed=2**33 + 7, rows=FFN, whole_rows=8 * FFN, first=1, second=FFN, width=WIDTH, column=0
         ),
     )  # fmt: skip

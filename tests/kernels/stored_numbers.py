@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.spec.serving_defaults import CacheForm
 
 
-def stored(numbers: Tensor, form: CacheForm = "model") -> KeptNumbers:
+def stored(numbers: Tensor, form: CacheForm = "model") -> PagedStore:
     """Of numbers (blocks, block, K, E)."""
     blocks, size, heads, width = numbers.shape
-    found = KeptNumbers((blocks, size, heads, width), numbers, form)
+    found = PagedStore((blocks, size, heads, width), numbers, form)
     found.write(torch.arange(blocks * size), numbers.flatten(0, 1))
     return found

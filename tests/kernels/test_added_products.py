@@ -191,7 +191,7 @@ def test_a_product_waits_with_its_operands_alone() -> None:
         with WeightGradients() as queue:
             made.sum().backward()
     assert weight.grad is None and sums.made == [0]
-    [[product]] = queue._left.values()
+    [[product]] = queue._deferred.values()
     assert isinstance(product, WeightProduct) and not product.x.requires_grad
     queue.run()
     assert weight.grad is not None and sums.made == [1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
 from meshwright.spec.serving_defaults import CACHE_FORMS, CacheForm
 
@@ -19,7 +19,7 @@ def test_loops_attend_as_the_reference(form: CacheForm, width: int, window: int)
     loops = library.compiled()
     assert loops is not None, "the tests need a C compiler"
     torch.manual_seed(0)
-    stores = [KeptNumbers((BLOCKS, SIZE, KEYS, width), torch.zeros(1), form) for _ in range(2)]
+    stores = [PagedStore((BLOCKS, SIZE, KEYS, width), torch.zeros(1), form) for _ in range(2)]
     for store in stores:
         new = torch.randn(BLOCKS * SIZE, KEYS, width) * 3 * torch.rand(BLOCKS * SIZE, 1, 1)
         new[3], new[14:20, :, ::2] = 0, new[14:20, :, ::2] * 2e-3
@@ -27,7 +27,7 @@ def test_loops_attend_as_the_reference(form: CacheForm, width: int, window: int)
     call = RowsCall(torch.tensor([3, 1, 4, 8, 2, 0, 7]), torch.tensor([0, 3]), torch.tensor([10, 14]), 15)
     q = torch.randn(2, HEADS, width)
     right = attend_rows_reference(
-        q, stores[0].taken(slice(0, BLOCKS)), stores[1].taken(slice(0, BLOCKS)), call, width=width, window=window,
+        q, stores[0].read(slice(0, BLOCKS)), stores[1].read(slice(0, BLOCKS)), call, width=width, window=window,
         scale=width**-0.5,
     )  # fmt: skip
     found = attend_rows(loops, q, *stores, call, width=width, window=window, scale=width**-0.5)

@@ -13,9 +13,9 @@ from torch import Tensor
 from meshwright.kernels import norm, prepared_product, rope, swiglu
 from meshwright.kernels.compiled import building, library, training_library
 from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.prepared_product import Int8Product, int8_of
+from meshwright.kernels.prepared_product import Int8Product, int8_product
 from meshwright.kernels.quantized_linear import row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
@@ -82,7 +82,7 @@ def test_what_is_no_number_stays_none(loops: Loops) -> None:
     _, scales = loops.round_rows(x)
     assert scales.isfinite()[:, 0].tolist() == [True, False, False]
     with library.used(loops):
-        for found in (swiglu.swiglu(x, x), norm.rms_norm(x, torch.ones(64), 1e-5), int8_of(drawn(64, 64))(x)):
+        for found in (swiglu.swiglu(x, x), norm.rms_norm(x, torch.ones(64), 1e-5), int8_product(drawn(64, 64))(x)):
             assert found[0].isfinite().all() and not found[1].isfinite().all() and not found[2].isfinite().all()
 
 
@@ -172,7 +172,7 @@ def test_columns_that_are_kept(loops: Loops) -> None:
     with library.used(loops):
         found = product(x)
     assert torch.allclose(found, prepared_product.reference([matrix], [None], x), atol=1e-3)
-    assert (found - F.linear(x, weight)).abs().max() < (int8_of(weight)(x) - F.linear(x, weight)).abs().max()
+    assert (found - F.linear(x, weight)).abs().max() < (int8_product(weight)(x) - F.linear(x, weight)).abs().max()
 
 
 def test_what_is_not_prepared() -> None:
@@ -195,7 +195,7 @@ def test_a_bf16_model_is_multiplied_in_fp32_where_the_cpu_has_no_units() -> None
 def test_numbers_are_kept_where_torch_keeps_them(loops: Loops) -> None:
     both, slots = drawn(7, 2 * 24 + 5), torch.tensor([3, 0, 11, 5, 6, 7, 8])
     numbers = both[:, 5:].unflatten(1, (2, 24))
-    stores = KeptNumbers((3, 4, 2, 24), numbers, "model"), KeptNumbers((3, 4, 2, 24), numbers, "model")
+    stores = PagedStore((3, 4, 2, 24), numbers, "model"), PagedStore((3, 4, 2, 24), numbers, "model")
     stores[0].write(slots, numbers)
     stores[1].write(slots, numbers, loops)
     assert torch.equal(stores[0].codes, stores[1].codes)
@@ -206,7 +206,7 @@ def test_attention_over_codes(loops: Loops, form: CacheForm) -> None:
     """As over the numbers that they stand for; which are near those that were kept."""
     keys, values = drawn(6, 4, 2, 64, seed=1, scale=3.0), drawn(6, 4, 2, 64, seed=2)
     kept = stored(keys, form), stored(values, form)
-    restored = [one.taken(slice(0, 6)) for one in kept]
+    restored = [one.read(slice(0, 6)) for one in kept]
     for one, numbers in zip(restored, (keys, values), strict=True):
         peak = numbers.abs().amax(-1, keepdim=True)
         assert ((one - numbers).abs() / peak).max() < (0.5 / 127 + 1e-6 if form == "int8" else 0.04)
@@ -220,12 +220,12 @@ def test_attention_over_codes(loops: Loops, form: CacheForm) -> None:
 def test_codes_are_the_same_by_both_libraries(loops: Loops) -> None:
     numbers, slots = drawn(7, 2, 24, scale=5.0), torch.tensor([3, 0, 11, 5, 6, 7, 8])
     numbers[2, 1] = 0
-    by_torch, by_loops = (KeptNumbers((3, 4, 2, 24), numbers, "int8") for _ in range(2))
+    by_torch, by_loops = (PagedStore((3, 4, 2, 24), numbers, "int8") for _ in range(2))
     by_torch.write(slots, numbers)
     by_loops.write(slots, numbers, loops)
     for one, other in zip(by_torch.tensors, by_loops.tensors, strict=True):
         assert torch.equal(one, other)
-    assert torch.equal(by_loops.taken(torch.tensor([2, 0])), by_loops.taken(slice(0, 3))[[2, 0]])
+    assert torch.equal(by_loops.read(torch.tensor([2, 0])), by_loops.read(slice(0, 3))[[2, 0]])
 
 
 def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_grouped_products_take_any_layout(
     torch.testing.assert_close(out, expected)
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    by_rows, by_weights = experts._gradients_by(laid[2], laid[0], weights, torch.tensor(counts), "auto", SAME)
+    by_rows, by_weights = experts._gradient_functions(laid[2], laid[0], weights, torch.tensor(counts), "auto", SAME)
     torch.testing.assert_close(by_rows(), right[0].grad)
     torch.testing.assert_close(by_weights(), right[1].grad)
 

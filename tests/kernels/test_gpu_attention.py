@@ -331,17 +331,17 @@ def test_queries_over_past_keys_have_no_mask_on_a_gpu(
     q, k, v = (torch.randn(2, n, heads, w).bfloat16() for n, heads, w in ((queries, 4, 20), (30, 2, 20), (30, 2, 12)))
     mask = causal_mask(queries, 30, window=window)
     with acting_as("cuda"):
-        takes = attention._is_band(q, k, v, mask, 0.0)
+        takes = attention._is_banded(q, k, v, mask, 0.0)
         assert takes == (queries > 1 or window > 0)
         if takes:
             assert attention.backend(q, k, v, mask, scale=SCALE) == kernel
             out = attention.attend(q, k, v, mask, scale=SCALE)
             torch.testing.assert_close(out, attend_reference(q, k, v, mask, scale=SCALE))
             assert (asked, library.calls) == (([(window - 1, 0)], []) if kernel == "flash" else ([], ["past"]))
-        assert not attention._is_band(q.float(), k.float(), v.float(), mask, 0.0)
-        assert not attention._is_band(q.requires_grad_(), k, v, mask, 0.0)
+        assert not attention._is_banded(q.float(), k.float(), v.float(), mask, 0.0)
+        assert not attention._is_banded(q.requires_grad_(), k, v, mask, 0.0)
         packed = Mask(window, torch.zeros(2, 30, dtype=torch.int32))
-        assert not attention._is_band(q.detach(), k, v, packed, 0.0)
+        assert not attention._is_banded(q.detach(), k, v, packed, 0.0)
 
 
 def test_rows_without_gradients_take_flash_4_but_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: names.append(kernel.__name__))
     monkeypatch.setattr(chooser, "_choose", choose)
-    monkeypatch.setattr(chooser, "_made", {})
+    monkeypatch.setattr(chooser, "_choices", {})
     yield names
 
 

@@ -173,7 +173,7 @@ def test_rows_of_another_dtype_have_a_contest_of_their_own() -> None:
 def test_products_go_to_the_open_contest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"rule": lambda _: 1.0})
     held, _ = contest(clock, [clock.way("rule")])
-    monkeypatch.setattr(device_products, "_contested", lambda rows, _: True)
+    monkeypatch.setattr(device_products, "_is_contested", lambda rows, _: True)
     coded, x = matrix(), torch.randn(3, 64)
     assert device_products.packed(x, coded, None, {}) is None, "a CPU has no kernel for it"
     monkeypatch.setattr(device_products, "_contests", [held])

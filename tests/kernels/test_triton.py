@@ -82,7 +82,7 @@ def test_an_installed_package_is_no_driver() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert chooser.unavailable(torch.device("cuda", 0)) == "no CUDA device"
-    assert "driver" in chooser._without_driver()
+    assert "driver" in chooser._driver_problem()
 
 
 def jitted(source: Path) -> Iterator[tuple[Path, str]]:
@@ -240,7 +240,7 @@ def test_compiled_blocks_launch_no_kernel(compile: Any, monkeypatch: pytest.Monk
     def launch(kernel: Any, *_: Any, **__: Any) -> None:
         launched.append(kernel.__name__)
 
-    monkeypatch.setattr(chooser, "_made", {})
+    monkeypatch.setattr(chooser, "_choices", {})
     monkeypatch.setattr(chooser, "_choose", choose)
     monkeypatch.setattr(JITFunction, "run", launch)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

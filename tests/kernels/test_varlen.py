@@ -150,7 +150,7 @@ def test_a_gpu_compiles_attention_over_documents_whole(window: int, monkeypatch:
     for module in (attention, partial_attention, varlen):
         monkeypatch.setattr(module, "kind", lambda x: "cuda")
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(partial_attention, "_asked_device", lambda *about: bool(asked.append(about)) or True)
+    monkeypatch.setattr(partial_attention, "_cached_device_fuses", lambda *about: bool(asked.append(about)) or True)
     graphs: list[Any] = []
 
     def seen(graph: Any, inputs: Any) -> Any:

@@ -33,7 +33,7 @@ def test_what_a_split_backward_pass_leaves_of_adapters_is_as_large_as_planned(dr
         queue = WeightGradients()
         with queue:
             loss.backward()
-    products = [product for each in queue._left.values() for product in each]
+    products = [product for each in queue._deferred.values() for product in each]
     left = [
         part for product in products if isinstance(product, WeightProduct) for part in (product.gradient, product.x)
     ]

@@ -47,7 +47,7 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
         queue = WeightGradients()
         with queue:
             loss.backward()
-    products = [product for each in queue._left.values() for product in each if isinstance(product, WeightProduct)]
+    products = [product for each in queue._deferred.values() for product in each if isinstance(product, WeightProduct)]
     left = [part for product in products for part in (product.gradient, product.x)]
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in left}
     of = local_shape(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)

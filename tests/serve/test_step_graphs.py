@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
 from meshwright.kernels import experts
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows_reference
 from meshwright.kernels.target import acting_as
 from meshwright.model import Transformer
@@ -63,7 +63,7 @@ def _(q: Tensor, *given: Any) -> Tensor:
 
 
 def attend_rows(
-    loops: Any, q: Tensor, keys: KeptNumbers, values: KeptNumbers, call: RowsCall, **more: Any
+    loops: Any, q: Tensor, keys: PagedStore, values: PagedStore, call: RowsCall, **more: Any
 ) -> Tensor:  # fmt: skip
     where = keys.codes, values.codes, keys.scales, values.scales, call.tables, call.offsets, call.last, call.longest
     found: Tensor = attend_in_one(q, *where, more["width"], more["window"], more["scale"])

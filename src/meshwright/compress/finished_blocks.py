@@ -96,7 +96,9 @@ class FinishedBlocks:
                 parameters[full] = stored[full].read()
             elif name not in parameters:
                 parts: dict[str, Any] = {
-                    part: stored[f"{name}.{part}"].read() for part in PARTS if f"{name}.{part}" in stored
+                    attribute: stored[f"{name}.{part}"].read()
+                    for part, attribute in PARTS.items()
+                    if f"{name}.{part}" in stored
                 }
                 parameters[name] = QuantizedMatrix(scheme=schemes[name], size_in=sizes[name][-1], **parts)
         return parameters

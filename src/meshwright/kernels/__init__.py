@@ -1,8 +1,8 @@
-"""Fast maths, each with a slow twin of the same signature.
+"""Fast kernels, each with a slow reference of the same signature.
 
-`Kernels` is the set of functions the model calls. `reference()` is the plain set (documentation and oracle), `fast()`
-the one to train with; the model is handed one of them and never asks which. Which implementation a fast function runs
-on a device, `chooser` says.
+`Kernels` is the set of functions that the model calls. `reference()` is the plain set (documentation and oracle),
+`fast()` the one to train with. The model receives one of them and never asks which. `chooser` decides which
+implementation a fast function runs on a device.
 """
 
 import functools
@@ -31,11 +31,11 @@ from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The inner functions of a transformer; signatures and shapes stand at each `reference` twin."""
+    """Inner functions of a transformer. Signatures and shapes are documented at each `reference` twin."""
 
     name: str
     prefer: str = "auto"
-    """Of chooser.PREFERENCES: what those are told that call a function beside these."""
+    """One of chooser.PREFERENCES, for code that calls a kernel outside this set."""
     attend: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     linears: Callable[..., tuple[Tensor, ...]]
@@ -56,7 +56,7 @@ class Kernels:
 
 
 def reference() -> Kernels:
-    """Plain PyTorch, one operation a line: what the fast set must equal."""
+    """Return the plain PyTorch set, one operation a line, which the fast set must equal."""
     return Kernels(
         name="reference",
         prefer="eager",
@@ -81,58 +81,60 @@ def reference() -> Kernels:
 
 
 def fast(prefer: str = "auto") -> Kernels:
-    """The set to train with, on any device; `prefer` is one of chooser.PREFERENCES."""
-    told = functools.partial(functools.partial, prefer=prefer) if prefer != "auto" else _as_it_is
+    """Return the set to train with, on any device. `prefer` is one of chooser.PREFERENCES."""
+
+    def preferring(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return kernel if prefer == "auto" else functools.partial(kernel, prefer=prefer)
+
     return Kernels(
         name="fast",
         prefer=prefer,
-        attend=told(attention.attend),
+        attend=preferring(attention.attend),
         linear=linear.linear,
         linears=linear.linears,
-        rms_norm=told(norm.rms_norm),
-        add_rms_norm=told(norm.add_rms_norm),
-        layer_norm=told(norm.layer_norm),
+        rms_norm=preferring(norm.rms_norm),
+        add_rms_norm=preferring(norm.add_rms_norm),
+        layer_norm=preferring(norm.layer_norm),
         rotate=rope.rotate,
-        rotate_pair=told(rope.rotate_pair),
-        swiglu=told(swiglu.swiglu),
-        swiglu_linear=told(swiglu.swiglu_linear),
-        gelu=told(swiglu.gelu),
-        expert_linear=told(experts.expert_linear),
+        rotate_pair=preferring(rope.rotate_pair),
+        swiglu=preferring(swiglu.swiglu),
+        swiglu_linear=preferring(swiglu.swiglu_linear),
+        gelu=preferring(swiglu.gelu),
+        expert_linear=preferring(experts.expert_linear),
         quantized_linears=quantized_linear.quantized_linears,
-        linear_cross_entropy=told(cross_entropy.linear_cross_entropy),
-        linear_log_probabilities=told(cross_entropy.linear_log_probabilities),
+        linear_cross_entropy=preferring(cross_entropy.linear_cross_entropy),
+        linear_log_probabilities=preferring(cross_entropy.linear_log_probabilities),
         linear_divergence=linear_divergence.linear_divergence,
         linear_top=linear_top.linear_top,
     )
 
 
 def in_form(kernels: Kernels, form: str) -> Kernels:
-    """The same with products of a form of kernels.fp8, for the blocks of a model; those of experts with FP8_ALL."""
+    """Return the set with products in a form of kernels.fp8, for the blocks of a model. FP8_ALL includes experts."""
     if form == linear.SAME:
         return kernels
-    given = functools.partial(functools.partial, form=form)
+
+    def formed(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(kernel, form=form)
+
     if kernels.name == "reference":
-        of_experts = fp8_experts.expert_linear_reference if form == fp8.FP8_ALL else kernels.expert_linear
+        expert_linear = fp8_experts.expert_linear_reference if form == fp8.FP8_ALL else kernels.expert_linear
         return replace(
             kernels,
-            linear=given(fp8.linear_reference),
-            linears=given(fp8.linears_reference),
-            swiglu_linear=given(fp8.swiglu_linear_reference),
-            expert_linear=of_experts,
+            linear=formed(fp8.linear_reference),
+            linears=formed(fp8.linears_reference),
+            swiglu_linear=formed(fp8.swiglu_linear_reference),
+            expert_linear=expert_linear,
         )
     return replace(
         kernels,
-        linear=given(kernels.linear),
-        linears=given(kernels.linears),
-        swiglu_linear=given(kernels.swiglu_linear),
-        expert_linear=given(kernels.expert_linear),
+        linear=formed(kernels.linear),
+        linears=formed(kernels.linears),
+        swiglu_linear=formed(kernels.swiglu_linear),
+        expert_linear=formed(kernels.expert_linear),
     )
 
 
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 def choose(name: str) -> Kernels:
-    """As layout.kernels: `reference`, or the fast set with one of chooser.PREFERENCES."""
+    """Return the set that `layout.kernels` names: `reference`, or the fast set with one of chooser.PREFERENCES."""
     return reference() if name == "reference" else fast(name)

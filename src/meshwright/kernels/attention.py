@@ -20,62 +20,65 @@ from meshwright.spec.attention_kernels import Case
 
 
 class DocumentSpans(NamedTuple):
-    """What the host knows of the documents of packed rows, so that no device is asked."""
+    """Number, length and starts of the documents in packed rows, known on the host without asking the device."""
 
     number: int = 0
-    """Of all rows; 0 = unknown."""
+    """Documents in all rows. 0 = unknown."""
     longest: int = 0
-    """Positions; 0 = unknown."""
+    """Positions of the longest document. 0 = unknown."""
     begins: tuple[tuple[int, ...], ...] = ()
-    """Of each row, the position of each document's beginning, 0 first; of whole rows, where a rank has a part of their
-    positions. Empty = unknown."""
+    """Start positions of the documents of each row, 0 first. Empty = unknown.
+
+    When a rank holds part of the positions, these are the starts in whole rows.
+    """
 
 
 UNKNOWN = DocumentSpans()
 LONG = 256 * 64
-"""Positions times dims of a head (64 at most) from which on blocks of queries pay."""
+"""Positions times head width (counted up to 64) from which blocks of queries pay off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Who sees whom: a query sees itself and what comes before it, of its own document, `window` positions at most."""
+    """Visibility of keys: a query sees itself and earlier positions of its document, at most `window` in all."""
 
     window: int = 0
-    """0 = no window."""
+    """Positions. 0 = no window."""
     documents: Tensor | None = None
-    """(B, T) int, ascending along a row; None = a row is one document."""
+    """Document of each position, (B, T) int, ascending along a row. None = a row is one document."""
     borders: Tensor | None = None
-    """(N + 1,) int32: the same for kernels that read where documents begin (kernels.varlen.borders_of)."""
+    """Starts of the documents, (N + 1,) int32, for kernels that read these (kernels.varlen.borders_of)."""
     longest: Tensor | None = None
-    """() int on the host: positions of the longest document; None = of a row."""
+    """Positions of the longest document, () int on the host. None = a whole row."""
 
     @property
     def is_plain(self) -> bool:
-        """Causal, and nothing else."""
+        """True for a causal mask without window and documents."""
         return not self.window and self.documents is None
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Pairs of the last `queries` of `keys` positions, (B or 1, 1, S, T) bool."""
+        """Return which pairs are visible, (B or 1, 1, S, T) bool, for the last `queries` of `keys` positions."""
         query = torch.arange(keys - queries, keys, device=device)[:, None]
         key = torch.arange(keys, device=device)
-        near = key <= query
+        visible = key <= query
         if self.window:
-            near = near & (key > query - self.window)
+            visible = visible & (key > query - self.window)
         if self.documents is None:
-            return near[None, None]
-        same = self.documents[:, -queries:, None] == self.documents[:, None, :]
-        return (near & same)[:, None]
+            return visible[None, None]
+        same_document = self.documents[:, -queries:, None] == self.documents[:, None, :]
+        return (visible & same_document)[:, None]
 
 
 def causal_mask(
     queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, spans: DocumentSpans = UNKNOWN,
     device: torch.device | None = None,
 ) -> Mask:  # fmt: skip
-    """The mask of the last `queries` positions over `keys` positions.
+    """Return the mask of the last `queries` positions over `keys` positions.
 
-    `window`: a query sees itself and the window - 1 before it. `documents` (B, keys) int, ascending along a row: no
-    query sees another document; `spans`: how many they are in all rows and how long the longest is, for which a GPU is
-    else waited for.
+    Args:
+        window: A query sees itself and the window - 1 positions before it.
+        documents: (B, keys) int, ascending along a row. No query sees another document.
+        spans: Number of documents and longest one. Without them a GPU is waited for.
     """
     window = window if window < keys else 0
     if documents is None or queries != keys or kind(documents) == "cpu":
@@ -85,15 +88,21 @@ def causal_mask(
 
 
 NARROW_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
-"""Of this CPU. Asked once: the compiler does not see through the question, and would cut a block there."""
+"""True for a CPU without AVX-512.
+
+Asked once: the compiler cannot trace the question and would split a block there.
+"""
 WIDEST_IN_TRITON = 128
-"""Head for which the Triton kernel was compiled and its shared memory seen."""
+"""Widest head for which the Triton kernel was compiled and its shared memory checked."""
 MOST_IN_TRITON = 65535
-"""Documents that a grid of programs has room for."""
+"""Most documents that a grid of programs can hold."""
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
-    """q (B, S, H, E), k (B, T, K, E), v (B, T, K, V) -> (B, S, H, V); query head h reads key head h // (H / K)."""
+    """Attend q (B, S, H, E) over k (B, T, K, E) and v (B, T, K, V). Returns (B, S, H, V).
+
+    Query head h reads key head h // (H / K).
+    """
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     scores = torch.einsum("bshe,bthe->bhst", q.float(), k.float()) * scale
@@ -104,24 +113,30 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: floa
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
-    """(B, T, K, E) -> (B, T, H, E), each head H / K times."""
+    """Repeat each of K heads H / K times: (B, T, K, E) -> (B, T, H, E)."""
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def wants_loops(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the compiled loops are the fastest for q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V), from 256
-    positions of 64 dims on: below, a process would rather not wait for the C compiler. They take a half to a third of
-    the time of the other two."""
+    """Return whether the compiled C loops are fastest for q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V).
+
+    They take a half to a third of the time of the other two forms. Below 256 positions of 64 dims the answer is no: a
+    process would rather not wait for the C compiler.
+    """
     long = q.shape[1] * min(q.shape[3], 64) >= LONG
     return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v)
 
 
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
-    """Whether the blockwise form beats torch's fused kernel here, from 256 positions of 64 dims on. It does by 1.1 to
-    1.5 with products of AVX2. That kernel's products are MKL's; on AMD's processors with AVX-512 the blockwise form
-    beats it in 16 bits, which oneDNN multiplies: by 1.8 at 512 positions, 1.2 at 2,048 and no more at 8,192. In fp32
-    it does there by 1.2 at 512 positions, not from 2,048 on. Not with documents: of each new length oneDNN makes new
-    code. Other wide vectors are left to torch's kernel, which was written for them."""
+    """Return whether the blockwise form beats torch's fused kernel on this CPU, from 256 positions of 64 dims on.
+
+    With AVX2 it does, by 1.1 to 1.5. On AMD processors with AVX-512, where torch's kernel multiplies by MKL:
+    - 16 bits (oneDNN's products): by 1.8 at 512 positions, 1.2 at 2,048, not at 8,192.
+    - fp32: by 1.2 at 512 positions, not from 2,048 on.
+    - With documents: no, oneDNN would compile code for each new length.
+
+    Other CPUs with wide vectors keep torch's kernel, which was written for them.
+    """
     work = q.shape[1] * min(q.shape[3], 64)
     if kind(q) != "cpu" or work < LONG:
         return False
@@ -133,32 +148,32 @@ def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0, prefer: str = "auto"
 ) -> Tensor:
-    """As the reference, without ever storing the S x T weights: on a CPU the compiled loops; without them torch's
-    scaled_dot_product_attention, the blockwise form where that is faster or draws dropout (on a CPU), and for documents
-    and windows what skips the hidden pairs (kernels/varlen.py). Only queries over past keys have a mask that is a
-    tensor, and not in 16 bits on a GPU.
+    """Attend as the reference does, without storing the S x T weights.
 
-    On a GPU flash attention alone takes unequal heads, and neither tensors as masks nor fp32 nor heads wider than 256:
-    torch would fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units
-    attends in fp32. Values narrower than the keys (MLA) are padded with zeros for the fused kernels, which want equal
-    widths; the padding is cut off again.
+    A CPU runs the compiled loops. Without these it runs torch's scaled_dot_product_attention, or the blockwise form
+    where that is faster or applies dropout. Documents and windows go through kernels/varlen.py, which skips hidden
+    pairs. Only queries over past keys use a mask tensor, and not in 16 bits on a GPU.
+
+    On a GPU only flash attention accepts unequal heads. It accepts no mask tensors, no fp32 and no heads wider than
+    256. There torch would fall back to the S x T form, so keys and values are repeated first.
+
+    A CPU without 16-bit matrix units attends in fp32. Values narrower than the keys (MLA) are padded with zeros for the
+    fused kernels, which need equal widths, and the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
-    if uses_triton("attention", q, prefer=prefer, feature=untold(q, k, v, mask, dropout)):
+    if uses_triton("attention", q, prefer=prefer, feature=triton_obstacle(q, k, v, mask, dropout)):
         return _in_triton(q, k, v, mask, scale)
-    chosen = _chosen(q, k, v, mask, dropout)
-    if chosen != "torch":
-        form = varlen.AttentionForm(
-            mask.documents, mask.borders, mask.longest, mask.window, scale, chosen, dropout
-        )  # fmt: skip
+    way = _preferred_way(q, k, v, mask, dropout)
+    if way != "torch":
+        form = varlen.AttentionForm(mask.documents, mask.borders, mask.longest, mask.window, scale, way, dropout)
         return varlen.attend(q, k, v, form)
-    if _is_band(q, k, v, mask, dropout):
+    if _is_banded(q, k, v, mask, dropout):
         return attend_past(q, k, v, window=mask.window, scale=scale)
-    allowed, causal = _told(q, k, mask)
+    allowed, causal = _sdpa_mask(q, k, mask)
     kernel = gpu_kernel(q, k, v, mask, dropout) if causal else "flash"
     if kernel == "flash-4":
         return attend_past(q, k, v, window=0, scale=scale)
-    q, k, v, grouped = _as_taken(q, k, v, allowed)
+    q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if kernel == "cudnn":
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
     fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
@@ -168,8 +183,8 @@ def attend(
     return out.transpose(1, 2)[..., :width].to(dtype)
 
 
-def untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """What the Triton kernel does not know of this attention; empty = it takes it."""
+def triton_obstacle(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """Return why the Triton kernel cannot run this attention. Empty = it can."""
     if q.shape[1] != k.shape[1]:
         return "queries are fewer than keys"
     if q.shape[-1] != v.shape[-1]:
@@ -182,7 +197,7 @@ def untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
 
 
 def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Rows, or their documents, one after another."""
+    """Attend in Triton over rows, or their documents, laid end to end."""
     from meshwright.kernels.triton import flash
 
     rows, length = q.shape[:2]
@@ -196,9 +211,11 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
     return out.view(rows, length, *out.shape[1:])
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """`torch`, or a way of kernels/varlen.py, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V). The compiler sees
-    through torch's kernel, so plain causal attention in fp32 is left to that there, where there are no loops."""
+def _preferred_way(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """Return `torch`, or a way of kernels/varlen.py, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V).
+
+    The compiler can trace torch's kernel. Where no loops exist, it gets plain causal fp32 attention.
+    """
     if q.shape[1] != k.shape[1]:
         return "torch"
     if not dropout and wants_loops(q, k, v) and training_library.is_compiled():
@@ -217,26 +234,30 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
-    """Which kernel `attend` runs for the same arguments: compiled loops, blockwise, or torch's flash, cudnn, efficient
-    or math."""
-    chosen = _chosen(q, k, v, mask, dropout)
-    if chosen != "torch":
-        return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
-    if _is_band(q, k, v, mask, dropout):
+    """Name the kernel that `attend` runs for the same arguments.
+
+    One of compiled loops, blockwise, or torch's flash, cudnn, efficient or math.
+    """
+    way = _preferred_way(q, k, v, mask, dropout)
+    if way != "torch":
+        return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(way, way)
+    if _is_banded(q, k, v, mask, dropout):
         return past_kernel(q, k, v)
-    allowed, causal = _told(q, k, mask)
+    allowed, causal = _sdpa_mask(q, k, mask)
     kernel = gpu_kernel(q, k, v, mask, dropout) if causal else "flash"
     if kernel != "flash":
         return kernel
-    q, k, v, grouped = _as_taken(q, k, v, allowed)
+    q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if acts() == "cuda":
         return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
     return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
 
 def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """`cudnn`, `flash-4` or `flash`: what attends q (B, S, H, E) over as many keys on a GPU, by the table of
-    spec/attention_kernels.py. A dry run models flash, which keeps the same tensors as both."""
+    """Return `cudnn`, `flash-4` or `flash`: the GPU kernel for q (B, S, H, E) over as many keys.
+
+    The table is in spec/attention_kernels.py. A dry run models flash, which saves the same tensors as the others.
+    """
     if acts() or q.device.type != "cuda" or q.dtype not in NARROW:
         return "flash"
     case = case_of(mask)
@@ -249,11 +270,13 @@ def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> s
     return kernel
 
 
-def _is_band(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether a GPU's flash kernel takes queries over past keys by numbers, without a mask of S x T. Not where
-    gradients are made, for which it is called in other ways; a single query that sees all keys needs no border."""
-    alone = q.shape[1] == 1 and not mask.window
-    if q.shape[1] == k.shape[1] or alone or mask.documents is not None or dropout or kind(q) != "cuda":
+def _is_banded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    """Return whether a GPU's flash kernel takes queries over past keys by numbers, without an S x T mask.
+
+    Not with gradients, whose kernels are called in other ways. A single query that sees all keys needs no border.
+    """
+    sees_all_keys = q.shape[1] == 1 and not mask.window
+    if q.shape[1] == k.shape[1] or sees_all_keys or mask.documents is not None or dropout or kind(q) != "cuda":
         return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
@@ -261,12 +284,12 @@ def _is_band(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> boo
 
 
 def case_of(mask: Mask) -> Case:
-    """A row of that table."""
+    """Return the row of that table for a mask."""
     return "window" if mask.window else "rows" if mask.documents is None else "documents"
 
 
-def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
-    """(attn_mask, is_causal) for torch's kernel; a single query that sees all keys needs neither."""
+def _sdpa_mask(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
+    """Return (attn_mask, is_causal) for torch's kernel. A single query that sees all keys needs neither."""
     if mask.is_plain and q.shape[1] == k.shape[1]:
         return None, True
     if mask.is_plain and q.shape[1] == 1:
@@ -274,8 +297,8 @@ def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
     return mask.allowed(q.shape[1], k.shape[1], q.device), False
 
 
-def _as_taken(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """q, k, v (B, heads, positions, width) as torch's fused kernels take them here, and whether heads are unequal."""
+def _sdpa_inputs(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Return q, k, v (B, heads, positions, width) as torch's fused kernels take them, and if heads are unequal."""
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]

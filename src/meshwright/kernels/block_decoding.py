@@ -1,4 +1,4 @@
-"""Blocks of GGUF files -> the numbers that they stand for, in fp32. Layouts are those of ggml-common.h.
+"""Decode blocks of GGUF files to fp32. Layouts are those of ggml-common.h.
 
     Q8_0   d fp16, 32 codes int8                        d q
     Q4_0   d fp16, 16 bytes: code i and i + 16          d (q - 8)
@@ -13,7 +13,7 @@
     IQ4_NL d, 16 bytes as Q4_0           d v[q], v of 16 uneven steps
     IQ4_XS d, 8 scales of 6 bits, 128 bytes   (d (s - 32)) v[q], s of 32 numbers
 
-Products are taken in this order, so that results are equal to the bit to those of the `gguf` package.
+Products are taken in this order, which makes results bit-identical to those of the `gguf` package.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,37 +26,37 @@ from meshwright.spec.block_types import BLOCK_TYPES, SUPER
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Steps of the IQ4 types (ggml-common.h)."""
 FLOAT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Of types without blocks."""
+"""Dtypes of the types without blocks."""
 
 
 def decode(kind: str, stored: Tensor) -> Tensor:
-    """Bytes (..., bytes of a row) uint8 -> numbers (..., K), fp32; those without blocks keep their dtype."""
+    """Decode bytes (..., bytes of a row) uint8 to numbers (..., K) in fp32. Types without blocks keep their dtype."""
     if kind in FLOAT_DTYPES:
         return stored.contiguous().view(FLOAT_DTYPES[kind])
-    found = BLOCK_TYPES[kind]
-    blocks = stored.reshape(-1, found.bytes)
-    return _DECODERS[kind](blocks).reshape(*stored.shape[:-1], stored.shape[-1] // found.bytes * found.block)
+    block_type = BLOCK_TYPES[kind]
+    blocks = stored.reshape(-1, block_type.bytes)
+    return _DECODERS[kind](blocks).reshape(*stored.shape[:-1], stored.shape[-1] // block_type.bytes * block_type.block)
 
 
 def halves(blocks: Tensor, start: int) -> Tensor:
-    """The fp16 number at a byte of each block (N, 1), fp32."""
+    """Read the fp16 number at a byte of each block: (N, 1) fp32."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Bytes (N, groups, B) -> codes (N, groups, 2 B): all lower halves of a group, then all upper ones."""
+    """Unpack bytes (N, groups, B) to codes (N, groups, 2 B): the lower halves of a group, then the upper ones."""
     return torch.cat((packed & 0xF, packed >> 4), dim=-1)
 
 
 def _shifted(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Bytes (N, groups, B) -> (N, groups * count, B): the lowest bits of all, then those above them."""
+    """Split bytes (N, groups, B) into bit fields (N, groups * count, B), lowest bits first."""
     shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
-    found: Tensor = (packed.unsqueeze(2) >> shifts) & (2**bits - 1)
-    return found.flatten(1, 2)
+    fields: Tensor = (packed.unsqueeze(2) >> shifts) & (2**bits - 1)
+    return fields.flatten(1, 2)
 
 
 def _fifths(packed: Tensor) -> Tensor:
-    """4 bytes of fifth bits (N, 4) -> (N, 32), each 0 or 16."""
+    """Unpack 4 bytes of fifth bits (N, 4) to (N, 32), each 0 or 16."""
     return _shifted(packed.unsqueeze(2), 1, 8).view(len(packed), 32) << 4
 
 
@@ -83,21 +83,21 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 
 def scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes (N, 12) -> two times 8 numbers of 6 bits (N, 8), uint8."""
+    """Unpack 12 bytes (N, 12) to 8 scales and 8 minima of 6 bits, (N, 8) uint8 each."""
     low, high, rest = packed.view(-1, 3, 4).unbind(1)
     scales = torch.cat((low & 0x3F, (rest & 0xF) | ((low >> 2) & 0x30)), dim=1)
     return scales, torch.cat((high & 0x3F, (rest >> 4) | ((high >> 2) & 0x30)), dim=1)
 
 
 def k_steps(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: step and minimum of each 32 numbers (N, 8, 1), fp32."""
+    """Return step and minimum of each 32 numbers of Q4_K and Q5_K, (N, 8, 1) fp32."""
     scales, minima = scales_and_minima(blocks[:, 4:16])
     return (halves(blocks, 0) * scales.float()).unsqueeze(2), (halves(blocks, 2) * minima.float()).unsqueeze(2)
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    both, codes = blocks[:, :16], _shifted(blocks[:, 16:80].view(-1, 2, 32), 2, 4).view(-1, 16, 16)
-    steps, minima = halves(blocks, 80) * (both & 0xF).float(), halves(blocks, 82) * (both >> 4).float()
+    packed_steps, codes = blocks[:, :16], _shifted(blocks[:, 16:80].view(-1, 2, 32), 2, 4).view(-1, 16, 16)
+    steps, minima = halves(blocks, 80) * (packed_steps & 0xF).float(), halves(blocks, 82) * (packed_steps >> 4).float()
     return (steps.unsqueeze(2) * codes.float() - minima.unsqueeze(2)).view(-1, SUPER)
 
 
@@ -110,7 +110,6 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _uneven(codes: Tensor) -> Tensor:
-    """What 4-bit codes name, fp32."""
     table = torch.tensor(UNEVEN, dtype=torch.float32, device=codes.device)
     return table[codes.int()]
 

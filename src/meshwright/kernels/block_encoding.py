@@ -1,9 +1,9 @@
-"""Numbers -> blocks of GGUF files (block_decoding.py has their layouts).
+"""Encode numbers as blocks of GGUF files (layouts: block_decoding.py).
 
-Q8_0, Q4_0, Q5_0 and Q5_1 are those of the reference, to the bit: one step per block, from its extreme numbers. For
-the K types the step and minimum of each group are searched as the reference does, over some twenty candidates with a
-least-squares fit each. Then the rounded scales of a block are tried one up and one down as well, and those of the least
-error stay: the reference rounds them and looks no further.
+Q8_0, Q4_0, Q5_0 and Q5_1 equal the reference to the bit: one step per block, from its extreme numbers. The K types
+search step and minimum of each group as the reference does, over some twenty candidates with a least-squares fit each.
+Then each rounded scale of a block is also tried one up and one down, and the best stays. The reference stops before
+that.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,23 +15,23 @@ from meshwright.kernels.block_decoding import FLOAT_DTYPES
 from meshwright.spec.block_types import BLOCK_TYPES
 
 CHUNK = 2**16
-"""Numbers that are encoded at once: the search holds ten times as much, and is fastest inside of the cache."""
+"""Numbers encoded at once: the search holds ten times as much, and is fastest inside the cache."""
 NEXT = (0, -1, 1)
-"""Changes of a rounded scale that are tried; the first one is kept where others are no better."""
+"""Changes of a rounded scale that are tried. The first one wins ties."""
 
 
 def encode(kind: str, weight: Tensor) -> Tensor:
-    """Numbers (..., K) -> bytes (..., bytes of a row) uint8. K is a whole number of blocks."""
+    """Encode numbers (..., K) as bytes (..., bytes of a row) uint8. K is a whole number of blocks."""
     if kind in FLOAT_DTYPES:
         return weight.to(FLOAT_DTYPES[kind]).contiguous().view(torch.uint8)
-    found = BLOCK_TYPES[kind]
-    blocks = weight.reshape(-1, found.block)
-    parts = [_ENCODERS[kind](some.float()) for some in blocks.split(max(1, CHUNK // found.block))]
-    return torch.cat(parts).reshape(*weight.shape[:-1], weight.shape[-1] // found.block * found.bytes)
+    block_type = BLOCK_TYPES[kind]
+    blocks = weight.reshape(-1, block_type.block)
+    parts = [_ENCODERS[kind](chunk.float()) for chunk in blocks.split(max(1, CHUNK // block_type.block))]
+    return torch.cat(parts).reshape(*weight.shape[:-1], weight.shape[-1] // block_type.block * block_type.bytes)
 
 
 def _bytes(numbers: Tensor) -> Tensor:
-    """(N, some) fp16 or int8 -> (N, bytes)."""
+    """View fp16 or int8 numbers (N, n) as bytes."""
     return numbers.contiguous().view(torch.uint8)
 
 
@@ -39,32 +39,32 @@ def _inverse(step: Tensor) -> Tensor:
     return torch.where(step == 0, torch.zeros_like(step), 1 / step)
 
 
-def _away(x: Tensor) -> Tensor:
-    """Rounded, halves away from zero, as C does."""
+def _rounded_away(x: Tensor) -> Tensor:
+    """Round halves away from zero, as C does."""
     size = x.abs()
     whole = size.floor()
     return x.sign() * (whole + (2 * (size - whole)).floor())
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """Codes (N, groups, 2 B) uint8 below 16 -> bytes (N, groups, B): the first half of a group is in the lower bits."""
+    """Pack codes (N, groups, 2 B) uint8 below 16 into bytes (N, groups, B), the first half in the lower bits."""
     lower, upper = codes.chunk(2, dim=-1)
     return lower | (upper << 4)
 
 
 def _stacked(bits: Tensor, width: int) -> Tensor:
-    """(N, count, B) of `width` bits each -> bytes (N, B), the first in the lowest bits."""
+    """Pack fields (N, count, B) of `width` bits each into bytes (N, B), the first in the lowest bits."""
     shifts = torch.arange(0, width * bits.shape[1], width, dtype=torch.uint8, device=bits.device).view(1, -1, 1)
     return (bits << shifts).sum(1, dtype=torch.int32).to(torch.uint8)
 
 
 def _q8_0(x: Tensor) -> Tensor:
     step = x.abs().amax(1, keepdim=True) / 127
-    return torch.cat((_bytes(step.half()), _bytes(_away(x * _inverse(step)).to(torch.int8))), dim=1)
+    return torch.cat((_bytes(step.half()), _bytes(_rounded_away(x * _inverse(step)).to(torch.int8))), dim=1)
 
 
 def _signed(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Step (N, 1) fp16 and codes (N, 32) uint8 where the largest number in size is exactly -half steps."""
+    """Return step (N, 1) fp16 and codes (N, 32) uint8 for which the number largest in size is exactly -half steps."""
     peak = x.gather(1, x.abs().argmax(1, keepdim=True))
     step = peak / -half
     codes = (x * _inverse(step) + (half + 0.5)).trunc().clamp(0, 2 * half - 1)
@@ -91,8 +91,11 @@ def _q5_1(x: Tensor) -> Tensor:
 
 
 def _affine(x: Tensor, weight: Tensor, most: int, first: float, count: int) -> tuple[Tensor, Tensor]:
-    """Step and minimum (M, 1), the latter at most 0, for which step * code + minimum, codes 0 to most, is near x
-    (M, 32) by weighted squares. Candidates begin with codes for a range of most + first, and are 0.1 apart."""
+    """Fit step and minimum (M, 1), the latter at most 0, so that step * code + minimum is near x (M, 32).
+
+    Codes run from 0 to `most`, errors are weighted squares. Candidates begin with codes for a range of most + first,
+    and are 0.1 apart.
+    """
     minimum, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True)
     total, sum_x = weight.sum(1, keepdim=True), (weight * x).sum(1, keepdim=True)
     flat = high == minimum
@@ -118,42 +121,42 @@ def _affine(x: Tensor, weight: Tensor, most: int, first: float, count: int) -> t
     return step, minimum
 
 
-def _rounded(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of 0 or more (N, 8) -> 6-bit codes, fp32, and the step (N, 1) fp16 that they are of."""
+def _rounded_scales(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Round numbers >= 0 (N, 8) to 6-bit codes in fp32, and return their common step (N, 1) fp16."""
     peak = numbers.amax(1, keepdim=True)
     codes = (63 * _inverse(peak) * numbers).round().clamp(0, 63)
     return codes, (peak / 63).half()
 
 
 def _k_codes(x: Tensor, step: Tensor, minimum: Tensor, most: int) -> Tensor:
-    """Codes of x (..., 32) for step q - minimum; 0 where the step is."""
+    """Return the codes of x (..., 32) for step q - minimum. 0 where the step is 0."""
     return ((x + minimum) * _inverse(step)).round().clamp(0, most)
 
 
 def _k_parts(x: Tensor, most: int, first: float, count: int) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: the first 16 bytes of each block (N, 16), and codes (N, 8, 32) uint8."""
+    """Return the first 16 bytes of each Q4_K or Q5_K block (N, 16), and codes (N, 8, 32) uint8."""
     runs = x.view(-1, 8, 32)
     weight = runs.square().mean(2, keepdim=True).sqrt() + runs.abs()
     step, minimum = _affine(runs.flatten(0, 1), weight.flatten(0, 1), most, first, count)
-    (scales, of_step), (minima, of_minimum) = (_rounded(one.view(-1, 8)) for one in (step, -minimum))
+    (scales, step_unit), (minima, minimum_unit) = (_rounded_scales(x.view(-1, 8)) for x in (step, -minimum))
     chosen_s, chosen_m, best = scales, minima, torch.full_like(scales, torch.inf)
-    for up in NEXT:
-        for more in NEXT:
-            s, m = (scales + up).clamp(0, 63), (minima + more).clamp(0, 63)
-            wide, least = (of_step.float() * s).unsqueeze(2), (of_minimum.float() * m).unsqueeze(2)
+    for step_change in NEXT:
+        for minimum_change in NEXT:
+            s, m = (scales + step_change).clamp(0, 63), (minima + minimum_change).clamp(0, 63)
+            wide, least = (step_unit.float() * s).unsqueeze(2), (minimum_unit.float() * m).unsqueeze(2)
             codes = _k_codes(runs, wide, least, most)
             error = (weight * (wide * codes - least - runs).square()).sum(2)
             better = error < best
             chosen_s, chosen_m = torch.where(better, s, chosen_s), torch.where(better, m, chosen_m)
             best = torch.where(better, error, best)
-    wide, least = (of_step.float() * chosen_s).unsqueeze(2), (of_minimum.float() * chosen_m).unsqueeze(2)
+    wide, least = (step_unit.float() * chosen_s).unsqueeze(2), (minimum_unit.float() * chosen_m).unsqueeze(2)
     codes = _k_codes(runs, wide, least, most).to(torch.uint8)
-    head = torch.cat((_bytes(of_step), _bytes(of_minimum), _six_bits(chosen_s.byte(), chosen_m.byte())), dim=1)
+    head = torch.cat((_bytes(step_unit), _bytes(minimum_unit), _six_bits(chosen_s.byte(), chosen_m.byte())), dim=1)
     return head, codes
 
 
 def _six_bits(scales: Tensor, minima: Tensor) -> Tensor:
-    """Two times 8 numbers below 64 (N, 8) -> 12 bytes (N, 12)."""
+    """Pack two times 8 numbers below 64 (N, 8) into 12 bytes (N, 12)."""
     low = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
     high = minima[:, :4] | ((minima[:, 4:] >> 4) << 6)
     return torch.cat((low, high, (scales[:, 4:] & 0xF) | ((minima[:, 4:] & 0xF) << 4)), dim=1)
@@ -171,12 +174,12 @@ def _q5_k(x: Tensor) -> Tensor:
 
 
 def _symmetric(x: Tensor) -> Tensor:
-    """Step (M, 1) for which step * code, codes -32 to 31, is near x (M, 16) by squares weighted with x squared."""
+    """Fit a step (M, 1) for codes -32 to 31 of x (M, 16), by squared errors weighted with x squared."""
     weight, peak = x.square(), x.gather(1, x.abs().argmax(1, keepdim=True))
     step, best = torch.zeros_like(peak), torch.zeros_like(peak)
     for number in (0, *range(-9, 0), *range(1, 10)):
         codes = (-(32 + 0.1 * number) * _inverse(peak) * x).round().clamp(-32, 31)
-        sum_xl, sum_ll = ((weight * codes * one).sum(1, keepdim=True) for one in (x, codes))
+        sum_xl, sum_ll = ((weight * codes * other).sum(1, keepdim=True) for other in (x, codes))
         better = (sum_ll > 0) & (sum_xl * sum_xl > best * sum_ll)
         fit = sum_xl * _inverse(sum_ll)
         step, best = torch.where(better, fit, step), torch.where(better, fit * sum_xl, best)
@@ -188,20 +191,20 @@ def _q6_k(x: Tensor) -> Tensor:
     weight = runs.square()
     steps = _symmetric(runs.flatten(0, 1)).view(-1, 16)
     peak = steps.gather(1, steps.abs().argmax(1, keepdim=True))
-    scales, of_step = (-128 * _inverse(peak) * steps).round().clamp(max=127), (peak / -128).half()
+    scales, step_unit = (-128 * _inverse(peak) * steps).round().clamp(max=127), (peak / -128).half()
     chosen, best = scales, torch.full_like(scales, torch.inf)
-    for up in NEXT:
-        some = (scales + up).clamp(-128, 127)
-        wide = (of_step.float() * some).unsqueeze(2)
+    for change in NEXT:
+        moved = (scales + change).clamp(-128, 127)
+        wide = (step_unit.float() * moved).unsqueeze(2)
         codes = (runs * _inverse(wide)).round().clamp(-32, 31)
         error = (weight * (wide * codes - runs).square()).sum(2)
         better = error < best
-        chosen, best = torch.where(better, some, chosen), torch.where(better, error, best)
-    wide = (of_step.float() * chosen).unsqueeze(2)
+        chosen, best = torch.where(better, moved, chosen), torch.where(better, error, best)
+    wide = (step_unit.float() * chosen).unsqueeze(2)
     codes = ((runs * _inverse(wide)).round().clamp(-32, 31) + 32).to(torch.uint8).view(-1, 2, 4, 32)
     lower = _packed((codes & 0xF).flatten(2).view(-1, 2, 128)).flatten(1)
     upper = _stacked((codes >> 4).flatten(0, 1), 2).view(-1, 64)
-    return torch.cat((lower, upper, _bytes(chosen.to(torch.int8)), _bytes(of_step)), dim=1)
+    return torch.cat((lower, upper, _bytes(chosen.to(torch.int8)), _bytes(step_unit)), dim=1)
 
 
 _ENCODERS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: torch's, or a Triton kernel of this package.
+"""Choice of implementation for each operation: torch's, or a Triton kernel of this package.
 
-Chosen once for each (operation, device, dtype, feature), with the reason, which training prints. An installed Triton is
-no driver, and a driver no C compiler: all three are asked, and a kernel is tried on a few rows before it is taken
-(triton/trials.py). What the CPU runs is never changed by this.
+Chosen once for each (operation, device, dtype, feature), with the reason, which training prints. An installed Triton
+needs a driver, and a driver a C compiler. All three are checked, and a kernel is tried on a few rows before it is used
+(triton/trials.py). None of this changes what a CPU runs.
 """
 
 import importlib
@@ -17,16 +17,16 @@ from meshwright.compat import torch_compile
 from meshwright.kernels.target import acts
 
 PREFERENCES = ("auto", "eager", "triton")
-"""auto: Triton where it is the better one; eager: torch's own; triton: wherever it can run."""
+"""auto: Triton where it is better. eager: torch's own. triton: wherever it can run."""
 LEAST = (8, 0)
-"""Compute capability from which on the kernels are compiled and their resources checked."""
+"""Lowest compute capability for which the kernels are compiled and their resources checked."""
 NARROW = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *NARROW)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Of an operation: whether `auto` takes its Triton kernel, why, and the dtypes that the kernel is for."""
+    """Default for an operation: whether `auto` takes its Triton kernel, why, and the dtypes that it supports."""
 
     auto: bool
     why: str
@@ -61,7 +61,7 @@ RULES = {
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """What runs an operation, and why."""
+    """The implementation that runs an operation, and why."""
 
     operation: str
     by: str
@@ -69,12 +69,17 @@ class Implementation:
     reason: str
 
 
-_made: dict[tuple[str, str, torch.dtype, str, str], Implementation] = {}
+_choices: dict[tuple[str, str, torch.dtype, str, str], Implementation] = {}
 
 
 def uses_triton(operation: str, x: Tensor, *, prefer: str = "auto", feature: str = "") -> bool:
-    """Whether `operation` on x runs the Triton kernel. Not in compiled code, which the compiler fuses; nor in a dry
-    run, whose tensors have no values. `feature`: why it cannot here, as a reader would say it; empty = it can."""
+    """Return whether `operation` on x runs the Triton kernel.
+
+    Never in compiled code, which the compiler fuses, nor in a dry run, whose tensors have no values.
+
+    Args:
+        feature: Why it cannot run here, in words for a reader. Empty = it can.
+    """
     if torch.compiler.is_compiling() or (x.device.type == "cpu" and prefer != "triton") or acts():
         return False
     return choice(operation, x.device, x.dtype, prefer=prefer, feature=feature).by == "triton"
@@ -83,11 +88,11 @@ def uses_triton(operation: str, x: Tensor, *, prefer: str = "auto", feature: str
 def choice(
     operation: str, device: torch.device, dtype: torch.dtype, *, prefer: str = "auto", feature: str = ""
 ) -> Implementation:
-    """The implementation of an operation, and the reason; the same answer for the rest of the process."""
+    """Return the implementation of an operation with the reason. The answer stays for the whole process."""
     key = (operation, str(device), dtype, prefer, feature)
-    if key not in _made:
-        _made[key] = _choose(operation, device, dtype, prefer, feature)
-    return _made[key]
+    if key not in _choices:
+        _choices[key] = _choose(operation, device, dtype, prefer, feature)
+    return _choices[key]
 
 
 def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: str, feature: str) -> Implementation:
@@ -98,25 +103,25 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: st
     if missing:
         return Implementation(operation, "torch", missing)
     if dtype not in rule.dtypes:
-        return Implementation(operation, "torch", f"the kernel takes no {named(dtype)}")
+        return Implementation(operation, "torch", f"the kernel takes no {dtype_name(dtype)}")
     if feature:
         return Implementation(operation, "torch", feature)
     if prefer == "auto" and not rule.auto:
         return Implementation(operation, "torch", rule.why)
     from meshwright.kernels.triton import trials
 
-    with ThreadPoolExecutor(1) as apart:  # a block under way may have hooks and modes, which are this thread's alone
-        wrong = apart.submit(trials.problem, operation, device, dtype).result()
-    if wrong:
-        return Implementation(operation, "torch", wrong)
-    return Implementation(operation, "triton", f"{architecture(device)}, {named(dtype)}: {rule.why}")
+    with ThreadPoolExecutor(1) as pool:  # a block in progress may have hooks and modes, which are local to this thread
+        problem = pool.submit(trials.problem, operation, device, dtype).result()
+    if problem:
+        return Implementation(operation, "torch", problem)
+    return Implementation(operation, "triton", f"{architecture(device)}, {dtype_name(dtype)}: {rule.why}")
 
 
 @cache
 def unavailable(device: torch.device) -> str:
-    """Why no Triton kernel can run on a device; empty where one can."""
+    """Return why no Triton kernel can run on a device. Empty = one can."""
     if device.type == "cpu":
-        return "" if _interprets() else "a CPU"
+        return "" if _is_interpreting() else "a CPU"
     if device.type != "cuda" or not torch.cuda.is_available():
         return "no CUDA device"
     if torch.version.hip is not None:
@@ -124,11 +129,11 @@ def unavailable(device: torch.device) -> str:
     if torch.cuda.get_device_capability(device) < LEAST:
         return f"{architecture(device)} is below sm_{LEAST[0]}{LEAST[1]}"
     tool = torch_compile.compile_tool_missing("cuda")
-    return f"{tool} is missing" if tool else _without_driver()
+    return f"{tool} is missing" if tool else _driver_problem()
 
 
-def _without_driver() -> str:
-    """Triton may be installed and find no driver: it then fails at the first launch only."""
+def _driver_problem() -> str:
+    """Return what is wrong with Triton's driver. Without a driver Triton would only fail at the first launch."""
     try:
         target = importlib.import_module("triton").runtime.driver.active.get_current_target()
     except Exception as error:  # drivers fail in many ways
@@ -136,8 +141,8 @@ def _without_driver() -> str:
     return "" if target.backend == "cuda" else f"Triton's driver is for {target.backend}"
 
 
-def _interprets() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
+def _is_interpreting() -> bool:
+    """Return whether kernels run in Triton's interpreter (TRITON_INTERPRET=1)."""
     try:
         return bool(importlib.import_module("triton.knobs").runtime.interpret)
     except (ImportError, AttributeError):
@@ -145,23 +150,23 @@ def _interprets() -> bool:
 
 
 def architecture(device: torch.device) -> str:
-    """As sm_90."""
+    """Return the architecture of a device, such as sm_90."""
     if device.type != "cuda":
         return "interpreter"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
-def named(dtype: torch.dtype) -> str:
-    """bf16, fp16, fp32 ..."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype, such as bf16, fp16 or fp32."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
-def said(choices: list[Implementation]) -> str:
-    """One line: what Triton runs, then what torch does, each group with its reason."""
+def summarize(choices: list[Implementation]) -> str:
+    """Describe choices in one line: what Triton runs, then what torch runs, grouped by reason."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for one in choices:
-        reason = one.reason.split(":")[0]
-        groups.setdefault((one.by, reason), []).append(one.operation)
+    for chosen in choices:
+        reason = chosen.reason.split(":")[0]
+        groups.setdefault((chosen.by, reason), []).append(chosen.operation)
     ordered = sorted(groups.items(), key=lambda entry: entry[0][0] != "triton")
     return "; ".join(f"{', '.join(names)}: {how} ({why})" for (how, why), names in ordered)

@@ -1,11 +1,12 @@
-"""Matrix products of fp32 on processors that torch's BLAS library has no good code for.
+"""Matrix products of fp32 on processors for which torch's BLAS library has no good code.
 
-torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only; on AMD's it is left with AVX2.
-oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5, 1.1 to 1.5 times
-on one of Zen 4 (`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere
-torch's own. Autograd functions call them; where one's backward pass is recorded for a second derivative, products are
-torch's. The product is an operator of its own, so that the compiler, which knows oneDNN's with frozen weights alone,
-does not look inside.
+torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. On AMD's it is left with AVX2.
+oneDNN, which torch ships too, asks the processor what it can. It is about twice as fast on an EPYC of Zen 5, 1.1 to 1.5
+times on one of Zen 4 (`python -m benchmarks.product_rates`). On such a processor the functions below call oneDNN,
+elsewhere torch.
+
+Autograd functions call them. Where a backward pass is recorded for a second derivative, products are torch's. The
+product is a custom operator, opaque to the compiler, which supports oneDNN's product with frozen weights only.
 """
 
 import torch
@@ -18,65 +19,66 @@ from meshwright.kernels.target import acts, kind
 from meshwright.spec.head_chunk import ADDED_AT_ONCE
 
 LEAST = 2**20
-"""Multiplications from which on oneDNN is the faster one: a call of it costs some 10 microseconds more."""
+"""Multiplications from which oneDNN is faster: a call costs some 10 microseconds more."""
 WIDENED_AT_ONCE = 2**20
-"""Elements of a matrix of 16 bits that are widened at a time, where products are taken in fp32: 4 MiB, which the cache
-holds. Of more than 32 MiB glibc has the system give every page anew, which costs more than a product of few rows."""
+"""Elements of a 16-bit matrix widened at a time for fp32 products: 4 MiB, which the cache holds.
+
+glibc returns blocks of more than 32 MiB to the system at once, and paging them in again costs more than a product of
+few rows.
+"""
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    gaps = not b.is_contiguous() and not b.t().is_contiguous()  # oneDNN's linear product has plain loops for them
-    if not gaps and (a.is_contiguous() or a.dim() > 2):
+    has_gaps = not b.is_contiguous() and not b.t().is_contiguous()  # oneDNN's linear product has plain loops for them
+    if not has_gaps and (a.is_contiguous() or a.dim() > 2):
         return compat.onednn_product(a.contiguous(), b, bias)
-    found = onednn_products.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
-    return found if bias is None else found.add_(bias)
-
-
-def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[0])
+    product = onednn_products.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
+    return product if bias is None else product.add_(bias)
 
 
 _library.impl("cpu_product", _product, "CPU")
-torch.library.register_fake("meshwright::cpu_product", _shape)
+torch.library.register_fake("meshwright::cpu_product", lambda a, b, bias: a.new_empty(*a.shape[:-1], b.shape[0]))
 
 
 def pays(a: Tensor, columns: int) -> bool:
-    """Whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
+    """Return whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
     if a.dtype != torch.float32 or not compat.blas_is_slow() or kind(a) != "cpu":
         return False
     return a.numel() * columns >= LEAST and compat.lies_in_memory(a) and onednn_products.are_exact()
 
 
 def _is_recorded(*operands: Tensor | None) -> bool:
-    """Whether autograd would follow: the operator has no gradient."""
+    """Return whether autograd records these: the operator has no gradient."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    return any(one is not None and one.requires_grad for one in operands)
+    return any(operand is not None and operand.requires_grad for operand in operands)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., K) times weight (N, K) transposed, plus bias (N,) -> (..., N)."""
+    """Multiply x (..., K) by weight (N, K) transposed and add bias (N,). Returns (..., N)."""
     if not pays(x, weight.shape[0]) or _is_recorded(x, weight, bias):
         return F.linear(x, weight, bias)
-    found: Tensor = torch.ops.meshwright.cpu_product(x, weight, bias)
-    return found
+    product: Tensor = torch.ops.meshwright.cpu_product(x, weight, bias)
+    return product
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) times b (K, N) -> (M, N)."""
+    """Multiply a (M, K) by b (K, N). Returns (M, N)."""
     if not pays(a, b.shape[1]) or _is_recorded(a, b):
         return torch.mm(a, b)
-    found: Tensor = torch.ops.meshwright.cpu_product(a, b.t(), None)
-    return found
+    product: Tensor = torch.ops.meshwright.cpu_product(a, b.t(), None)
+    return product
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
-    """total (M, N) fp32 = beta total + a (M, K) times b (K, N), in place; with beta = 0 the total is not read. A GPU
-    adds inside of the product, for which a dry run takes no memory. A CPU's product of 16 bits is rounded and added
-    some rows at a time, while the cache holds it: torch widens all that it adds. The compiler gets a product of its
-    own: it fuses the sum."""
+    """Set total (M, N) fp32 = beta total + a (M, K) times b (K, N), in place. With beta = 0 total is not read.
+
+    A GPU adds inside the product, for which a dry run takes no memory. A CPU rounds its 16-bit product and adds some
+    rows at a time, while the cache holds them: torch would widen the whole summand. The compiler gets a separate
+    product and fuses the sum.
+    """
     if torch.compiler.is_compiling():
         return total.add_(multiply(a, b)) if beta else total.copy_(multiply(a, b))
     if kind(total) != "cpu":
@@ -95,20 +97,25 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """x (..., K) times weight (N, K) transposed, plus bias (N,) -> (..., N), rounded to `dtype` once (None: as x). The
-    weight is of x's dtype, or of 16 bits beside fp32: then it is widened some rows at a time."""
+    """Multiply x (..., K) by weight (N, K) transposed, add bias (N,), and round once. Returns (..., N).
+
+    The weight has x's dtype, or 16 bits beside fp32. Then it is widened some rows at a time.
+
+    Args:
+        dtype: Dtype of the result. None = that of x.
+    """
     rows = _widened_rows(x, weight)
     if rows >= len(weight):
         return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(dtype or x.dtype)
-    found = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+    products = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
     for start in range(0, len(weight), rows):
-        some = slice(start, start + rows)
-        found[..., some] = linear(x, weight[some].float(), None if bias is None else bias[some].float())
-    return found
+        outputs = slice(start, start + rows)
+        products[..., outputs] = linear(x, weight[outputs].float(), None if bias is None else bias[outputs].float())
+    return products
 
 
 def widened_multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) times b (K, N) -> (M, N), b of a's dtype, or of 16 bits beside fp32: as `widened_linear`."""
+    """Multiply a (M, K) by b (K, N), where b has a's dtype, or 16 bits beside fp32, as in `widened_linear`."""
     rows = _widened_rows(a, b)
     if rows >= len(b):
         return multiply(a, b.to(a.dtype))
@@ -119,6 +126,6 @@ def widened_multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widened_rows(x: Tensor, matrix: Tensor) -> int:
-    """Of a matrix, as many as are widened at a time for x. The compiler would unroll the loop."""
+    """Return how many rows of a matrix are widened at a time. All in compiled code, which would unroll the loop."""
     whole = matrix.dtype == x.dtype or torch.compiler.is_compiling()
     return len(matrix) if whole else max(1, WIDENED_AT_ONCE // max(1, matrix.shape[1]))

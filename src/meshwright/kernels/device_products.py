@@ -1,14 +1,15 @@
-"""Products with quantized matrices on a GPU: which form is taken, by the number of rows.
+"""Products with quantized matrices on a GPU. Which form runs depends on the number of rows.
 
     4 bits, one and two rows   codes become numbers in the threads that add them up (triton/few_rows.py)
-    4 bits, up to FUSED_ROWS   codes become operands of tensor cores inside of the product (triton/packed_product.py)
+    4 bits, up to FUSED_ROWS   codes become operands of tensor cores inside the product (triton/packed_product.py)
     4 bits, more rows          a slab of the matrix is restored, which the cache holds, and torch multiplies with it
     int8                       rows are rounded in one kernel and multiplied in another (triton/int8_product.py)
     fp8                        as int8, by torch's product; without units for it as 4 bits, up to E4M3_ROWS
 
-The second and third round a weight to the same number, the first does not round it. Each function here says None where
-the plain product is to be taken: on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
-A serving engine has the ways of 4 bits timed against each other first (product_contest.py); numbers of rows above hold
+The second and third form round a weight to the same number, the first does not round it. Each function returns None
+where the plain product is to run: on a CPU, in compiled code and dry runs, and where the chooser takes no kernel.
+
+A serving engine first times the forms of 4 bits against each other (product_contest.py). The row limits above hold
 elsewhere.
 """
 
@@ -28,74 +29,83 @@ from meshwright.kernels.target import acts
 from meshwright.spec.extras import install
 
 FUSED_ROWS, E4M3_ROWS = 512, 64
-"""Up to which making the numbers again for each block of rows costs less than writing and reading them, or, of 8 bits,
-than reading a copy that was restored once (benchmarks/quantized_estimate.py)."""
+"""Most rows for which decoding the weights anew for each block of rows pays off.
+
+It then costs less than writing and reading them, or, of 8 bits, than reading a copy that was restored once
+(benchmarks/quantized_estimate.py).
+"""
 FEW_ROWS = 2
-"""Up to which codes of 8 bits are read by a kernel without tensor cores (triton/few_rows.py)."""
+"""Most rows for which a kernel without tensor cores reads codes of 8 bits (triton/few_rows.py)."""
 SLAB_BYTES = 32 * 2**20
-"""Of a restored slab, which the last-level cache holds: 40 MiB of an A100, 50 of an H100."""
+"""Size of a restored slab, which must fit in the last-level cache: 40 MiB on an A100, 50 on an H100."""
 SLAB_ROWS = 128
-"""Of the matrix: slabs are multiples of it."""
+"""Rows of the matrix of which slabs are multiples."""
 GROUPS = (0, 32, 64, 128, 256)
-"""Inputs that may share a scale in the fused product, 0 = all."""
+"""Inputs that may share a scale in the fused product. 0 = all."""
 
 
 def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor | None:
-    """rows (M, K) times weights alone that are codes -> (M, N), or None. `known`: what rows became for others."""
+    """Multiply rows (M, K) by weight-only codes. Returns (M, N), or None where the plain product must run.
+
+    Args:
+        known: Converted rows, shared with other products of the same rows.
+    """
     if not len(rows) or matrix.codes.dim() != 2 or matrix.before:
         return None
-    if matrix.scheme.activations == "fp8" and _has_fp8(rows, matrix):
-        return _fp8(rows, matrix, bias, known)
-    if _contests and matrix.scheme.bits == 4 and ("ways" in matrix.prepared or _contested(rows, matrix)):
-        found = _contests[-1].product(rows, matrix, bias)
-        if found is not None:
-            return found
+    if matrix.scheme.activations == "fp8" and _has_fp8_product(rows, matrix):
+        return _fp8_product(rows, matrix, bias, known)
+    if _contests and matrix.scheme.bits == 4 and ("ways" in matrix.prepared or _is_contested(rows, matrix)):
+        product = _contests[-1].product(rows, matrix, bias)
+        if product is not None:
+            return product
     few = E4M3_ROWS if matrix.scheme.codes == "e4m3" else FUSED_ROWS
-    if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=unfused(matrix)):
-        from meshwright.kernels.triton import packed_product
-
-        return packed_product.packed_linear(rows, matrix.packed(), bias)
-    if matrix.scheme.bits == 4 and matrix.kept is None and uses_triton("restore", rows, prefer=matrix.prefer):
+    if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=fusion_obstacle(matrix)):
+        return _fused(rows, matrix, bias)
+    if matrix.scheme.bits == 4 and matrix.unquantized is None and uses_triton("restore", rows, prefer=matrix.prefer):
         return _by_slabs(rows, matrix, bias)
     return None
 
 
 _contests: list[ProductContest] = []
-"""The one that is open, if one is."""
+"""The open contest, if there is one."""
 
 
 def open_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
-    """Have products with 4-bit codes timed from now on, each form at its first call. `copies`: with ways that need a
-    second layout in memory; `say` is called with a line for each form."""
+    """Time products with 4-bit codes from now on, each form at its first call.
+
+    Args:
+        copies: Include ways that need a second layout in memory.
+        say: Called with a line for each form.
+    """
     _contests[:] = [new_contest(copies, say)]
     return _contests[0]
 
 
 def new_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
-    """Make a contest of all ways, which products do not ask unless it is opened."""
+    """Return a contest of all ways. Products do not use it unless it is opened."""
     return ProductContest(WAYS, lambda rows: WAYS[rows > FUSED_ROWS].name, copies=copies, say=say)
 
 
 def close_contest(contest: ProductContest) -> None:
-    """Give its second layouts back, and take the ways of the rule from now on, unless another contest is open."""
+    """Free the contest's second layouts, and return to the default ways unless another contest is open."""
     contest.close()
     if _contests and _contests[0] is contest:
         _contests.clear()
 
 
-def _contested(rows: Tensor, matrix: QuantizedMatrix) -> bool:
-    """Not in compiled code and dry runs, and only where `auto` may choose kernels."""
-    plain = matrix.kept is None and matrix.outer is None and matrix.keeps_copies
-    return plain and matrix.prefer == "auto" and uses_triton("packed_product", rows, feature=unfused(matrix))
+def _is_contested(rows: Tensor, matrix: QuantizedMatrix) -> bool:
+    """Return whether a contest decides: not in compiled code or dry runs, and only where `auto` may choose."""
+    plain = matrix.unquantized is None and matrix.outer is None and matrix.keeps_copies
+    return plain and matrix.prefer == "auto" and uses_triton("packed_product", rows, feature=fusion_obstacle(matrix))
 
 
-def _inside(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, _: Any) -> Tensor:
+def _fused(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, _: Any = None) -> Tensor:
     from meshwright.kernels.triton import packed_product
 
     return packed_product.packed_linear(rows, matrix.packed(), bias)
 
 
-def _torch_missing(matrix: QuantizedMatrix, dtype: torch.dtype) -> str:
+def _torch_obstacle(matrix: QuantizedMatrix, dtype: torch.dtype) -> str:
     if matrix.scheme.codes != "integer" or dtype != torch.bfloat16:
         return "it takes whole numbers and bf16"
     if matrix.scheme.group not in int4_layouts.INT4_GROUPS_OF_GPU:
@@ -104,9 +114,9 @@ def _torch_missing(matrix: QuantizedMatrix, dtype: torch.dtype) -> str:
 
 
 def _torch_layout(matrix: QuantizedMatrix, _: torch.dtype) -> tuple[Any, int]:
-    both = matrix.scales_and_shifts()
+    scales_and_shifts = matrix.scales_and_shifts()
     packed = int4_layouts.gpu_packed_int4(matrix.codes)
-    return (packed, both), packed.nbytes + both.nbytes
+    return (packed, scales_and_shifts), packed.nbytes + scales_and_shifts.nbytes
 
 
 def _by_torch(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:
@@ -114,7 +124,7 @@ def _by_torch(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, layout
     return y if bias is None else y.add_(bias)
 
 
-def _gemlite_missing(matrix: QuantizedMatrix, _: torch.dtype) -> str:
+def _gemlite_obstacle(matrix: QuantizedMatrix, _: torch.dtype) -> str:
     if not int4_layouts.gemlite_version():
         return f"not installed: {install('gemlite')}"
     if matrix.scheme.codes != "integer" or not matrix.scheme.group:
@@ -132,7 +142,7 @@ def _by_gemlite(rows: Tensor, _: QuantizedMatrix, bias: Tensor | None, layout: A
     return y if bias is None else y.add_(bias)
 
 
-def _copy(matrix: QuantizedMatrix, dtype: torch.dtype) -> tuple[Any, int]:
+def _copy_layout(matrix: QuantizedMatrix, dtype: torch.dtype) -> tuple[Any, int]:
     weight = matrix.restored(dtype)
     return weight, weight.nbytes
 
@@ -141,14 +151,14 @@ def _by_copy(rows: Tensor, _: QuantizedMatrix, bias: Tensor | None, layout: Any)
     return F.linear(rows, layout, None if bias is None else bias.to(rows.dtype))
 
 
-def unfused(matrix: QuantizedMatrix) -> str:
-    """Why the fused product cannot take a matrix; empty where it can."""
+def fusion_obstacle(matrix: QuantizedMatrix) -> str:
+    """Return why the fused product cannot take a matrix. Empty = it can."""
     scheme = matrix.scheme
     if scheme.bits != 4 and scheme.codes != "e4m3":
         return f"codes of {scheme.bits} bits are restored"
     if scheme.group not in GROUPS:
         return f"the kernel takes no groups of {scheme.group}"
-    return "" if matrix.kept is None else "some columns are not quantized"
+    return "" if matrix.unquantized is None else "some columns are not quantized"
 
 
 def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
@@ -159,51 +169,57 @@ def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
     step = slab_rows(matrix.size_out, matrix.size_in, rows.dtype.itemsize)
     scratch = torch.empty(step, matrix.size_in, dtype=rows.dtype, device=rows.device)
     for start in range(0, matrix.size_out, step):
-        some = slice(start, start + step)
+        outputs = slice(start, start + step)
         slab = whole._replace(
-            codes=whole.codes[some], scales=whole.scales[some], zeros=None if whole.zeros is None else whole.zeros[some]
+            codes=whole.codes[outputs],
+            scales=whole.scales[outputs],
+            zeros=None if whole.zeros is None else whole.zeros[outputs],
         )
         weight = restoring.restore(slab, scratch[: len(slab.codes)])
         if bias is None:
-            torch.mm(rows, weight.t(), out=out[:, some])
+            torch.mm(rows, weight.t(), out=out[:, outputs])
         else:
-            torch.addmm(bias[some].to(rows.dtype), rows, weight.t(), out=out[:, some])
+            torch.addmm(bias[outputs].to(rows.dtype), rows, weight.t(), out=out[:, outputs])
     return out
 
 
 def slab_rows(outputs: int, inputs: int, itemsize: int) -> int:
-    """Outputs of a slab: all slabs of a matrix have nearly one size, and fit into SLAB_BYTES once restored."""
+    """Return the outputs of a slab. All slabs of a matrix have nearly one size, and restored fit in SLAB_BYTES."""
     count = -(-outputs * inputs * itemsize // SLAB_BYTES)
     return outputs if count <= 1 else -(-outputs // (count * SLAB_ROWS)) * SLAB_ROWS
 
 
 def takes_int8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
-    """Whether the kernels for 8-bit whole numbers run here."""
+    """Return whether the kernels for 8-bit integers run here."""
     return len(rows) > 0 and uses_triton("int8_product", rows, prefer=matrix.prefer)
 
 
 def int8(
-    rows: Tensor, matrix: QuantizedMatrix, columns: Tensor | None, kept: Tensor, bias: Tensor | None, key: Any,
+    rows: Tensor, matrix: QuantizedMatrix, columns: Tensor | None, unquantized: Tensor, bias: Tensor | None, key: Any,
     known: dict[Any, Any],
 ) -> Tensor:  # fmt: skip
-    """rows (M, K) times codes -> (M, N). Columns (O,) of rows are multiplied with kept (N, O), None = none; `key`:
-    their name in `known`."""
+    """Multiply rows (M, K) by 8-bit codes. Returns (M, N).
+
+    Args:
+        columns: Columns (O,) of rows that are multiplied with `unquantized` (N, O). None = none.
+        key: Name of these columns in `known`.
+    """
     from meshwright.kernels.triton import int8_product, narrowing
 
     if ("int8", key) not in known:
-        known["int8", key] = narrowing.rounded(rows, torch.int8, _left_out(matrix, columns))
-    parts = (None, None) if columns is None else (columns.int(), kept.contiguous())
-    made = int8_product.Int8Matrix(matrix.codes.contiguous(), matrix.scales, *parts)
-    return int8_product.int8_linear(rows, known["int8", key], made, bias)
+        known["int8", key] = narrowing.rounded(rows, torch.int8, _left_out_marks(matrix, columns))
+    parts = (None, None) if columns is None else (columns.int(), unquantized.contiguous())
+    operand = int8_product.Int8Matrix(matrix.codes.contiguous(), matrix.scales, *parts)
+    return int8_product.int8_linear(rows, known["int8", key], operand, bias)
 
 
-def _left_out(matrix: QuantizedMatrix, columns: Tensor | None) -> Tensor | None:
-    """(K,) uint8: 1 where a column is multiplied apart. Made once for columns that stay."""
+def _left_out_marks(matrix: QuantizedMatrix, columns: Tensor | None) -> Tensor | None:
+    """Return (K,) uint8 marks: 1 where a column is multiplied separately. Made once for fixed columns."""
     if columns is None:
         return None
     if matrix.columns is not None and "left out" in matrix.prepared:
-        found: Tensor = matrix.prepared["left out"]
-        return found
+        known_marks: Tensor = matrix.prepared["left out"]
+        return known_marks
     marks = torch.zeros(matrix.size_in, dtype=torch.uint8, device=columns.device)
     marks[columns.long()] = 1
     if matrix.columns is not None:
@@ -211,17 +227,19 @@ def _left_out(matrix: QuantizedMatrix, columns: Tensor | None) -> Tensor | None:
     return marks
 
 
-def _has_fp8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
-    """Whether torch multiplies 8-bit floating-point numbers of these sizes here, with a scale for each row: bf16 alone
-    comes out of that."""
+def _has_fp8_product(rows: Tensor, matrix: QuantizedMatrix) -> bool:
+    """Return whether torch multiplies fp8 operands of these sizes here, with a scale for each row.
+
+    Its only result dtype is bf16.
+    """
     if rows.device.type != "cuda" or acts() or torch.compiler.is_compiling() or rows.dtype != torch.bfloat16:
         return False
     fits = matrix.size_in % fp8.MULTIPLE == 0 and matrix.size_out % fp8.MULTIPLE == 0
     return fits and not fp8.missing(rows.device)
 
 
-def _fp8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
-    """One and two rows are rounded as more are, and multiplied as numbers: torch's product fills tensor cores up."""
+def _fp8_product(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
+    """Round one or two rows as more are rounded, but multiply them as numbers: torch would pad to full tiles."""
     if len(rows) <= FEW_ROWS and uses_triton("packed_product", rows, prefer=matrix.prefer):
         from meshwright.kernels.triton import few_rows, narrowing
 
@@ -236,10 +254,10 @@ def _fp8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict
 
 
 WAYS = (
-    ProductWay("codes inside", lambda *_: "", _inside),
+    ProductWay("codes inside", lambda *_: "", _fused),
     ProductWay("restored slabs", lambda *_: "", lambda rows, matrix, bias, _: _by_slabs(rows, matrix, bias)),
-    ProductWay("torch's 4-bit product", _torch_missing, _by_torch, _torch_layout),
-    ProductWay("gemlite", _gemlite_missing, _by_gemlite, _gemlite_layout),
-    ProductWay("a copy in 16 bits", lambda *_: "", _by_copy, _copy),
+    ProductWay("torch's 4-bit product", _torch_obstacle, _by_torch, _torch_layout),
+    ProductWay("gemlite", _gemlite_obstacle, _by_gemlite, _gemlite_layout),
+    ProductWay("a copy in 16 bits", lambda *_: "", _by_copy, _copy_layout),
 )
-"""Of products with 4-bit codes; the rule names the first two."""
+"""Ways to multiply with 4-bit codes. The default rule uses the first two."""

@@ -1,7 +1,7 @@
-"""Products of a few columns whose bits depend on no other row.
+"""Products of a few columns whose bits do not depend on the other rows.
 
-A BLAS library adds in an order that depends on how many rows there are, and a rounded sum depends on the order. Here no
-sum is rounded: both operands are rounded to steps first, so that products and their sums are whole numbers of 53 bits.
+A BLAS library's order of additions depends on the number of rows, and rounded sums depend on the order. Here no sum is
+rounded: both operands are first rounded to steps for which products and their sums are whole numbers of 53 bits.
 
     x   24 bits below a power of two above the row's largest: as exact as fp32 is for that one
     W   20 bits below the same of an output: fp16 has 11, bf16 8
@@ -17,19 +17,19 @@ AT_ONCE = 2 ** (53 - ROW_BITS - WEIGHT_BITS)
 
 
 def in_steps(values: Tensor, bits: int) -> Tensor:
-    """values (M, K) -> the nearest multiples (M, K) fp64 of 2^-bits of a power of two above each row's largest."""
+    """Round values (M, K) to multiples, in fp64, of 2^-bits of a power of two above each row's largest."""
     wide = values.double()
     exponents = torch.frexp(wide.abs().amax(1, keepdim=True)).exponent
     return torch.ldexp(torch.ldexp(wide, bits - exponents).round_(), exponents - bits)
 
 
 def weights_in_steps(weights: Tensor) -> Tensor:
-    """weights (N, K), of which K may be 0 -> (K, N) fp64, as `exact_product` takes them."""
+    """Prepare weights (N, K), where K may be 0, for `exact_product`: (K, N) fp64."""
     return in_steps(weights, WEIGHT_BITS).t().contiguous() if weights.shape[1] else weights.double().t()
 
 
 def exact_product(x: Tensor, weights: Tensor) -> Tensor:
-    """x (M, K) times `weights_in_steps` (K, N) -> (M, N) fp32."""
+    """Multiply x (M, K) by `weights_in_steps` (K, N). Returns (M, N) fp32."""
     if not len(weights):
         return x.new_zeros(len(x), weights.shape[1], dtype=torch.float32)
     rows = in_steps(x, ROW_BITS)

@@ -2,14 +2,15 @@
 
     y  = x W^T     x scaled by rows, W by rows (outputs)
     dX = G W       G scaled by rows, W by columns (inputs)
-    dW = G^T x     form FP8: as it is, in 16 bit, since one outlier spoils a whole row of tokens
+    dW = G^T x     form FP8: unscaled in 16 bits, since one outlier spoils a whole row of tokens
                    form FP8_ALL: both scaled by columns, each over all tokens
 
-Each row has a scale of its own: the power of two that brings its largest number just below 448, so that scaling itself
-rounds nothing (Micikevicius et al. 2022, arXiv:2209.05433; the two forms are torchao's `rowwise_with_gw_hp` and
-`rowwise`; e4m3 for gradients too, as DeepSeek-V3 has it, arXiv:2412.19437, section 3.3). Sums are fp32. Where a device
-has no such product, numbers are rounded the same way and multiplied in fp32: the same results but for the order of
-sums, and slower.
+Each row has its own scale: the power of two that brings its largest number just below 448, so scaling itself rounds
+nothing (Micikevicius et al. 2022, arXiv:2209.05433). The two forms are torchao's `rowwise_with_gw_hp` and `rowwise`.
+Gradients are e4m3 too, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Sums are fp32.
+
+A device without such a product rounds the same way and multiplies in fp32. Its results differ only by the order of
+sums, and it is slower.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,16 +26,18 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.target import acts, kind
 
 SAME, FP8, FP8_ALL = "same", "fp8", "fp8-all"
-"""Forms of a product, as recipe.products: of operands as they are, or rounded to 8 bits; FP8 but for gradients of
-weights and for experts."""
+"""Forms of a product, as in recipe.products: operands unchanged, or rounded to 8 bits.
+
+FP8 excludes gradients of weights, and experts.
+"""
 LARGEST = 448.0
-"""Of e4m3."""
+"""Largest number of e4m3."""
 SMALLEST = 1e-12
-"""Below which a row's largest number counts as this, so that zeros have a scale."""
+"""Least magnitude that a row's largest number counts as, which gives zeros a scale."""
 MULTIPLE = 16
-"""Of both dims of a matrix, which the products of tensor cores want."""
+"""Multiple that both dims of a matrix must be for products of tensor cores."""
 LEAST = (8, 9)
-"""Compute capability from which on tensor cores multiply 8-bit numbers."""
+"""Lowest compute capability whose tensor cores multiply 8-bit numbers."""
 
 
 class Narrow(NamedTuple):
@@ -44,12 +47,12 @@ class Narrow(NamedTuple):
     scales: Tensor
 
     def wide(self) -> Tensor:
-        """The numbers that it stands for, fp32."""
+        """Return the represented numbers in fp32."""
         return self.values.float() * self.scales
 
 
 def missing(device: torch.device) -> str:
-    """Why a device has no 8-bit products; empty where it has."""
+    """Return why a device has no 8-bit products. Empty = it has."""
     if device.type != "cuda":
         return f"a {device.type.upper()} multiplies no 8-bit numbers"
     capability = torch.cuda.get_device_capability(device)
@@ -59,13 +62,13 @@ def missing(device: torch.device) -> str:
 
 
 def narrow(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
-    """x (..., N, K), rounded once; as it is where it already was. `prefer`: one of chooser.PREFERENCES."""
+    """Round x (..., N, K) to e4m3, unless it already is. `prefer` is one of chooser.PREFERENCES."""
     if isinstance(x, Narrow):
         return x
     if in_one_kernel(x, prefer):
         from meshwright.kernels.triton import narrowing
 
-        if x.stride(-1) != 1 and x.stride(-2) == 1:  # what lies side by side in memory are columns
+        if x.stride(-1) != 1 and x.stride(-2) == 1:  # columns are contiguous, not rows
             return Narrow(*narrowing.turned(x.mT, x.shape[-1]))
         codes, scales = narrowing.rounded(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn)
         return Narrow(codes.view(x.shape), scales.view(*x.shape[:-1], 1))
@@ -77,12 +80,12 @@ def narrow(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
 
 
 def in_one_kernel(x: Tensor, prefer: str = "auto") -> bool:
-    """Whether x is read and written by the kernels of triton/narrowing.py, with no copy beside it."""
+    """Return whether the kernels of triton/narrowing.py convert x, without a copy of it."""
     return x.numel() > 0 and uses_triton("narrow", x, prefer=prefer)
 
 
 def narrow_columns(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
-    """x (N, C) -> its columns (C, N), with zeros behind them up to a multiple that products can add over."""
+    """Round the columns of x (N, C) to (C, N), padded with zeros to a multiple over which products can add."""
     if isinstance(x, Narrow):
         return x
     missing_rows = -len(x) % MULTIPLE
@@ -94,37 +97,37 @@ def narrow_columns(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
 
 
 def scales_of(x: Tensor, dim: int) -> Tensor:
-    """fp32, with a size of 1 at `dim`: what brings the largest number along it just below LARGEST."""
+    """Return scales fp32, of size 1 at `dim`, that bring the largest number along it just below LARGEST."""
     peaks = x.abs().amax(dim, keepdim=True).float().clamp(min=SMALLEST)
     return torch.exp2(torch.floor(torch.log2(LARGEST / peaks)))
 
 
 def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a (N, K) times b (M, K) transposed, plus bias (M,) -> (N, M), rounded once."""
+    """Multiply a (N, K) by b (M, K) transposed and add bias (M,). Returns (N, M), rounded once."""
     if kind(a.values) == "cuda" and (acts() or not missing(a.values.device)):
         return compat.scaled_product(*a, *b, bias, dtype)
-    found = F.linear(a.values.float(), b.values.float()) * a.scales * b.scales.t()
-    return (found if bias is None else found + bias).to(dtype)
+    y = F.linear(a.values.float(), b.values.float()) * a.scales * b.scales.t()
+    return (y if bias is None else y + bias).to(dtype)
 
 
 def products(
     x: Tensor, weights: Iterable[Tensor | Narrow], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """x (..., in) times each weight (out, in) transposed, plus its bias; x is rounded once."""
+    """Multiply x (..., in) by each weight (out, in) transposed and add its bias. x is rounded once."""
     rows = narrow(x.reshape(-1, x.shape[-1]))
-    found = (product(rows, narrow(one), x.dtype, bias) for one, bias in zip(weights, biases, strict=True))
-    return tuple(one.view(*x.shape[:-1], -1) for one in found)
+    outputs = (product(rows, narrow(weight), x.dtype, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
 
 
 def products_with(
     weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> Callable[[Tensor], tuple[Tensor, ...]]:  # fmt: skip
-    """`products` with weights that are rounded once, for several x."""
-    return partial(products, weights=[narrow(one) for one in weights], biases=biases)
+    """Return `products` with fixed weights, which are rounded once for several x."""
+    return partial(products, weights=[narrow(weight) for weight in weights], biases=biases)
 
 
 def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor | Narrow]) -> Tensor:
-    """gradients (..., out) of several products of one x -> that of x (..., in)."""
+    """Return the gradient of x (..., in) from the gradients (..., out) of several products of x."""
     first, total = gradients[0], None
     for gradient, weight in zip(gradients, weights, strict=True):
         columns = narrow(weight if isinstance(weight, Narrow) else weight.t())
@@ -135,15 +138,15 @@ def input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor | Narro
 
 
 def weight_gradient(gradient: Tensor, x: Tensor | Narrow, dtype: torch.dtype) -> Tensor:
-    """gradient (N, out), x (N, in) or its `narrow_columns` -> gradient^T x (out, in)."""
+    """Return gradient^T x (out, in) from gradient (N, out) and x (N, in), or x's `narrow_columns`."""
     if not len(gradient):
         assert isinstance(x, Tensor)
         return gradient.new_zeros(gradient.shape[1], x.shape[1], dtype=dtype)
     return product(narrow_columns(gradient), narrow_columns(x), dtype)
 
 
-class _Plain(torch.autograd.Function):
-    """The three products written out, each on the numbers that the rounded operands stand for, by torch alone."""
+class _ReferenceProduct(torch.autograd.Function):
+    """The three products written out in plain torch, on the numbers that the rounded operands represent."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, form: str) -> Tensor:
@@ -162,23 +165,23 @@ class _Plain(torch.autograd.Function):
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = FP8) -> Tensor:
-    """x (..., in), weight (out, in), bias (out,)."""
-    found: Tensor = _Plain.apply(x.reshape(-1, x.shape[-1]), weight, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    found = found.view(*x.shape[:-1], len(weight))
-    return found if bias is None else found + bias
+    """Multiply x (..., in) by weight (out, in) transposed and add bias (out,)."""
+    y: Tensor = _ReferenceProduct.apply(x.reshape(-1, x.shape[-1]), weight, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    y = y.view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
 
 
 def linears_reference(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = FP8
 ) -> tuple[Tensor, ...]:
-    """Several of one x."""
+    """Apply several linear layers to one x."""
     return tuple(linear_reference(x, weight, bias, form) for weight, bias in zip(weights, biases, strict=True))
 
 
 def swiglu_linear_reference(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: Any = None, form: str = FP8
 ) -> Tensor:  # fmt: skip
-    """As kernels.swiglu.swiglu_linear_reference."""
+    """Compute as kernels.swiglu.swiglu_linear_reference does."""
     product = summed.linear if summed else partial(linear_reference, form=form)
-    found: Tensor = product(F.silu(gate) * up, weight, bias)
-    return found
+    y: Tensor = product(F.silu(gate) * up, weight, bias)
+    return y

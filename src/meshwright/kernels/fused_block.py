@@ -1,7 +1,7 @@
-"""A whole block for the few rows of a step, in one call of the compiled loops.
+"""A whole transformer block for the few rows of a step, in one call of the compiled C loops.
 
 For small models on a CPU a step is otherwise mostly Python: a dozen calls a layer, of microseconds each. The loops are
-those that the block's parts would be computed with one by one, so the bits are the same.
+those that compute the block's parts one by one, so the bits are the same.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.kernels.compiled.library import AttentionFields, Loops
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER, PanelFields, Panels, pointer
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall
 
 PARTS = ("qkv", "o", "gate_up", "down")
@@ -35,7 +35,7 @@ class _StepFields(ctypes.Structure):
 
 
 class LowRankFields(ctypes.Structure):
-    """LowRank, of block.c: a low-rank matrix beside a part of a block's product, for some rows of a step."""
+    """LowRank of block.c: a low-rank matrix beside a part of a block's product, for some rows of a step."""
 
     _fields_ = (
         ("a", POINTER), ("b", POINTER), ("rows", POINTER), ("begin", INT), ("count", INT), ("column", INT),
@@ -56,26 +56,28 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockParts:
-    """x + o(attention(qkv(norm(x)))), then x + down(silu(gate) * up) of its norm. Letters: H query heads, K key heads,
-    E width of a head, F of the feed-forward."""
+    """Weights of a block: x + o(attention(qkv(norm(x)))), then x + down(silu(gate) * up) of its norm.
+
+    Letters: H query heads, K key heads, E width of a head, F of the feed-forward.
+    """
 
     norm: Norm
     qkv: Panels
     """(H E + 2 K E, D): queries, keys, values."""
     q_norm: Norm | None
     k_norm: Norm | None
-    """Of each head, with the same eps; None = none."""
+    """Norms of each head, both with the same eps. None = none."""
     o: Panels
     mlp_norm: Norm
     gate_up: Panels
-    """(2 F, D): gate, then what it is for."""
+    """(2 F, D): gate, then up."""
     down: Panels
-    keys: KeptNumbers
-    values: KeptNumbers
-    """(blocks, block, K, E); as numbers, or int8."""
+    keys: PagedStore
+    values: PagedStore
+    """(blocks, block, K, E), as numbers or int8."""
     heads: int
     window: int
-    """Positions that are seen; 0 = all."""
+    """Visible positions. 0 = all."""
     scale: float
 
 
@@ -84,15 +86,15 @@ class FusedStep:
     """The rows of a step, for all blocks."""
 
     def __init__(self, cos: Tensor, sin: Tensor, slots: Tensor, call: RowsCall) -> None:
-        """cos and sin (1, R, 1, E / 2), slots (R,)."""
-        self._kept = cos.contiguous(), sin.contiguous(), slots, call
-        given = *self._kept[:3], call.tables, call.offsets, call.last
-        self.fields = _StepFields(*map(pointer, given), len(slots), call.longest)
+        """Take cos and sin (1, R, 1, E / 2) and slots (R,)."""
+        self._alive = cos.contiguous(), sin.contiguous(), slots, call
+        tensors = *self._alive[:3], call.tables, call.offsets, call.last
+        self.fields = _StepFields(*map(pointer, tensors), len(slots), call.longest)
 
 
 @final
 class FusedBlock:
-    """Parts whose tensors stay where they are."""
+    """A block whose tensors stay where they are in memory."""
 
     def __init__(self, loops: Loops, parts: BlockParts) -> None:
         self._loops, self._parts = loops, parts
@@ -104,7 +106,7 @@ class FusedBlock:
             value_width=value_width, value_stride=value_width, block=size, window=parts.window, e4m3=0,
             scale=parts.scale,
         )  # fmt: skip
-        norms = [None if one is None else pointer(one.weight) for one in self._norms]
+        norms = [None if norm is None else pointer(norm.weight) for norm in self._norms]
         eps = parts.norm.eps, 0.0 if parts.q_norm is None else parts.q_norm.eps, parts.mlp_norm.eps
         self._fields = _BlockFields(attention, *(getattr(parts, name).fields for name in PARTS), *norms, *eps)
 
@@ -113,10 +115,13 @@ class FusedBlock:
         return [self._parts.norm, self._parts.q_norm, self._parts.k_norm, self._parts.mlp_norm]
 
     def __call__(self, x: Tensor, step: FusedStep, beside: Mapping[str, Sequence[LowRankFields]]) -> Tensor:
-        """x (1, R, D) fp32, contiguous, of the step's rows -> (1, R, D); their keys and values are kept. `beside`: what
-        is added to products, by PARTS."""
+        """Run the step's rows x (1, R, D) fp32, contiguous, through the block. Returns (1, R, D).
+
+        Their keys and values are stored. `beside`: adapters added to the products named in PARTS.
+        """
         if not beside:
             return self._loops.block(self._fields, step.fields, None, x)
-        arrays = [(LowRankFields * len(some))(*some) for some in (beside.get(name, ()) for name in PARTS)]
-        both = (POINTER * len(PARTS))(*map(ctypes.addressof, arrays)), (INT * len(PARTS))(*map(len, arrays))
-        return self._loops.block(self._fields, step.fields, _LowRanksFields(*both), x)
+        arrays = [(LowRankFields * len(adapters))(*adapters) for adapters in (beside.get(name, ()) for name in PARTS)]
+        pointers = (POINTER * len(PARTS))(*map(ctypes.addressof, arrays))
+        low_ranks = _LowRanksFields(pointers, (INT * len(PARTS))(*map(len, arrays)))
+        return self._loops.block(self._fields, step.fields, low_ranks, x)

@@ -1,8 +1,8 @@
-"""Which kernel attends on this GPU: by the table of spec/attention_kernels.py, after a small trial of the faster one.
+"""Choice of the attention kernel on this GPU: by the table of spec/attention_kernels.py, after a small trial.
 
 A trial runs forward and backward beside plain sums in fp64, once for each width, dtype and number of heads that share
-keys. A kernel that raises there, or is wrong, is not taken in this process, and the reason stands in the log of a run
-and in the doctor's answer.
+keys. A kernel that raises or is wrong there is not used in this process. The log of a run and the doctor's answer state
+the reason.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.chooser import NARROW, named
+from meshwright.kernels.chooser import NARROW, dtype_name
 from meshwright.kernels.partial import fused_width, padded
 from meshwright.kernels.target import acts
 from meshwright.spec.attention_kernels import (
@@ -28,24 +28,25 @@ from meshwright.spec.attention_kernels import (
 )
 
 LARGEST_ERROR = 0.03
-"""Of a tensor's length: some roundings to bf16."""
+"""Largest relative error of a tensor: some roundings to bf16."""
 ROWS = 320
 """Positions of a trial: several tiles of keys of every kernel, and a part of one."""
 DOCUMENTS = (0, 1, 130, 131, 320, 320)
-"""Borders of a trial's documents: of one position, of several tiles, and of none."""
+"""Borders of a trial's documents: one of one position, some of several tiles, and an empty one."""
 QUERIES = 150
-"""Of a trial over past keys."""
+"""Queries of a trial over past keys."""
 WINDOW = 70
 SCALE = 0.2
 
 
 @lru_cache(maxsize=4096)
 def choose(device: torch.device, dtype: torch.dtype, call: AttentionCall, group: int) -> KernelChoice:
-    """The kernel of a call whose key heads serve `group` query heads each. A new form of call is tried here first.
+    """Return the kernel for a call whose key heads serve `group` query heads each. A new form of call is tried first.
 
-    Kept, since eager attention asks at each call."""
+    Cached, since eager attention asks at each call.
+    """
     if device.type != "cuda" or dtype not in NARROW:
-        return KernelChoice("flash", "no GPU" if device.type != "cuda" else named(dtype))
+        return KernelChoice("flash", "no GPU" if device.type != "cuda" else dtype_name(dtype))
     gpu = installed(device)
     choice = attention_kernel(call, gpu)
     if choice.kernel == "flash":
@@ -53,7 +54,7 @@ def choose(device: torch.device, dtype: torch.dtype, call: AttentionCall, group:
     wrong = problem(choice.kernel, device, dtype, call.width, call.value_width, group, call.case)
     if wrong:
         return KernelChoice("flash", f"{choice.kernel}: {wrong}")
-    return choice._replace(reason=f"sm_{gpu.major}0, {named(dtype)}: {choice.reason}")
+    return choice._replace(reason=f"sm_{gpu.major}0, {dtype_name(dtype)}: {choice.reason}")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
@@ -61,7 +62,7 @@ def chosen_kernel(
     device: torch.device, dtype: torch.dtype, case: Case, positions: int, width: int, value_width: int, group: int,
     dropout: float, gradients: bool,
 ) -> str:  # fmt: skip
-    """`choose`'s kernel, as a constant of compiled code."""
+    """Return `choose`'s kernel, as a constant of compiled code."""
     call = AttentionCall(
         case, positions, width, value_width, dropout, torch.are_deterministic_algorithms_enabled(), gradients
     )
@@ -69,8 +70,10 @@ def chosen_kernel(
 
 
 def attend_past(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float) -> Tensor:
-    """The last q (B, S, H, E) of sequences over k (B, T, K, E) and v (B, T, K, V) -> (B, S, H, V), on a GPU in 16 bits,
-    without gradients and without a mask of S x T. `window`: keys that a query sees at most, 0 = all."""
+    """Attend the last queries q (B, S, H, E) over k (B, T, K, E) and v (B, T, K, V). Returns (B, S, H, V).
+
+    For a GPU in 16 bits, without gradients and without an S x T mask. `window`: most keys that a query sees, 0 = all.
+    """
     width = v.shape[3]
     if past_kernel(q, k, v) == "flash-4":
         queries, keys, values = (padded(x, fused_width(x.shape[3])) for x in (q, k, v))
@@ -83,21 +86,21 @@ def attend_past(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float) -
 
 
 def past_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """What attends for `attend_past`: flash-4 or flash."""
+    """Return the kernel of `attend_past`: flash-4 or flash."""
     if acts():
         return "flash"
     return choose_past(q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2]).kernel
 
 
 def choose_past(device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int) -> KernelChoice:
-    """The same, and why, by the widths of heads and how many share a key head."""
+    """Return that kernel with its reason, by the widths of heads and how many share a key head."""
     call = AttentionCall("cache", 0, fused_width(width), fused_width(value_width), gradients=False)
     return choose(device, dtype, call, group)
 
 
 @cache
 def installed(device: torch.device) -> GpuLibraries:
-    """What can attend on a device."""
+    """Return the attention libraries of a device."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         return GpuLibraries(0)
     major = torch.cuda.get_device_capability(device)[0]
@@ -108,20 +111,22 @@ def installed(device: torch.device) -> GpuLibraries:
 def problem(
     kernel: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int, case: Case
 ) -> str:  # fmt: skip
-    """What is wrong with a kernel here; empty where it runs and is right."""
+    """Return what is wrong with a kernel here. Empty = it runs and is right."""
     try:
-        with ThreadPoolExecutor(1) as apart:  # hooks and modes of a block under way are this thread's alone
-            error = apart.submit(_error, kernel, device, dtype, (width, value_width), group, case).result()
+        with ThreadPoolExecutor(
+            1
+        ) as pool:  # a block in progress may have hooks and modes, which are local to this thread
+            error = pool.submit(_largest_error, kernel, device, dtype, (width, value_width), group, case).result()
     except Exception as failure:  # compilers, drivers and launches fail in many ways
         line = (str(failure).splitlines() or [""])[0]
         return f"its trial failed: {type(failure).__name__} {line}".strip()
     return "" if error < LARGEST_ERROR else f"its trial was off by {error:.2g}"
 
 
-def _error(
+def _largest_error(
     kernel: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], group: int, case: Case
 ) -> float:  # fmt: skip
-    """The largest relative error of results and gradients; not a number counts as infinite."""
+    """Return the largest relative error of results and gradients. NaN counts as infinite."""
     generator = torch.Generator().manual_seed(1)
     sizes = (2 * group, widths[0]), (2, widths[0]), (2, widths[1])
     inputs = [torch.randn(ROWS, *size, generator=generator).to(device, dtype) for size in sizes]
@@ -130,35 +135,39 @@ def _error(
     for window in {"cache": (0, WINDOW), "window": (WINDOW,)}.get(case, (0,)):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             if kernel == "cudnn":
-                outcome = _whole_rows(inputs, gradient)
+                outcome = _row_outputs(inputs, gradient)
             else:
-                outcome = _last_rows(inputs, window) if case == "cache" else _packed_rows(inputs, gradient, window)
-        seen = _seen(case in ("documents", "window"), window).to(device)
-        exact = _differentiated(partial(_plain, seen=seen), [x.double() for x in inputs], gradient.double())
+                outcome = (
+                    _past_outputs(inputs, window) if case == "cache" else _packed_outputs(inputs, gradient, window)
+                )
+        seen = _visible_keys(case in ("documents", "window"), window).to(device)
+        exact = _output_and_gradients(
+            partial(_exact_attention, seen=seen), [x.double() for x in inputs], gradient.double()
+        )
         exact = [exact[0][-QUERIES:]] if case == "cache" else exact
         errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(outcome, exact, strict=True)]
         worst = max(worst, *(error if error == error else float("inf") for error in errors))
     return worst
 
 
-def _last_rows(inputs: list[Tensor], window: int) -> list[Tensor]:
-    """flash-4's result for the last queries of a sequence."""
+def _past_outputs(inputs: list[Tensor], window: int) -> list[Tensor]:
+    """Return flash-4's result for the last queries of a sequence."""
     q, k, v = inputs
     return [compat.flash_4_past(q[None, -QUERIES:], k[None], v[None], window=window, scale=SCALE)[0]]
 
 
-def _whole_rows(inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
-    """cuDNN's result and gradients."""
+def _row_outputs(inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Return cuDNN's result and gradients."""
 
     def attend(*rows: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in rows)
         return compat.cudnn_attention(q, k, v, scale=SCALE)[0].transpose(0, 1)
 
-    return _differentiated(attend, inputs, gradient)
+    return _output_and_gradients(attend, inputs, gradient)
 
 
-def _packed_rows(inputs: list[Tensor], gradient: Tensor, window: int) -> list[Tensor]:
-    """flash-4's result and gradients."""
+def _packed_outputs(inputs: list[Tensor], gradient: Tensor, window: int) -> list[Tensor]:
+    """Return flash-4's result and gradients."""
     q, k, v = inputs
     borders = torch.tensor(DOCUMENTS, dtype=torch.int32, device=q.device)
     documents = borders, max(end - begin for begin, end in pairwise(DOCUMENTS))
@@ -167,14 +176,14 @@ def _packed_rows(inputs: list[Tensor], gradient: Tensor, window: int) -> list[Te
     return [out, *gradients]
 
 
-def _differentiated(attend: Callable[..., Tensor], inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+def _output_and_gradients(attend: Callable[..., Tensor], inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
-def _seen(packed: bool, window: int) -> Tensor:
-    """(ROWS, ROWS) bool: which keys a query sees."""
+def _visible_keys(packed: bool, window: int) -> Tensor:
+    """Return which keys a query sees, (ROWS, ROWS) bool."""
     back = torch.arange(ROWS)[:, None] - torch.arange(ROWS)
     seen = (back >= 0) & (back < (window or ROWS))
     if packed:
@@ -183,8 +192,8 @@ def _seen(packed: bool, window: int) -> Tensor:
     return seen
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """q (T, H, E), k (T, K, E), v (T, K, V) -> (T, H, V)."""
+def _exact_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attend q (T, H, E) over k (T, K, E) and v (T, K, V). Returns (T, H, V)."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("she,the->hst", q, k) * SCALE
     return torch.einsum("hst,thv->shv", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)

@@ -1,9 +1,10 @@
 """Products with a head whose number of rows V does not suit a GPU's matrix units (spec/aligned_products.py).
 
-Logits (R, V) and their gradients lie in memory as (R, W), W the next multiple of 128, and the gradient of the head as
-(W, D): all rows are aligned. The head itself stays as it is, since a parameter may be a shard, a gathered buffer or a
-part of another rank's: its last rows alone, fewer than 128, are copied to a block of 128 that zeros fill up. No loss
-reads what is behind V, and no gradient of it leaves this module.
+Logits (R, V) and their gradients are stored as (R, W), W the next multiple of 128, and the gradient of the head as
+(W, D): all rows are aligned. The head itself is not moved, since a parameter may be a shard, a gathered buffer or a
+part of another rank's. Only its last rows, fewer than 128, are copied to a block of 128 that zeros fill up.
+
+No loss reads past V, and no gradient of the padding leaves this module.
 
 Letters: R rows of a chunk, D width of the model, V rows of the head that are here, W the same padded.
 """
@@ -18,23 +19,25 @@ from meshwright.kernels.target import kind
 from meshwright.spec.aligned_products import PADDED_TO, padded_columns
 
 PADDING_DEVICES = {"cuda"}
-"""Kinds of devices that lay rows out so: a CPU's products take any width at one speed."""
+"""Kinds of devices that pad rows. A CPU's products take any width at the same speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadMatrix:
-    """A head (V, D), for products in one dtype. Made anew for each call of a loss."""
+    """A head (V, D), for products in one dtype. Created for each call of a loss."""
 
     weight: Tensor
     width: int
-    """W; V where nothing is padded."""
+    """W. V where nothing is padded."""
     parts: tuple[tuple[slice, Tensor], ...]
-    """Columns of the padded logits, and the rows of the head that make them. The last block comes first: what it adds
-    to the gradient of x is rounded before the rest is added, and is the smallest."""
+    """Columns of the padded logits, and the rows of the head that make them.
+
+    The last block comes first: its share of the gradient of x is rounded before the rest is added, and is the smallest.
+    """
 
     @classmethod
     def padded(cls, weight: Tensor, dtype: torch.dtype) -> "HeadMatrix":
-        """For products in `dtype`."""
+        """Create the matrix for products in `dtype`."""
         rows = len(weight)
         width = padded_columns(rows, dtype.itemsize) if kind(weight) in PADDING_DEVICES else rows
         if width == rows:
@@ -47,64 +50,68 @@ class HeadMatrix:
 
     @property
     def is_padded(self) -> bool:
-        """Whether W is larger than V."""
+        """True where W is larger than V."""
         return self.width > len(self.weight)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x (R, D) -> (R, V)."""
+        """Return the logits (R, V) of x (R, D)."""
         if not self.is_padded:
             return cpu_product.widened_linear(x, self.weight)
-        found = x.new_empty(len(x), self.width)
+        logits = x.new_empty(len(x), self.width)
         for columns, matrix in self.parts:
-            torch.mm(x, matrix.t(), out=found[:, columns])
-        return found[:, : len(self.weight)]
+            torch.mm(x, matrix.t(), out=logits[:, columns])
+        return logits[:, : len(self.weight)]
 
-    def laid_out(self, gradients: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gradients of logits (R, V) -> (R, W) in `dtype`, zeros behind V: in place where they are over `logits`."""
+    def padded_gradients(self, gradients: Tensor, dtype: torch.dtype) -> Tensor:
+        """Pad gradients of logits (R, V) with zeros to (R, W) in `dtype`, in place where they overlay `logits`."""
         if not self.is_padded:
             return gradients.to(dtype)
         rows, columns = gradients.shape
         size = (rows, self.width)
         if gradients.dtype == dtype and self._has_room(gradients):
-            found = gradients.as_strided(size, (self.width, 1))
+            padded = gradients.as_strided(size, (self.width, 1))
         else:
-            found = gradients.new_empty(size, dtype=dtype)
-            found[:, :columns] = gradients
-        found[:, columns:].zero_()  # 0 x 0 so far, but of an ignored row that is infinite nan
-        return found
+            padded = gradients.new_empty(size, dtype=dtype)
+            padded[:, :columns] = gradients
+        padded[:, columns:].zero_()  # these are 0 x 0 already, but nan in an ignored row that is infinite
+        return padded
 
     def _has_room(self, gradients: Tensor) -> bool:
-        """Whether each row has W - V numbers of its own behind it."""
+        """Return whether each row owns W - V further numbers behind it."""
         if gradients.stride() != (self.width, 1):
             return False
         numbers = gradients.storage_offset() + len(gradients) * self.width
         return gradients.untyped_storage().nbytes() >= numbers * gradients.element_size()
 
     def input_gradient(self, gradients: Tensor) -> Tensor:
-        """Gradients as `laid_out` -> that of x (R, D)."""
+        """Return the gradient of x (R, D) from `padded_gradients`."""
         if not self.is_padded:
             return cpu_product.widened_multiply(gradients, self.weight)
         (columns, matrix), *others = self.parts
-        found = cpu_product.multiply(gradients[:, columns], matrix)
+        total = cpu_product.multiply(gradients[:, columns], matrix)
         for columns, matrix in others:
-            cpu_product.add_product(found, gradients[:, columns], matrix)
-        return found
+            cpu_product.add_product(total, gradients[:, columns], matrix)
+        return total
 
     def empty_gradient(self, rows: int) -> Tensor:
-        """Room for the gradient of the head (V, D) fp32, that the first chunk of so many rows of x writes; zeros where
-        there are none. W rows lie in memory."""
+        """Allocate the gradient of the head (V, D) fp32, W rows in memory, which the first chunk writes.
+
+        `rows`: rows of x. Without any it is zeros.
+        """
         make = self.weight.new_empty if rows else self.weight.new_zeros
         return make(self.width, self.weight.shape[1], dtype=torch.float32)[: len(self.weight)]
 
     def add_gradient(self, total: Tensor, gradients: Tensor, x: Tensor, *, first: bool) -> None:
-        """total (of `empty_gradient`) += gradients^T x, of those as `laid_out` and x (R, D). `first`: it is written."""
+        """Add gradients^T x to total, with `padded_gradients` and x (R, D). The `first` chunk overwrites total."""
         whole = total.as_strided((self.width, total.shape[1]), total.stride()) if self.is_padded else total
         cpu_product.add_product(whole, gradients.t(), x, beta=int(not first))
 
 
 def scaled_gradient(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """total (V, D) fp32, which is given up, times factor () -> (V, D), rounded to `dtype` once. A GPU rounds what it
-    multiplies, 6 bytes per element in 16 bits; in two passes, as on a CPU, they are 14."""
+    """Multiply total (V, D) fp32, which is consumed, by factor (), and round to `dtype` once.
+
+    A GPU rounds while it multiplies, 6 bytes per element in 16 bits. In two passes, as on a CPU, they are 14.
+    """
     if dtype == total.dtype or kind(total) == "cpu" or torch.compiler.is_compiling():
         return total.mul_(factor).to(dtype)
     return torch.mul(total, factor, out=total.new_empty(total.shape, dtype=dtype))

@@ -12,25 +12,27 @@ import torch
 from torch import Tensor
 
 NORM, PENALTY, GROWTH, TURNS = 0.7, 10.0, 1.01, 20
-"""p; the first penalty and its growth per turn; all as published."""
+"""p; the first penalty and its growth per turn; number of turns. All as published."""
 
 
 def find_zeros(runs: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    """Z (..., groups) for runs (..., groups, size) with scales and first zeros (..., groups), fp32. The first ones are
-    real, too: from rounded ones the turns end in a worse place. Where scales are so small that 1 over them is not
-    finite, they stay."""
-    wide, found, penalty = 1 / scales.unsqueeze(-1), zeros.unsqueeze(-1), PENALTY
+    """Return Z (..., groups) for runs (..., groups, size) with scales and first zeros (..., groups), fp32.
+
+    The first zeros are real, too: from rounded ones the turns end at a worse optimum. They stay where scales are so
+    small that 1 over them is not finite.
+    """
+    wide, shifts, penalty = 1 / scales.unsqueeze(-1), zeros.unsqueeze(-1), PENALTY
     for _ in range(TURNS):
-        codes = (runs * wide + found).round().clamp(0, 2**bits - 1)
-        large = shrunk(runs - (codes - found) / wide, penalty)
-        found = (codes - (runs - large) * wide).mean(-1, keepdim=True)
+        codes = (runs * wide + shifts).round().clamp(0, 2**bits - 1)
+        large = shrunk(runs - (codes - shifts) / wide, penalty)
+        shifts = (codes - (runs - large) * wide).mean(-1, keepdim=True)
         penalty *= GROWTH
-    found = found.squeeze(-1)
-    return torch.where(found.isfinite(), found, zeros)
+    shifts = shifts.squeeze(-1)
+    return torch.where(shifts.isfinite(), shifts, zeros)
 
 
 def shrunk(x: Tensor, penalty: float) -> Tensor:
-    """What minimizes |e|^p + penalty / 2 (e - x)^2, nearly: x less a step that is the larger the smaller x is."""
+    """Return nearly the e that minimizes |e|^p + penalty / 2 (e - x)^2: x less a step, larger for smaller x."""
     size = x.abs()
-    left: Tensor = x.sign() * (size - size.clamp(min=1e-12).pow(NORM - 1) / penalty).clamp(min=0)
-    return left
+    shrunken: Tensor = x.sign() * (size - size.clamp(min=1e-12).pow(NORM - 1) / penalty).clamp(min=0)
+    return shrunken

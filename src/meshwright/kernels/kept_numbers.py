@@ -1,4 +1,4 @@
-"""Keys, or values, of many positions, as numbers or as codes of 8 bits with a scale for each position and head.
+"""Paged store of keys, or values: numbers, or codes of 8 bits with a scale for each position and head.
 
     int8    q = round(r / S), S = max |r| / 127
     fp8     q = r / S rounded to e4m3, S = max |r| / 448
@@ -19,29 +19,35 @@ from meshwright.spec.serving_defaults import CacheForm
 
 
 @final
-class KeptNumbers:
-    """A store of blocks, zero at first."""
+class PagedStore:
+    """Blocks of positions, initially zero."""
 
-    def __init__(self, room: tuple[int, int, int, int], like: Tensor, form: CacheForm) -> None:
-        """`room`: blocks, positions of one, K, E. What is read is in the dtype of `like`, on its device."""
-        self.form, self.dtype, self.sizes = form, like.dtype, room
-        kinds = {"model": like.dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-        self.codes = torch.zeros(room, dtype=kinds[form], device=like.device)
-        self.scales = None if form == "model" else torch.zeros(room[:3], dtype=torch.float32, device=like.device)
+    def __init__(self, size: tuple[int, int, int, int], like: Tensor, form: CacheForm) -> None:
+        """Allocate a store.
+
+        Args:
+            size: Blocks, positions of a block, K, E.
+            like: Tensor whose device and dtype reads have.
+            form: Stored format.
+        """
+        self.form, self.dtype, self.sizes = form, like.dtype, size
+        dtypes = {"model": like.dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+        self.codes = torch.zeros(size, dtype=dtypes[form], device=like.device)
+        self.scales = None if form == "model" else torch.zeros(size[:3], dtype=torch.float32, device=like.device)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is kept, by blocks."""
+        """Everything stored, by blocks."""
         bits = self.codes.view(torch.uint8) if self.form == "fp8" else self.codes
         return [bits] if self.scales is None else [bits, self.scales]
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
-        return sum(one.nbytes for one in self.tensors)
+        """Size of all blocks."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, slots: Tensor, new: Tensor, loops: Loops | None = None) -> None:
-        """new (N, K, E) to slots (N,): block * size + position within."""
+        """Write new (N, K, E) to slots (N,): block * size + position within."""
         if self.scales is None and loops is not None:
             loops.keep_floats(new, slots, self.codes)
         elif self.scales is None:
@@ -50,23 +56,23 @@ class KeptNumbers:
             loops.keep_int8(new, slots, self.codes, self.scales)
         else:
             codes, scales = encoded(new, self.form)
-            for store, some in zip(self.tensors, (codes.view(self.tensors[0].dtype), scales), strict=True):
-                store.flatten(0, 1).index_copy_(0, slots, some)
+            for store, numbers in zip(self.tensors, (codes.view(self.tensors[0].dtype), scales), strict=True):
+                store.flatten(0, 1).index_copy_(0, slots, numbers)
 
-    def taken(self, blocks: Tensor | slice) -> Tensor:
-        """Numbers of blocks (some,), or of a run of them -> (some, size, K, E)."""
+    def read(self, blocks: Tensor | slice) -> Tensor:
+        """Return the numbers of blocks (M,), or of a run of them: (M, size, K, E)."""
         if isinstance(blocks, slice):
-            found = [one[blocks] for one in self.tensors]
+            parts = [tensor[blocks] for tensor in self.tensors]
         else:
-            found = [one.flatten(1).index_select(0, blocks).view(-1, *one.shape[1:]) for one in self.tensors]
-        if len(found) == 1:
-            return found[0]
-        codes = found[0].view(torch.float8_e4m3fn) if self.form == "fp8" else found[0]
-        return codes.float().mul_(found[1].unsqueeze(-1)).to(self.dtype)
+            parts = [x.flatten(1).index_select(0, blocks).view(-1, *x.shape[1:]) for x in self.tensors]
+        if len(parts) == 1:
+            return parts[0]
+        codes = parts[0].view(torch.float8_e4m3fn) if self.form == "fp8" else parts[0]
+        return codes.float().mul_(parts[1].unsqueeze(-1)).to(self.dtype)
 
 
 def encoded(numbers: Tensor, form: CacheForm) -> tuple[Tensor, Tensor]:
-    """numbers (N, K, E) -> codes (N, K, E) and scales (N, K) fp32."""
+    """Encode numbers (N, K, E) as codes (N, K, E) and scales (N, K) fp32."""
     peak = numbers.float().abs().amax(-1)
     if form == "fp8":
         scales = e4m3_scale(peak)
@@ -77,11 +83,13 @@ def encoded(numbers: Tensor, form: CacheForm) -> tuple[Tensor, Tensor]:
 
 
 def turn_and_keep_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: KeptNumbers, values: KeptNumbers, *,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: PagedStore, values: PagedStore, *,
     interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
 ) -> None:  # fmt: skip
-    """Norm (weights (E,) of q and k, eps) and turn q (N, H, E) and k (N, K, E) in their own memory; write k and v to
-    slots (N,) of the stores. cos and sin (N, E / 2) fp32."""
+    """Normalize and rotate q (N, H, E) and k (N, K, E) in place, and write k and v to slots (N,) of the stores.
+
+    cos and sin (N, E / 2) fp32. `norms`: weights (E,) of q and k, and eps.
+    """
     for x, weight in zip((q, k), (None, None) if norms is None else norms[:2], strict=True):
         normed = x if weight is None or norms is None else rms_norm_reference(x, weight, norms[2])
         x.copy_(rotate_reference(normed.unsqueeze(0), cos[None, :, None], sin[None, :, None], interleaved)[0])
@@ -90,10 +98,10 @@ def turn_and_keep_reference(
 
 
 def turn_and_keep(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: KeptNumbers, values: KeptNumbers, *,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: PagedStore, values: PagedStore, *,
     interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
 ) -> bool:  # fmt: skip
-    """As the reference, in one Triton kernel. False where it does not take these tensors, and has done nothing."""
+    """Do as the reference in one Triton kernel. Returns False, with nothing done, where it cannot take these."""
     from meshwright.kernels.triton import keeping, paged
 
     if (

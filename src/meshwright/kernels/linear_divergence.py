@@ -18,13 +18,14 @@ Letters: N rows, R rows of a chunk, D and E widths of student and teacher, V voc
 """
 
 from dataclasses import dataclass, field
+from math import log
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows, kept_rows
+from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows, counted_rows
 from meshwright.kernels.divergence_rows import (
     FORWARD,
     DistillationLoss,
@@ -33,7 +34,6 @@ from meshwright.kernels.divergence_rows import (
     RowDivergence,
     Teacher,
     TeacherHead,
-    log_of,
 )
 from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear import product_dtype
@@ -41,7 +41,7 @@ from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
 
 BUFFERS = 5
-"""Of (R, V) fp32 that a chunk has at most: logits and probabilities of both, and what is made of them."""
+"""Buffers of (R, V) fp32 that a chunk has at most: logits and probabilities of both, and their gradient."""
 
 
 @takes("logits")
@@ -49,7 +49,7 @@ def linear_divergence_reference(
     x: Tensor, weight: Tensor, teacher: Teacher, targets: Tensor, scale: Tensor | None = None,
     form: Divergence = FORWARD,
 ) -> DistillationLoss:  # fmt: skip
-    """x (N, D), weight (V, D), targets (N,) with -100 = ignored; times scale ()."""
+    """Return the loss for x (N, D), weight (V, D) and targets (N,) with -100 = ignored, times scale ()."""
     logits, valid = F.linear(x, weight).float(), targets != IGNORED
     ours = (logits / form.temperature).log_softmax(-1)
     if isinstance(teacher, KnownTop):
@@ -65,19 +65,19 @@ def linear_divergence_reference(
 
 
 def divergence_of(ours: Tensor, theirs: Tensor, beta: float) -> Tensor:
-    """D of each row (N,), of log-probabilities (N, V) of student and teacher."""
+    """Return D of each row (N,), from log-probabilities (N, V) of student and teacher."""
     if beta == 0:
         return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(1)
     if beta == 1:
         return F.kl_div(theirs, ours, reduction="none", log_target=True).sum(1)
-    mixed = torch.logaddexp(ours + log_of(1 - beta), theirs + log_of(beta))
-    parts = [F.kl_div(mixed, one, reduction="none", log_target=True).sum(1) for one in (theirs, ours)]
+    mixed = torch.logaddexp(ours + log(1 - beta), theirs + log(beta))
+    parts = [F.kl_div(mixed, logs, reduction="none", log_target=True).sum(1) for logs in (theirs, ours)]
     return beta * parts[0] + (1 - beta) * parts[1]
 
 
 @dataclass(slots=True)
 class _DivergenceChunks:
-    """The loop: rows of x (N, D), chunk by chunk, with gradients of the sum of factor x loss where wanted."""
+    """Loop over chunks of x (N, D), with optional gradients of the sum of factor x loss."""
 
     x: Tensor
     weight: Tensor
@@ -87,10 +87,10 @@ class _DivergenceChunks:
     form: Divergence
     x_gradient: Tensor | None = None
     weight_gradient: Tensor | None = None
-    """fp32, whatever the dtype of the weight."""
+    """Gradient in fp32, whatever the dtype of the weight."""
     head: HeadMatrix = field(init=False)
     theirs: HeadMatrix | None = field(init=False, default=None)
-    """The head of a teacher that is here."""
+    """Head of a loaded teacher."""
 
     def __post_init__(self) -> None:
         self.head = HeadMatrix.padded(self.weight, product_dtype(self.weight))
@@ -98,53 +98,55 @@ class _DivergenceChunks:
             self.theirs = HeadMatrix.padded(self.teacher.weight, product_dtype(self.teacher.weight))
 
     def run(self, scale: Tensor | None, of_x: bool, of_weight: bool) -> Tensor:
-        """Sums (2,) fp32 over valid rows: T^2 D and the cross-entropy."""
+        """Return sums (2,) fp32 over valid rows: T^2 D and the cross-entropy."""
         self.x_gradient = torch.empty_like(self.x) if of_x else None
         self.weight_gradient = self.head.empty_gradient(len(self.x)) if of_weight else None
         columns = self.vocabulary.most if self.vocabulary else len(self.weight)
         rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
         total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
         for start in range(0, len(self.x), rows):
-            here = slice(start, start + rows)
-            valid = self.targets[here] != IGNORED
-            total += self._chunk(here, valid, kept_rows(valid, self.vocabulary), scale)
+            chunk = slice(start, start + rows)
+            valid = self.targets[chunk] != IGNORED
+            total += self._chunk(chunk, valid, counted_rows(valid, self.vocabulary), scale)
         return total
 
-    def _chunk(self, here: slice, valid: Tensor, kept: Tensor | None, scale: Tensor | None) -> Tensor:
-        def some(tensor: Tensor) -> Tensor:
-            return tensor[here] if kept is None else tensor[here][kept]
+    def _chunk(self, chunk: slice, valid: Tensor, counted: Tensor | None, scale: Tensor | None) -> Tensor:
+        def rows_of_chunk(tensor: Tensor) -> Tensor:
+            return tensor[chunk] if counted is None else tensor[chunk][counted]
 
-        part, targets = some(self.x).to(product_dtype(self.weight)), some(self.targets)
-        valid = valid if kept is None else valid[kept]
+        inputs, targets = rows_of_chunk(self.x).to(product_dtype(self.weight)), rows_of_chunk(self.targets)
+        valid = valid if counted is None else valid[counted]
         by_row = RowDivergence(self.vocabulary, self.form)
-        logits = self.head.logits(part).float()
+        logits = self.head.logits(inputs).float()
         factor = valid.float() if scale is None else valid * scale.float()
         if isinstance(self.teacher, TeacherHead):
             assert self.theirs is not None
-            other = self.theirs.logits(some(self.teacher.x).to(product_dtype(self.teacher.weight))).float()
-            found = by_row.of_logits(logits, other, targets, factor)
-            del other
+            teacher_logits = self.theirs.logits(
+                rows_of_chunk(self.teacher.x).to(product_dtype(self.teacher.weight))
+            ).float()
+            losses = by_row.losses_of_logits(logits, teacher_logits, targets, factor)
+            del teacher_logits
         else:
-            found = by_row.of_known(logits, KnownTop(*map(some, self.teacher)), targets, factor)
+            losses = by_row.losses_of_known(logits, KnownTop(*map(rows_of_chunk, self.teacher)), targets, factor)
         del logits
         if self.x_gradient is not None or self.weight_gradient is not None:
-            self._add_gradients(self.head.laid_out(found.gradient, part.dtype), part, here, kept)
-        return torch.stack([(one * valid).sum() for one in (found.soft, found.hard)])
+            self._add_gradients(self.head.padded_gradients(losses.gradient, inputs.dtype), inputs, chunk, counted)
+        return torch.stack([(part * valid).sum() for part in (losses.soft, losses.hard)])
 
-    def _add_gradients(self, made: Tensor, part: Tensor, here: slice, kept: Tensor | None) -> None:
-        """Of x and of the weight, from those of a chunk's logits as they are laid out."""
+    def _add_gradients(self, logit_gradients: Tensor, inputs: Tensor, chunk: slice, counted: Tensor | None) -> None:
+        """Add a chunk to the gradients of x and weight, from the padded gradients of its logits."""
         if self.x_gradient is not None:
-            found = self.head.input_gradient(made).to(self.x_gradient.dtype)
-            if kept is None:
-                self.x_gradient[here] = found
+            gradient = self.head.input_gradient(logit_gradients).to(self.x_gradient.dtype)
+            if counted is None:
+                self.x_gradient[chunk] = gradient
             else:
-                self.x_gradient[here].zero_().index_copy_(0, kept, found)
+                self.x_gradient[chunk].zero_().index_copy_(0, counted, gradient)
         if self.weight_gradient is not None:
-            self.head.add_gradient(self.weight_gradient, made, part, first=not here.start)
+            self.head.add_gradient(self.weight_gradient, logit_gradients, inputs, first=not chunk.start)
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """Makes both gradients during the forward pass, as cross_entropy.py; the backward pass can run once."""
+    """Distillation loss that computes both gradients in its forward pass. The backward pass can run once."""
 
     @staticmethod
     def forward(
@@ -179,11 +181,13 @@ def linear_divergence(
     x: Tensor, weight: Tensor, teacher: Teacher, targets: Tensor, scale: Tensor | None = None,
     vocabulary: Vocabulary | None = None, form: Divergence = FORWARD,
 ) -> DistillationLoss:  # fmt: skip
-    """As the reference; one backward pass, and no gradient of teacher and scale. With a vocabulary `weight` and the
-    teacher's are parts of the heads, cut alike: the loss is that of all parts, and the gradient of x what this part
-    adds to it."""
-    if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing
+    """Compute the loss as the reference does. One backward pass, and no gradient of teacher and scale.
+
+    With a vocabulary, `weight` and the teacher's head are parts of the heads, cut alike. The loss is that of all parts,
+    and the gradient of x this part's share.
+    """
+    if not torch.is_grad_enabled():  # an autograd function cannot see this, and would compute gradients for nothing
         x, weight = x.detach(), weight.detach()
     teacher = type(teacher)(*(tensor.detach() for tensor in teacher))
-    found = _LinearDivergence.apply(x, weight, teacher, targets, scale, vocabulary, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return DistillationLoss(*found)
+    sums = _LinearDivergence.apply(x, weight, teacher, targets, scale, vocabulary, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return DistillationLoss(*sums)

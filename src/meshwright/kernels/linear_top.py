@@ -17,12 +17,15 @@ from meshwright.spec.purpose import takes
 
 @takes("logits")
 def linear_top_reference(x: Tensor, weight: Tensor, number: int, temperature: float = 1.0) -> KnownTop:
-    """The `number` largest log-probabilities of each row of softmax(x W^T / T), ids (N, K) int64, and (N, K + 1) fp32
-    with that of all others together; at most V of them. x (N, D), weight (V, D)."""
+    """Return the `number` likeliest tokens of each row of softmax(x W^T / T), at most V.
+
+    Their ids (N, K) int64, and log-probabilities (N, K + 1) fp32 with that of all others together. x (N, D), weight (V,
+    D).
+    """
     logs = (F.linear(x, weight).float() / temperature).log_softmax(-1)
-    found, ids = logs.topk(min(number, len(weight)))
+    largest, ids = logs.topk(min(number, len(weight)))
     rest = logs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-    return KnownTop(ids, torch.cat((found, rest), 1).clamp(min=LEAST_LOG))
+    return KnownTop(ids, torch.cat((largest, rest), 1).clamp(min=LEAST_LOG))
 
 
 @takes("logits")
@@ -30,21 +33,23 @@ def linear_top_reference(x: Tensor, weight: Tensor, number: int, temperature: fl
 def linear_top(
     x: Tensor, weight: Tensor, number: int, temperature: float = 1.0, vocabulary: Vocabulary | None = None
 ) -> KnownTop:  # fmt: skip
-    """As the reference, chunk by chunk, without a gradient; with a vocabulary `weight` is a part of the head, and every
-    part is given what is found in all of them."""
+    """Compute as the reference does, chunk by chunk and without a gradient.
+
+    With a vocabulary, `weight` is a part of the head, and every part gets the tokens of the whole vocabulary.
+    """
     most, head = vocabulary.most if vocabulary else len(weight), HeadMatrix.padded(weight, product_dtype(weight))
     rows = chunk_rows(len(x), 2 * most, kind(x))
-    found = []
+    tops = []
     for start in range(0, len(x), rows):
         part = x[start : start + rows].to(product_dtype(weight))
-        found.append(_of_rows(head.logits(part).float().div_(temperature), number, vocabulary))
-    if not found:
-        found = [KnownTop(x.new_zeros((0, number), dtype=torch.int64), x.new_zeros((0, number + 1)).float())]
-    return KnownTop(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        tops.append(_top_of_logits(head.logits(part).float().div_(temperature), number, vocabulary))
+    if not tops:
+        tops = [KnownTop(x.new_zeros((0, number), dtype=torch.int64), x.new_zeros((0, number + 1)).float())]
+    return KnownTop(*(torch.cat(parts) for parts in zip(*tops, strict=True)))
 
 
-def _of_rows(logits: Tensor, number: int, parts: Vocabulary | None) -> KnownTop:
-    """Of logits (R, V) fp32, which are used up; of a vocabulary in parts by three reductions."""
+def _top_of_logits(logits: Tensor, number: int, parts: Vocabulary | None) -> KnownTop:
+    """Find the likeliest tokens of logits (R, V) fp32, which are overwritten. Parts need three reductions."""
     whole = parts.whole if parts else logits.shape[1]
     values, ids = logits.topk(min(number, logits.shape[1]))
     if parts is not None:
@@ -63,12 +68,14 @@ def _of_rows(logits: Tensor, number: int, parts: Vocabulary | None) -> KnownTop:
 
 
 def _gathered(values: Tensor, ids: Tensor, number: int, parts: Vocabulary) -> tuple[Tensor, Tensor]:
-    """The largest of all parts and their ids: each part fills its places of a table, which is summed. fp64 holds every
-    id."""
+    """Return the largest values of all parts and their ids.
+
+    Each part fills its columns of a table, which is summed. fp64 holds every id.
+    """
     table = values.new_zeros((2, len(values), parts.parts, number), dtype=torch.float64)
     here = values.shape[1]
     table[0, :, parts.index].fill_(-torch.inf)
     table[0, :, parts.index, :here], table[1, :, parts.index, :here] = values.double(), (ids + parts.first).double()
     table = parts.total(table).flatten(2)
-    found, places = table[0].topk(number)
-    return found.float(), table[1].gather(1, places).long()
+    largest, columns = table[0].topk(number)
+    return largest.float(), table[1].gather(1, columns).long()

@@ -1,6 +1,6 @@
-"""Cross-entropy of rows of logits on a CPU, and its gradient in their place, by logit_rows.c; as triton/loss_rows.py.
+"""Cross-entropy of rows of logits on a CPU, and its gradient in their place, by logit_rows.c.
 
-Logits (R, V) in fp32 or bf16, a row's numbers side by side; targets (R,) int64.
+Same functions as triton/loss_rows.py. Logits (R, V) in fp32 or bf16 with contiguous rows; targets (R,) int64.
 """
 
 import torch
@@ -14,7 +14,10 @@ from meshwright.kernels.training_rows import LEAST
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether these are worth a compiler's second, and no second derivative is wanted: the loops have no graph."""
+    """Return whether the loops take these logits.
+
+    They must be large enough. The loops have no graph, so no second derivative may be wanted.
+    """
     if logits.numel() < LEAST or logits.dtype not in DTYPES or torch.is_grad_enabled():
         return False
     plain = not torch.compiler.is_compiling() and kind(logits) == "cpu" and logits.stride(-1) == 1
@@ -24,44 +27,50 @@ def takes(logits: Tensor) -> bool:
 def losses(
     logits: Tensor, targets: Tensor, factor: Tensor | None, *, ignored: int, gradient: bool, smoothing: float, z: float
 ) -> Tensor:
-    """-log softmax (R,) fp32 of `logits`, which become factor x gradient; factor () or (R,) fp32."""
-    found = logits.new_empty(len(logits), dtype=torch.float32)
+    """Return -log softmax (R,) fp32. `logits` are overwritten by factor x gradient.
+
+    factor () or (R,) fp32.
+    """
+    row_losses = logits.new_empty(len(logits), dtype=torch.float32)
     if not compat.is_fake(logits):
-        places, factors = _each(targets.long(), logits), None if factor is None else _each(factor.float(), logits)
+        target_ids, factors = (
+            _per_row(targets.long(), logits),
+            None if factor is None else _per_row(factor.float(), logits),
+        )
         library().losses_of_rows(
-            *_rows(logits), places.data_ptr(), None if factors is None else factors.data_ptr(), found.data_ptr(),
-            *logits.shape, ignored, gradient, smoothing, z, *_kind(logits),
+            *_rows(logits), target_ids.data_ptr(), None if factors is None else factors.data_ptr(),
+            row_losses.data_ptr(), *logits.shape, ignored, gradient, smoothing, z, *_format(logits),
         )  # fmt: skip
-    return found
+    return row_losses
 
 
 def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """(4, R) fp32: maximum, sum of exp(logit - maximum), sum of logits, the target's logit where it is here, else 0."""
-    found = logits.new_empty(4, len(logits), dtype=torch.float32)
+    """Return maximum, sum of exp(logit - maximum), sum of logits, and the target's logit or 0, as (4, R) fp32."""
+    sums = logits.new_empty(4, len(logits), dtype=torch.float32)
     if not compat.is_fake(logits):
-        places = _each(targets.long(), logits)
+        target_ids = _per_row(targets.long(), logits)
         library().gather_rows(
-            *_rows(logits), places.data_ptr(), first, found.data_ptr(), *logits.shape, *_kind(logits)
+            *_rows(logits), target_ids.data_ptr(), first, sums.data_ptr(), *logits.shape, *_format(logits)
         )  # fmt: skip
-    return found
+    return sums
 
 
 def write_gradients(
     logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, *, first: int, vocabulary: int, smoothing: float,
     z: float,
 ) -> None:  # fmt: skip
-    """Over `logits` (R, V') of which this process holds columns `first` on: the gradients, from log-sum-exps (R,)."""
+    """Overwrite `logits` (R, V'), columns from `first` on, with gradients, from log-sum-exps (R,)."""
     if compat.is_fake(logits):
         return
-    places, sums, factors = (_each(x, logits) for x in (targets.long(), sums.float(), factors.float()))
+    target_ids, sums, factors = (_per_row(x, logits) for x in (targets.long(), sums.float(), factors.float()))
     library().gradient_rows(
-        *_rows(logits), places.data_ptr(), first, sums.data_ptr(), factors.data_ptr(), *logits.shape, vocabulary,
-        smoothing, z, *_kind(logits),
+        *_rows(logits), target_ids.data_ptr(), first, sums.data_ptr(), factors.data_ptr(), *logits.shape, vocabulary,
+        smoothing, z, *_format(logits),
     )  # fmt: skip
 
 
-def _each(x: Tensor, logits: Tensor) -> Tensor:
-    """() or (R,) -> (R,); of another number of rows an error: C would read what lies behind them."""
+def _per_row(x: Tensor, logits: Tensor) -> Tensor:
+    """Expand () or (R,) to (R,). Another number of rows is an error: C would read past the end."""
     return x.expand(len(logits)).contiguous()
 
 
@@ -69,6 +78,6 @@ def _rows(logits: Tensor) -> tuple[int, int]:
     return logits.data_ptr(), logits.stride(0)
 
 
-def _kind(logits: Tensor) -> tuple[bool, int]:
-    """Whether they have 16 bits, and threads."""
+def _format(logits: Tensor) -> tuple[bool, int]:
+    """Return whether they have 16 bits, and the number of threads."""
     return logits.dtype == torch.bfloat16, torch.get_num_threads()

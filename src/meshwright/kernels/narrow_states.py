@@ -2,8 +2,9 @@
 
 The arithmetic is fp32: moments are read into fp32, updated, and written back in their own format.
 
-    bf16   rounded stochastically: up with the probability of what is cut off, so that the mean is exact. The random
-           bits are a hash of (seed, parameter, step, place in the whole tensor). No layout and no restart changes them.
+    bf16   rounded stochastically: up with the probability of what is cut off, which makes the mean exact. The random
+           bits are a hash of (seed, parameter, step, position in the whole tensor). No layout and no restart changes
+           them.
     int8   an index into a code book of 256 numbers, times the largest absolute value of its block (Dettmers et al.
            2022, arXiv:2110.02861). A second moment above 0 never becomes 0: AdamW would divide by epsilon alone.
 """
@@ -18,47 +19,47 @@ from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, UpdateNu
 
 MASK = 0xFFFFFFFF
 STEP_SALT, SECOND_SALT = 0x9E3779B9, 0x85EBCA6B
-"""Odd constants that spread step numbers, and tell the weight's random bits from those of the moments."""
+"""Odd constants that spread step numbers, and separate the weight's random bits from those of the moments."""
 
 
 def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, most: int, prefer: str = "auto") -> None:
-    """One update of a piece in place, from its gradient (R, W). `most`: elements of which there may be temporaries."""
+    """Update a piece in place from its gradient (R, W). Temporaries have at most `most` elements."""
     if uses_triton("narrow_adamw", gradient, prefer=prefer):
         from meshwright.kernels.triton import narrow_update
 
         narrow_update.narrow_adamw(piece, gradient, numbers)
         return
     rows, width = gradient.shape
-    each = max(1, most // max(1, width))
-    for start in range(0, rows, each):
-        narrow_adamw_reference(piece, gradient, numbers, slice(start, min(rows, start + each)))
+    rows_at_once = max(1, most // max(1, width))
+    for start in range(0, rows, rows_at_once):
+        narrow_adamw_reference(piece, gradient, numbers, slice(start, min(rows, start + rows_at_once)))
 
 
 def narrow_adamw_reference(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, rows: slice) -> None:
-    """The same of some rows."""
+    """Update some rows in place."""
     bits, wide = random_bits(piece, rows, gradient.shape[1]), piece.weight[rows].float()
-    moments = [read(one, piece.books, rows) for one in piece.moments]
+    moments = [read(moment, piece.books, rows) for moment in piece.moments]
     compat.fused_adamw(
         [wide], [gradient[rows].float().contiguous()], ([moments[0]], [moments[1]]), [piece.step], lr=numbers.rate,
         beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.decay, eps=numbers.epsilon,
         grad_scale=numbers.divide_by, found_inf=numbers.skip,
     )  # fmt: skip
-    for index, (one, moment) in enumerate(zip(piece.moments, moments, strict=True)):
-        write(one, moment, piece.books, rows, bits >> 16 * index if bits is not None else None, numbers.skip)
+    for index, (moment, wide_moment) in enumerate(zip(piece.moments, moments, strict=True)):
+        write(moment, wide_moment, piece.books, rows, bits >> 16 * index if bits is not None else None, numbers.skip)
     write_weight(piece, wide, rows, bits)
 
 
 def read(moment: Moment, books: Tensor, rows: slice) -> Tensor:
-    """In fp32; of an fp32 moment itself."""
+    """Return a moment in fp32. An fp32 moment is returned itself, not as a copy."""
     values = moment.values[rows]
     if moment.scales is None:
         return values.float()
-    found = books[0 if moment.signed else 2][values.int()]
-    return found.mul_(_along(moment.scales[rows], moment.block, values.shape[1]))
+    shares = books[0 if moment.signed else 2][values.int()]
+    return shares.mul_(_along(moment.scales[rows], moment.block, values.shape[1]))
 
 
 def write(moment: Moment, wide: Tensor, books: Tensor, rows: slice, bits: Tensor | None, skip: Tensor) -> None:
-    """From fp32, in its format. int8 keeps its bits where `skip` is 1; what bf16 holds exactly is not rounded."""
+    """Write fp32 numbers in the moment's format. int8 keeps its bits where `skip` is 1; exact bf16 is not rounded."""
     values = moment.values[rows]
     if moment.scales is None:
         if values.dtype != torch.float32:
@@ -72,7 +73,7 @@ def write(moment: Moment, wide: Tensor, books: Tensor, rows: slice, bits: Tensor
 
 
 def write_weight(piece: NarrowPiece, wide: Tensor, rows: slice, bits: Tensor | None) -> None:
-    """Some rows of the weight from fp32, and their 16-bit copy; an fp32 weight is `wide` itself."""
+    """Write some rows of the weight from fp32, and their 16-bit copy. An fp32 weight is `wide` itself."""
     if piece.weight.dtype != torch.float32:
         assert bits is not None
         piece.weight[rows].copy_(rounded(wide, hashed(bits ^ _signed(SECOND_SALT))))
@@ -81,7 +82,7 @@ def write_weight(piece: NarrowPiece, wide: Tensor, rows: slice, bits: Tensor | N
 
 
 def quantized(x: Tensor, block: int, books: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """x (R, W) fp32 -> (codes (R, W) uint8 of the nearest numbers, scales (R, ceil(W / block)) fp32)."""
+    """Quantize x (R, W) fp32: nearest codes (R, W) uint8, and scales (R, ceil(W / block)) fp32."""
     rows, width = x.shape
     blocks = -(-width // block)
     padded = F.pad(x, (0, blocks * block - width)) if width % block else x
@@ -94,44 +95,44 @@ def quantized(x: Tensor, block: int, books: Tensor, *, signed: bool) -> tuple[Te
 
 
 def _along(scales: Tensor, block: int, width: int) -> Tensor:
-    """Each scale for all elements of its block: (R, W)."""
+    """Repeat each scale for the elements of its block: (R, W)."""
     return scales.unsqueeze(-1).expand(*scales.shape, block).reshape(len(scales), -1)[:, :width]
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """x fp32 -> bf16, up where its lower 16 bits and the lower 16 of `bits` (int32) carry."""
-    found = x.view(torch.int32) + (bits & 0xFFFF)
-    found = (found & _signed(0xFFFF0000)).view(torch.float32)
-    return torch.where(x.isnan(), x, found).to(torch.bfloat16)  # the sum of a NaN's bits may be another number's
+    """Round x fp32 to bf16, up where its lower 16 bits and the lower 16 of `bits` (int32) carry."""
+    carried = x.view(torch.int32) + (bits & 0xFFFF)
+    cut = (carried & _signed(0xFFFF0000)).view(torch.float32)
+    return torch.where(x.isnan(), x, cut).to(torch.bfloat16)  # the sum of a NaN's bits may be those of a number
 
 
 def random_bits(piece: NarrowPiece, rows: slice, width: int) -> Tensor | None:
-    """32 bits (R, W) int32 for each element of some rows; None where nothing is rounded at random."""
+    """Return 32 bits (R, W) int32 for each element of some rows. None where nothing is rounded at random."""
     if torch.bfloat16 not in (piece.weight.dtype, piece.moments[0].values.dtype):
         return None
-    place, device = piece.place, piece.weight.device
+    position, device = piece.position, piece.weight.device
     row = torch.arange(rows.start, rows.stop, device=device)
-    row = (row // place.rows + place.first) * place.whole_rows + row % place.rows + place.second
-    column = torch.arange(place.column, place.column + width, device=device, dtype=torch.int32)
-    counter = _wrapped(row * place.width)[:, None] + column
-    key = _wrapped(piece.step.long() * STEP_SALT + place.seed)
+    row = (row // position.rows + position.first) * position.whole_rows + row % position.rows + position.second
+    column = torch.arange(position.column, position.column + width, device=device, dtype=torch.int32)
+    counter = _wrapped(row * position.width)[:, None] + column
+    key = _wrapped(piece.step.long() * STEP_SALT + position.seed)
     return hashed(counter ^ hashed(key))
 
 
 def hashed(x: Tensor) -> Tensor:
-    """int32 -> int32, one to one, every bit of the result depending on all bits (C. Wellons' lowbias32)."""
+    """Hash int32 to int32, one to one, every bit depending on all bits (C. Wellons' lowbias32)."""
     x = (x ^ _shifted(x, 16)) * 0x7FEB352D
     x = (x ^ _shifted(x, 15)) * _signed(0x846CA68B)
     return x ^ _shifted(x, 16)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """To the right, as without a sign."""
+    """Shift right, as without a sign."""
     return (x >> by) & (MASK >> by)
 
 
 def _wrapped(x: Tensor) -> Tensor:
-    """The lower 32 bits of an int64."""
+    """Return the lower 32 bits of an int64."""
     low = x & MASK
     return torch.where(low > 0x7FFFFFFF, low - 2**32, low).int()
 

@@ -1,12 +1,11 @@
-"""Newton-Schulz: a matrix U S V' -> about U V', by products alone (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon).
+"""Newton-Schulz iteration: a matrix U S V' becomes about U V', by products alone.
 
-Five times X <- a X + (b X X' + c (X X')^2) X, from X / |X|. The coefficients make the slope at 0 large and are not
-meant to converge: a singular value above 0.002 of |X| ends between 0.68 and 1.21, smaller ones are multiplied by up to
-485.
+Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon. Five times X <- a X + (b X X' + c (X X')^2) X, from
+X / |X|. The coefficients make the slope at 0 large and are not meant to converge. A singular value above 0.002 of |X|
+ends between 0.68 and 1.21, smaller ones are multiplied by up to 485.
 
-In bf16 each product is rounded to 2**-9: of random matrices the result is 1 % of its length away from fp64's, that in
-fp32 1e-6 to 1e-5 (tests/kernels/test_orthogonalize.py).
+In bf16 each product is rounded to 2**-9. For random matrices the result is 1 % of its length away from fp64's, in fp32
+1e-6 to 1e-5 (tests/kernels/test_orthogonalize.py).
 """
 
 import torch
@@ -19,11 +18,14 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(x: Tensor, epsilon: float) -> Tensor:
-    """x (N, R, C), N matrices each by itself, in its own dtype; x is not kept. `epsilon`: the least norm that one is
-    divided by, so that nothing is made of 0. Where 16-bit products are emulated, in fp32 and one matrix at a time."""
+    """Orthogonalize each of N matrices x (N, R, C) in its own dtype. x is consumed.
+
+    `epsilon`: least norm to divide by, which protects matrices of zeros. Where 16-bit products are emulated, it runs in
+    fp32 and one matrix at a time.
+    """
     if needs_wide(x):
-        for one in x:
-            one.copy_(orthogonalized(one[None].float(), epsilon)[0])
+        for matrix in x:
+            matrix.copy_(orthogonalized(matrix[None].float(), epsilon)[0])
         return x
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
@@ -36,19 +38,19 @@ def orthogonalized(x: Tensor, epsilon: float) -> Tensor:
 
 
 def norms(x: Tensor) -> Tensor:
-    """(N, R, C) -> (N, 1, 1): Frobenius norms, which torch sums in fp32 at least."""
-    found: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return found
+    """Return the Frobenius norms (N, 1, 1) of x (N, R, C), which torch sums in fp32 at least."""
+    lengths: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return lengths
 
 
 def orthogonalized_reference(x: Tensor, epsilon: float) -> Tensor:
-    """The same one matrix at a time and out of place."""
+    """Orthogonalize one matrix at a time and out of place."""
     a, b, c = COEFFICIENTS
-    found = []
-    for one in x:
-        y = one / norms(one[None])[0].clamp(min=epsilon)
+    orthogonal = []
+    for matrix in x:
+        y = matrix / norms(matrix[None])[0].clamp(min=epsilon)
         for _ in range(ITERATIONS):
             gram = y @ y.T
             y = a * y + (b * gram + c * (gram @ gram)) @ y
-        found.append(y)
-    return torch.stack(found) if found else x.clone()
+        orthogonal.append(y)
+    return torch.stack(orthogonal) if orthogonal else x.clone()

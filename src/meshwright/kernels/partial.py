@@ -1,11 +1,11 @@
 """Attention over a part of the keys at a time, when not all of them are here at once.
 
-Each part gives a result and the log-sum-exp of its scores; from both, in fp32, follows the softmax over all parts
-(Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889). The backward pass makes the weights
-of a part again from the log-sum-exp over all, so parts come in any order and none is kept.
+Each part gives a result and the log-sum-exp of its scores. From both, in fp32, follows the softmax over all parts
+(Milakov and Gimelshein 2018, arXiv:1805.02867; Liu et al. 2023, arXiv:2310.01889). The backward pass recomputes the
+weights of a part from the log-sum-exp over all, so parts come in any order and none is saved.
 
 Letters: B batch, S queries, T keys of a part, H query heads, K key heads, E and V widths. Heads come before positions
-here, so that keys arrive as the products want them: q (B, H, S, E), k (B, K, T, E), v (B, K, T, V).
+here, the order that products want: q (B, H, S, E), k (B, K, T, E), v (B, K, T, V).
 """
 
 from collections.abc import Iterable
@@ -24,39 +24,46 @@ from meshwright.kernels.target import acts, kind
 ROWS = 64
 """Queries of a tile of the plain form; see kernels/blockwise.py."""
 COLUMNS = 2048
-"""Keys of a tile of the plain form: bounds its memory; between 256 and all keys the time is the same within noise."""
+"""Keys of a tile of the plain form: bounds its memory. From 256 to all keys the time is equal within noise."""
 WIDEST = 256
-"""Head that fused GPU kernels take."""
+"""Widest head that fused GPU kernels take."""
 LOWEST = -1e30
-"""Stands for the maximum of a row that sees nothing: exp(-inf - LOWEST) is 0 where exp(-inf + inf) is not a number."""
+"""Maximum of a row that sees nothing.
+
+exp(-inf - LOWEST) is 0, where exp(-inf + inf) is not a number.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Queries that see keys: all of them but `hidden`, pairs of a stretch of the tile's keys and a mask over it, bool
-    (R, C) or (B or 1, R, C). `left`, `right`: of T keys query i of S sees those from i + T - S - left to
-    i + T - S + right; -1 = no border."""
+    """Queries, and the keys that they see: all of a slice except the hidden ones.
+
+    Attributes:
+        rows: Rows of the batch. The plain form takes them all.
+        hidden: Pairs of a slice of the tile's keys and a mask over it, bool (R, C) or (B or 1, R, C).
+        left: Of T keys, query i of S sees those from i + T - S - left. -1 = no border.
+        right: And those up to i + T - S + right. -1 = no border.
+    """
 
     queries: slice
     keys: slice
     rows: slice = field(default_factory=lambda: slice(None))
-    """Of the batch; the plain form takes them all."""
     hidden: tuple[tuple[slice, Tensor], ...] = ()
     left: int = -1
     right: int = -1
 
     @property
     def is_causal(self) -> bool:
-        """As many keys as queries, of which query i sees the first i + 1."""
+        """True for as many keys as queries, of which query i sees the first i + 1."""
         return self.left < 0 and self.right == 0 and self.keys.stop - self.keys.start == _length(self.queries)
 
     @property
     def is_whole(self) -> bool:
-        """All queries see all keys."""
+        """True where all queries see all keys."""
         return self.left < 0 and self.right < 0
 
     def bias(self, like: Tensor) -> Tensor | None:
-        """(S, T) in the dtype of `like`, -inf where hidden; None where a kernel needs no mask."""
+        """Return (S, T) in the dtype of `like`, -inf where hidden. None where a kernel needs no mask."""
         if self.is_whole or self.is_causal:
             return None
         keys = self.keys.stop - self.keys.start
@@ -67,14 +74,14 @@ class Tile:
         return like.new_zeros(()).where(seen, float("-inf"))
 
 
-def _length(places: slice) -> int:
-    return int(places.stop - places.start)
+def _length(positions: slice) -> int:
+    return int(positions.stop - positions.start)
 
 
 def can_fuse(q: Tensor, k: Tensor) -> bool:
-    """Whether a fused kernel takes q (B, S, H, E) and k (B, T, K, E).
+    """Return whether a fused kernel takes q (B, S, H, E) and k (B, T, K, E).
 
-    On a CPU it takes 3 to 30 % less time than the plain form (AVX2, 64 to 8192 positions); on a GPU it wants 16-bit
+    On a CPU it takes 3 to 30 % less time than the plain form (AVX2, 64 to 8192 positions). On a GPU it needs 16-bit
     tensors and heads of up to 256.
     """
     if not compat.has_flash_attention(kind(q)):
@@ -89,16 +96,16 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
 def _device_fuses(device: torch.device, dtype: torch.dtype, width: int, grouped: bool) -> bool:
-    """Whether a GPU's flash kernel takes heads of these: asked of torch with a few numbers, once.
+    """Return whether a GPU's flash kernel takes such heads. torch is asked once, with a few numbers.
 
     The compiler cannot trace the question. With it inside, a block with documents was compiled in two halves, which
-    kept what a whole block makes again.
+    saved what a whole block recomputes.
     """
-    return _asked_device(device, dtype, width, grouped)
+    return _cached_device_fuses(device, dtype, width, grouped)
 
 
 @cache
-def _asked_device(device: torch.device, dtype: torch.dtype, width: int, grouped: bool) -> bool:
+def _cached_device_fuses(device: torch.device, dtype: torch.dtype, width: int, grouped: bool) -> bool:
     q = torch.empty(1, 1 + grouped, 1, width, dtype=dtype, device=device)
     k = q[:, :1]
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, grouped)
@@ -109,34 +116,34 @@ class PartialAttention:
     """softmax(q k^T * scale) v over keys that are added part by part."""
 
     def __init__(self, q: Tensor, value_width: int, *, scale: float, fused: bool) -> None:
-        """q (B, S, H, E)."""
+        """Take q (B, S, H, E)."""
         self.dtype, self.fused, self.scale, self.value_width = q.dtype, fused, scale, value_width
         self.q = _queries(q, value_width, scale, fused)
         self.out = q.new_zeros(*self.q.shape[:3], value_width, dtype=torch.float32)
         self.lse = q.new_full(self.q.shape[:3], float("-inf"), dtype=torch.float32)
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> None:
-        """What the queries see of k (B, K, T, E) and v (B, K, T, V)."""
+        """Attend over a part, k (B, K, T, E) and v (B, K, T, V)."""
         k, v = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
         for tile in tiles:
             keys, values = k[tile.rows, :, tile.keys], v[tile.rows, :, tile.keys]
             q, out, lse = (x[tile.rows, :, tile.queries] for x in (self.q, self.out, self.lse))
             if self.fused:
-                part, own = _attended(q, keys, values, tile, self.scale)
-                _merge(out, lse, part[..., : self.value_width], own, own)
+                part, part_lse = _attended(q, keys, values, tile, self.scale)
+                _merge(out, lse, part[..., : self.value_width], part_lse, part_lse)
             else:
                 _merge(out, lse, *_part(q, keys, values, tile))
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(B, S, H, V) in the dtype of q, and the log-sum-exp (B, H, S) fp32."""
+        """Return (B, S, H, V) in the dtype of q, and the log-sum-exp (B, H, S) fp32."""
         return self.out.to(self.dtype).transpose(1, 2).contiguous(), self.lse
 
 
 class PartialGradients:
-    """The backward pass of PartialAttention: the parts again, in any order."""
+    """Backward pass of PartialAttention: the same parts again, in any order."""
 
     def __init__(self, q: Tensor, out: Tensor, lse: Tensor, gradient: Tensor, *, scale: float, fused: bool) -> None:
-        """q (B, S, H, E), out and its gradient (B, S, H, V), lse (B, H, S)."""
+        """Take q (B, S, H, E), out and its gradient (B, S, H, V), and lse (B, H, S)."""
         self.dtype, self.width, self.fused, self.scale, self.lse = q.dtype, q.shape[-1], fused, scale, lse
         self.q = _queries(q, out.shape[-1], scale, fused)
         self.gradient = _keys(gradient.transpose(1, 2), self.q, fused).contiguous()
@@ -147,23 +154,23 @@ class PartialGradients:
             self.inner = (gradient.float() * out.float()).sum(-1).transpose(1, 2)
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], k_gradient: Tensor, v_gradient: Tensor) -> None:
-        """Adds to the fp32 gradients of k (B, K, T, E) and v (B, K, T, V), in place, and to that of q."""
+        """Add to the fp32 gradients of k (B, K, T, E) and v (B, K, T, V), in place, and to that of q."""
         keys, values = _keys(k, self.q, self.fused), _keys(v, self.q, self.fused)
         for tile in tiles:
             part = self._fused_tile if self.fused else self._plain_tile
             part(keys[tile.rows, :, tile.keys], values[tile.rows, :, tile.keys], tile, k_gradient, v_gradient)
 
     def result(self) -> Tensor:
-        """The gradient of q (B, S, H, E)."""
+        """Return the gradient of q (B, S, H, E)."""
         return self.q_gradient[..., : self.width].transpose(1, 2).to(self.dtype)
 
     def _fused_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
         q, out, gradient = (x[tile.rows, :, tile.queries] for x in (self.q, self.out, self.gradient))
         lse = self.lse[tile.rows, :, tile.queries].contiguous()
-        found = _gradients(gradient, q, k, v, out, lse, tile, self.scale)
-        self.q_gradient[tile.rows, :, tile.queries] += found[0]
-        k_gradient[tile.rows, :, tile.keys] += found[1][..., : k_gradient.shape[-1]]
-        v_gradient[tile.rows, :, tile.keys] += found[2][..., : v_gradient.shape[-1]]
+        of_q, of_k, of_v = _gradients(gradient, q, k, v, out, lse, tile, self.scale)
+        self.q_gradient[tile.rows, :, tile.queries] += of_q
+        k_gradient[tile.rows, :, tile.keys] += of_k[..., : k_gradient.shape[-1]]
+        v_gradient[tile.rows, :, tile.keys] += of_v[..., : v_gradient.shape[-1]]
 
     def _plain_tile(self, k: Tensor, v: Tensor, tile: Tile, k_gradient: Tensor, v_gradient: Tensor) -> None:
         heads = k.shape[1]
@@ -179,7 +186,7 @@ class PartialGradients:
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """By the fused kernel: the result (B, H, S, E) and the log-sum-exp (B, H, S). A GPU's knows borders as numbers."""
+    """Return result (B, H, S, E) and log-sum-exp (B, H, S) of the fused kernel. A GPU's takes borders as numbers."""
     if kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
         return compat.banded_attention(q, k, v, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention(
@@ -190,18 +197,21 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tupl
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, by the same kernel."""
-    given = gradient, q, k, v, out, lse
+    """Return the gradients of q, k and v, by the same kernel."""
+    tensors = gradient, q, k, v, out, lse
     if kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
-        return compat.banded_attention_backward(*given, left=tile.left, right=tile.right, scale=scale)
+        return compat.banded_attention_backward(*tensors, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention_backward(
-        *given, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=kind(q)
+        *tensors, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=kind(q)
     )  # fmt: skip
 
 
 def _queries(q: Tensor, value_width: int, scale: float, fused: bool) -> Tensor:
-    """(B, S, H, E) -> (B, H, S, E): scaled and in fp32 for the plain form. The fused one wants queries, keys and values
-    of one width: that of the widest, in which zeros change nothing."""
+    """Transpose queries (B, S, H, E) to (B, H, S, E).
+
+    The plain form gets them scaled and in fp32. The fused one needs queries, keys and values of one width: all are
+    padded with zeros to the widest, which changes nothing.
+    """
     q = q.transpose(1, 2)
     if not fused:
         return (q.float() * scale).contiguous()
@@ -209,7 +219,7 @@ def _queries(q: Tensor, value_width: int, scale: float, fused: bool) -> Tensor:
 
 
 def _keys(x: Tensor, q: Tensor, fused: bool) -> Tensor:
-    """Keys, values or gradients as wide as the fused form wants them, or in fp32."""
+    """Convert keys, values or gradients to the fused form's width, or to fp32."""
     return padded(_wide(x), q.shape[-1]) if fused else x.float()
 
 
@@ -218,22 +228,22 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def fused_width(width: int) -> int:
-    """GPU kernels read rows of 16 bytes."""
+    """Round a width up to rows of 16 bytes, which GPU kernels read."""
     return -(-width // 8) * 8
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """x (..., E) with zeros up to `width`, which change no product."""
+    """Pad x (..., E) with zeros to `width`, which changes no product."""
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
 def _flat(x: Tensor, heads: int) -> Tensor:
-    """(B, H, R, E) -> (B K, H / K R, E): query heads that share a key head are one product."""
+    """Reshape (B, H, R, E) to (B K, H / K R, E): query heads that share a key head are one product."""
     return x.reshape(x.shape[0] * heads, -1, x.shape[-1])
 
 
 def _scores(q: Tensor, k: Tensor, outer: torch.Size, tile: Tile) -> Tensor:
-    """q (B K, G R, E) k^T, -inf where hidden; `outer` = (B, H)."""
+    """Return q (B K, G R, E) k^T, -inf where hidden. `outer` = (B, H)."""
     scores = torch.bmm(q, k.mT)
     view = scores.view(*outer, -1, k.shape[1])
     for columns, hidden in tile.hidden:
@@ -243,7 +253,10 @@ def _scores(q: Tensor, k: Tensor, outer: torch.Size, tile: Tile) -> Tensor:
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q (B, H, R, E): sum of exp(scores - shift) v (B, H, R, V), the log-sum-exp and the shift (B, H, R)."""
+    """Attend q (B, H, R, E) over a part.
+
+    Returns sum of exp(scores - shift) v (B, H, R, V), the log-sum-exp and the shift (B, H, R).
+    """
     scores = _scores(_flat(q, k.shape[1]), k.flatten(0, 1), q.shape[:2], tile)
     shift = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)
     weights = scores.sub_(shift).exp_()
@@ -253,9 +266,11 @@ def _part(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor, 
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, shift: Tensor) -> None:
-    """Takes a part into the result so far, in place; the part is to be divided by exp(part_lse - shift) for its own
-    softmax, and that is left to the one factor that merging needs anyway. A query that has seen nothing yet has 0 and
-    -inf, and keeps them where it sees nothing of the part."""
+    """Merge a part into the result so far, in place.
+
+    The part is still to be divided by exp(part_lse - shift) for its own softmax. The factor that merging needs anyway
+    does that. A query that has seen nothing yet has 0 and -inf, and keeps them where it sees nothing of the part.
+    """
     if uses_triton("merge", out):
         from meshwright.kernels.triton import merging
 

@@ -1,6 +1,6 @@
-"""Products of few rows with matrices that do not change: copies of them in the order in which a CPU reads them.
+"""Products of few rows with fixed matrices: copies of them in the order in which a CPU reads them.
 
-Several matrices that read the same input are one product. Which copy is made:
+Several matrices that read the same input are one product. The copy depends on the matrices:
 
     plain numbers      panels of 16 columns for compiled loops. Without these (K, N), which MKL multiplies few rows with
                        up to 2.5 times as fast as with (N, K), or oneDNN's own order where torch's BLAS library is slow
@@ -33,48 +33,49 @@ from meshwright.kernels.quantized_linear import INT8_INPUTS, code_panels, quanti
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 
 Matrix = Tensor | QuantizedMatrix
-"""(N, K), or codes and scales that stand for it."""
+"""(N, K), or codes and scales that represent it."""
 
 
 class PreparedProduct(Protocol):
     """x times the transposed matrices, side by side, plus their biases."""
 
     bytes: int
-    """Of copies of the matrices."""
+    """Size of the copies of the matrices."""
 
     @property
     def panels(self) -> Panels | None:
-        """What compiled loops read, where that is the whole product; None = there are none."""
+        """Panels that compiled loops read, where they are the whole product. None = there are none."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows (M, K) -> (M, N of all)."""
+        """Multiply rows (M, K). Returns (M, N of all)."""
 
 
 def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]) -> PreparedProduct | None:
-    """Of matrices (N, K) on a CPU. None where there is nothing better than the plain product."""
+    """Prepare a product with matrices (N, K) on a CPU. Returns None where the plain product is best."""
     first = matrices[0]
-    if _device(first).type != "cpu":
+    if (first if isinstance(first, Tensor) else first.codes).device.type != "cpu":
         return None
-    coded = [one for one in matrices if isinstance(one, QuantizedMatrix)]
-    plain = [one for one in matrices if isinstance(one, Tensor)]
+    coded = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    plain = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
     if plain and coded:
         return None
-    bias = _joined(biases, [_rows(one) for one in matrices])
+    sizes = [len(matrix) if isinstance(matrix, Tensor) else matrix.size_out for matrix in matrices]
+    bias = _joined_bias(biases, sizes)
     if plain:
-        return _of_numbers(plain, biases, bias)
-    if any(one.order is not None for one in coded):
-        return _of_ordered(coded, biases)
-    if all(one.scheme.activations == "int8" for one in coded):
-        return _of_int8(coded, bias) if _share_columns(coded) else None
-    if any(one.scheme.activations == "int8" or not one.keeps_copies for one in coded):
+        return _number_product(plain, biases, bias)
+    if any(matrix.order is not None for matrix in coded):
+        return _ordered_product(coded, biases)
+    if all(matrix.scheme.activations == "int8" for matrix in coded):
+        return _int8_product(coded, bias) if _can_join_int8(coded) else None
+    if any(matrix.scheme.activations == "int8" or not matrix.keeps_copies for matrix in coded):
         return None
     if (loops := library.compiled()) is not None and (panels := code_panels(loops, coded, bias)) is not None:
         return CodeProduct(loops, panels)
-    return _of_numbers([one.dequantized() for one in coded], biases, bias, own=True)
+    return _number_product([matrix.dequantized() for matrix in coded], biases, bias, are_copies=True)
 
 
-def _of_ordered(matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]) -> PreparedProduct | None:
-    """Of matrices whose codes stand in an order of inputs; those that read one input were rounded in the same."""
+def _ordered_product(matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]) -> PreparedProduct | None:
+    """Prepare matrices whose codes stand in an order of inputs. Those of one input share the order."""
     order = matrices[0].order
     if order is None or not all(matrix.order is not None and torch.equal(matrix.order, order) for matrix in matrices):
         return None
@@ -83,79 +84,73 @@ def _of_ordered(matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | N
 
 
 def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows: Tensor) -> Tensor:
-    """What a prepared product gives, by plain ones: rows (M, K) -> (M, N of all)."""
-    found = []
+    """Compute a prepared product by plain ones: rows (M, K) -> (M, N of all)."""
+    outputs = []
     for matrix, bias in zip(matrices, biases, strict=True):
         if isinstance(matrix, Tensor):
             wide = F.linear(rows.float(), matrix.float(), None if bias is None else bias.float())
-            found.append(wide.to(rows.dtype))
+            outputs.append(wide.to(rows.dtype))
         else:
-            found += quantized_linears_reference(rows, [matrix], [bias])
-    return torch.cat(found, dim=-1)
+            outputs += quantized_linears_reference(rows, [matrix], [bias])
+    return torch.cat(outputs, dim=-1)
 
 
-def int8_of(weight: Tensor) -> "Int8Product":
-    """A product with a plain matrix (N, K), whose rows are rounded to 8 bits with a scale each."""
+def int8_product(weight: Tensor) -> "Int8Product":
+    """Prepare a product with a plain matrix (N, K), rounded to 8 bits with a scale for each row."""
     codes, scales = row_codes(weight)
     return Int8Product(codes.to(torch.int8), scales[:, 0])
 
 
-def _device(matrix: Matrix) -> torch.device:
-    return matrix.device if isinstance(matrix, Tensor) else matrix.codes.device
-
-
-def _rows(matrix: Matrix) -> int:
-    return len(matrix) if isinstance(matrix, Tensor) else matrix.size_out
-
-
-def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """(N of all,) fp32, zero where there is none; None = there is none at all."""
-    if all(one is None for one in biases):
+def _joined_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Join biases to (N of all,) fp32, zero where there is none. Returns None without any."""
+    like = next((bias.detach().float() for bias in biases if bias is not None), None)
+    if like is None:
         return None
-    like = next(one for one in biases if one is not None).detach().float()
-    each = [
-        like.new_zeros(size) if one is None else one.detach().float() for one, size in zip(biases, sizes, strict=True)
-    ]
-    return torch.cat(each)
+    pairs = zip(biases, sizes, strict=True)
+    return torch.cat([like.new_zeros(size) if bias is None else bias.detach().float() for bias, size in pairs])
 
 
-def _of_numbers(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None], bias: Tensor | None, own: bool = False
+def _number_product(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], bias: Tensor | None, are_copies: bool = False
 ) -> PreparedProduct | None:
-    """`bias`: of all; `own`: whether the weights are copies, which nobody else has."""
-    given = [one.detach() for one in weights]
-    wide = given[0].dtype == torch.float32 or needs_wide(given[0])
+    """Prepare plain weights. `bias`: of all; `are_copies`: the weights are copies that nobody else holds."""
+    weights = [weight.detach() for weight in weights]
+    wide = weights[0].dtype == torch.float32 or needs_wide(weights[0])
     if library.compiled() is not None:
-        narrow = given[0].dtype == torch.bfloat16 and not given[0].shape[1] % 2
+        narrow = weights[0].dtype == torch.bfloat16 and not weights[0].shape[1] % 2
         if narrow or wide:
-            whole = torch.cat([one if narrow else one.float() for one in given])
+            whole = torch.cat([weight if narrow else weight.float() for weight in weights])
             if (panels := Panels.of_numbers(whole, bias)) is not None:
-                return PanelProduct(panels, given, biases, most=ROWS if wide else ROWS_BESIDE_BF16, own=own)
+                most = ROWS if wide else ROWS_BESIDE_BF16
+                return PanelProduct(panels, weights, biases, most=most, are_copies=are_copies)
     if not wide:
         return None
-    whole = torch.cat([one.float() for one in given])
+    whole = torch.cat([weight.float() for weight in weights])
     return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
 
 
 @final
 class PanelProduct:
-    """By compiled loops for few rows, and for more as any other product."""
+    """A product of compiled loops for few rows, and of `products` for more."""
 
     def __init__(
         self, panels: Panels, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, most: int = ROWS,
-        own: bool = False,
+        are_copies: bool = False,
     ) -> None:  # fmt: skip
-        """`weights` (some of N, K), `panels` of all of them; `most`: rows that are few; `own`: as _of_numbers."""
+        """Take `weights` (N of each, K) and the `panels` of all of them.
+
+        `most`: rows up to which loops run; `are_copies`: as in _number_product.
+        """
         self.panels, self._weights, self._biases, self._most = panels, weights, biases, most
-        self.bytes = panels.bytes + own * sum(one.nbytes for one in weights)
+        self.bytes = panels.bytes + are_copies * sum(weight.nbytes for weight in weights)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct."""
+        """Multiply as a PreparedProduct."""
         loops = library.loops()
         if loops is not None and loops.few(rows.shape[0], self._most) and rows.device.type == "cpu":
             return loops.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
-        found = products(rows, self._weights, self._biases)
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        outputs = products(rows, self._weights, self._biases)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
 
 LOOKED_UP_ROWS = 1024
@@ -164,143 +159,148 @@ LOOKED_UP_ROWS = 1024
 
 @final
 class CodeProduct:
-    """By compiled loops, and by torch with restored numbers for very many rows."""
+    """A product of compiled loops, and of torch with restored numbers for very many rows."""
 
     def __init__(self, loops: Loops, panels: Panels) -> None:
-        """`loops` restore."""
+        """Take the loops that restore `panels`."""
         self._loops, self.panels = loops, panels
         self.bytes = panels.bytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct."""
-        own = library.loops()
-        if own is not None and own.few(rows.shape[0], LOOKED_UP_ROWS):
-            return own.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
+        """Multiply as a PreparedProduct."""
+        loops = library.loops()
+        if loops is not None and loops.few(rows.shape[0], LOOKED_UP_ROWS):
+            return loops.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
         return cpu_product.linear(rows.float(), self._loops.restored(self.panels), self.panels.bias).to(rows.dtype)
 
 
 @final
 class OrderedProduct:
-    """Of inputs that are put in an order first."""
+    """A product whose inputs are reordered first."""
 
     panels = None
 
     def __init__(self, product: PreparedProduct, order: Tensor) -> None:
-        """`order` (K,) int32."""
+        """Take `order` (K,) int32."""
         self._product, self._order = product, order
         self.bytes = product.bytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct."""
+        """Multiply as a PreparedProduct."""
         return self._product(rows.index_select(1, self._order))
 
 
 @final
 class TransposedProduct:
-    """With a matrix as (K, N)."""
+    """A product with a matrix stored as (K, N)."""
 
     panels = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` (N, K) fp32, `bias` (N,)."""
-        self._turned, self._bias = weight.t().contiguous(), bias
+        """Take `weight` (N, K) fp32 and `bias` (N,)."""
+        self._transposed, self._bias = weight.t().contiguous(), bias
         self.bytes = weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct."""
+        """Multiply as a PreparedProduct."""
         wide = rows.float()
-        found = torch.mm(wide, self._turned) if self._bias is None else torch.addmm(self._bias, wide, self._turned)
-        return found.to(rows.dtype)
+        y = torch.mm(wide, self._transposed) if self._bias is None else torch.addmm(self._bias, wide, self._transposed)
+        return y.to(rows.dtype)
 
 
 @final
 class OnednnProduct:
-    """With a matrix in oneDNN's own order."""
+    """A product with a matrix in oneDNN's own order."""
 
     panels = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` (N, K) fp32, `bias` (N,)."""
+        """Take `weight` (N, K) fp32 and `bias` (N,)."""
         self._packed, self._bias = compat.onednn_packed(weight.contiguous()), bias
         self.bytes = weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct."""
+        """Multiply as a PreparedProduct."""
         return compat.onednn_product(rows.float().contiguous(), self._packed, self._bias).to(rows.dtype)
 
 
-def _share_columns(matrices: Sequence[QuantizedMatrix]) -> bool:
-    """Whether matrices leave out the same columns, known before, of their rows."""
+def _can_join_int8(matrices: Sequence[QuantizedMatrix]) -> bool:
+    """Return whether int8 matrices form one product: the same fixed outlier columns, and sizes that fit."""
     first = matrices[0].columns
-    if any(one.scheme.outliers == "threshold" or one.size_in >= INT8_INPUTS for one in matrices):
+    if any(matrix.scheme.outliers == "threshold" or matrix.size_in >= INT8_INPUTS for matrix in matrices):
         return False
     if not integers.has_int8_product():
         return False
-    if first is None or matrices[0].kept is None:
-        return all(one.columns is None or one.kept is None for one in matrices)
-    return all(one.columns is not None and torch.equal(one.columns, first) for one in matrices)
+    if first is None or matrices[0].unquantized is None:
+        return all(matrix.columns is None or matrix.unquantized is None for matrix in matrices)
+    return all(matrix.columns is not None and torch.equal(matrix.columns, first) for matrix in matrices)
 
 
 @final
 class Int8Product:
-    """Of 8-bit rows with 8-bit matrices, by oneDNN; columns that are left out are multiplied apart, and exactly."""
+    """A product of 8-bit rows with 8-bit matrices, by oneDNN.
 
-    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None = None, apart: "ColumnsApart | None" = None):
-        """Codes (N, K) int8, scales (N,) fp32, bias (N,), of matrices side by side."""
+    Outlier columns are multiplied separately, and exactly.
+    """
+
+    def __init__(
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None = None, outliers: "OutlierColumns | None" = None
+    ):
+        """Take codes (N, K) int8, scales (N,) fp32 and bias (N,) of matrices side by side."""
         self._packed, self._scales = integers.packed_int8(codes), scales.contiguous()
         self._zeros = torch.zeros(len(codes), dtype=torch.int64)
-        self._apart, self._bias = apart, bias
-        own = library.compiled()
-        takes = own is not None and own.has_int8
-        self._few = Panels.of_int8(codes, self._scales, None if apart else bias) if takes else None
-        self.bytes = codes.nbytes * (1 if self._few is None else 2) + (apart.bytes if apart else 0)
+        self._outliers, self._bias = outliers, bias
+        loops = library.compiled()
+        has_loops = loops is not None and loops.has_int8
+        self._panels = Panels.of_int8(codes, self._scales, None if outliers else bias) if has_loops else None
+        self.bytes = codes.nbytes * (1 if self._panels is None else 2) + (outliers.bytes if outliers else 0)
 
     @property
     def panels(self) -> Panels | None:
-        """As PreparedProduct."""
-        return None if self._apart else self._few
+        """Same as PreparedProduct.panels."""
+        return None if self._outliers else self._panels
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct; the same bits by either library."""
-        wide, own = rows.float(), library.loops()
-        left = wide if self._apart is None else wide.index_fill(1, self._apart.columns, 0.0)
-        if own is not None and self._few is not None and rows.shape[0] <= library.INT8_ROWS:
-            found, missing = own.multiply(left, self._few), self._bias if self._apart else None
+        """Multiply as a PreparedProduct, with the same bits by either library."""
+        wide, loops = rows.float(), library.loops()
+        inliers = wide if self._outliers is None else wide.index_fill(1, self._outliers.columns, 0.0)
+        if loops is not None and self._panels is not None and rows.shape[0] <= library.INT8_ROWS:
+            y, missing_bias = loops.multiply(inliers, self._panels), self._bias if self._outliers else None
         else:
-            found, missing = self._by_onednn(own, left), self._bias
-        if self._apart is not None:
-            found.add_(self._apart(wide))
-        return (found if missing is None else found.add_(missing)).to(rows.dtype)
+            y, missing_bias = self._by_onednn(loops, inliers), self._bias
+        if self._outliers is not None:
+            y.add_(self._outliers(wide))
+        return (y if missing_bias is None else y.add_(missing_bias)).to(rows.dtype)
 
-    def _by_onednn(self, own: Loops | None, rows: Tensor) -> Tensor:
-        """rows (M, K) fp32 -> (M, N), without the bias."""
-        if own is None:
+    def _by_onednn(self, loops: Loops | None, rows: Tensor) -> Tensor:
+        """Multiply rows (M, K) fp32 without the bias. Returns (M, N)."""
+        if loops is None:
             codes, scales = row_codes(rows)
             codes = codes.add_(128.0).to(torch.uint8)
         else:
-            codes, scales = own.round_rows(rows)
+            codes, scales = loops.round_rows(rows)
         return integers.int8_product(codes, self._packed, self._scales, self._zeros).mul_(scales)
 
 
 @final
-class ColumnsApart:
+class OutlierColumns:
     """Inputs whose weights are not codes."""
 
-    def __init__(self, columns: Tensor, kept: Tensor) -> None:
-        """columns (O,), kept (N, O)."""
-        self.columns, self._kept = columns.long(), weights_in_steps(kept)
-        self.bytes = self._kept.nbytes
+    def __init__(self, columns: Tensor, weights: Tensor) -> None:
+        """Take columns (O,) and their weights (N, O)."""
+        self.columns, self._weights = columns.long(), weights_in_steps(weights)
+        self.bytes = self._weights.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows (M, K) fp32 -> (M, N)."""
-        return exact_product(rows.index_select(1, self.columns), self._kept)
+        """Multiply rows (M, K) fp32. Returns (M, N)."""
+        return exact_product(rows.index_select(1, self.columns), self._weights)
 
 
-def _of_int8(matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Int8Product:
-    """Of matrices as `_share_columns`."""
+def _int8_product(matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Int8Product:
+    """Join matrices for which `_can_join_int8` holds."""
     columns = matrices[0].columns
-    kept = [one.kept for one in matrices if one.kept is not None]
-    codes = torch.cat([one.codes for one in matrices])
-    scales = torch.cat([one.scales.float().view(-1) for one in matrices])
-    apart = None if columns is None or not kept else ColumnsApart(columns, torch.cat(kept))
-    return Int8Product(codes, scales, bias, apart)
+    unquantized = [matrix.unquantized for matrix in matrices if matrix.unquantized is not None]
+    codes = torch.cat([matrix.codes for matrix in matrices])
+    scales = torch.cat([matrix.scales.float().view(-1) for matrix in matrices])
+    outliers = None if columns is None or not unquantized else OutlierColumns(columns, torch.cat(unquantized))
+    return Int8Product(codes, scales, bias, outliers)

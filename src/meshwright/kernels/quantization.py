@@ -1,14 +1,14 @@
-"""Linear quantization as pure functions, each with a slow twin: r = S (q - Z).
+"""Linear quantization as pure functions, each with a slow reference: r = S (q - Z).
 
     absmax       S = max |r| / (2^(b-1) - 1), Z = 0; codes from -(2^(b-1) - 1) to 2^(b-1) - 1
     zero-point   S = (max r - min r) / (2^b - 1), Z = round(-min r / S); codes from 0 to 2^b - 1; min r <= 0 <= max r
 
-Z is whole, so that zero is exact: padding and empty rows stay what they are. Which numbers share S and Z is `share`:
-the tensor, each row, each column, or each run of so many numbers of a row; the last run may be short.
+Z is whole, which makes zero exact: padding and empty rows do not change. `share` says which numbers share S and Z: the
+tensor, each row, each column, or each run of so many numbers of a row. The last run may be short.
 
-Edges, the same everywhere: numbers that are all zero have S = 1 and codes of Z; numbers that share S with an infinity
-or a NaN have S = infinity or NaN, so that what comes back is not finite either and nothing is hidden. Arithmetic is
-fp32.
+Edge cases are the same everywhere. Numbers that are all zero have S = 1 and codes of Z. Numbers that share S with an
+infinity or a NaN have S = infinity or NaN, so restored numbers are not finite either and nothing is hidden. Arithmetic
+is fp32.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,17 @@ from torch import Tensor
 from meshwright.spec.quantization_schemes import NF4
 
 Share = Literal["tensor", "row", "column"] | int
-"""Which numbers have a scale in common; a whole number: runs of so many along the last dim."""
+"""Numbers that share a scale. A whole number: runs of so many along the last dim."""
 E4M3 = 448.0
-"""The largest 8-bit number with 4 bits of exponent and 3 of mantissa."""
+"""Largest 8-bit number with 4 bits of exponent and 3 of mantissa."""
 
 
 class Quantized(NamedTuple):
-    """Codes of a matrix (rows, columns) and what they stand for: scale and zero have one number for those that share
-    it, and broadcast against the codes; with runs they are (rows, runs)."""
+    """Codes of a matrix (rows, columns), and what they represent.
+
+    Scale and zero have one number for those that share it, and broadcast against the codes. With runs they are (rows,
+    runs).
+    """
 
     codes: Tensor
     """Whole numbers, int32."""
@@ -36,27 +39,27 @@ class Quantized(NamedTuple):
     share: Share
 
     def restored(self) -> Tensor:
-        """S (q - Z), fp32."""
+        """Return S (q - Z), fp32."""
         scale, zero = self.scale, self.zero
         if isinstance(self.share, int):
             columns = self.codes.shape[-1]
-            scale, zero = (one.repeat_interleave(self.share, -1)[..., :columns] for one in (scale, zero))
+            scale, zero = (x.repeat_interleave(self.share, -1)[..., :columns] for x in (scale, zero))
         return dequantize(self.codes, scale, zero)
 
 
 def highest(bits: int) -> int:
-    """The largest code of absmax: 127 for 8 bits."""
+    """Return the largest code of absmax: 127 for 8 bits."""
     return int(2 ** (bits - 1) - 1)
 
 
 def absmax_scale(peak: Tensor, bits: int) -> Tensor:
-    """S of numbers whose largest magnitude is `peak`; 1 where that is 0, or so small that S would be."""
+    """Return S for numbers of largest magnitude `peak`. 1 where that is 0, or so small that S would be."""
     scale = peak.float() / highest(bits)
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def zero_point_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """S and Z of numbers between low and high; zero is always among them."""
+    """Return S and Z for numbers between low and high, a range that is extended to zero."""
     codes = 2**bits - 1
     low, high = low.float().clamp(max=0), high.float().clamp(min=0)
     scale = high / codes - low / codes  # the difference itself may be infinite
@@ -65,19 +68,19 @@ def zero_point_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tenso
 
 
 def quantize(x: Tensor, scale: Tensor, zero: Tensor | float, low: int, high: int) -> Tensor:
-    """q = round(r / S) + Z within low .. high, in fp32; NaN where r / S is none."""
-    found: Tensor = (torch.round(x.float() / scale) + zero).clamp(low, high)
-    return found
+    """Return q = round(r / S) + Z within low .. high, in fp32. NaN where r / S is NaN."""
+    codes: Tensor = (torch.round(x.float() / scale) + zero).clamp(low, high)
+    return codes
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
-    """r = S (q - Z), fp32."""
-    found: Tensor = (codes.float() - zero) * scale
-    return found
+    """Return r = S (q - Z), fp32."""
+    numbers: Tensor = (codes.float() - zero) * scale
+    return numbers
 
 
 def grouped(x: Tensor, size: int) -> Tensor:
-    """x (..., K) -> (..., runs, size), the last run filled with zeros; size 0: all in one run."""
+    """Split x (..., K) into (..., runs, size), the last run filled with zeros. Size 0: one run."""
     size = size or x.shape[-1]
     missing = -x.shape[-1] % size
     filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
@@ -89,7 +92,7 @@ def grouped(x: Tensor, size: int) -> Tensor:
 
 
 def absmax(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
-    """Symmetric codes of x (rows, columns)."""
+    """Quantize x (rows, columns) symmetrically."""
     runs = _runs(x, share)
     scale = absmax_scale(runs.abs().amax(_dims(share), keepdim=True), bits)
     codes = quantize(runs, scale, 0.0, -highest(bits), highest(bits))
@@ -97,7 +100,7 @@ def absmax(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
 
 
 def zero_point(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
-    """Asymmetric codes of x (rows, columns)."""
+    """Quantize x (rows, columns) asymmetrically."""
     runs, dims = _runs(x, share), _dims(share)
     scale, zero = zero_point_grid(runs.amin(dims, keepdim=True), runs.amax(dims, keepdim=True), bits)
     return _assembled(quantize(runs, scale, zero, 0, 2**bits - 1), scale, zero, x, share)
@@ -119,12 +122,12 @@ def _assembled(codes: Tensor, scale: Tensor, zero: Tensor, x: Tensor, share: Sha
 
 
 def absmax_reference(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
-    """As `absmax`, a number at a time."""
+    """Quantize as `absmax`, a number at a time."""
     return _one_by_one(x, bits, share, symmetric=True)
 
 
 def zero_point_reference(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
-    """As `zero_point`, a number at a time."""
+    """Quantize as `zero_point`, a number at a time."""
     return _one_by_one(x, bits, share, symmetric=False)
 
 
@@ -137,80 +140,83 @@ def _one_by_one(x: Tensor, bits: int, share: Share, *, symmetric: bool) -> Quant
     codes = torch.zeros(rows, columns, dtype=torch.int32)
     scale, zero = torch.ones(size), torch.zeros(size)
 
-    def place(row: int, column: int) -> tuple[int, int]:
+    def group_of(row: int, column: int) -> tuple[int, int]:
         if isinstance(share, int):
             return row, column // share
         return (row if share == "row" else 0), (column if share == "column" else 0)
 
-    for at in {place(row, column) for row in range(rows) for column in range(columns)}:
-        own = [(row, column) for row in range(rows) for column in range(columns) if place(row, column) == at]
-        numbers = torch.stack([x[one].float() for one in own])
+    for group in {group_of(row, column) for row in range(rows) for column in range(columns)}:
+        members = [(row, column) for row in range(rows) for column in range(columns) if group_of(row, column) == group]
+        numbers = torch.stack([x[index].float() for index in members])
         if symmetric:
             step = numbers.abs().max() / (2 ** (bits - 1) - 1)
         else:
             low, high = numbers.min().clamp(max=0), numbers.max().clamp(min=0)
             step = high / (2**bits - 1) - low / (2**bits - 1)
         step = torch.ones(()) if step == 0 else step
-        scale[at], zero[at] = step, 0.0 if symmetric else torch.round(-low / step)
+        scale[group], zero[group] = step, 0.0 if symmetric else torch.round(-low / step)
         least, most = (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1) if symmetric else (0, 2**bits - 1)
-        for one in own:
-            code = (torch.round(x[one].float() / step) + zero[at]).clamp(least, most)
-            codes[one] = 0 if code.isnan() else int(code)
+        for index in members:
+            code = (torch.round(x[index].float() / step) + zero[group]).clamp(least, most)
+            codes[index] = 0 if code.isnan() else int(code)
     return Quantized(codes, scale, zero, share)
 
 
 def product(x: Quantized, weight: Quantized) -> Tensor:
-    """x (tokens, in) times weight (out, in) transposed, fp32, of whole numbers: scales of a tensor or of rows come out
-    of the sum, and so do zeros, as two sums of codes.
+    """Multiply x (tokens, in) by weight (out, in) transposed in whole numbers. Returns fp32.
+
+    Scales of a tensor or of rows factor out of the sum, and so do zeros, as two sums of codes:
 
         Y = Sx Sw [Qx Qw - Zx rowsum(Qw) - Zw rowsum(Qx) + K Zx Zw]
     """
     qx, qw = x.codes.double(), weight.codes.double()  # exact: sums of fewer than 2^53
-    zw, sw = (_per_output(one, weight) for one in (weight.zero.double(), weight.scale))
+    zw, sw = (_per_output(x, weight) for x in (weight.zero.double(), weight.scale))
     zx = x.zero.double()
     summed = qx @ qw.t() - zx * qw.sum(1) - zw * qx.sum(1, keepdim=True) + qx.shape[1] * zx * zw
     return summed.float() * sw * x.scale
 
 
 def product_reference(x: Quantized, weight: Quantized) -> Tensor:
-    """The same of the numbers less their zeros."""
+    """Multiply the numbers less their zeros."""
     qx, qw = x.codes.double() - x.zero, weight.codes.double() - weight.zero
-    found: Tensor = (qx @ qw.t()).float() * _per_output(weight.scale, weight) * x.scale
-    return found
+    y: Tensor = (qx @ qw.t()).float() * _per_output(weight.scale, weight) * x.scale
+    return y
 
 
-def _per_output(one: Tensor, weight: Quantized) -> Tensor:
+def _per_output(numbers: Tensor, weight: Quantized) -> Tensor:
     assert weight.share in ("tensor", "row"), "scales of runs and of columns do not come out of the sum"
-    return one.reshape(1, -1)
+    return numbers.reshape(1, -1)
 
 
 def nf4_codes(x: Tensor) -> Tensor:
-    """x within -1 .. 1 -> the number of the nearest of NF4's 16, uint8; NaN counts as the last."""
+    """Return the index of the nearest of NF4's 16 numbers, uint8, for x within -1 .. 1. NaN counts as the last."""
     return table_codes(x, NF4)
 
 
 def table_codes(x: Tensor, numbers: Sequence[float]) -> Tensor:
-    """x -> the place of the nearest of some numbers, uint8; NaN counts as the largest."""
+    """Return the index of the number nearest to x, uint8. NaN counts as the largest."""
     table, places = torch.tensor(numbers, dtype=torch.float32, device=x.device).sort(stable=True)
     codes = torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True)
     return (codes if sorted(numbers) == list(numbers) else places[codes]).to(torch.uint8)
 
 
 def nf4_codes_reference(x: Tensor) -> Tensor:
-    """As `nf4_codes`, by the distance to each."""
+    """Compute as `nf4_codes`, by the distance to each."""
     table = torch.tensor(NF4, dtype=torch.float64, device=x.device)
     return (x.double().unsqueeze(-1) - table).abs().argmin(-1).to(torch.uint8)
 
 
 def e4m3_scale(peak: Tensor) -> Tensor:
-    """Of 8-bit floating-point numbers, whose largest is then 448."""
+    """Return the scale that maps `peak` to 448, the largest number of e4m3."""
     scale = peak.float() / E4M3
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., K) uint8 below 2^bits -> bytes (..., ceil(K bits / 8)), the first code in the lowest bits. The rest
-    of the last byte is 0."""
+    """Pack codes (..., K) uint8 below 2^bits into bytes (..., ceil(K bits / 8)), the first code in the lowest bits.
+
+    The rest of the last byte is 0.
+    """
     if bits == 4:
         pairs = grouped(codes, 2)
         return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
@@ -223,22 +229,22 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """As many codes (..., columns) as were packed, uint8."""
+    """Unpack codes (..., columns), uint8."""
     if bits == 4:
         both = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
         return both[..., :columns]
     parts = grouped(packed, bits).long()
     words = (parts << torch.arange(0, 8 * bits, 8, device=packed.device)).sum(-1, keepdim=True)
     codes = (words >> torch.arange(0, 8 * bits, bits, device=packed.device)) & (2**bits - 1)
-    found: Tensor = codes.to(torch.uint8).flatten(-2)[..., :columns]
-    return found
+    unpacked: Tensor = codes.to(torch.uint8).flatten(-2)[..., :columns]
+    return unpacked
 
 
 def pack_reference(codes: Tensor, bits: int) -> Tensor:
-    """As `pack`, bit by bit, of one row (K,)."""
-    found = torch.zeros(-(-len(codes) * bits // 8), dtype=torch.uint8)
-    for place, code in enumerate(codes.tolist()):
+    """Pack one row (K,) bit by bit."""
+    packed = torch.zeros(-(-len(codes) * bits // 8), dtype=torch.uint8)
+    for index, code in enumerate(codes.tolist()):
         for bit in range(bits):
-            at = place * bits + bit
-            found[at // 8] |= ((code >> bit) & 1) << (at % 8)
-    return found
+            position = index * bits + bit
+            packed[position // 8] |= ((code >> bit) & 1) << (position % 8)
+    return packed

@@ -3,10 +3,10 @@
     codes    (..., N, K) int8 or e4m3; fewer bits: bytes (..., N, ceil(K bits / 8)), the first code in the lowest bits
     scales   (..., N, groups); doubled ones are codes, with outer (..., ceil(N groups / 256)) and offset (..., 1)
     zeros    Z, whole ones as bytes (..., N, ceil(groups bits / 8)), real ones (..., N, groups); None = a fixed one
-    columns  (O,) int32 and kept (..., N, O): inputs whose weights are not quantized; their codes are those of zero
-    order    (..., K) int32: which input each column of codes is for; None = the first for the first
+    columns  (O,) int32: inputs whose weights stay unquantized (..., N, O); their codes are those of zero
+    order    (..., K) int32: the input that each column of codes is for; None = in order
 
-What a device multiplies with is made of it at the first product (kernels/quantized_linear.py).
+The first product converts it to what the device multiplies with (kernels/quantized_linear.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +24,10 @@ from meshwright.kernels.quantization import grouped, highest, pack, table_codes,
 from meshwright.spec.code_cuts import ScalePlaces
 from meshwright.spec.quantization_schemes import PIECE, TABLES, Codes, Scheme
 
-PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept", "order")
-"""Tensors of a matrix, as QuantizedMatrix has them."""
+PARTS = {name: name for name in ("codes", "scales", "outer", "offset", "zeros", "columns")} | {
+    "kept": "unquantized", "order": "order",
+}  # fmt: skip
+"""Name of each tensor of a matrix in files, and the attribute of QuantizedMatrix that holds it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,22 +41,22 @@ class QuantizedMatrix:
     scales: Tensor
     zeros: Tensor | None = None
     columns: Tensor | None = None
-    kept: Tensor | None = None
+    unquantized: Tensor | None = None
     outer: Tensor | None = None
     offset: Tensor | None = None
     order: Tensor | None = None
     before: int = 0
-    """Of a part whose first group began with other inputs: so many codes of a row stand for those."""
+    """Codes at the start of each row that stand for other inputs, in a part that begins within a group."""
     places: ScalePlaces | None = None
-    """Of a part of a larger matrix, where its scales stand in that."""
+    """Position of a part's scales in those of the larger matrix."""
     keeps_copies: bool = True
-    """Whether products may keep a restored copy beside it; beside adapters none outlives its product."""
+    """Allows products to keep a restored copy. Beside adapters none outlives its product."""
     prefer: str = "auto"
-    """As kernels.chooser's."""
+    """One of kernels.chooser.PREFERENCES."""
     prepared: dict[str, Any] = field(default_factory=dict)
-    """What products made of it for this device."""
+    """Conversions of the matrix that products made for this device."""
     tables: dict[str, Tensor] = field(default_factory=dict)
-    """Of some hundred numbers, where its tensors are; experts have those of their stack."""
+    """Small tables on the device of the tensors. Experts share those of their stack."""
 
     @property
     def size_out(self) -> int:
@@ -62,35 +64,35 @@ class QuantizedMatrix:
         return self.scales.shape[-2]
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """Of a copy, which makes what products need anew: oneDNN's tensors and places in memory cannot be copied."""
+        """Copy without conversions, which are made anew: oneDNN's tensors and addresses cannot be copied."""
         fresh: dict[str, Any] = {"prepared": {}, "tables": {}}
-        return None, {one.name: getattr(self, one.name) for one in fields(self)} | fresh
+        return None, {part.name: getattr(self, part.name) for part in fields(self)} | fresh
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """By name, those that there are."""
-        found = {name: getattr(self, name) for name in PARTS}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """Tensors that are present, by their name in files."""
+        parts = {name: getattr(self, attribute) for name, attribute in PARTS.items()}
+        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     @property
     def in_order_of_codes(self) -> "QuantizedMatrix":
-        """The same for inputs that stand in `order`."""
+        """Same matrix for inputs that stand in `order`."""
         if "in order of codes" not in self.prepared:
             self.prepared["in order of codes"] = replace(self, order=None, prepared={})
-        found: QuantizedMatrix = self.prepared["in order of codes"]
-        return found
+        matrix: QuantizedMatrix = self.prepared["in order of codes"]
+        return matrix
 
     def every_zero(self) -> Tensor:
-        """Z (..., N, groups), or one number, fp32."""
+        """Return Z (..., N, groups), or one number, fp32."""
         if self.zeros is None:
             return torch.tensor(float(fixed_zero(self.scheme)), device=self.scales.device)
         whole = self.scheme.zeros == "whole"
         return (unpack(self.zeros, self.scheme.bits, self.scales.shape[-1]) if whole else self.zeros).float()
 
     def whole_codes(self) -> Tensor:
-        """Codes (..., N, K), one an element."""
-        found = unpack(self.codes, self.scheme.bits, self.width) if self.scheme.packed else self.codes
-        return found[..., self.before :]
+        """Return codes (..., N, K), one an element."""
+        codes = unpack(self.codes, self.scheme.bits, self.width) if self.scheme.packed else self.codes
+        return codes[..., self.before :]
 
     @property
     def width(self) -> int:
@@ -98,139 +100,141 @@ class QuantizedMatrix:
         return self.before + self.size_in
 
     def every_scale(self) -> Tensor:
-        """S (..., N, groups) fp32."""
+        """Return S (..., N, groups) fp32."""
         if self.outer is None or self.offset is None:
             return self.scales.float()
         return undoubled(self.scales, self.outer, self.offset, self._once("table", dynamic_table), self.places)
 
     def scales_and_shifts(self) -> Tensor:
-        """(groups, N, 2) bf16: s and z of (q - 8) s + z, as torch's 4-bit products read them."""
+        """Return s and z of (q - 8) s + z, (groups, N, 2) bf16, as torch's 4-bit products read them."""
         scales = self.scales.float()
         shifts = (8.0 - self.every_zero()) * scales
         return torch.stack((scales, shifts), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
 
     def dequantized(self) -> Tensor:
-        """(..., N, K) fp32."""
+        """Return (..., N, K) fp32."""
         return self.restored(torch.float32)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
-        """(..., N, K), in fp32 rounded once, some rows at a time."""
+        """Return (..., N, K), computed in fp32 some rows at a time and rounded once."""
         if self.order is not None:
             return self._by_inputs(self.in_order_of_codes.restored(dtype), self.order)
         *stack, rows, _ = self.scales.shape
-        found = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
-        if not self._in_one_kernel(found):
-            for some, numbers in self.restored_rows():
-                found[..., some, :] = numbers
+        weight = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
+        if not self._in_one_kernel(weight):
+            for run, numbers in self.restored_rows():
+                weight[..., run, :] = numbers
                 del numbers
-            return found
+            return weight
         from meshwright.kernels.triton import restoring
 
-        found = found.new_empty(rows, self.width) if self.before else found
-        restoring.restore(self.packed(), found)
-        return found[..., self.before :].contiguous() if self.before else found
+        weight = weight.new_empty(rows, self.width) if self.before else weight
+        restoring.restore(self.packed(), weight)
+        return weight[..., self.before :].contiguous() if self.before else weight
 
     def packed(self) -> Any:
-        """Codes, scales and zeros as Triton's kernels read them (kernels/triton/code_words.py): made once, but for
-        scales that are codes themselves where no copy may stay."""
+        """Return codes, scales and zeros as Triton's kernels read them (kernels/triton/code_words.py).
+
+        Made once, except from scales that are codes themselves where no copy may stay.
+        """
         if "packed" in self.prepared:
             return self.prepared["packed"]
         from meshwright.kernels.triton.code_words import PackedMatrix
 
         table = self._once("table of codes", self.numbers_of_codes) if self.scheme.codes in TABLES else None
         scales = self.scales if self.outer is None else self.every_scale()
-        made = PackedMatrix(
+        packed = PackedMatrix(
             self.codes.contiguous(), scales.contiguous(), self.zeros, table, self.size_in, self.scheme.group
         )
         if self.outer is None or self.keeps_copies:
-            self.prepared["packed"] = made
-        return made
+            self.prepared["packed"] = packed
+        return packed
 
     def restored_rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Where rows stand among N, and they (..., R, K) fp32, as many at a time as PIECE says."""
+        """Yield runs of rows with their numbers (..., R, K) fp32, PIECE elements at a time."""
         *stack, rows, _ = self.scales.shape
         scales, zeros = self.every_scale(), self.every_zero()
         step = max(1, PIECE // (prod(stack) * self.width))
         for start in range(0, rows, step):
-            some = slice(start, start + step)
-            own = zeros[..., some, :] if zeros.dim() else zeros
-            found = self._rows(self.codes[..., some, :], scales[..., some, :], own)[..., self.before :]
-            if self.columns is not None and self.kept is not None:
-                found[..., self.columns.long()] = self.kept[..., some, :].float()
-            yield some, found if self.order is None else self._by_inputs(found, self.order)
-            del found
+            run = slice(start, start + step)
+            run_zeros = zeros[..., run, :] if zeros.dim() else zeros
+            numbers = self._rows(self.codes[..., run, :], scales[..., run, :], run_zeros)[..., self.before :]
+            if self.columns is not None and self.unquantized is not None:
+                numbers[..., self.columns.long()] = self.unquantized[..., run, :].float()
+            yield run, numbers if self.order is None else self._by_inputs(numbers, self.order)
+            del numbers
 
     @staticmethod
     def _by_inputs(sorted_columns: Tensor, order: Tensor) -> Tensor:
-        """Columns (..., R, K) that stand in `order`, where their inputs are."""
+        """Move columns (..., R, K) that stand in `order` to their inputs."""
         places = order.long().unsqueeze(-2).expand_as(sorted_columns)
         return torch.empty_like(sorted_columns).scatter_(-1, places, sorted_columns)
 
     def _in_one_kernel(self, like: Tensor) -> bool:
-        plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
+        plain = self.scheme.bits == 4 and like.dim() == 2 and self.unquantized is None and self.codes.is_contiguous()
         plain = plain and self.scheme.group % 8 == 0  # a word of eight codes has one scale
         return plain and uses_triton("restore", like, prefer=self.prefer)
 
     def numbers_of_codes(self, device: torch.device) -> Tensor:
-        """(16,) fp32, less the zero that all of them share."""
+        """Return the numbers of codes (16,) fp32, less the zero that all of them share."""
         table = torch.tensor(TABLES.get(self.scheme.codes, range(16)), dtype=torch.float32, device=device)
         return table if self.zeros is not None else table - fixed_zero(self.scheme)
 
     def _rows(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-        """What codes (..., R, ceil(K bits / 8)) stand for, fp32 (..., R, K)."""
+        """Decode codes (..., R, ceil(K bits / 8)) to fp32 (..., R, K)."""
         runs = grouped(self._numbers(codes), self.scheme.group)
         if self.scheme.codes not in TABLES and (zeros.dim() or float(fixed_zero(self.scheme))):
             runs.sub_(zeros.unsqueeze(-1) if zeros.dim() else zeros)
         return runs.mul_(scales.unsqueeze(-1)).flatten(-2)[..., : self.width]
 
     def _numbers(self, codes: Tensor) -> Tensor:
-        """Numbers that codes name, before scales and zeros; a tensor of its own."""
+        """Return the numbers of codes, before scales and zeros, in a new tensor."""
         if self.scheme.bits == 4:
             table = self._once("pairs", partial(pairs_of, self.scheme.codes))
             return table.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], -1)[..., : self.width]
         return (unpack(codes, self.scheme.bits, self.width) if self.scheme.packed else codes).float()
 
     def _once(self, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
-        """A small table where its tensors are."""
+        """Return a small table on the device of the tensors, made once."""
         if name not in self.tables:
             self.tables[name] = make(self.codes.device)
         return self.tables[name]
 
     def expert(self, number: int) -> "QuantizedMatrix":
-        """One of a stack."""
+        """Return one matrix of a stack."""
         key = f"expert {number}"
         if key not in self.prepared:
             parts: dict[str, Any] = {
-                name: one if name == "columns" else one[number] for name, one in self.tensors.items()
+                PARTS[name]: tensor if name == "columns" else tensor[number] for name, tensor in self.tensors.items()
             }
             self.prepared[key] = QuantizedMatrix(
                 scheme=self.scheme, size_in=self.size_in, before=self.before, places=self.places,
                 keeps_copies=self.keeps_copies, prefer=self.prefer, tables=self.tables, **parts,
             )  # fmt: skip
-        found: QuantizedMatrix = self.prepared[key]
-        return found
+        expert: QuantizedMatrix = self.prepared[key]
+        return expert
 
 
 def pairs_of(codes: Codes, device: torch.device) -> Tensor:
-    """(256, 2) fp32: the two numbers of each byte of 4-bit codes."""
+    """Return the two numbers of each byte of 4-bit codes, (256, 2) fp32."""
     numbers = torch.tensor(TABLES.get(codes, range(16)), dtype=torch.float32, device=device)
     return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)
 
 
 def fixed_zero(scheme: Scheme) -> int:
-    """The code of zero where no scale has its own: the middle of what bits can say, or 0 of signed numbers."""
+    """Return the code of zero where scales have none: the middle of the range, or 0 for signed numbers."""
     return 2 ** (scheme.bits - 1) if scheme.packed and scheme.codes == "integer" else 0
 
 
 def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Codes (..., N, K), one an element, of the numbers nearest to weight; scales and zeros (..., N, groups)."""
+    """Return codes (..., N, K), one an element, nearest to weight; scales and zeros (..., N, groups)."""
     wide = None if zeros is None else zeros.float().unsqueeze(-1)
-    found = nearest_codes(scheme, grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1), wide)
-    return found.flatten(-2)[..., : weight.shape[-1]].contiguous()
+    codes = nearest_codes(scheme, grouped(weight.float(), scheme.group), scales.float().unsqueeze(-1), wide)
+    return codes.flatten(-2)[..., : weight.shape[-1]].contiguous()
 
 
 def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Codes of the size of `numbers`, in whose dtype they are found; scales and zeros broadcast against them."""
+    """Return codes nearest to `numbers`, computed in their dtype; scales and zeros broadcast against them."""
     if scheme.codes in TABLES:
         return table_codes(numbers / torch.where(scales == 0, torch.ones_like(scales), scales), TABLES[scheme.codes])
     if scheme.codes == "e4m3":
@@ -243,7 +247,7 @@ def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor
 
 
 def numbers_of(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """What codes stand for, in the dtype of scales, against which codes and zeros broadcast."""
+    """Decode codes in the dtype of scales, against which codes and zeros broadcast."""
     if scheme.codes in TABLES:
         return torch.tensor(TABLES[scheme.codes], dtype=scales.dtype, device=codes.device)[codes.int()] * scales
     return (codes.to(scales.dtype) - (float(fixed_zero(scheme)) if zeros is None else zeros)) * scales
@@ -251,9 +255,9 @@ def numbers_of(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | No
 
 def assembled(
     scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None, columns: Tensor | None = None,
-    kept: Tensor | None = None,
+    unquantized: Tensor | None = None,
 ) -> QuantizedMatrix:  # fmt: skip
-    """Of codes (..., N, K), one an element, and zeros (..., N, groups)."""
+    """Assemble a matrix from codes (..., N, K), one an element, and zeros (..., N, groups)."""
     if zeros is not None:
         zeros = pack(zeros.to(torch.uint8), scheme.bits) if scheme.zeros == "whole" else zeros.half()
     outer = offset = None
@@ -268,5 +272,5 @@ def assembled(
         offset=offset,
         zeros=zeros,
         columns=columns,
-        kept=kept,
+        unquantized=unquantized,
     )

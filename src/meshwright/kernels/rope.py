@@ -10,36 +10,37 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled import library
 
 FEW = 64
-"""Tokens up to which one turn of queries and keys together, where nothing learns, costs less than two."""
+"""Most tokens for which one rotation of queries and keys together, without gradients, costs less than two."""
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn each pair of x (B, S, H, E) by the angle of its position; cos, sin (B or 1, S, 1, E/2).
+    """Rotate each pair of x (B, S, H, E) by the angle of its position; cos, sin (B or 1, S, 1, E/2).
 
     A pair is (i, i + E/2), or (2i, 2i + 1) when interleaved.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    one = first * cos - second * sin
-    two = second * cos + first * sin
-    turned = torch.stack((one, two), dim=-1).flatten(-2) if interleaved else torch.cat((one, two), dim=-1)
+    new_first = first * cos - second * sin
+    new_second = second * cos + first * sin
+    pair = new_first, new_second
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return turned.to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
-    """One buffer as wide as the tables, each half written once; the inverse turn (sign = -1) is the gradient."""
+    """Rotate into one buffer as wide as the tables, each half written once. sign = -1, the inverse, is the gradient."""
     if not interleaved and training_rows.takes_tables(x, cos, sin):
         return training_rows.rotate(x, cos, sin, sign)
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, cos.dtype))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    one, two = (out[..., 0::2], out[..., 1::2]) if interleaved else out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=one).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=two).addcmul_(first, sin, value=sign)
+    new_first, new_second = (out[..., 0::2], out[..., 1::2]) if interleaved else out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=new_second).addcmul_(first, sin, value=sign)
     return out.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """Saves the two small tables only; the plain form saves four products of the size of x."""
+    """Rotation that saves the two small tables only. The plain form saves four products of the size of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -54,20 +55,22 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As the reference."""
+    """Rotate as the reference does."""
     if torch.compiler.is_compiling():
         return rotate_reference(x, cos, sin, interleaved)
     if not torch.is_grad_enabled():
         return _turn(x, cos, sin, interleaved, 1.0)
-    result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    turned: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return turned
 
 
 def rotate_pair_reference(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Queries (B, S, H, E) and keys (B, S, K, E), both turned. `in_place`: nobody reads q or k again, so that a kernel
-    may write over them; this one does not."""
+    """Rotate queries (B, S, H, E) and keys (B, S, K, E).
+
+    `in_place`: nobody reads q or k again, so a kernel may overwrite them. This one does not.
+    """
     return rotate_reference(q, cos, sin, interleaved), rotate_reference(k, cos, sin, interleaved)
 
 
@@ -75,9 +78,9 @@ def rotate_pair(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, in_place: bool = True,
     prefer: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As the reference; on a GPU in the memory of q and k where that is allowed."""
-    if (own := library.loops()) and library.takes(q, k, cos, sin) and len(q) == len(cos) == 1 and not interleaved:
-        return own.rotate_pair(q, k, cos, sin, in_place)
+    """Rotate as the reference does, on a GPU in the memory of q and k where that is allowed."""
+    if (loops := library.loops()) and library.takes(q, k, cos, sin) and len(q) == len(cos) == 1 and not interleaved:
+        return loops.rotate_pair(q, k, cos, sin, in_place)
     if uses_triton("rope", q, prefer=prefer):
         from meshwright.kernels.triton import rotary
 

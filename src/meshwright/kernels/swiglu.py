@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * up."""
+"""SwiGLU (Shazeer 2020, arXiv:2002.05202), silu(gate) * up, and GELU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,24 +10,17 @@ from torch import Tensor
 from meshwright.kernels import training_rows
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled import library
-from meshwright.kernels.linear import (
-    SAME,
-    Kept,
-    PlainProduct,
-    SummedProduct,
-    later_product,
-    linear_reference,
-)
+from meshwright.kernels.linear import SAME, EarlySave, PlainProduct, SummedProduct, later_product, linear_reference
 from meshwright.kernels.weight_gradients import as_leaf, is_taken
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise; all (..., F)."""
+    """Return silu(gate) * up, elementwise; all (..., F)."""
     return F.silu(gate) * up
 
 
 class _Swiglu(torch.autograd.Function):
-    """Saves gate and up; silu(gate) is made again in the backward pass, which costs one pass and saves one tensor."""
+    """SwiGLU that saves gate and up. The backward pass recomputes silu(gate): one pass more, one saved tensor less."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -44,9 +37,9 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
-    """As the reference, with one saved tensor less."""
-    if (own := library.loops()) and gate.numel() == gate.shape[-2] * gate.shape[-1] and library.takes(gate, up):
-        return own.swiglu(gate, up)
+    """Compute as the reference does, with one saved tensor less."""
+    if (loops := library.loops()) and gate.numel() == gate.shape[-2] * gate.shape[-1] and library.takes(gate, up):
+        return loops.swiglu(gate, up)
     if torch.compiler.is_compiling():
         return swiglu_reference(gate, up)
     if uses_triton("swiglu", gate, prefer=prefer):
@@ -55,34 +48,40 @@ def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
         return gated.swiglu(gate, up)
     if not torch.is_grad_enabled():
         return _product(gate, up)
-    result: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    product: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return product
 
 
 def swiglu_linear_reference(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None
 ) -> Tensor:
-    """The second half of a gated MLP: (silu(gate) * up) W^T + b; gate, up (..., F), weight (D, F), bias (D,)."""
+    """Apply the second half of a gated MLP: (silu(gate) * up) W^T + b.
+
+    gate, up (..., F), weight (D, F), bias (D,).
+    """
     product = summed.linear if summed else linear_reference
     return product(swiglu_reference(gate, up), weight, bias)
 
 
 class _SwigluLinear(torch.autograd.Function):
-    """Saves gate and up but not their product: a third of the MLP's activations less, for two passes more."""
+    """Second half of an MLP that saves gate and up but not their product.
+
+    That saves a third of the MLP's activations, for two passes more.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, in_triton: bool,
-        summed: SummedProduct, kept: Kept,
+        summed: SummedProduct, saved: EarlySave,
     ) -> Tensor:  # fmt: skip
-        ctx.leaf, ctx.has_bias, ctx.in_triton, ctx.summed, ctx.kept = (
-            as_leaf(weight), bias is not None, in_triton, summed, kept,
+        ctx.leaf, ctx.has_bias, ctx.in_triton, ctx.summed, ctx.saved = (
+            as_leaf(weight), bias is not None, in_triton, summed, saved,
         )  # fmt: skip
         return summed.product(_product(gate, up, in_triton), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gate, up, weight = ctx.kept.tensors
+        gate, up, weight = ctx.saved.tensors
         part, inner = ctx.summed.gradient(gradient, weight)
         flat = part.reshape(-1, part.shape[-1])
         of_inner = _fused_gradients if ctx.in_triton else _inner_gradients
@@ -98,7 +97,7 @@ class _SwigluLinear(torch.autograd.Function):
 
 
 def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
-    """silu(gate) * up where wanted, then, from the gradient `inner` of it, those of gate and up."""
+    """Yield silu(gate) * up where wanted (`again`), then the gradients of gate and up from that of the product."""
     if training_rows.takes(inner, gate, up):
         of_gate, of_up, product = training_rows.swiglu_gradients(inner, gate, up, again)
         yield from (product, of_gate, of_up)
@@ -112,7 +111,7 @@ def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> It
 
 
 def _fused_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
-    """The same, all made at once."""
+    """Yield the same from one kernel."""
     from meshwright.kernels.triton import blocks, gated
 
     rows = map(blocks.rows_of, (inner, gate, up))
@@ -134,24 +133,27 @@ def swiglu_linear(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: SummedProduct | None = None,
     prefer: str = "auto", form: str = SAME,
 ) -> Tensor:  # fmt: skip
-    """As the reference; nothing of the size of the product is saved. `form`: of a product that is not `summed`."""
+    """Compute as the reference does, without saving anything of the size of the product.
+
+    `form`: form of a product that is not `summed`.
+    """
     summed = summed or PlainProduct(form)
     if torch.compiler.is_compiling():
         return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)
-    kept = Kept()
-    gate, up = kept(gate, up, weight, changed=2, bias=bias)
-    result: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, summed, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    saved = EarlySave()
+    gate, up = saved(gate, up, weight, changed=2, bias=bias)
+    y: Tensor = _SwigluLinear.apply(gate, up, weight, bias, in_triton, summed, saved)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return y
 
 
 def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
-    """x Phi(x), or its form by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+    """Return x Phi(x), or its tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
     return F.gelu(x, approximate=approximate)
 
 
 def gelu(x: Tensor, approximate: str = "none", prefer: str = "auto") -> Tensor:
-    """As the reference."""
+    """Compute as the reference does."""
     if uses_triton("gelu", x, prefer=prefer):
         from meshwright.kernels.triton import gated
 

@@ -1,8 +1,8 @@
-"""Gradients of weights that a backward pass leaves for later, or adds to a sum by itself.
+"""Gradients of weights that a backward pass defers, or adds to a sum directly.
 
-Pipelines fill their bubbles with them (Qi et al. 2023, arXiv:2401.10241): a backward pass under an open
-`WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`. Where sums take products
-(kernels/gradient_sums.py), a product goes there, in the pass or in `run()`, and autograd gets nothing.
+Pipelines fill their bubbles with deferred ones (Qi et al. 2023, arXiv:2401.10241). A backward pass under an open
+`WeightGradients` computes the gradients of inputs only, and leaves the other products to `run()`. Where sums take
+products (kernels/gradient_sums.py), a product goes there, in the pass or in `run()`, and autograd gets nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,21 +19,24 @@ from meshwright.kernels.gradient_sums import AddedProduct, GradientSum, add_grad
 
 @dataclass(slots=True)
 class _Split:
-    """One `splitting`: which queue its backward passes leave products in now."""
+    """One `splitting` context, and the queue in which its backward passes leave products now."""
 
     queue: "WeightGradients | None" = None
 
 
 _split: ContextVar[_Split | None] = ContextVar("split", default=None)
-"""Autograd runs a GPU's backward pass on threads of its own, which have another context: what a backward pass asks it
-keeps from its forward pass (`Leaf`), and what is computed again takes its switch along (`same_split`)."""
+"""Current context.
+
+Autograd runs a GPU's backward pass on other threads, which have another context. So a backward pass uses what its
+forward pass remembered (`Leaf`), and recomputation takes the context along (`same_split`).
+"""
 
 
 @contextmanager
 def splitting() -> Iterator[None]:
-    """Forward passes inside can be split: their backward passes belong inside as well.
+    """Allow forward passes inside to be split. Their backward passes must be inside as well.
 
-    Elsewhere `linear` is torch's own, which cannot be asked to leave a product out.
+    Elsewhere `linear` is torch's own, which cannot defer a product.
     """
     outer = _split.get()
     with _inside(outer or _Split()):
@@ -43,7 +46,7 @@ def splitting() -> Iterator[None]:
 
 
 def whole() -> AbstractContextManager[None]:
-    """Inside, forward passes are as outside of `splitting`: their backward passes will be whole."""
+    """Run forward passes inside as outside `splitting`: their backward passes are not split."""
     return _inside(None)
 
 
@@ -57,25 +60,25 @@ def _inside(split: _Split | None) -> Iterator[None]:
 
 
 def same_split(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, split or not as a call would be now, wherever it is called."""
+    """Wrap a function to run in the current splitting context, wherever it is called."""
     if torch.compiler.is_compiling():
         return function
     split = _split.get()
 
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         with _inside(split):
-            return function(*given)
+            return function(*arguments)
 
     return call
 
 
 def splits() -> bool:
-    """Whether a forward pass must be made so that it can be split."""
+    """Return whether a forward pass must be splittable."""
     return _traced.splits if torch.compiler.is_compiling() else _split.get() is not None
 
 
 class WeightGradients:
-    """The products gradient^T x that a backward pass left out, for later.
+    """Queue of the products gradient^T x that a backward pass deferred.
 
         with splitting():
             loss = forward(x)
@@ -83,12 +86,12 @@ class WeightGradients:
                 loss.backward()    # gradients of inputs, norms, biases
             queue.run()            # gradients of weight matrices
 
-    Until `run` it keeps x and the output's gradient of each product. Only leaves wait: gradients of weights that were
-    computed from others are made at once, but of those that stand for a leaf (`stand_for`).
+    Until `run` it holds x and the output's gradient of each product. Only leaves are deferred. Gradients of computed
+    weights are made at once, unless the weights stand for a leaf (`stand_for`).
     """
 
     def __init__(self) -> None:
-        self._left: dict[Tensor, list[Callable[[], Tensor]]] = {}
+        self._deferred: dict[Tensor, list[Callable[[], Tensor]]] = {}
         self._split: _Split | None = None
 
     def __enter__(self) -> "WeightGradients":
@@ -103,8 +106,8 @@ class WeightGradients:
             self._split.queue = None
 
     def __len__(self) -> int:
-        """Products that wait."""
-        return sum(map(len, self._left.values()))
+        """Return the number of deferred products."""
+        return sum(map(len, self._deferred.values()))
 
     def run(self) -> None:
         """Add the products to the weights' `grad`, as autograd would: those of one weight are summed first.
@@ -112,9 +115,9 @@ class WeightGradients:
         Hooks on the accumulation of gradients are not called.
         """
         with torch.no_grad():
-            while self._left:
-                weight = next(iter(self._left))
-                products, direct = self._left.pop(weight), direct_sum(weight)
+            while self._deferred:
+                weight = next(iter(self._deferred))
+                products, direct = self._deferred.pop(weight), direct_sum(weight)
                 if direct is not None and _are_added(products):
                     while products:
                         direct.add_product(products.pop(0))
@@ -124,11 +127,11 @@ class WeightGradients:
                 while products:
                     total = total + products.pop(0)()
                 add_gradient(weight, total)
-                del total  # else it stands beside the next weight's
+                del total  # or it would be in memory beside the next weight's
 
     def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
-        """Keep what makes a gradient of `weight`, and whatever it holds, until `run`."""
-        self._left.setdefault(weight, []).append(product)
+        """Hold a product that is a gradient of `weight`, with its operands, until `run`."""
+        self._deferred.setdefault(weight, []).append(product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +140,15 @@ class Leaf:
 
     weight: Tensor
     split: _Split | None = None
-    """Whose queue may have it."""
+    """Context whose queue may take the product."""
     direct: GradientSum | None = None
-    """What takes it at once."""
+    """Sum that takes the product at once."""
 
 
 def as_leaf(weight: Tensor | None) -> Leaf | None:
-    """The weight, for a forward pass that is made to be split or whose products go to sums, if its gradient may go past
-    autograd.
+    """Return the weight as a leaf if its gradient may bypass autograd: in a splittable pass, or into a sum.
 
-    A function keeps this beside what it saves: under recomputation what it saved comes back as a copy.
+    A function holds this beside what it saves: under recomputation saved tensors come back as copies.
     """
     if weight is None or torch.compiler.is_compiling():
         return None
@@ -156,7 +158,7 @@ def as_leaf(weight: Tensor | None) -> Leaf | None:
 
 
 def is_direct(weight: Tensor) -> bool:
-    """Tell whether a forward pass must be made so that the product of the weight's gradient goes to its sum."""
+    """Return whether a forward pass must let the product of the weight's gradient go to its sum."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return direct_sum(getattr(weight, STANDS_FOR, weight)) is not None
@@ -166,8 +168,10 @@ STANDS_FOR = "stands_for"
 
 
 def stand_for(made: Tensor, weight: Tensor) -> Tensor:
-    """`made` itself, whose gradient is that of the weight it was made of, as it is: where that is left for later, it is
-    left for the weight. Its own node in the graph then gets none."""
+    """Mark `made` as standing for the weight that it was made of, whose gradient is the same.
+
+    A deferred gradient of `made` goes to the weight. Its own node in the graph then gets none.
+    """
     setattr(made, STANDS_FOR, weight)
     return made
 
@@ -193,23 +197,25 @@ def _are_added(products: list[Callable[[], Tensor]]) -> TypeGuard[list[AddedProd
 
 
 class _Traced:
-    """What the compiler reads in place of a context variable."""
+    """Switch that the compiler reads in place of a context variable."""
 
     splits = False
 
 
 _traced = _Traced()
 _leaves: dict[int, Leaf] = {}
-"""Parameters of blocks that compiled code is called with, by address. It does not get them themselves: what needs no
-gradient of its own reaches it as another tensor of the same memory."""
+"""Parameters of the blocks that call compiled code, by address.
+
+Compiled code does not get them: a tensor that needs no gradient reaches it as another tensor of the same memory.
+"""
 
 
 @contextmanager
 def traced(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Around a call of compiled code whose backward pass will be split. Of these parameters it leaves the products."""
+    """Call compiled code whose backward pass will be split, deferring the products of these parameters."""
     split = _split.get()
     assert split is not None
-    _leaves.update({one.data_ptr(): Leaf(one, split) for one in parameters if type(one) is nn.Parameter})
+    _leaves.update({leaf.data_ptr(): Leaf(leaf, split) for leaf in parameters if type(leaf) is nn.Parameter})
     _traced.splits = True
     try:
         yield
@@ -218,12 +224,12 @@ def traced(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def waits(weight: Tensor) -> bool:
-    """Of code that is compiled: whether its backward pass leaves the product that is the weight's gradient."""
+    """Return whether the backward pass of code that is being compiled defers the product of the weight's gradient."""
     return _traced.splits and isinstance(weight, nn.Parameter) and weight.requires_grad
 
 
 def leaf_at(weight: Tensor) -> Leaf:
-    """In the backward pass of compiled code: the parameter that lies where it found a weight that `waits`."""
+    """Return the parameter at the address of a weight that `waits`, in the backward pass of compiled code."""
     leaf = _leaves[weight.data_ptr()]
     is_open = leaf.split is not None and leaf.split.queue is not None
     assert is_open, "code that was compiled for a split backward pass runs in a whole one"

@@ -23,16 +23,19 @@ class WideStates:
     """Parameters that are updated together, as lists."""
 
     masters: list[Tensor]
-    """fp32."""
+    """Weights in fp32."""
     moments: tuple[list[Tensor], list[Tensor]]
-    """fp32, as large."""
+    """First and second moments in fp32, as large."""
     steps: list[Tensor]
-    """() fp32 each: updates so far, this one included."""
+    """Updates so far, this one included, () fp32 each."""
 
 
 def in_one_pass(masters: Sequence[Tensor], prefer: str = "auto") -> bool:
-    """Whether `adamw` takes gradients of any dtype and writes copies by itself; `prefer` is one of
-    chooser.PREFERENCES. A dry run of a GPU does not update, which takes no memory there either."""
+    """Return whether `adamw` takes gradients of any dtype and writes copies itself.
+
+    A dry run of a GPU does not update, and the update takes no memory there either. `prefer` is one of
+    chooser.PREFERENCES.
+    """
     if acts() == "cuda" and prefer in ("auto", "triton"):
         return True
     return bool(masters) and uses_triton("adamw", masters[0], prefer=prefer)
@@ -41,30 +44,34 @@ def in_one_pass(masters: Sequence[Tensor], prefer: str = "auto") -> bool:
 def adamw(
     states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tensor], numbers: UpdateNumbers
 ) -> None:  # fmt: skip
-    """One update in place where `in_one_pass`. Gradients of fp32 or 16 bits; `copies`: the weights that are computed
-    with, 16-bit ones, or those of fp32 that are the masters themselves."""
+    """Update in place where `in_one_pass`.
+
+    Args:
+        gradients: fp32 or 16 bits.
+        copies: 16-bit weights for computation, or the fp32 masters themselves.
+    """
     if acts():
         return
     from meshwright.kernels.triton import many_tensors
 
-    forms: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    for place, (gradient, copy) in enumerate(zip(gradients, copies, strict=True)):
+    by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    for index, (gradient, copy) in enumerate(zip(gradients, copies, strict=True)):
         if copy.numel():
-            forms.setdefault((gradient.dtype, copy.dtype), []).append(place)
-    for (_, dtype), places in forms.items():
+            by_dtypes.setdefault((gradient.dtype, copy.dtype), []).append(index)
+    for (_, dtype), indices in by_dtypes.items():
         masters, first, second, steps = (
-            [some[place] for place in places] for some in (states.masters, *states.moments, states.steps)
+            [tensors[index] for index in indices] for tensors in (states.masters, *states.moments, states.steps)
         )
         many_tensors.adamw(
-            [gradients[place].contiguous() for place in places], masters, (first, second),
-            None if dtype == torch.float32 else [copies[place] for place in places], steps, numbers,
+            [gradients[index].contiguous() for index in indices], masters, (first, second),
+            None if dtype == torch.float32 else [copies[index] for index in indices], steps, numbers,
         )  # fmt: skip
 
 
 def adamw_reference(
     states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tensor], numbers: UpdateNumbers
 ) -> None:
-    """The same by torch's fused kernel, of gradients in fp32."""
+    """Update with torch's fused kernel, from gradients in fp32."""
     compat.fused_adamw(
         states.masters, list(gradients), states.moments, states.steps, lr=numbers.rate, beta1=numbers.beta1,
         beta2=numbers.beta2, weight_decay=numbers.decay, eps=numbers.epsilon, grad_scale=numbers.divide_by,
@@ -76,18 +83,18 @@ def adamw_reference(
 
 
 def euclidean_norm(tensors: Sequence[Tensor], prefer: str = "auto") -> Tensor:
-    """Euclidean norm () fp32 over all elements of some tensors, whatever their dtypes."""
-    plain = all(type(one) is Tensor for one in tensors)
+    """Return the Euclidean norm () fp32 over all elements of the tensors, whatever their dtypes."""
+    plain = all(type(tensor) is Tensor for tensor in tensors)
     if not (tensors and plain and uses_triton("square_sums", tensors[0], prefer=prefer)):
         norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))
         return norm
     from meshwright.kernels.triton import many_tensors
 
-    forms: dict[torch.dtype, list[Tensor]] = {}
-    for one in tensors:
-        if one.numel():
-            forms.setdefault(one.dtype, []).append(one.contiguous())
-    sums = [many_tensors.squares(some) for some in forms.values()]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.contiguous())
+    sums = [many_tensors.squares(group) for group in by_dtype.values()]
     if not sums:
         return torch.zeros((), device=tensors[0].device)
     return torch.cat(sums).sum(dtype=torch.float64).sqrt().float()

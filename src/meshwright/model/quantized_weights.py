@@ -90,7 +90,8 @@ class QuantizedWeight(nn.Module):
     def matrix(self) -> QuantizedMatrix:
         """Matrix for products. Read it once the tensors are in their final memory; a run must be whole here."""
         if self._made is None or self._made[0] is not self.run:
-            parts: dict[str, Any] = self._buffers_by_name() if self.run is None else self._views(self.run.detach())
+            tensors = self._buffers_by_name() if self.run is None else self._views(self.run.detach())
+            parts: dict[str, Any] = {PARTS[name]: tensor for name, tensor in tensors.items()}
             columns = self.size[-1] if self.part is None else self.part.box.sizes[-1]
             made = QuantizedMatrix(
                 scheme=self.scheme, size_in=columns, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts

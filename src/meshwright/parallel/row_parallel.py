@@ -18,7 +18,7 @@ from meshwright.kernels import fp8
 from meshwright.kernels.cpu_product import pays
 from meshwright.kernels.linear import (
     SAME,
-    Kept,
+    EarlySave,
     input_gradient,
     needs_wide,
     parameter_gradients,
@@ -44,7 +44,7 @@ class RowParallelProducts:
             later = x.requires_grad and waits(weight)
             traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces, self.form, later)
             return traced
-        saved = Kept()
+        saved = EarlySave()
         (x,) = saved(x, weight, changed=1, bias=bias)
         total: Tensor = _Rows.apply(x, weight, bias, self, saved)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return total
@@ -118,7 +118,7 @@ def _multiply_into(output: Tensor, gradient: Tensor, weight: Tensor) -> None:
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, summed: RowParallelProducts, saved: Kept
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, summed: RowParallelProducts, saved: EarlySave
     ) -> Tensor:
         ctx.summed, ctx.leaves, ctx.saved = summed, (as_leaf(weight),), saved
         return summed.product(x, weight, bias)

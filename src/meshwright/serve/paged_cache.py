@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled.library import Loops, takes
-from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep
+from meshwright.kernels.kept_numbers import PagedStore, turn_and_keep
 from meshwright.kernels.paged_attention import (
     DenseCall,
     PagedCall,
@@ -85,8 +85,8 @@ class PagedLayer:
         if self.low_rank:
             assert shape.mla is not None
             heads, width, values = 1, shape.mla.kv_rank + shape.mla.rope_dim, 0
-        self.keys = KeptNumbers((number, size, heads, width), like, form)
-        self.values = KeptNumbers((number, size, heads, values), like, form) if values else self.keys
+        self.keys = PagedStore((number, size, heads, width), like, form)
+        self.values = PagedStore((number, size, heads, values), like, form) if values else self.keys
         self.places: StepPlaces | None = None
         self.turns = False
         """Whether `turn` has a kernel here."""
@@ -144,7 +144,7 @@ class PagedLayer:
         return [tensor for store in self._stores for tensor in store.tensors]
 
     @property
-    def _stores(self) -> list[KeptNumbers]:
+    def _stores(self) -> list[PagedStore]:
         return [self.keys] if self.low_rank else [self.keys, self.values]
 
     def _copied(self, step: CopyStep, news: Sequence[Tensor]) -> list[Tensor]:
@@ -161,7 +161,7 @@ class PagedLayer:
         for copy, store, new in zip(kept, self._stores, news, strict=True):
             if step.gathered is not None:
                 rows, blocks = step.gathered
-                copy[rows] = store.taken(blocks.flatten()).view(len(rows), step.keys, *store.sizes[2:])
+                copy[rows] = store.read(blocks.flatten()).view(len(rows), step.keys, *store.sizes[2:])
             copy[step.added] = new
         return kept
 
@@ -180,7 +180,7 @@ class PagedLayer:
         raise TypeError("a paged cache is not selected from: rows of a step name their blocks")
 
 
-def _grown(old: Tensor | None, store: KeptNumbers, step: CopyStep) -> Tensor:
+def _grown(old: Tensor | None, store: PagedStore, step: CopyStep) -> Tensor:
     """A copy with more room; rows are zero until they are filled."""
     found = store.codes.new_zeros(step.room, step.keys, *store.sizes[2:], dtype=store.dtype)
     if old is not None:

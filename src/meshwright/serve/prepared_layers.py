@@ -16,7 +16,7 @@ from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.joined_product import joined_product
 from meshwright.kernels.linear import SAME
-from meshwright.kernels.prepared_product import Matrix, PreparedProduct, int8_of, prepared_product
+from meshwright.kernels.prepared_product import Matrix, PreparedProduct, int8_product, prepared_product
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, held_rows, is_ours
@@ -42,7 +42,7 @@ class PreparedLayers:
         on_gpu = weight.device.type == "cuda" or model.kernels.prefer == "triton"  # which a CPU interprets
         self._prepare = joined_product if on_gpu else prepared_product
         copied = packed and not on_gpu
-        self._head = int8_of(weight) if head == "int8" else prepared_product([weight], [None]) if copied else None
+        self._head = int8_product(weight) if head == "int8" else prepared_product([weight], [None]) if copied else None
         self._blocks: FusedBlocks | DeferredSums | None = None
         if on_gpu:
             self._blocks = DeferredSums(model.blocks)

@@ -14,7 +14,7 @@ from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.compat.onednn_cache import keep_few_products
 from meshwright.kernels import chooser, fp8, gpu_attention
-from meshwright.kernels.attention import Mask, backend, causal_mask, untold, wants_loops
+from meshwright.kernels.attention import Mask, backend, causal_mask, triton_obstacle, wants_loops
 from meshwright.kernels.compiled import training_library
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
@@ -140,7 +140,7 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     names += ["narrow_adamw"] if narrow else []
     dtypes = {"merge": torch.float32, "narrow_adamw": reduce_dtype(plan.recipe)}
     features = {} if compiled else {"attention": _untold(plan, device)}
-    made = chooser.said([
+    made = chooser.summarize([
         chooser.choice(
             name, device, dtypes.get(name, DTYPES[plan.recipe.precision]),
             prefer="auto" if name == "merge" else plan.layout.kernels, feature=features.get(name, ""),
@@ -165,7 +165,9 @@ def attention_notes(plan: Plan, device: torch.device) -> list[str]:
 
 def _untold(plan: Plan, device: torch.device) -> str:
     """Why Triton's kernel cannot be this plan's attention; empty = it can."""
-    return "context parallelism" if plan.layout.cp > 1 else untold(*_attended(plan, device), plan.recipe.dropout)
+    return (
+        "context parallelism" if plan.layout.cp > 1 else triton_obstacle(*_attended(plan, device), plan.recipe.dropout)
+    )
 
 
 def _loop_notes(plan: Plan, device: torch.device) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.narrow_states import narrow_adamw
-from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 from meshwright.spec.boxes import Box
 from meshwright.spec.optimizer_states import WORK_BYTES, MomentFormat
 
@@ -70,17 +70,17 @@ class NarrowStates:
             moments=self.moments[name],
             step=step,
             books=self.books,
-            place=self._place(name),
+            position=self._position(name),
         )
 
-    def _place(self, name: str) -> PlaceInWhole:
+    def _position(self, name: str) -> PositionInWhole:
         """Random bits go by seed, name and place in the whole tensor: no rank and no layout changes them."""
         box = self.held[name].box
         _, rows, _ = _three(box.sizes)
         _, whole_rows, width = _three(box.whole)
         first, second, column = _three(box.offsets, 0)
         seed = (crc32(name.encode()) + 2654435761 * self.seed) % 2**32
-        return PlaceInWhole(
+        return PositionInWhole(
             seed=seed, rows=max(1, rows), whole_rows=whole_rows, first=first, second=second, width=width, column=column
         )
 

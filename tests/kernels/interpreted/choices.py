@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "_made", {})
+    monkeypatch.setattr(chooser, "_choices", {})
 
 
 @pytest.mark.parametrize("operation", chooser.RULES)
@@ -42,5 +42,5 @@ def test_reasons() -> None:
     assert chooser.choice("grouped", CPU, torch.float32, prefer="triton").reason == "the kernel takes no fp32"
     assert chooser.choice("gelu", CPU, torch.float32).reason == "torch's own is one kernel a pass already"
     assert chooser.choice("swiglu", CPU, torch.float32, prefer="eager").reason == "layout.kernels=eager"
-    line = chooser.said([chooser.choice(name, CPU, torch.float32) for name in ("gelu", "swiglu", "rope")])
+    line = chooser.summarize([chooser.choice(name, CPU, torch.float32) for name in ("gelu", "swiglu", "rope")])
     assert line.startswith("swiglu, rope: triton (interpreter, fp32); gelu: torch (")

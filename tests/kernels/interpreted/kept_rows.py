@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep, turn_and_keep_reference
+from meshwright.kernels.kept_numbers import PagedStore, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.triton import keeping, paged
 from meshwright.spec.serving_defaults import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
@@ -30,7 +30,7 @@ def test_rows_as_the_reference_has_them(form: CacheForm, seed: int) -> None:
         q_weight, k_weight = (torch.randn(width, generator=draw).to(dtype) for _ in range(2))
         norms = (q_weight, k_weight, 1e-6)
     stores, wide_stores = (
-        [KeptNumbers((BLOCKS, SIZE, key_heads, width), torch.zeros(1, dtype=kind), form) for _ in range(2)]
+        [PagedStore((BLOCKS, SIZE, key_heads, width), torch.zeros(1, dtype=kind), form) for _ in range(2)]
         for kind in (dtype, torch.float64)
     )
     parts = [heads, key_heads, key_heads, 1]
@@ -47,7 +47,7 @@ def test_rows_as_the_reference_has_them(form: CacheForm, seed: int) -> None:
     all_blocks = torch.arange(BLOCKS)
     step = {"model": 0.0, "int8": 0.006, "fp8": 0.04}[form]
     for store, wide_store in zip(stores, wide_stores, strict=True):
-        found, right = store.taken(all_blocks).double(), wide_store.taken(all_blocks)
+        found, right = store.read(all_blocks).double(), wide_store.read(all_blocks)
         assert ((found - right).norm() / right.norm()).item() < most + step
         others = torch.ones(BLOCKS * SIZE, dtype=torch.bool).index_fill_(0, slots, False)
         assert not found.flatten(0, 1)[others].any()
@@ -58,7 +58,7 @@ def test_codes_are_those_of_the_plain_code(form: CacheForm) -> None:
     """Also of heads that are all zero."""
     x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(3))
     x[1, 0] = 0.0
-    stores, plain = ([KeptNumbers((1, 4, 2, 16), x, form) for _ in range(2)] for _ in range(2))
+    stores, plain = ([PagedStore((1, 4, 2, 16), x, form) for _ in range(2)] for _ in range(2))
     slots = torch.arange(4)
     still = torch.ones(4, 8), torch.zeros(4, 8)
     q, k = x.clone(), x.clone()
@@ -70,7 +70,7 @@ def test_codes_are_those_of_the_plain_code(form: CacheForm) -> None:
 
 def test_what_the_kernel_does_not_take() -> None:
     x = torch.randn(2, 8, 2).transpose(1, 2)
-    store = KeptNumbers((1, 4, 2, 8), x, "model")
+    store = PagedStore((1, 4, 2, 8), x, "model")
     tables = torch.ones(2, 4), torch.zeros(2, 4)
     assert not turn_and_keep(x, x, x, *tables, torch.arange(2), store, store, interleaved=False, norms=None)
     assert not store.codes.any() and keeping.is_taken(x.contiguous()) and paged.BlockStore(store.codes, None)

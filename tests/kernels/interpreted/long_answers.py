@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
 from meshwright.model import build
 from meshwright.serve.engine_options import EngineOptions
@@ -35,7 +35,7 @@ def test_long_prompts_are_answered_by_the_models_own_logits(length: int) -> None
 def test_one_long_row_alone(last: int) -> None:
     """A step with a single row whose runs of keys are added up, beside fp64."""
     blocks = last // 16 + 1
-    keys, values = (KeptNumbers((blocks, 16, 1, 16), torch.zeros(1), "model") for _ in range(2))
+    keys, values = (PagedStore((blocks, 16, 1, 16), torch.zeros(1), "model") for _ in range(2))
     draw = torch.Generator().manual_seed(last)
     for store in (keys, values):
         store.codes.copy_(torch.randn(store.codes.shape, generator=draw))

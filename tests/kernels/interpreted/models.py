@@ -27,7 +27,7 @@ def loss_and_gradients(found: Transformer, mask: bool) -> list[Tensor]:
 def test_a_model_of_triton_kernels(name: str) -> None:
     ours = loss_and_gradients(model(name, kernels="triton"), mask=name == "llama-3.1-8b")
     plain = loss_and_gradients(model(name, kernels="reference"), mask=name == "llama-3.1-8b")
-    assert any(one.by == "triton" for one in chooser._made.values())
+    assert any(one.by == "triton" for one in chooser._choices.values())
     for found, right in zip(ours, plain, strict=True):
         assert torch.isfinite(found).all()
         assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6
@@ -40,10 +40,10 @@ def test_a_model_of_triton_kernels(name: str) -> None:
 )  # fmt: skip
 def test_recomputation_around_triton_kernels(name: str, recompute: str) -> None:
     """Kernels are tried inside the first pass, and rotation overwrites queries that a norm or a product has made."""
-    chooser._made.clear()
+    chooser._choices.clear()
     layout = Layout(recompute=recompute, compile="off")  # type: ignore[arg-type]
     ours = loss_and_gradients(on_one_device(model(name, kernels="triton"), layout).model, mask=False)
     plain = loss_and_gradients(model(name, kernels="reference"), mask=False)
-    assert any(one.by == "triton" for one in chooser._made.values())
+    assert any(one.by == "triton" for one in chooser._choices.values())
     for found, right in zip(ours, plain, strict=True):
         assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6

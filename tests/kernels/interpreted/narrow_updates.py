@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.kernels.narrow_states import narrow_adamw_reference, read
 from meshwright.kernels.triton import narrow_update, trials
-from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 BOOKS = code_books(torch.device("cpu"))
@@ -31,11 +31,16 @@ def made(rows: int, width: int, moments: str, weights: str) -> NarrowPiece:
             return Moment(values, None, signed)
         return Moment(values, torch.zeros(rows, -(-width // 64)), signed, 64)
 
-    place = PlaceInWhole(
+    position = PositionInWhole(
         seed=2**31 + 5, rows=max(1, rows // 2), whole_rows=2**17, first=1, second=3, width=2**15, column=64
     )
     return NarrowPiece(
-        weight=weight, copy=copy, moments=(moment(True), moment(False)), step=torch.ones(()), books=BOOKS, place=place
+        weight=weight,
+        copy=copy,
+        moments=(moment(True), moment(False)),
+        step=torch.ones(()),
+        books=BOOKS,
+        position=position,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.triton import paged
 from meshwright.model import build
@@ -27,11 +27,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "SPLIT", 32)
 
 
-def stores(size: int, heads: int, widths: tuple[int, int], form: CacheForm, dtype: torch.dtype) -> list[KeptNumbers]:
+def stores(size: int, heads: int, widths: tuple[int, int], form: CacheForm, dtype: torch.dtype) -> list[PagedStore]:
     """Of keys and values, written everywhere."""
     found = []
     for seed, width in enumerate(widths):
-        store = KeptNumbers((BLOCKS, size, heads, width), torch.zeros(1, dtype=dtype), form)
+        store = PagedStore((BLOCKS, size, heads, width), torch.zeros(1, dtype=dtype), form)
         numbers = torch.randn(BLOCKS * size, heads, width, generator=torch.Generator().manual_seed(seed))
         store.write(torch.arange(BLOCKS * size), numbers.to(dtype))
         found.append(store)
@@ -51,7 +51,7 @@ def call_of(lengths: list[int], size: int) -> RowsCall:
     return RowsCall(torch.tensor(tables), torch.tensor(offsets), torch.tensor(last), max(last) + 1)
 
 
-def poison(some: list[KeptNumbers], call: RowsCall, window: int) -> None:
+def poison(some: list[PagedStore], call: RowsCall, window: int) -> None:
     """What no row sees is no number."""
     for store in some:
         seen = torch.zeros(store.sizes[:2], dtype=torch.bool)
@@ -71,7 +71,7 @@ def both(
     q = torch.randn(len(call.last), heads, widths[0], generator=torch.Generator().manual_seed(7)).to(dtype)
     options: dict[str, Any] = {"width": width or widths[1], "window": window, "scale": SCALE}
     every = torch.arange(BLOCKS)
-    read = [store.taken(every).double() for store in kept]
+    read = [store.read(every).double() for store in kept]
     right = attend_rows_reference(q.double(), read[0], read[1], call, **options)
     poison(kept, call, window)
     return attend_rows(None, q, kept[0], kept[1], call, **options), right

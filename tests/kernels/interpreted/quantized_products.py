@@ -80,7 +80,7 @@ def test_fp8_of_few_rows_is_the_product_of_rounded_rows(size: tuple[int, int, in
 def test_what_the_kernel_cannot_take_is_restored() -> None:
     for scheme in (SCHEMES["int3"], replace(SCHEMES["int4-rtn"], group=16)):
         matrix, x = made(scheme, 20, 64), numbers(3, 64).to(FP16)
-        assert device_products.unfused(matrix)
+        assert device_products.fusion_obstacle(matrix)
         found = quantized_linears(x, [matrix], [None])[0]
         assert (found.double() - exact(x, matrix.dequantized(), None)).norm() < 2e-3 * found.double().norm()
 

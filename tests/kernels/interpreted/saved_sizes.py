@@ -60,9 +60,9 @@ def saved_bytes(operation: Callable[..., Any], kernels: Kernels) -> int:
     [(norm, "rms_norm"), (sum_and_norm, "add_rms_norm"), (gated, "swiglu"), (rotated, "rope"), (loss, "loss_rows")],
 )
 def test_what_a_triton_kernel_keeps_is_what_a_dry_run_counts(operation: Callable[..., Any], name: str) -> None:
-    chooser._made.clear()
+    chooser._choices.clear()
     on_a_gpu = saved_bytes(operation, choose("triton"))
-    assert [one.by for one in chooser._made.values() if one.operation == name] == ["triton"]
+    assert [one.by for one in chooser._choices.values() if one.operation == name] == ["triton"]
     with acting_as("cuda"), compat.fake_tensors():
         counted = saved_bytes(operation, choose("auto"))
     assert counted == on_a_gpu

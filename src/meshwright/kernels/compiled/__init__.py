@@ -1,2 +1,4 @@
-"""Loops in C for a CPU: for steps of serving (`library` compiles and calls them), and for training (`training_library`,
-`sequence_attention`)."""
+"""Compiled C loops for a CPU.
+
+`library` builds and calls those for steps of serving; `training_library` and `sequence_attention` those for training.
+"""

@@ -1,7 +1,7 @@
-"""Machine code of this folder's C sources for this processor, compiled once and kept in the user's cache.
+"""Builds this folder's C sources for this processor, once, and keeps the libraries in the user's cache.
 
-A library's name is a digest of all that it is made of: sources, headers, compiler, options and processor. So a shared
-home serves many kinds of machines, and another release builds its own.
+A library's name is a digest of its inputs: sources, headers, compiler, options and processor. So a shared home serves
+many kinds of machines, and another release builds its own.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-z
 LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of another library takes the place of ours
 FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
 THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
-"""Of each the first is taken that the compiler takes."""
+"""Alternatives, of which the first that the compiler accepts is used. FOR_THIS_CPU has alternatives too."""
 IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
 """Lines of /proc/cpuinfo that decide which machine code runs."""
 
@@ -34,10 +34,12 @@ log = logging.getLogger(__name__)
 
 
 def built(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.CDLL | None:
-    """Load the library of C sources of this folder, compiled now where no earlier process did.
+    """Load the library of C sources of this folder, compiled now unless an earlier process did.
 
-    threads: options, of which the first is taken that the compiler takes. None without a C compiler that takes the
-    sources, and where nothing may be run from a file.
+    Args:
+        threads: Alternative options, of which the first that the compiler accepts is used.
+
+    Returns None without a C compiler that accepts the sources, and where nothing may be run from a file.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
@@ -69,7 +71,7 @@ def _digest(compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ..
 
 
 def processor() -> str:
-    """Name this processor's kind and instructions."""
+    """Return a string that identifies this processor's kind and instructions."""
     kind = [platform.machine(), platform.processor()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
@@ -79,7 +81,7 @@ def processor() -> str:
 
 
 def _compile(compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ...]], path: Path) -> bool:
-    """Write the library to `path`, which is there whole or not at all; its sources are compiled side by side."""
+    """Write the library to `path`, complete or not at all. Sources are compiled side by side."""
     path.parent.mkdir(parents=True, exist_ok=True)
     refusals = []
     with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as scratch:
@@ -112,14 +114,14 @@ def _loaded(path: Path) -> ctypes.CDLL | None:
 
 
 def _runs_nothing(folder: Path) -> bool:
-    """Whether the file system of a folder is mounted so that no code in it may run."""
+    """Return whether a folder's file system forbids running code from it."""
     return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
 
 
 def _from_elsewhere(
     path: Path | None, compiler: str = "", names: Sequence[str] = (), threads: Sequence[tuple[str, ...]] = ()
 ) -> ctypes.CDLL | None:
-    """Load a copy of `path`, or without one a library compiled for this process alone, from the temporary folder."""
+    """Load a copy of `path` from the temporary folder, or without a path compile it there for this process alone."""
     try:
         with tempfile.TemporaryDirectory() as scratch:
             copy = Path(scratch) / "library.so"

@@ -1,4 +1,4 @@
-"""Matrices (N, K) as the compiled loops read them: panels of 16 of their rows, one beside the other in a vector.
+"""Matrices (N, K) as the compiled loops read them: panels of 16 rows, interleaved to fill a vector.
 
     floats   (N / 16, K, 16) fp32
     bf16     (N / 16, K / 2, 16, 2), the same numbers in 16 bits, where that loses nothing: of models stored so
@@ -19,7 +19,7 @@ from torch import Tensor
 LANES, FOUR = 16, 4
 """Rows of a panel, and inputs of 8 bits that a lane adds up at once."""
 FLOATS, BF16, INT8, CODES = range(4)
-"""Kinds, of rows.h."""
+"""Kinds of panels, as in rows.h."""
 CHECKED = 2**22
 """Elements that are compared at a time."""
 
@@ -36,13 +36,13 @@ class PanelFields(ctypes.Structure):
 
 
 def pointer(tensor: Tensor | None) -> int | None:
-    """Where its numbers lie."""
+    """Return the address of a tensor's numbers."""
     return None if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panels:
-    """A matrix (N, K), and what is added to its products."""
+    """A matrix (N, K), and the bias of its products."""
 
     kind: int
     rows: int
@@ -53,9 +53,9 @@ class Panels:
     bias: Tensor | None = None
     """(N,) fp32."""
     sums: Tensor | None = None
-    """(N,) int32, of int8."""
+    """(N,) int32, for int8."""
     scales: Tensor | None = None
-    """(N,) fp32 of int8; of codes as above."""
+    """(N,) fp32 for int8; for codes as above."""
     zeros: Tensor | None = None
     table: Tensor | None = None
     """(16,) fp32."""
@@ -66,17 +66,17 @@ class Panels:
     def __post_init__(self) -> None:
         sizes = self.rows, self.width, self.group, self.kind
         narrow = self.scales is not None and self.scales.dtype == torch.bfloat16
-        given = map(pointer, (self.numbers, self.sums, self.scales, self.zeros, self.table, self.bias))
-        object.__setattr__(self, "fields", PanelFields(*given, *sizes, narrow))
+        pointers = map(pointer, (self.numbers, self.sums, self.scales, self.zeros, self.table, self.bias))
+        object.__setattr__(self, "fields", PanelFields(*pointers, *sizes, narrow))
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors but the bias."""
-        return sum(one.nbytes for one in (self.numbers, self.sums, self.scales, self.zeros) if one is not None)
+        """Size of all tensors but the bias."""
+        return sum(x.nbytes for x in (self.numbers, self.sums, self.scales, self.zeros) if x is not None)
 
     @classmethod
     def of_numbers(cls, weight: Tensor, bias: Tensor | None = None) -> Self | None:
-        """Of a matrix fp32, or bf16 with an even K; None where N is no multiple of 16."""
+        """Build from a matrix in fp32, or bf16 with an even K. None where N is no multiple of 16."""
         rows, width = weight.shape
         if rows % LANES:
             return None
@@ -87,7 +87,7 @@ class Panels:
 
     @classmethod
     def of_int8(cls, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Self | None:
-        """Of codes (N, K) int8 and scales (N,) fp32; None where N or K is no multiple of 16 and 4."""
+        """Build from codes (N, K) int8 and scales (N,) fp32. None where N or K is no multiple of 16 and 4."""
         rows, width = codes.shape
         if rows % LANES or width % FOUR:
             return None
@@ -99,30 +99,32 @@ class Panels:
     def of_codes(
         cls, codes: Tensor, scales: Tensor, zeros: Tensor | None, table: Tensor, group: int, bias: Tensor | None
     ) -> Self | None:
-        """Of (table[codes] - zeros) * scales: codes (N, K) uint8 below 16, scales and zeros (N, groups) fp32, each of
-        `group` inputs. None where N is no multiple of 16, or K or the group none of 2."""
+        """Build from (table[codes] - zeros) * scales: codes (N, K) uint8 below 16, scales and zeros (N, groups) fp32.
+
+        `group`: inputs that share a scale. None where N is no multiple of 16, or K or the group none of 2.
+        """
         rows, width = codes.shape
         if rows % LANES or width % 2 or group % 2:
             return None
         pairs = codes[:, ::2] | codes[:, 1::2] << 4
-        if all(one is None or fits_bf16(one) for one in (scales, zeros)):
+        if all(x is None or fits_bf16(x) for x in (scales, zeros)):
             scales, zeros = scales.bfloat16(), None if zeros is None else zeros.bfloat16()
-        numbers, own, low = (_in_panels(one) for one in (pairs, scales, zeros))
+        numbers, panel_scales, panel_zeros = (_in_panels(x) for x in (pairs, scales, zeros))
         assert numbers is not None
         return cls(
-            kind=CODES, rows=rows, width=width, numbers=numbers, scales=own, zeros=low, table=table.contiguous(),
-            group=group, bias=bias,
+            kind=CODES, rows=rows, width=width, numbers=numbers, scales=panel_scales, zeros=panel_zeros,
+            table=table.contiguous(), group=group, bias=bias,
         )  # fmt: skip
 
 
 def _in_panels(matrix: Tensor | None) -> Tensor | None:
-    """(N, some) -> (N / 16, some, 16)."""
+    """Interleave rows: (N, M) -> (N / 16, M, 16)."""
     if matrix is None:
         return None
     return matrix.view(-1, LANES, matrix.shape[1]).transpose(1, 2).contiguous()
 
 
 def fits_bf16(weight: Tensor) -> bool:
-    """Whether a matrix (N, K) fp32 is the same in bf16."""
-    some = max(1, CHECKED // weight.shape[1])
-    return all(torch.equal(part.bfloat16().float(), part) for part in weight.split(some))
+    """Return whether bf16 holds a matrix (N, K) fp32 exactly."""
+    rows = max(1, CHECKED // weight.shape[1])
+    return all(torch.equal(part.bfloat16().float(), part) for part in weight.split(rows))

@@ -13,29 +13,29 @@ from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
 from meshwright.kernels.compiled.training_library import DTYPES, VECTOR, library
 
 TILE = 64
-"""Queries and keys of a tile, of sequence_attention.c."""
+"""Queries and keys of a tile, as in sequence_attention.c."""
 WIDEST = 256
-"""Width of a head that was tried."""
+"""Widest head that was tried."""
 Documents = list[tuple[slice, int, int]]
-"""Rows, the first position, and the one behind the last, of each."""
+"""Rows, first position, and position after the last, of each document."""
 
 
-class Strided(ctypes.Structure):
+class StridedFields(ctypes.Structure):
     """Strided, of sequence_attention.c."""
 
     _fields_ = (("at", POINTER), ("row", INT), ("position", INT), ("head", INT), ("narrow", INT))
 
     @classmethod
-    def of(cls, x: Tensor) -> "Strided":
-        """A tensor (B, S, heads, width), a row's numbers side by side."""
+    def from_tensor(cls, x: Tensor) -> "StridedFields":
+        """Describe a tensor (B, S, heads, width) with contiguous rows."""
         return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), x.dtype == torch.bfloat16)
 
 
-class Fields(ctypes.Structure):
+class SequenceFields(ctypes.Structure):
     """Sequences, of sequence_attention.c."""
 
     _fields_ = (
-        *((name, Strided) for name in ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v")),
+        *((name, StridedFields) for name in ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v")),
         ("sums", POINTER), ("room", POINTER), ("documents", POINTER),
         *((name, INT) for name in (
             "count", "length", "heads", "key_heads", "width", "value_width", "window", "parts", "threads", "each",
@@ -46,8 +46,10 @@ class Fields(ctypes.Structure):
 
 
 def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether widths and dtype of q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V) are those that were written for,
-    and the three fit each other: of others C would read what lies behind them, where torch repeats a row or refuses."""
+    """Return whether the loops support widths and dtype of q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V).
+
+    Also checks that the three fit each other: C would read past the end, where torch repeats a row or refuses.
+    """
     fit = k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
     known = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
     fit = fit and known and compat.lies_in_memory(q, k, v)
@@ -57,7 +59,7 @@ def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V), and the log-sum-exp of scores (B, H, S) fp32."""
+    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V): (B, S, H, V), and log-sum-exp (B, H, S) fp32."""
     q, k, v = map(_side_by_side, (q, k, v))
     out = q.new_empty(*q.shape[:3], v.shape[3])
     sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -66,14 +68,14 @@ def attend(
     threads = torch.get_num_threads()
     room = _room(q, threads * each)
     if not compat.is_fake(q):
-        list_of = _listed(documents)
-        given = (Strided.of(x) for x in (q, k, v, out, *[out] * 4))
-        fields = Fields(
-            *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, 1, threads,
+        listed = _document_list(documents)
+        tensors = (StridedFields.from_tensor(x) for x in (q, k, v, out, *[out] * 4))
+        fields = SequenceFields(
+            *tensors, sums.data_ptr(), room.data_ptr(), listed.data_ptr(), *_sizes(q, k, v, listed), window, 1, threads,
             each, compat.cpu_multiplies(q.dtype), scale,
         )  # fmt: skip
         if library().attend_sequences(ctypes.byref(fields)):
-            raise MemoryError(f"no memory for a list of {len(list_of)} documents")
+            raise MemoryError(f"no memory for a list of {len(listed)} documents")
     return out, sums
 
 
@@ -81,8 +83,10 @@ def gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Documents, *, window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of q, k and v, from that of the result (B, S, H, V), the result and its log-sum-exp. One thread has a document
-    and key head, or some of its query heads where there are few."""
+    """Return the gradients of q, k and v from that of the result (B, S, H, V), the result and its log-sum-exp.
+
+    One thread has a document and key head, or some of its query heads where there are few.
+    """
     gradient, q, k, v, out = map(_side_by_side, (gradient, q, k, v, out))
     threads, group = torch.get_num_threads(), q.shape[2] // k.shape[2]
     parts = _parts(len(q) * k.shape[2], group, threads)
@@ -92,10 +96,10 @@ def gradients(
     each = TILE * (4 * (q.shape[3] + v.shape[3]) + 5 * TILE // 2) + group // parts * longest * (q.shape[3] + 1)
     room = _room(q, threads * each)
     if not compat.is_fake(q):
-        list_of = _listed(documents)
-        given = (Strided.of(x) for x in (q, k, v, out, gradient, of_q, of_k, of_v))
-        fields = Fields(
-            *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, parts,
+        listed = _document_list(documents)
+        tensors = (StridedFields.from_tensor(x) for x in (q, k, v, out, gradient, of_q, of_k, of_v))
+        fields = SequenceFields(
+            *tensors, sums.data_ptr(), room.data_ptr(), listed.data_ptr(), *_sizes(q, k, v, listed), window, parts,
             threads, each, compat.cpu_multiplies(q.dtype), scale,
         )  # fmt: skip
         library().sequences_gradients(ctypes.byref(fields))
@@ -105,14 +109,16 @@ def gradients(
 
 
 def _parts(units: int, group: int, threads: int) -> int:
-    """In how many parts the `group` query heads of a unit, a row and key head, are taken, so that all threads have
-    work to their end."""
+    """Return into how many parts the `group` query heads of a unit, a row and key head, are cut.
+
+    Enough parts keep all threads busy to the end.
+    """
     cuts = (n for n in range(1, group) if group % n == 0 and (threads == 1 or n * units >= 2 * threads))
     return next(cuts, group)
 
 
 def _parted(x: Tensor, parts: int) -> Tensor:
-    """Room for gradients of keys or values; parts are added in fp32."""
+    """Allocate gradients of keys or values. Parts are added in fp32."""
     size = (*x.shape[:2], x.shape[2] * parts, x.shape[3])
     return x.new_empty(size, dtype=torch.float32 if parts > 1 else x.dtype)
 
@@ -122,14 +128,14 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 
 def _room(like: Tensor, count: int) -> Tensor:
-    """Of torch, so that whoever counts its memory sees it."""
+    """Allocate scratch memory in torch, where memory counters see it."""
     return like.new_empty(count, dtype=torch.float32)
 
 
-def _listed(documents: Documents) -> Tensor:
-    """(N, 3) int64: row, begin, end."""
-    found = [(row, begin, end) for rows, begin, end in documents for row in range(rows.start, rows.stop)]
-    return torch.tensor(found, dtype=torch.int64, device="cpu")
+def _document_list(documents: Documents) -> Tensor:
+    """List (row, begin, end) as (N, 3) int64."""
+    spans = [(row, begin, end) for rows, begin, end in documents for row in range(rows.start, rows.stop)]
+    return torch.tensor(spans, dtype=torch.int64, device="cpu")
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[int, ...]:

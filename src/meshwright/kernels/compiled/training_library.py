@@ -1,4 +1,4 @@
-"""The library of what a training step takes on a CPU."""
+"""Library of the C loops for a training step on a CPU."""
 
 import ctypes
 from functools import cache
@@ -9,7 +9,7 @@ from meshwright.kernels.compiled.building import THREADS, built
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
 
 VECTOR = 16
-"""Numbers of a vector: widths of rows and heads are multiples."""
+"""Numbers of a vector. Widths of rows and heads must be multiples of it."""
 DTYPES = (torch.float32, torch.bfloat16)
 _NUMBERS = [INT] * 4
 _ARGUMENTS: dict[str, list[type]] = {
@@ -37,13 +37,15 @@ def _library() -> ctypes.CDLL | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
 def is_compiled() -> bool:
-    """Whether there is a C compiler for this processor, with OpenMP: one thread would be slower than all of torch's.
-    It is compiled at the first answer on this machine: one to two seconds of processor time."""
+    """Return whether a C compiler for this processor supports OpenMP: one thread would be slower than all of torch's.
+
+    The first answer on a machine compiles the library: one to two seconds of processor time.
+    """
     return _library() is not None
 
 
 def library() -> ctypes.CDLL:
-    """Where it `is_compiled`."""
-    found = _library()
-    assert found is not None, "a loop was chosen without a library"
-    return found
+    """Return the library, where it `is_compiled`."""
+    loaded = _library()
+    assert loaded is not None, "a loop was chosen without a library"
+    return loaded

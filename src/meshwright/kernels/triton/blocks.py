@@ -9,62 +9,64 @@ from torch import Tensor
 from meshwright.compat import capability, processors
 
 Arg = tl.tensor
-"""An argument of a kernel: in it, a pointer or a number."""
+"""An argument of a kernel: inside it, a pointer or a number."""
 
 ELEMENTS = 1024
-"""Of one program of an elementwise kernel."""
+"""Elements of one program of an elementwise kernel."""
 ROW_ELEMENTS = 4096
-"""Up to which several short rows share a program."""
+"""Most elements of short rows that share a program."""
 INTERPRETED_PROGRAMS = 4
-"""Of a kernel that divides its rows among as many programs as the device runs at once."""
+"""Programs, in the interpreter, of a kernel that runs as many programs as the device runs at once."""
 INTERPRETED_CAPABILITY = 90
-"""Compute capability of the GPU whose tiles are taken where none is."""
+"""Compute capability of the GPU whose tiles the interpreter uses."""
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is not below the number."""
+    """Return the least power of two that is not below the number."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x (..., D) as rows (N, D) whose elements lie side by side."""
+    """Return x (..., D) as rows (N, D) whose elements are contiguous."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
 
 
 def rows_a_program(width: int) -> int:
-    """Rows of `width` padded elements that one program takes."""
+    """Return the rows of `width` padded elements that one program takes."""
     return max(1, min(16, ROW_ELEMENTS // width))
 
 
 def warps(elements: int) -> int:
-    """Warps for a program that holds so many elements: 8 to 32 each thread."""
+    """Return the warps for a program that holds so many elements: 8 to 32 each thread."""
     return max(1, min(32, power_of_two(elements // 512)))
 
 
 def programs(x: Tensor, each: int = 1) -> int:
-    """How many programs share the rows of a kernel that sums over them: `each` a multiprocessor. Fixed for a device, so
-    that sums have one order."""
+    """Return how many programs share the rows of a kernel that sums over them: `each` a multiprocessor.
+
+    Fixed for a device, which gives sums one order.
+    """
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return each * processors(x.device.index)
 
 
 def has_warp_groups(x: Tensor) -> bool:
-    """Whether tensor cores multiply for four warps together, as from sm_90 on."""
+    """Return whether tensor cores multiply for four warps together, as from sm_90 on."""
     return (capability(x.device.index) if x.device.type == "cuda" else INTERPRETED_CAPABILITY) >= 90
 
 
 def interpreted(kernel: Any) -> bool:
-    """Whether TRITON_INTERPRET=1 was set when the kernel was defined: numpy then runs it, on any device."""
+    """Return whether TRITON_INTERPRET=1 was set when the kernel was defined: numpy then runs it, on any device."""
     return type(kernel).__name__ == "InterpretedFunction"
 
 
 def wide_products(kernel: Any, x: Tensor) -> bool:
-    """Whether operands of matrix products must become fp32 first: the interpreter multiplies no bf16."""
+    """Return whether operands of products must be widened to fp32: the interpreter multiplies no bf16."""
     return interpreted(kernel) and x.dtype == torch.bfloat16

@@ -1,8 +1,8 @@
-"""Codes read as words of four bytes, and the numbers that they stand for: shared by every kernel that reads codes.
+"""Decoding of codes in words of four bytes, shared by every kernel that reads codes.
 
 A word holds eight 4-bit codes or four 8-bit ones, the first in its lowest bits. A thread reads whole words, several
-side by side, and cuts codes out by shifts. Bytes read one by one
-cost more instructions than the memory leaves time for.
+side by side, and cuts codes out by shifts. Bytes read one by one cost more instructions than the memory leaves time
+for.
 """
 
 from typing import NamedTuple
@@ -15,16 +15,19 @@ from torch import Tensor
 from meshwright.kernels.triton.blocks import Arg
 
 WHOLE, TABLE, E4M3 = 0, 1, 2
-"""Codes are whole numbers of 4 bits, indices of a table of 16, or 8-bit floating-point numbers."""
+"""Kinds of codes: 4-bit integers, indices of a table of 16, or 8-bit floating-point numbers."""
 FIXED, PACKED, REAL = 0, 1, 2
-"""Zeros: 8 everywhere, half a byte each, or real numbers."""
+"""Kinds of zeros: 8 everywhere, half a byte each, or real numbers."""
 WORD_BYTES = 4
 
 
-def _cut_pairs(kind: str, one: str, base: str) -> tl.constexpr:
-    """Assembly: eight results $0 to $7 of words $8 and $9, scales $10 and negative zeros $11, two numbers in each.
-    `one`: two ones; `base`: two numbers in whose lowest bits a code stands as what is added to them."""
-    lines = [f".reg .b32 halves, moved, whole, one, none; mov.b32 one, {one}; mov.b32 none, 0x80008000;"]
+def _cut_pairs(kind: str, ones: str, base: str) -> tl.constexpr:
+    """Return assembly for eight results $0 to $7, each a pair of numbers.
+
+    Inputs are words $8 and $9, scales $10 and negative zeros $11. `ones`: two ones; `base`: two numbers in whose lowest
+    bits a code is an added number.
+    """
+    lines = [f".reg .b32 halves, moved, whole, one, none; mov.b32 one, {ones}; mov.b32 none, 0x80008000;"]
     for code in range(8):
         if code % 4 == 0:
             lines.append(f"prmt.b32 halves, $8, $9, {'0x5410' if code == 0 else '0x7632'};")
@@ -40,9 +43,9 @@ def _cut_pairs(kind: str, one: str, base: str) -> tl.constexpr:
     return tl.constexpr("{" + " ".join(lines) + "}")
 
 
-BF16_PAIRS = _cut_pairs("bf16x2", one="0x3f803f80", base="0x43004300")
+BF16_PAIRS = _cut_pairs("bf16x2", ones="0x3f803f80", base="0x43004300")
 PAIR_OPERANDS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
-FP16_PAIRS = _cut_pairs("f16x2", one="0x3c003c00", base="0x64006400")
+FP16_PAIRS = _cut_pairs("f16x2", ones="0x3c003c00", base="0x64006400")
 
 
 class PackedMatrix(NamedTuple):
@@ -55,7 +58,7 @@ class PackedMatrix(NamedTuple):
     zeros: Tensor | None
     """Bytes (N, ceil(groups / 2)), or real (N, groups)."""
     table: Tensor | None
-    """(16,) fp32: the numbers of codes that are indices."""
+    """Numbers of codes that are indices, (16,) fp32."""
     size_in: int
     """K."""
     group: int
@@ -72,13 +75,12 @@ class PackedMatrix(NamedTuple):
         return FIXED if self.zeros is None else PACKED if self.zeros.dtype == torch.uint8 else REAL
 
     def in_pairs(self, dtype: torch.dtype) -> bool:
-        """Whether arithmetic in a dtype of 16 bits rounds a number no more than once: zeros are whole, and scales of
-        that dtype."""
+        """Return whether 16-bit arithmetic rounds a number at most once: whole zeros, and scales of that dtype."""
         return self.form == WHOLE and self.zero_form != REAL and self.scales.dtype == dtype
 
 
 class CodeWords(NamedTuple):
-    """Codes as a kernel's argument."""
+    """Codes as arguments of a kernel."""
 
     codes: Tensor
     """int32 if rows are whole words, else bytes."""
@@ -87,8 +89,10 @@ class CodeWords(NamedTuple):
 
 
 def words_of(codes: Tensor) -> CodeWords:
-    """Codes (N, bytes), rows side by side, as words; as bytes where a row or its place is no multiple of four. Memory
-    of a device begins at a multiple of more."""
+    """Return codes (N, bytes), contiguous, as words, or as bytes where a row or its offset is no multiple of four.
+
+    Device memory itself begins at a multiple of more.
+    """
     octets = codes.view(torch.uint8)
     row_bytes = octets.shape[1]
     if row_bytes % WORD_BYTES == 0 and octets.storage_offset() % WORD_BYTES == 0:
@@ -98,8 +102,10 @@ def words_of(codes: Tensor) -> CodeWords:
 
 @triton.jit
 def load_words(codes: Arg, row: Arg, row_bytes: Arg, words: Arg, word: Arg, WHOLE_ROWS: tl.constexpr) -> Arg:
-    """Words (rows, words) int32 of rows (rows,) int64 that all exist. WHOLE_ROWS: codes are int32, and so do the words;
-    else codes are bytes, and what lies behind the end of a row is 0."""
+    """Load words (rows, words) int32 of existing rows (rows,) int64.
+
+    WHOLE_ROWS: codes are int32, as the words are. Else they are bytes, and bytes past the end of a row are 0.
+    """
     if WHOLE_ROWS:
         return tl.load(codes + row[:, None] * words + word[None, :])
     bits = tl.zeros((row.shape[0], word.shape[0]), tl.int32)
@@ -112,7 +118,7 @@ def load_words(codes: Arg, row: Arg, row_bytes: Arg, words: Arg, word: Arg, WHOL
 
 @triton.jit
 def load_zeros(zeros: Arg, row: Arg, stride: Arg, group: Arg, ZEROS: tl.constexpr) -> Arg:
-    """Zero of the group of each word, (rows, words) fp32; 8 where all have the same."""
+    """Load the zero of the group of each word, (rows, words) fp32. 8 where all share it."""
     if ZEROS == 1:
         pair = tl.load(zeros + row[:, None] * stride + (group // 2)[None, :]).to(tl.int32)
         zero = ((pair >> ((group % 2) * 4)[None, :]) & 15).to(tl.float32)
@@ -125,21 +131,23 @@ def load_zeros(zeros: Arg, row: Arg, stride: Arg, group: Arg, ZEROS: tl.constexp
 
 @triton.jit
 def half_byte(bits: Arg, code: tl.constexpr) -> Arg:
-    """128 + q of the code at a position of each word, fp32. The bits of the sum are written, not converted."""
+    """Return 128 + q of the code at a position of each word, fp32. The bits of the sum are written, not converted."""
     moved = bits << (16 - 4 * code) if code < 4 else bits >> (4 * code - 16)
     return ((moved & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def table_number(bits: Arg, table: Arg, code: tl.constexpr) -> Arg:
-    """Number in the table of the code at a position of each word, fp32."""
+    """Look up the code at a position of each word in the table, fp32."""
     return tl.load(table + ((bits >> (4 * code)) & 15)).to(tl.float32)
 
 
 @triton.jit
 def e4m3_number(bits: Arg, code: tl.constexpr) -> Arg:
-    """Number of the byte at a position of each word, fp32. The smaller type's exponent lies 120 below that of fp32,
-    for subnormal numbers too."""
+    """Decode the byte at a position of each word to fp32.
+
+    The smaller type's exponent lies 120 below that of fp32, for subnormal numbers too.
+    """
     moved = bits << (24 - 8 * code)
     number = (moved & -0x80000000) | ((moved >> 4) & 0x7F00000)
     return number.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
@@ -147,7 +155,7 @@ def e4m3_number(bits: Arg, code: tl.constexpr) -> Arg:
 
 @triton.jit
 def e4m3_code(x: Arg) -> Arg:
-    """The 8-bit code of the nearest number, halves to the even one, of fp32 within -448 .. 448."""
+    """Encode fp32 within -448 .. 448 as the nearest 8-bit number, halves to the even one."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
@@ -160,7 +168,7 @@ def _number(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, code: tl.constexpr, CODES: tl.constexpr, ZEROS: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> Arg:  # fmt: skip
-    """S (number - Z), rounded once to DTYPE; numbers of a table and of 8 bits have no zero."""
+    """Return S (number - Z), rounded once to DTYPE. Numbers of a table and of 8 bits have no zero."""
     if CODES == 2:
         return (e4m3_number(bits, code) * scale).to(DTYPE)
     if CODES == 1:
@@ -174,7 +182,7 @@ def _number(
 def _eight_numbers(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr
 ) -> Arg:  # fmt: skip
-    """Numbers of the codes of words of half bytes, one tensor for each of the eight positions."""
+    """Return the numbers of words of half bytes, one tensor for each of the eight positions."""
     return (
         _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),
         _number(bits, table, zero, scale, 1, CODES, ZEROS, DTYPE),
@@ -189,9 +197,11 @@ def _eight_numbers(
 
 @triton.jit
 def _eight_in_pairs(bits: Arg, zero: Arg, scale: Arg, DTYPE: tl.constexpr) -> Arg:
-    """As _eight_numbers of whole numbers with whole zeros, two words at a time: `scale` is of DTYPE, 16 bits. Halves of
-    two words stand side by side in a register, so that one instruction cuts a code out of both. The difference of two
-    whole numbers is exact in 16 bits, and its product with a scale is rounded once, as from fp32."""
+    """Return as _eight_numbers for integers with whole zeros, two words at a time. `scale` is 16-bit DTYPE.
+
+    Halves of two words share a register, where one instruction cuts a code out of both. The difference of two integers
+    is exact in 16 bits, and its product with a scale is rounded once, as from fp32.
+    """
     if tl.bfloat16 == DTYPE:
         eight = tl.inline_asm_elementwise(
             BF16_PAIRS, PAIR_OPERANDS, [bits, scale, (-128.0 - zero).to(DTYPE)],
@@ -210,9 +220,11 @@ def numbers_of_words(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> Arg:  # fmt: skip
-    """Words (rows, words), zeros and scales of the same size or scalars -> S (number - Z) (rows, codes of the words)
-    in the order of the codes. PAIRS: two words are cut at a time, as _eight_in_pairs. Each `join` adds a last axis;
-    the last of them is the lowest bit of a position."""
+    """Decode words (rows, words) to S (number - Z) (rows, codes), in the order of the codes.
+
+    Zeros and scales have the size of the words, or are scalars. PAIRS: two words are cut at a time, as in
+    _eight_in_pairs. Each `join` adds a last axis; the last of them is the lowest bit of a position.
+    """
     if CODES == 2:
         even = tl.join(
             _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),

@@ -1,10 +1,10 @@
-"""Products of one or two rows with a matrix of codes: every code is read once, and no tensor core is fed with zeros.
+"""Products of one or two rows with a matrix of codes: every code is read once, and no tensor core works on padding.
 
     out (M, N) = x (M, K) W^T + bias        M <= 2, W = S (q - Z), never rounded
 
 So few rows wait for memory alone, if a code costs few instructions. A thread holds words of a few rows of the matrix,
-cuts codes out by shifts, and adds in fp32; threads meet once, behind the last word. The next words are on their way
-while these are multiplied. Zeros and the 128 that codes carry are taken off once a word, with the sum of its inputs.
+cuts codes out by shifts, and adds in fp32. Threads meet once, after the last word. The next words load while these are
+multiplied. Zeros and the 128 that codes carry are subtracted once a word, with the sum of its inputs.
 """
 
 from math import gcd
@@ -26,12 +26,15 @@ from meshwright.kernels.triton.code_words import (
 )
 
 MOST_ROWS = 2
-"""Of x: from three on tensor cores take fewer instructions a code."""
+"""Most rows of x: from three on tensor cores take fewer instructions a code."""
 COLUMNS, WORDS, WARPS = 8, 128, 8
-"""Tile of a program: one output and four words a thread. A warp has all words of its outputs, and the inputs of a tile
-are fewer than the threads: the compiler then reads them as the words lie, not through shared memory for each code."""
+"""Tile of a program: one output and four words a thread.
+
+A warp has all words of its outputs, and the inputs of a tile are fewer than the threads. The compiler then reads them
+in the order of the words, not through shared memory for each code.
+"""
 LEAST_WORDS = 16
-"""Of a tile without masks; rows of fewer are read byte by byte."""
+"""Least words of a tile without masks. Shorter rows are read byte by byte."""
 
 
 @triton.jit
@@ -39,8 +42,10 @@ def _words_times(
     x: Arg, word: Arg, inner: Arg, bits: Arg, table: Arg, zero: Arg, CODES: tl.constexpr, EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> Arg:  # fmt: skip
-    """Sum over each word of inputs times (number - Z): (outputs, words) fp32. EVEN: `x` points to four inputs at a
-    time, as one integer."""
+    """Sum inputs times (number - Z) over each word: (outputs, words) fp32.
+
+    EVEN: `x` points to four inputs at a time, as one integer.
+    """
     total = tl.zeros(bits.shape, tl.float32)
     inputs = tl.zeros((1, bits.shape[1]), tl.float32)
     for four in tl.static_range(1 if CODES == 2 else 2):
@@ -72,8 +77,11 @@ def few_packed_rows(
     ZEROS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """COLUMNS outputs of one or two rows. EVEN: a row of the matrix is a multiple of WORDS words, so that no mask is
-    needed; SCALED: rows of x have scales of their own; GROUP: inputs that share a scale, 0 = all."""
+    """Compute COLUMNS outputs of one or two rows.
+
+    EVEN: a row of the matrix is a multiple of WORDS words, and needs no mask; SCALED: rows of x have scales; GROUP:
+    inputs that share a scale, 0 = all.
+    """
     CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
     DTYPE: tl.constexpr = out.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -107,8 +115,10 @@ def few_packed_rows(
 def packed_linear(
     x: Tensor, matrix: PackedMatrix, bias: Tensor | None, x_scales: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """As packed_product.packed_linear for x (M, K) with M at most MOST_ROWS and K side by side. `x_scales` (M, 1)
-    fp32 are factors of rows of x."""
+    """Multiply as packed_product.packed_linear, x (M, K) with M at most MOST_ROWS and contiguous rows.
+
+    `x_scales` (M, 1) fp32 are factors of rows of x.
+    """
     rows, columns = len(x), len(matrix.codes)
     codes, row_bytes, whole_rows = words_of(matrix.codes)
     words = gcd(row_bytes // 4, WORDS)

@@ -1,11 +1,13 @@
 """Flash attention (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691): causal, by documents, grouped heads.
 
-For study, and where torch has no fused kernel; cuDNN's and FlashAttention-3's are faster on Hopper. The S x S weights
-are never stored: a block of queries walks over its keys with a running maximum and sum, and keeps the log-sum-exp. The
-backward pass makes the weights again. A block of keys sums over the query heads that share it, so nothing is added by
-atomics and the same inputs give the same bits.
+For study, and where torch has no fused kernel. cuDNN's and FlashAttention-3's are faster on Hopper. The S x S weights
+are never stored: a block of queries walks over its keys with a running maximum and sum, and stores the log-sum-exp.
 
-Positions of all documents lie one after another: q (T, H, E), k and v (T, K, E); `borders` (N + 1,) int32.
+The backward pass recomputes the weights. Gradients of queries go by blocks of queries, those of keys and values by
+blocks of keys, each summed over the query heads that share it. No two programs write one number, so there are no
+atomics, and the same inputs give the same bits.
+
+Positions of all documents are laid end to end: q (T, H, E), k and v (T, K, E); `borders` (N + 1,) int32.
 """
 
 from typing import Any
@@ -19,9 +21,9 @@ from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, wide_p
 from meshwright.kernels.triton.flash_backward import inner_rows, keys_backward, queries_backward
 
 QUERIES, KEYS = 64, 64
-"""Of a block."""
+"""Queries and keys of a block."""
 WARPS = 8
-"""With 4 a block of keys and its two sums would not stay in registers."""
+"""Warps of a program. With 4 a block of keys and its two sums would not stay in registers."""
 BESIDE_KEYS = 32
 """Queries that a block of keys takes at a time, for the same reason."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -34,7 +36,7 @@ def flash_forward(
     k_position: Arg, k_head: Arg, v_position: Arg, v_head: Arg, heads: Arg, width: Arg, GROUP: tl.constexpr,
     CAUSAL: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out (T, H, E) and lse (H, T) of a block of queries of one head of one document."""
+    """Compute out (T, H, E) and lse (H, T) of a block of queries of one head of one document."""
     document, head = tl.program_id(2), tl.program_id(1)
     begin = tl.load(borders + document).to(tl.int64)
     length = (tl.load(borders + document + 1) - begin).to(tl.int32)
@@ -49,7 +51,7 @@ def flash_forward(
             queries = queries.to(tl.float32)
         peak = tl.full((QUERIES,), LOWEST, tl.float32)
         sums = tl.zeros((QUERIES,), tl.float32)
-        found = tl.zeros((QUERIES, BLOCK), tl.float32)
+        summed = tl.zeros((QUERIES, BLOCK), tl.float32)
         end = tl.minimum(length, first + QUERIES) if CAUSAL else length
         for start in range(0, end, KEYS):
             key = start + tl.arange(0, KEYS)
@@ -67,12 +69,12 @@ def flash_forward(
             scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
-            kept = tl.exp2(peak - higher)
-            sums = sums * kept + tl.sum(weights, 1)
-            found = found * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            decay = tl.exp2(peak - higher)
+            sums = sums * decay + tl.sum(weights, 1)
+            summed = summed * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             peak = higher
         at = (begin + query[:, None]) * heads * width + head * width + column
-        tl.store(out + at, (found / sums[:, None]).to(out.dtype.element_ty), mask=known)
+        tl.store(out + at, (summed / sums[:, None]).to(out.dtype.element_ty), mask=known)
         tl.store(lse + head.to(tl.int64) * total + begin + query, peak / LOG2_E + tl.log(sums), mask=query < length)
 
 
@@ -83,7 +85,7 @@ def _sizes(q: Tensor) -> dict[str, Any]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(T, H, E) in the dtype of q, and the log-sum-exp (H, T) fp32."""
+    """Return (T, H, E) in the dtype of q, and the log-sum-exp (H, T) fp32."""
     total, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
@@ -99,7 +101,7 @@ def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, longest: int, *,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of q, k and v."""
+    """Return the gradients of q, k and v."""
     total, heads, width = q.shape
     gradient = gradient.contiguous()
     inner = torch.empty((heads, total), dtype=torch.float32, device=q.device)
@@ -118,7 +120,7 @@ def backward(
 
 
 class _Flash(torch.autograd.Function):
-    """Saves q, k, v, the result and its log-sum-exp."""
+    """Flash attention that saves q, k, v, the result and its log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -140,6 +142,6 @@ class _Flash(torch.autograd.Function):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, causal: bool = True, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q (T, H, E), k and v (T, K, E) of documents that begin at `borders` -> (T, H, E), and log-sum-exp (H, T)."""
-    found: tuple[Tensor, Tensor] = _Flash.apply(q, k, v, borders, longest, causal, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    """Attend q (T, H, E) over k and v (T, K, E) of documents: (T, H, E), and log-sum-exp (H, T)."""
+    attended: tuple[Tensor, Tensor] = _Flash.apply(q, k, v, borders, longest, causal, scale)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return attended

@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) * up, and GELU: one pass forward, and one back that makes the activation again."""
+"""SwiGLU, silu(gate) * up, and GELU: one pass forward, and one back that recomputes the activation."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ DENSITY = tl.constexpr(0.3989422804014327)
 def swiglu_forward(
     gate: Arg, gate_stride: Arg, up: Arg, up_stride: Arg, out: Arg, width: Arg, BLOCK: tl.constexpr
 ) -> None:  # fmt: skip
-    """out (N, F), contiguous; gate and up may be parts of wider rows."""
+    """Compute out (N, F), contiguous. gate and up may be parts of wider rows."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -35,11 +35,11 @@ def swiglu_backward(
     gradient: Arg, gradient_stride: Arg, gate: Arg, gate_stride: Arg, up: Arg, up_stride: Arg, gate_gradient: Arg,
     up_gradient: Arg, product: Arg, width: Arg, PRODUCT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Both gradients (N, F); PRODUCT: also silu(gate) * up again, which the next matrix's gradient needs."""
+    """Compute both gradients (N, F). PRODUCT: also silu(gate) * up, which the next matrix's gradient needs."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    given = tl.load(gradient + row * gradient_stride + at, mask=inside, other=0.0).to(tl.float32)
+    incoming = tl.load(gradient + row * gradient_stride + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(x)
@@ -47,39 +47,39 @@ def swiglu_backward(
     here = row * width + at
     if PRODUCT:
         tl.store(product + here, (silu * y).to(product.dtype.element_ty), mask=inside)
-    tl.store(up_gradient + here, (given * silu).to(up_gradient.dtype.element_ty), mask=inside)
+    tl.store(up_gradient + here, (incoming * silu).to(up_gradient.dtype.element_ty), mask=inside)
     slope = share * (1.0 + x * (1.0 - share))
-    tl.store(gate_gradient + here, (given * y * slope).to(gate_gradient.dtype.element_ty), mask=inside)
+    tl.store(gate_gradient + here, (incoming * y * slope).to(gate_gradient.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gelu_forward(x: Arg, out: Arg, number: Arg, TANH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """x Phi(x), or its form by tanh."""
+    """Compute x Phi(x), or its tanh approximation."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < number, other=0.0).to(tl.float32)
+    z = tl.load(x + at, mask=at < number, other=0.0).to(tl.float32)
     if TANH:
-        inner = ROOT_TWO_OVER_PI * (value + CUBE * value * value * value)
+        inner = ROOT_TWO_OVER_PI * (z + CUBE * z * z * z)
         share = tl.sigmoid(2.0 * inner)
     else:
-        share = 0.5 * (1.0 + tl.erf(value * ROOT_HALF))
-    tl.store(out + at, (value * share).to(out.dtype.element_ty), mask=at < number)
+        share = 0.5 * (1.0 + tl.erf(z * ROOT_HALF))
+    tl.store(out + at, (z * share).to(out.dtype.element_ty), mask=at < number)
 
 
 @triton.jit
-def gelu_backward(gradient: Arg, x: Arg, found: Arg, number: Arg, TANH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """The gradient of x."""
+def gelu_backward(gradient: Arg, x: Arg, x_gradient: Arg, number: Arg, TANH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Compute the gradient of x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < number, other=0.0).to(tl.float32)
-    given = tl.load(gradient + at, mask=at < number, other=0.0).to(tl.float32)
+    z = tl.load(x + at, mask=at < number, other=0.0).to(tl.float32)
+    incoming = tl.load(gradient + at, mask=at < number, other=0.0).to(tl.float32)
     if TANH:
-        inner = ROOT_TWO_OVER_PI * (value + CUBE * value * value * value)
+        inner = ROOT_TWO_OVER_PI * (z + CUBE * z * z * z)
         share = tl.sigmoid(2.0 * inner)
-        rise = 2.0 * ROOT_TWO_OVER_PI * (1.0 + 3.0 * CUBE * value * value)
-        slope = share + value * share * (1.0 - share) * rise
+        rise = 2.0 * ROOT_TWO_OVER_PI * (1.0 + 3.0 * CUBE * z * z)
+        slope = share + z * share * (1.0 - share) * rise
     else:
-        share = 0.5 * (1.0 + tl.erf(value * ROOT_HALF))
-        slope = share + value * DENSITY * tl.exp(-0.5 * value * value)
-    tl.store(found + at, (given * slope).to(found.dtype.element_ty), mask=at < number)
+        share = 0.5 * (1.0 + tl.erf(z * ROOT_HALF))
+        slope = share + z * DENSITY * tl.exp(-0.5 * z * z)
+    tl.store(x_gradient + at, (incoming * slope).to(x_gradient.dtype.element_ty), mask=at < number)
 
 
 def _grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
@@ -92,7 +92,7 @@ def _like(x: Tensor) -> Tensor:
 
 
 def activate(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (N, F) of rows."""
+    """Return silu(gate) * up (N, F)."""
     out = _like(gate)
     grid, block = _grid(*gate.shape)
     swiglu_forward[grid](
@@ -104,7 +104,10 @@ def activate(gate: Tensor, up: Tensor) -> Tensor:
 def gradients(
     gradient: Tensor, gate: Tensor, up: Tensor, *, product: bool = False, consume: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of gate and up (N, F), and silu(gate) * up where `product`. `consume`: the first may stand in `gradient`."""
+    """Return the gradients of gate and up (N, F), and their `product`.
+
+    `consume`: the first may overwrite `gradient`.
+    """
     of_gate = gradient if consume and gradient.is_contiguous() else _like(gate)
     of_up, again = _like(gate), _like(gate) if product else None
     grid, block = _grid(*gate.shape)
@@ -116,7 +119,7 @@ def gradients(
 
 
 class _GatedRows(torch.autograd.Function):
-    """Saves gate and up."""
+    """SwiGLU that saves gate and up."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -127,18 +130,18 @@ class _GatedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        found, others, _ = gradients(rows_of(gradient), gate, up)
-        return found.view(gradient.shape), others.view(gradient.shape)
+        of_gate, of_up, _ = gradients(rows_of(gradient), gate, up)
+        return of_gate.view(gradient.shape), of_up.view(gradient.shape)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """As kernels.swiglu.swiglu."""
-    result: Tensor = _GatedRows.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    """Compute as kernels.swiglu.swiglu."""
+    product: Tensor = _GatedRows.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return product
 
 
 class _Gelu(torch.autograd.Function):
-    """Saves x."""
+    """GELU that saves x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tanh: bool) -> Tensor:
@@ -154,14 +157,14 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        found = torch.empty_like(x)
+        x_gradient = torch.empty_like(x)
         gelu_backward[(ceil_div(x.numel(), ELEMENTS),)](
-            gradient.contiguous(), x, found, x.numel(), TANH=ctx.tanh, BLOCK=ELEMENTS, num_warps=WARPS
+            gradient.contiguous(), x, x_gradient, x.numel(), TANH=ctx.tanh, BLOCK=ELEMENTS, num_warps=WARPS
         )  # fmt: skip
-        return found, None
+        return x_gradient, None
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """As F.gelu: x Phi(x), or its form by tanh."""
-    result: Tensor = _Gelu.apply(x, approximate == "tanh")  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    """Compute as F.gelu: x Phi(x), or its tanh approximation."""
+    activated: Tensor = _Gelu.apply(x, approximate == "tanh")  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return activated

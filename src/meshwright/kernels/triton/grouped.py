@@ -1,7 +1,7 @@
-"""The matrix products of a mixture of experts in one kernel, for GPUs where torch has a loop that waits for the counts.
+"""Matrix products of a mixture of experts in one kernel, for GPUs where torch has a loop that waits for the counts.
 
-Rows are sorted by expert. The grid is as large as it can be needed (each expert wastes less than one block of rows), so
-the host never reads how many rows an expert has: a program looks its expert up by the ends of the runs.
+Rows are sorted by expert. The grid is as large as it may be needed (each expert wastes less than one block of rows), so
+the host never reads how many rows an expert has. A program finds its expert by the ends of the runs.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.kernels.triton.blocks import Arg, ceil_div, wide_products
 
 ROWS, COLUMNS, INNER = 64, 128, 64
-"""Of a block: of the result, and what is summed over at a time."""
+"""Size of a block of the result, and of what is summed over at a time."""
 
 
 @triton.jit
@@ -25,20 +25,22 @@ def grouped_rows(
     experts: Arg, columns: Arg, inner: Arg, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out (N, O) = rows (N, I) times the matrix of each row's expert; its element (o, i) lies o out_stride + i
-    in_stride into it."""
+    """Compute out (N, O) = rows (N, I) times the matrix of each row's expert.
+
+    Element (o, i) of a matrix lies at o out_stride + i in_stride.
+    """
     block = tl.program_id(0)
     expert = block * 0
-    first, end, passed = 0, 0, 0
+    first, end, blocks_before = 0, 0, 0
     for candidate in range(experts):
         stop = tl.load(ends + candidate)
         start = tl.load(ends + candidate - 1, mask=candidate > 0, other=0)
         blocks = tl.cdiv(stop - start, ROWS)
-        here = (block >= passed) & (block < passed + blocks)
+        here = (block >= blocks_before) & (block < blocks_before + blocks)
         expert = tl.where(here, candidate, expert)
-        first = tl.where(here, start + (block - passed) * ROWS, first)
+        first = tl.where(here, start + (block - blocks_before) * ROWS, first)
         end = tl.where(here, stop, end)
-        passed += blocks
+        blocks_before += blocks
     row = first + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -63,7 +65,7 @@ def grouped_weights(
     gradient: Arg, gradient_stride: Arg, rows: Arg, rows_stride: Arg, ends: Arg, out: Arg, columns: Arg, inner: Arg,
     WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out (X, O, I) = of each expert gradient^T (O, R) rows (R, I); zeros for an expert without rows."""
+    """Compute out (X, O, I) = for each expert gradient^T (O, R) rows (R, I). Zeros for an expert without rows."""
     expert = tl.program_id(2)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
@@ -83,8 +85,8 @@ def grouped_weights(
     tl.store(at, total.to(out.dtype.element_ty), mask=(o[:, None] < columns) & (i[None, :] < inner))
 
 
-def _by_rows(rows: Tensor, weights: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
-    """rows (N, I) times the experts' weights (X, O, I) transposed, or rows (N, O) times them as they are."""
+def _rows_product(rows: Tensor, weights: Tensor, ends: Tensor, *, transposed: bool) -> Tensor:
+    """Multiply rows (N, I) by weights (X, O, I) transposed, or rows (N, O) by weights as they are."""
     experts, out_width, in_width = weights.shape
     columns, inner = (out_width, in_width) if transposed else (in_width, out_width)
     strides = (weights.stride(1), weights.stride(2)) if transposed else (weights.stride(2), weights.stride(1))
@@ -96,8 +98,8 @@ def _by_rows(rows: Tensor, weights: Tensor, ends: Tensor, *, transposed: bool) -
     return out
 
 
-def _by_weights(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Of each expert gradient^T (O, R) rows (R, I): (X, O, I) like the weights."""
+def _weights_product(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Return for each expert gradient^T (O, R) rows (R, I): (X, O, I) like the weights."""
     experts, columns, inner = weights.shape
     out = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
     grouped_weights[(ceil_div(columns, ROWS), ceil_div(inner, COLUMNS), experts)](
@@ -109,34 +111,34 @@ def _by_weights(gradient: Tensor, rows: Tensor, weights: Tensor, ends: Tensor) -
 
 
 class _Grouped(torch.autograd.Function):
-    """Saves rows and weights."""
+    """Grouped product that saves rows and weights."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         ctx.save_for_backward(rows, weights, ends)
-        return _by_rows(rows, weights, ends, transposed=True)
+        return _rows_product(rows, weights, ends, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weights, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = _by_rows(gradient, weights, ends, transposed=False) if ctx.needs_input_grad[0] else None
-        return of_rows, _by_weights(gradient, rows, weights, ends), None
+        of_rows = _rows_product(gradient, weights, ends, transposed=False) if ctx.needs_input_grad[0] else None
+        return of_rows, _weights_product(gradient, rows, weights, ends), None
 
 
 def expert_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """As kernels.experts.expert_linear, for counts on the device."""
+    """Multiply as kernels.experts.expert_linear, for counts on the device."""
     ends = counts.cumsum(0, dtype=torch.int32)
-    found: Tensor = _Grouped.apply(rows, weights, ends)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    product: Tensor = _Grouped.apply(rows, weights, ends)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return product
 
 
 def gradients(
     gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """What makes, of the gradient of expert_linear's result, that of rows and that of weights."""
+    """Return functions that compute the gradients of rows and weights from that of expert_linear's result."""
     gradient, rows = gradient.contiguous(), rows if rows.stride(-1) == 1 else rows.contiguous()
     ends = counts.cumsum(0, dtype=torch.int32)
-    by_rows = partial(_by_rows, gradient, weights, ends, transposed=False)
-    return by_rows, partial(_by_weights, gradient, rows, weights, ends)
+    rows_gradient = partial(_rows_product, gradient, weights, ends, transposed=False)
+    return rows_gradient, partial(_weights_product, gradient, rows, weights, ends)

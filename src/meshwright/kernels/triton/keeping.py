@@ -1,8 +1,8 @@
-"""Queries and keys are normed and turned by their positions; keys and values go to their places in a paged cache.
+"""Norm and rotation of queries and keys, and the write of keys and values into a paged cache, in one kernel.
 
-One kernel in place of six: two norms, the rotation, and a write of keys and of values, each of which reads what the one
-before has written. A program takes one row and one key head, with the query heads that read it. Numbers are rounded
-where the single kernels round them, so that the result has their bits.
+It replaces six: two norms, the rotation, and a write of keys and of values, each of which reads what the one before has
+written. A program takes one row and one key head, with the query heads that read it. Numbers are rounded where the
+single kernels round them, which gives the same bits.
 
 Letters: N rows, H query heads, K key heads, E width of a head.
 """
@@ -34,7 +34,7 @@ class HeadNorms(NamedTuple):
 def _normed(
     first: Arg, second: Arg, weight: Arg, pair: Arg, other: Arg, half: Arg, eps: Arg, STEP: tl.constexpr
 ) -> Arg:
-    """Both halves of heads (HEADS, BLOCK) fp32, divided by their root mean square and times the weight."""
+    """Divide both halves of heads (HEADS, BLOCK) fp32 by their root mean square, and multiply by the weight."""
     scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2.0 * half) + eps)[:, None]
     inside = pair < half
     factor = tl.load(weight + pair * STEP, mask=inside, other=0.0).to(tl.float32)
@@ -47,7 +47,7 @@ def _turned(
     x: Arg, heads: Arg, stride: Arg, cos: Arg, sin: Arg, weight: Arg, half: Arg, eps: Arg, NORM: tl.constexpr,
     STEP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> Arg:  # fmt: skip
-    """Pairs of so many heads, normed and turned, rounded to the dtype of x."""
+    """Normalize and rotate pairs of so many heads, rounded to the dtype of x."""
     pair = tl.arange(0, BLOCK)[None, :]
     head = tl.arange(0, HEADS)[:, None]
     other = half if STEP == 1 else 1
@@ -66,37 +66,37 @@ def _turned(
 
 @triton.jit
 def _code(numbers: Arg, scale: Arg, CODES: tl.constexpr) -> Arg:
-    """CODES 1: the whole number of each, halves to the even one; 2: its e4m3 code."""
+    """Encode numbers. CODES 1: integers, halves to the even one; 2: e4m3."""
     scaled = tl.div_rn(numbers, scale)
     if CODES == 1:  # adding 1.5 x 2^23 rounds
         rounded = (scaled + 12582912.0) - 12582912.0
-        found = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
+        codes = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
     else:
-        found = e4m3_code(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
-    return found
+        codes = e4m3_code(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
+    return codes
 
 
 @triton.jit
 def _keep(
-    first: Arg, second: Arg, store: Arg, scales: Arg, place: Arg, width: Arg, at: Arg, other: Arg, inside: Arg,
+    first: Arg, second: Arg, store: Arg, scales: Arg, slot: Arg, width: Arg, at: Arg, other: Arg, inside: Arg,
     CODES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write both halves of a head (1, BLOCK) to a place of the cache, as numbers or as codes with a scale."""
-    to = store + place * width + at
+    """Write both halves of a head (1, BLOCK) to a slot of the cache, as numbers or as codes with a scale."""
+    target = store + slot * width + at
     if CODES == 0:
-        tl.store(to, first.to(store.dtype.element_ty), mask=inside)
-        tl.store(to + other, second.to(store.dtype.element_ty), mask=inside)
+        tl.store(target, first.to(store.dtype.element_ty), mask=inside)
+        tl.store(target + other, second.to(store.dtype.element_ty), mask=inside)
     else:
         first, second = first.to(tl.float32), second.to(tl.float32)
         peak = tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second)))
         scale = tl.div_rn(peak, 127.0 if CODES == 1 else 448.0)
         scale = tl.where(scale == 0.0, 1.0, scale)
-        # The largest number hides one that is none: the scale says it, and with it all that is read.
-        broken = tl.max((first != first).to(tl.int32)) + tl.max((second != second).to(tl.int32))
-        scale = tl.where(broken > 0, float("nan"), scale)
-        tl.store(scales + place, scale)
-        tl.store(to, _code(first, scale, CODES), mask=inside)
-        tl.store(to + other, _code(second, scale, CODES), mask=inside)
+        # A maximum passes over NaN. A scale of NaN makes all numbers that are read NaN, too.
+        has_nan = tl.max((first != first).to(tl.int32)) + tl.max((second != second).to(tl.int32))
+        scale = tl.where(has_nan > 0, float("nan"), scale)
+        tl.store(scales + slot, scale)
+        tl.store(target, _code(first, scale, CODES), mask=inside)
+        tl.store(target + other, _code(second, scale, CODES), mask=inside)
 
 
 @triton.jit
@@ -106,14 +106,14 @@ def keep_rows(
     key_scales: Arg, value_scales: Arg, group: Arg, key_heads: Arg, half: Arg, NORM: tl.constexpr, STEP: tl.constexpr,
     CODES: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row and key head. q and k are written over; keys and values (slots, K, E) have a row at each slot."""
+    """Process one row and key head. q and k are overwritten; keys and values (slots, K, E) have a row at each slot."""
     row, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pair = tl.arange(0, BLOCK)[None, :]
     inside = pair < half
     other = half if STEP == 1 else 1
     cosine = tl.load(cos + row * table_row + pair, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sin + row * table_row + pair, mask=inside, other=0.0).to(tl.float32)
-    place = tl.load(slots + row) * key_heads + key_head
+    slot = tl.load(slots + row) * key_heads + key_head
     width, at = 2 * half, pair * STEP
     queries = q + row * q_row + key_head * group * q_head
     first, second = _turned(queries, group, q_head, cosine, sine, q_weight, half, eps, NORM, STEP, HEADS, BLOCK)
@@ -126,23 +126,25 @@ def keep_rows(
     first, second = _turned(key, 1, k_head, cosine, sine, k_weight, half, eps, NORM, STEP, 1, BLOCK)
     tl.store(key + at, first, mask=inside)
     tl.store(key + at + other, second, mask=inside)
-    _keep(first, second, keys, key_scales, place, width, at, other, inside, CODES)
-    value = v + row * v_row + key_head * v_head + at
-    first = tl.load(value, mask=inside, other=0.0)
-    second = tl.load(value + other, mask=inside, other=0.0)
-    _keep(first, second, values, value_scales, place, width, at, other, inside, CODES)
+    _keep(first, second, keys, key_scales, slot, width, at, other, inside, CODES)
+    values_at = v + row * v_row + key_head * v_head + at
+    first = tl.load(values_at, mask=inside, other=0.0)
+    second = tl.load(values_at + other, mask=inside, other=0.0)
+    _keep(first, second, values, value_scales, slot, width, at, other, inside, CODES)
 
 
 def turn_and_keep(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: BlockStore, values: BlockStore, *,
     interleaved: bool, norms: HeadNorms | None,
 ) -> None:  # fmt: skip
-    """q (N, H, E) and k (N, K, E) in their own memory; k and v (N, K, E) into the stores at slots (N,). cos and sin
-    (N, E / 2)."""
+    """Rotate q (N, H, E) and k (N, K, E) in place, and write k and v (N, K, E) to slots (N,) of the stores.
+
+    cos and sin (N, E / 2).
+    """
     (rows, heads, width), key_heads = q.shape, k.shape[1]
     group, half = heads // key_heads, width // 2
     weights = (q, k, 0.0) if norms is None else norms
-    scales = [cos if one.scales is None else one.scales for one in (keys, values)]
+    scales = [cos if store.scales is None else store.scales for store in (keys, values)]
     keep_rows[(rows, key_heads)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], cos, sin, cos.stride(0), slots, *weights,
         _codes(keys.codes), _codes(values.codes), *scales, group, key_heads, half, NORM=norms is not None,
@@ -152,5 +154,5 @@ def turn_and_keep(
 
 
 def is_taken(*rows: Tensor) -> bool:
-    """Whether heads of these rows (N, heads, E) lie side by side in memory, as the kernel reads them."""
-    return all(one.stride(-1) == 1 and one.dtype in (torch.bfloat16, torch.float16, torch.float32) for one in rows)
+    """Return whether heads of these rows (N, heads, E) are contiguous in memory, as the kernel reads them."""
+    return all(x.stride(-1) == 1 and x.dtype in (torch.bfloat16, torch.float16, torch.float32) for x in rows)

@@ -1,8 +1,8 @@
 """Cross-entropy of rows of logits, and its gradient in their place.
 
 Each row is a program. It reads its logits once for the running maximum and sum (Milakov and Gimelshein 2018,
-arXiv:1805.02867) and once more, from the cache, for the gradient that it writes over them. Where a row lies on several
-devices, two kernels do the halves and the host combines what they found in between.
+arXiv:1805.02867) and once more, from the cache, for the gradient, which overwrites them. Where a row lies on several
+devices, two kernels do one half each, and the host combines their results in between.
 """
 
 import torch
@@ -18,7 +18,7 @@ BLOCK = 8192
 
 @triton.jit
 def _gather(row: Arg, target: Arg, columns: Arg, BLOCK: tl.constexpr) -> Arg:
-    """Of a row: its maximum, the sum of exp(logit - maximum), the sum of logits, and the logit of `target`."""
+    """Return the maximum of a row, the sum of exp(logit - maximum), the sum of logits, and the logit of `target`."""
     # That logit is read before the sums, which all warps wait for: later, another warp may have written its gradient.
     mine = (target >= 0) & (target < columns)
     chosen = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(tl.float32)
@@ -41,15 +41,15 @@ def _write_gradient(
     row: Arg, target: Arg, columns: Arg, vocabulary: Arg, lse: Arg, factor: Arg, smoothing: Arg, z: Arg,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """factor * (softmax * (1 + 2 z lse) - (1 - smoothing) onehot - smoothing / V) over the logits of a row."""
-    grown = factor * (1.0 + 2.0 * z * lse)
-    even = factor * smoothing / vocabulary
-    hit = factor * (1.0 - smoothing)
+    """Write factor * (softmax * (1 + 2 z lse) - (1 - smoothing) onehot - smoothing / V) over a row's logits."""
+    softmax_factor = factor * (1.0 + 2.0 * z * lse)
+    smoothing_share = factor * smoothing / vocabulary
+    target_share = factor * (1.0 - smoothing)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         logits = tl.load(row + at, mask=at < columns, other=float("-inf")).to(tl.float32)
-        found = tl.exp(logits - lse) * grown - even - tl.where(at == target, hit, 0.0)
-        tl.store(row + at, found.to(row.dtype.element_ty), mask=at < columns)
+        gradient = tl.exp(logits - lse) * softmax_factor - smoothing_share - tl.where(at == target, target_share, 0.0)
+        tl.store(row + at, gradient.to(row.dtype.element_ty), mask=at < columns)
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def loss_rows(
     smoothing: Arg, z: Arg, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, FACTORS: tl.constexpr, SMOOTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The loss of each row, 0 where ignored; a target that no column has gives nan. GRADIENT: over the logits."""
+    """Compute the loss of each row: 0 where ignored, nan for a target without a column. GRADIENT overwrites logits."""
     at = tl.program_id(0).to(tl.int64)
     row = logits + at * stride
     target = tl.load(targets + at)
@@ -90,16 +90,16 @@ def loss_rows(
 
 @triton.jit
 def gather_rows(
-    logits: Arg, stride: Arg, targets: Arg, found: Arg, rows: Arg, columns: Arg, first: Arg, BLOCK: tl.constexpr
+    logits: Arg, stride: Arg, targets: Arg, sums: Arg, rows: Arg, columns: Arg, first: Arg, BLOCK: tl.constexpr
 ) -> None:  # fmt: skip
-    """Of each row: maximum, sum of exp(logit - maximum), sum of logits, logit of the target or 0; found (4, R)."""
+    """Compute maximum, sum of exp(logit - maximum), sum of logits, and target's logit or 0 of each row: (4, R)."""
     at = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + at) - first
     peak, total, plain, chosen = _gather(logits + at * stride, target, columns, BLOCK)
-    tl.store(found + at, peak)
-    tl.store(found + rows + at, total)
-    tl.store(found + 2 * rows + at, plain)
-    tl.store(found + 3 * rows + at, chosen)
+    tl.store(sums + at, peak)
+    tl.store(sums + rows + at, total)
+    tl.store(sums + 2 * rows + at, plain)
+    tl.store(sums + 3 * rows + at, chosen)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def gradient_rows(
     logits: Arg, stride: Arg, targets: Arg, sums: Arg, factors: Arg, columns: Arg, first: Arg, vocabulary: Arg,
     smoothing: Arg, z: Arg, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradient over the logits of rows whose log-sum-exp over all devices is known; 0 where the factor is."""
+    """Write the gradient over logits of rows with a known log-sum-exp over all devices. 0 where the factor is 0."""
     at = tl.program_id(0).to(tl.int64)
     row = logits + at * stride
     factor = tl.load(factors + at)
@@ -119,7 +119,7 @@ def gradient_rows(
 
 
 def _block(columns: int) -> tuple[int, int]:
-    """Logits a program holds, and its warps."""
+    """Return the logits that a program holds, and its warps."""
     block = min(BLOCK, power_of_two(columns))
     return block, max(1, min(16, block // 512))
 
@@ -127,36 +127,36 @@ def _block(columns: int) -> tuple[int, int]:
 def losses(
     logits: Tensor, targets: Tensor, factor: Tensor | None, *, ignored: int, gradient: bool, smoothing: float, z: float
 ) -> Tensor:
-    """-log softmax (R,) fp32 of `logits` (R, V), which become factor x gradient; factor () or (R,) fp32."""
+    """Return -log softmax (R,) fp32 of `logits` (R, V), overwritten by factor x gradient; factor () or (R,) fp32."""
     rows, columns = logits.shape
     factor = None if factor is None else factor.to(logits.device)
-    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    row_losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block, warps = _block(columns)
     loss_rows[(rows,)](
-        logits, logits.stride(0), targets.contiguous(), found if factor is None else factor,
-        0 if factor is None or not factor.dim() else factor.stride(0), found, columns, smoothing, z,
+        logits, logits.stride(0), targets.contiguous(), row_losses if factor is None else factor,
+        0 if factor is None or not factor.dim() else factor.stride(0), row_losses, columns, smoothing, z,
         IGNORED=ignored, GRADIENT=gradient, FACTORS=factor is not None, SMOOTH=smoothing != 0.0, BLOCK=block,
         num_warps=warps,
     )  # fmt: skip
-    return found
+    return row_losses
 
 
 def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """(4, R) fp32: maximum, sum of exp(logit - maximum), sum of logits, the target's logit where it is here, else 0."""
+    """Return maximum, sum of exp(logit - maximum), sum of logits, and the target's logit or 0, as (4, R) fp32."""
     rows, columns = logits.shape
-    found = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
     block, warps = _block(columns)
     gather_rows[(rows,)](
-        logits, logits.stride(0), targets.contiguous(), found, rows, columns, first, BLOCK=block, num_warps=warps
+        logits, logits.stride(0), targets.contiguous(), sums, rows, columns, first, BLOCK=block, num_warps=warps
     )  # fmt: skip
-    return found
+    return sums
 
 
 def write_gradients(
     logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, *, first: int, vocabulary: int, smoothing: float,
     z: float,
 ) -> None:  # fmt: skip
-    """Over `logits` (R, V') of which this device holds columns `first` on: the gradients, from log-sum-exps (R,)."""
+    """Overwrite `logits` (R, V'), columns from `first` on, with gradients, from log-sum-exps (R,)."""
     rows, columns = logits.shape
     block, warps = _block(columns)
     gradient_rows[(rows,)](

@@ -1,9 +1,8 @@
-"""AdamW with fp32 states, and sums of squares, over many tensors in one launch: each number is read once and written
-once.
+"""AdamW with fp32 states, and sums of squares, over many tensors in one launch. Each number is read and written once.
 
 A launch gets addresses, not tensors: a table of them is copied to the device before. Tensors are cut into chunks of
-BLOCKS blocks, and a second table says which chunk is which tensor's. Where all addresses are multiples of 16 bytes, as
-those of tensors with memory of their own are, loads are 16 bytes wide.
+BLOCKS blocks, and a second table maps chunks to tensors. Where all addresses are multiples of 16 bytes, as those of
+tensors with separate memory are, loads are 16 bytes wide.
 """
 
 from collections.abc import Sequence
@@ -35,22 +34,22 @@ GRADIENT, MASTER, FIRST, SECOND, COPY, STEP, SIZE = (tl.constexpr(row) for row i
 def _pointer(
     addresses: Arg, tensors: Arg, row: tl.constexpr, tensor: Arg, TYPE: tl.constexpr, ALIGNED: tl.constexpr
 ) -> Arg:  # fmt: skip
-    found = tl.load(addresses + row * tensors + tensor).to(tl.pointer_type(TYPE))
-    return tl.multiple_of(found, 16) if ALIGNED else found
+    pointer = tl.load(addresses + row * tensors + tensor).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
 def _load(pointer: Arg, at: Arg, left: Arg, WHOLE: tl.constexpr) -> Arg:
-    found = tl.load(pointer + at) if WHOLE else tl.load(pointer + at, mask=at < left, other=0.0)
-    return found.to(tl.float32)
+    numbers = tl.load(pointer + at) if WHOLE else tl.load(pointer + at, mask=at < left, other=0.0)
+    return numbers.to(tl.float32)
 
 
 @triton.jit
-def _store(pointer: Arg, at: Arg, left: Arg, found: Arg, WHOLE: tl.constexpr) -> None:
+def _store(pointer: Arg, at: Arg, left: Arg, numbers: Arg, WHOLE: tl.constexpr) -> None:
     if WHOLE:
-        tl.store(pointer + at, found.to(pointer.dtype.element_ty))
+        tl.store(pointer + at, numbers.to(pointer.dtype.element_ty))
     else:
-        tl.store(pointer + at, found.to(pointer.dtype.element_ty), mask=at < left)
+        tl.store(pointer + at, numbers.to(pointer.dtype.element_ty), mask=at < left)
 
 
 @triton.jit
@@ -60,12 +59,12 @@ def _update(
     COPIES: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     at = tl.arange(0, BLOCK)
-    given = _load(gradient, at, left, WHOLE) / divide_by
+    incoming = _load(gradient, at, left, WHOLE) / divide_by
     wide = _load(master, at, left, WHOLE)
     mean = _load(first, at, left, WHOLE)
     square = _load(second, at, left, WHOLE)
     wide, mean, square = adamw_numbers(
-        wide, mean, square, given, number, rate, beta1, rest1, beta2, rest2, log_beta1, log_beta2, epsilon, decay
+        wide, mean, square, incoming, number, rate, beta1, rest1, beta2, rest2, log_beta1, log_beta2, epsilon, decay
     )
     _store(master, at, left, wide, WHOLE)
     _store(first, at, left, mean, WHOLE)
@@ -76,23 +75,23 @@ def _update(
 
 @triton.jit
 def adamw_chunks(
-    addresses: Arg, tensors: Arg, places: Arg, chunks: Arg, divide_by: Arg, skip: Arg, rate: Arg, beta1: Arg,
+    addresses: Arg, tensors: Arg, chunk_table: Arg, chunks: Arg, divide_by: Arg, skip: Arg, rate: Arg, beta1: Arg,
     rest1: Arg, beta2: Arg, rest2: Arg, log_beta1: Arg, log_beta2: Arg, epsilon: Arg, decay: Arg,
-    GIVEN: tl.constexpr, COPIED: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    GRADIENT_TYPE: tl.constexpr, COPY_TYPE: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program has one block of a chunk. Nothing is read or written where `skip` is 1."""
+    """Update one block of a chunk in each program. Nothing is read or written where `skip` is 1."""
     chunk = tl.program_id(0) // BLOCKS
-    tensor = tl.load(places + chunk)
-    start = (tl.load(places + chunks + chunk) * BLOCKS + tl.program_id(0) % BLOCKS).to(tl.int64) * BLOCK
+    tensor = tl.load(chunk_table + chunk)
+    start = (tl.load(chunk_table + chunks + chunk) * BLOCKS + tl.program_id(0) % BLOCKS).to(tl.int64) * BLOCK
     left = tl.load(addresses + SIZE * tensors + tensor) - start
     left = tl.where(tl.load(skip) > 0, 0, left)
     if left > 0:
-        gradient = _pointer(addresses, tensors, GRADIENT, tensor, GIVEN, ALIGNED) + start
+        gradient = _pointer(addresses, tensors, GRADIENT, tensor, GRADIENT_TYPE, ALIGNED) + start
         master = _pointer(addresses, tensors, MASTER, tensor, tl.float32, ALIGNED) + start
         first = _pointer(addresses, tensors, FIRST, tensor, tl.float32, ALIGNED) + start
         second = _pointer(addresses, tensors, SECOND, tensor, tl.float32, ALIGNED) + start
-        copy = _pointer(addresses, tensors, COPY, tensor, COPIED, ALIGNED) + start
+        copy = _pointer(addresses, tensors, COPY, tensor, COPY_TYPE, ALIGNED) + start
         number = tl.load(_pointer(addresses, tensors, STEP, tensor, tl.float32, False))
         divisor = tl.load(divide_by)
         if left >= BLOCK:
@@ -109,15 +108,15 @@ def adamw_chunks(
 
 @triton.jit
 def square_sums(
-    addresses: Arg, tensors: Arg, places: Arg, chunks: Arg, found: Arg, GIVEN: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    addresses: Arg, tensors: Arg, chunk_table: Arg, chunks: Arg, sums: Arg, GRADIENT_TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program has a chunk, and one place of `found` (chunks,)."""
+    """Sum the squares of one chunk in each program, into `sums` (chunks,)."""
     chunk = tl.program_id(0)
-    tensor = tl.load(places + chunk)
-    start = tl.load(places + chunks + chunk).to(tl.int64) * (BLOCK * BLOCKS)
+    tensor = tl.load(chunk_table + chunk)
+    start = tl.load(chunk_table + chunks + chunk).to(tl.int64) * (BLOCK * BLOCKS)
     left = tl.minimum(tl.load(addresses + tensors + tensor) - start, BLOCK * BLOCKS).to(tl.int32)
-    pointer = _pointer(addresses, tensors, 0, tensor, GIVEN, ALIGNED) + start
+    pointer = _pointer(addresses, tensors, 0, tensor, GRADIENT_TYPE, ALIGNED) + start
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     whole = left // BLOCK * BLOCK
@@ -126,59 +125,61 @@ def square_sums(
         total += numbers * numbers
     numbers = _load(pointer + whole, at, left - whole, False)
     total += numbers * numbers
-    tl.store(found + chunk, tl.sum(total, 0))
+    tl.store(sums + chunk, tl.sum(total, 0))
 
 
 def adamw(
     gradients: Sequence[Tensor], masters: Sequence[Tensor], moments: tuple[Sequence[Tensor], Sequence[Tensor]],
     copies: Sequence[Tensor] | None, steps: Sequence[Tensor], numbers: UpdateNumbers,
 ) -> None:  # fmt: skip
-    """As kernels.wide_states.adamw of contiguous tensors, each list of one dtype."""
-    sizes = tuple(one.numel() for one in masters)
+    """Update as kernels.wide_states.adamw, for contiguous tensors, each list of one dtype."""
+    sizes = tuple(master.numel() for master in masters)
     lists = (gradients, masters, *moments, masters if copies is None else copies)
     table, aligned = _addresses(lists, steps, sizes)
-    places = _places(sizes, masters[0].device)
-    chunks = places.shape[1]
+    chunk_table = _chunk_table(sizes, masters[0].device)
+    chunks = chunk_table.shape[1]
     adamw_chunks[(chunks * (CHUNK // BLOCK),)](
-        table, len(sizes), places, chunks, numbers.divide_by, numbers.skip, numbers.rate, numbers.beta1,
+        table, len(sizes), chunk_table, chunks, numbers.divide_by, numbers.skip, numbers.rate, numbers.beta1,
         1 - numbers.beta1, numbers.beta2, 1 - numbers.beta2, logarithm(numbers.beta1), logarithm(numbers.beta2),
-        numbers.epsilon, numbers.decay, GIVEN=TYPES[gradients[0].dtype],
-        COPIED=TYPES[lists[4][0].dtype], COPIES=copies is not None, ALIGNED=aligned, BLOCK=BLOCK,
+        numbers.epsilon, numbers.decay, GRADIENT_TYPE=TYPES[gradients[0].dtype],
+        COPY_TYPE=TYPES[lists[4][0].dtype], COPIES=copies is not None, ALIGNED=aligned, BLOCK=BLOCK,
         BLOCKS=CHUNK // BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of squares (C,) fp32 of contiguous tensors of one dtype, chunk by chunk."""
-    sizes = tuple(one.numel() for one in tensors)
+    """Return sums of squares (C,) fp32 of contiguous tensors of one dtype, chunk by chunk."""
+    sizes = tuple(tensor.numel() for tensor in tensors)
     table, aligned = _addresses((tensors,), (), sizes)
-    places = _places(sizes, tensors[0].device)
-    chunks = places.shape[1]
-    found = torch.empty(chunks, dtype=torch.float32, device=table.device)
+    chunk_table = _chunk_table(sizes, tensors[0].device)
+    chunks = chunk_table.shape[1]
+    sums = torch.empty(chunks, dtype=torch.float32, device=table.device)
     square_sums[(chunks,)](
-        table, len(sizes), places, chunks, found, GIVEN=TYPES[tensors[0].dtype], ALIGNED=aligned, BLOCK=SUMMED,
-        BLOCKS=CHUNK // SUMMED, num_warps=8,
+        table, len(sizes), chunk_table, chunks, sums, GRADIENT_TYPE=TYPES[tensors[0].dtype], ALIGNED=aligned,
+        BLOCK=SUMMED, BLOCKS=CHUNK // SUMMED, num_warps=8,
     )  # fmt: skip
-    return found
+    return sums
 
 
 def _addresses(
     lists: Sequence[Sequence[Tensor]], steps: Sequence[Tensor], sizes: tuple[int, ...]
 ) -> tuple[Tensor, bool]:
-    """(a row for each list, the steps where there are any, and sizes: int64 on the device, whether all of the lists are
-    multiples of WIDEST)."""
-    rows = [[one.data_ptr() for one in tensors] for tensors in lists]
+    """Return a table of addresses, int64 on the device, and whether all in the lists are multiples of WIDEST.
+
+    A row for each list, then the steps where there are any, then the sizes.
+    """
+    rows = [[tensor.data_ptr() for tensor in tensors] for tensors in lists]
     aligned = all(address % WIDEST == 0 for row in rows for address in row)
     if steps:
-        rows.append([one.data_ptr() for one in steps])
+        rows.append([step.data_ptr() for step in steps])
     device = lists[0][0].device
     table = torch.tensor([*rows, sizes], dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True), aligned
 
 
 @lru_cache(maxsize=64)
-def _places(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of each chunk its tensor and its number in that (2, chunks) int32."""
+def _chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the tensor of each chunk and its number within it, (2, chunks) int32."""
     counts = torch.tensor([ceil_div(size, CHUNK) for size in sizes])
     tensor = torch.arange(len(sizes)).repeat_interleave(counts)
     number = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]

@@ -1,5 +1,7 @@
-"""What an update of narrow optimizer states is given (kernels.narrow_states): pieces, places, numbers, code books. It
-needs no Triton."""
+"""Inputs for an update of narrow optimizer states (kernels.narrow_states): pieces, positions, numbers, code books.
+
+This module needs no Triton.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment of a parameter's piece as rows. `values` (R, W) fp32, bf16, or uint8 with `scales` (R, W / block)."""
+    """Moment of a parameter's piece, as rows. `values` (R, W) fp32, bf16, or uint8 with `scales` (R, W / block)."""
 
     values: Tensor
     scales: Tensor | None
@@ -19,9 +21,11 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceInWhole:
-    """The place of a piece in its whole tensor (X, Y, W), and the number of the parameter's random bits. Row r of the
-    piece is row ((r // rows) + first) * whole_rows + r % rows + second of the whole."""
+class PositionInWhole:
+    """Position of a piece in its whole tensor (X, Y, W), and the seed of the parameter's random bits.
+
+    Row r of the piece is row ((r // rows) + first) * whole_rows + r % rows + second of the whole.
+    """
 
     seed: int
     rows: int
@@ -29,13 +33,13 @@ class PlaceInWhole:
     first: int
     second: int
     width: int
-    """Of a whole row."""
+    """Width of a whole row."""
     column: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NarrowPiece:
-    """What is updated together: rows (R, W) of one parameter."""
+    """Rows (R, W) of one parameter, which are updated together."""
 
     weight: Tensor
     """fp32: updated as it is. bf16: rounded stochastically."""
@@ -44,15 +48,15 @@ class NarrowPiece:
     moments: tuple[Moment, ...]
     """AdamW's two, or Muon's one."""
     step: Tensor
-    """() fp32: updates so far, this one included."""
+    """Updates so far, this one included, () fp32."""
     books: Tensor
-    """`code_books`."""
-    place: PlaceInWhole
+    """Result of `code_books`."""
+    position: PositionInWhole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateNumbers:
-    """Of one update. `divide_by` and `skip` () fp32: as Optimizer.step."""
+    """Numbers of one update. `divide_by` and `skip` () fp32: as in Optimizer.step."""
 
     rate: float
     beta1: float
@@ -64,8 +68,10 @@ class UpdateNumbers:
 
 
 def code_books(device: torch.device) -> Tensor:
-    """(4, 256) fp32: signed numbers ascending, the middles between them, the same unsigned. The last middle is
-    infinite."""
+    """Return code books (4, 256) fp32: signed numbers ascending, the middles between them, the same unsigned.
+
+    The last middle is infinite.
+    """
     rows = []
     for signed in (True, False):
         numbers = code_book(signed)
@@ -74,11 +80,14 @@ def code_books(device: torch.device) -> Tensor:
 
 
 def code_book(signed: bool) -> list[float]:
-    """Dynamic exponent quantization: 0, 1, and for each power of ten from 1e-6 to 1 equal steps between 0.1 and 1 of
-    it, twice as many for each next power; both signs, or one sign and twice as many again."""
-    found = [0.0, 1.0]
+    """Return the numbers of dynamic exponent quantization.
+
+    These are 0, 1, and for each power of ten from 1e-6 to 1 equal steps between 0.1 and 1 of it, twice as many for each
+    next power. Both signs, or one sign and twice as many again.
+    """
+    numbers = [0.0, 1.0]
     for exponent in range(7):
         steps = 2**exponent * (1 if signed else 2)
         middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (at + 0.5) / steps) for at in range(steps)]
-        found += middles + [-one for one in middles if signed]
-    return sorted(found)
+        numbers += middles + [-middle for middle in middles if signed]
+    return sorted(numbers)

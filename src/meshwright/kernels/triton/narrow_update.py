@@ -1,6 +1,6 @@
-"""One AdamW update of narrow moments in one kernel: all is read once and written once (kernels.narrow_states).
+"""AdamW update of narrow moments in one kernel: everything is read once and written once (kernels.narrow_states).
 
-bf16 weights and moments come as int16 bits: they are rounded by adding random bits to those of an fp32 number, and the
+bf16 weights and moments come as int16 bits. They are rounded by adding random bits to those of an fp32 number, and the
 interpreter computes no bf16.
 """
 
@@ -15,12 +15,12 @@ from meshwright.kernels.triton.blocks import ELEMENTS, Arg, ceil_div
 from meshwright.kernels.triton.narrow_piece import NarrowPiece, UpdateNumbers
 
 BLOCK = 256
-"""Of a row, where moments have no blocks."""
+"""Elements of a row in a block, where moments have no blocks."""
 FP32, BF16, INT8 = 0, 1, 2
 IN_PLACE, WITH_COPY, ROUNDED = 0, 1, 2
-"""Of the weight: fp32; an fp32 master and its 16-bit copy; bf16 alone."""
+"""Forms of the weight: fp32; an fp32 master and its 16-bit copy; bf16 alone."""
 NEVER = -1e30
-"""The logarithm of a beta of 0."""
+"""Stands for the logarithm of a beta of 0."""
 
 
 @triton.jit
@@ -37,40 +37,40 @@ def _widened(bits: Arg) -> Arg:
 
 @triton.jit
 def _rounded(x: Arg, bits: Arg) -> Arg:
-    found = ((x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) >> 16).to(tl.int16)
-    return tl.where(x != x, 0x7FC0, found).to(tl.int16)  # the sum of a NaN's bits may be another number's
+    half = ((x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) >> 16).to(tl.int16)
+    return tl.where(x != x, 0x7FC0, half).to(tl.int16)  # the sum of a NaN's bits may be those of a number
 
 
 @triton.jit
 def _read(values: Arg, at: Arg, scale: Arg, inside: Arg, book: Arg, FORMAT: tl.constexpr) -> Arg:
     held = tl.load(values + at, mask=inside, other=0)
     if FORMAT == 2:
-        found = tl.where(inside, tl.load(book + held.to(tl.int32)) * scale, 0.0)
+        numbers = tl.where(inside, tl.load(book + held.to(tl.int32)) * scale, 0.0)
     elif FORMAT == 1:
-        found = _widened(held)
+        numbers = _widened(held)
     else:
-        found = held
-    return found
+        numbers = held
+    return numbers
 
 
 @triton.jit
 def _codes(share: Arg, middles: Arg) -> Arg:
-    """How many middles each number exceeds, by halving."""
-    found = tl.zeros(share.shape, tl.int32)
+    """Count the middles that each number exceeds, by halving."""
+    codes = tl.zeros(share.shape, tl.int32)
     for level in tl.static_range(8):
         half = 128 >> level
-        found += tl.where(share > tl.load(middles + found + (half - 1)), half, 0)
-    return found
+        codes += tl.where(share > tl.load(middles + codes + (half - 1)), half, 0)
+    return codes
 
 
 @triton.jit
 def adamw_numbers(
-    wide: Arg, mean: Arg, square: Arg, given: Arg, number: Arg, rate: Arg, beta1: Arg, rest1: Arg, beta2: Arg,
+    wide: Arg, mean: Arg, square: Arg, incoming: Arg, number: Arg, rate: Arg, beta1: Arg, rest1: Arg, beta2: Arg,
     rest2: Arg, log_beta1: Arg, log_beta2: Arg, epsilon: Arg, decay: Arg,
 ) -> tuple[Arg, Arg, Arg]:  # fmt: skip
-    """Weight and moments after update `number`."""
-    mean = mean * beta1 + given * rest1
-    square = square * beta2 + given * given * rest2
+    """Return weight and moments after update `number`."""
+    mean = mean * beta1 + incoming * rest1
+    square = square * beta2 + incoming * incoming * rest2
     bias1 = (1 - tl.exp(number.to(tl.float64) * log_beta1)).to(tl.float32)
     bias2 = (1 - tl.exp(number.to(tl.float64) * log_beta2)).to(tl.float32)
     size = tl.sqrt(square) / tl.sqrt(bias2) + epsilon
@@ -85,7 +85,7 @@ def narrow_rows(
     blocks: Arg, inner: Arg, whole_inner: Arg, row_first: Arg, row_second: Arg, whole_width: Arg, column_first: Arg,
     FORMAT: tl.constexpr, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A program has one block of each of some rows. Nothing is written where `skip` is 1."""
+    """Update one block of each of some rows in each program. Nothing is written where `skip` is 1."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     known = row < tl.where(tl.load(skip) > 0, 0, rows)
@@ -96,12 +96,12 @@ def narrow_rows(
     second_scale = tl.load(second_scales + scale_at, mask=known, other=0.0) if FORMAT == 2 else 0.0
     mean = _read(first, at, first_scale, inside, books, FORMAT)
     square = _read(second, at, second_scale, inside, books + 512, FORMAT)
-    given = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
-    given = given / tl.load(divide_by)
+    incoming = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+    incoming = incoming / tl.load(divide_by)
     number = tl.load(step)
     held = tl.load(weight + at, mask=inside, other=0)
     wide, mean, square = adamw_numbers(
-        _widened(held) if WEIGHT == 2 else held, mean, square, given, number, rate, beta1, rest1, beta2, rest2,
+        _widened(held) if WEIGHT == 2 else held, mean, square, incoming, number, rate, beta1, rest1, beta2, rest2,
         log_beta1, log_beta2, epsilon, decay,
     )  # fmt: skip
     if FORMAT == 1 or WEIGHT == 2:
@@ -134,8 +134,8 @@ def narrow_rows(
 
 
 def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers) -> None:
-    """As kernels.narrow_states.narrow_adamw, without temporaries."""
-    (first, second), place, (rows, width) = piece.moments, piece.place, gradient.shape
+    """Update as kernels.narrow_states.narrow_adamw, without temporaries."""
+    (first, second), position, (rows, width) = piece.moments, piece.position, gradient.shape
     if not rows or not width:
         return
     kind = {torch.float32: FP32, torch.bfloat16: BF16, torch.uint8: INT8}[first.values.dtype]
@@ -148,9 +148,8 @@ def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers) -
         _bits(first.values), _bits(second.values), first.scales, second.scales, piece.books, piece.step,
         numbers.divide_by, numbers.skip, numbers.rate, numbers.beta1, 1 - numbers.beta1, numbers.beta2,
         1 - numbers.beta2, logarithm(numbers.beta1), logarithm(numbers.beta2), numbers.epsilon, numbers.decay,
-        place.seed, rows, width, blocks, place.rows, place.whole_rows, place.first, place.second, place.width,
-        place.column,
-        FORMAT=kind, WEIGHT=weight, ROWS=each, BLOCK=block, num_warps=4,
+        position.seed, rows, width, blocks, position.rows, position.whole_rows, position.first, position.second,
+        position.width, position.column, FORMAT=kind, WEIGHT=weight, ROWS=each, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
@@ -159,5 +158,5 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def logarithm(beta: float) -> float:
-    """Of a beta, for a power of it."""
+    """Return the logarithm of a beta, from which the kernel computes its powers."""
     return math.log(beta) if beta > 0 else NEVER

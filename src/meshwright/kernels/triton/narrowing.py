@@ -1,8 +1,8 @@
-"""Rounding to 8 bits: of rows, each with a scale, in one kernel; of columns in two, which also turns them.
+"""Rounding to 8 bits: rows, with a scale each, in one kernel; columns in two, which also transpose them.
 
-A row is read twice, the second time from the cache. Columns are read twice from memory: their largest numbers first, by
-runs of rows, so that more programs than there are blocks of columns share the work; then in square blocks, which are
-written turned. Scales of e4m3 are powers of two (kernels/fp8.py), so that scaling rounds nothing.
+A row is read twice, the second time from the cache. Columns are read twice from memory. First for their largest
+numbers, by runs of rows, which lets more programs share the work than there are blocks of columns. Then in square
+blocks, which are written transposed. Scales of e4m3 are powers of two (kernels/fp8.py), so scaling rounds nothing.
 """
 
 from typing import NamedTuple
@@ -18,8 +18,7 @@ from meshwright.kernels.triton.code_words import e4m3_code, e4m3_number
 BLOCK = 4096
 """Elements of a row that are rounded at a time."""
 SIDE, RUN_ROWS, MOST_RUNS = 64, 32, 64
-"""Columns of a block, and rows where it is turned; rows that are read at a time for the largest numbers, and the most
-runs of rows."""
+"""Columns of a block and rows transposed at a time; rows read at a time for the maxima; most runs of rows."""
 
 
 class NarrowRows(NamedTuple):
@@ -33,7 +32,7 @@ class NarrowRows(NamedTuple):
 
 @triton.jit
 def _power(most: Arg) -> Arg:
-    """Power of two that brings the largest number just below 448, fp32: by the exponent alone."""
+    """Return the power of two that brings the largest number just below 448, fp32, from the exponent alone."""
     bits = tl.div_rn(448.0, tl.maximum(most, 1e-12)).to(tl.int32, bitcast=True)
     return (bits & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -43,31 +42,33 @@ def round_rows(
     x: Arg, x_stride: Arg, left_out: Arg, codes: Arg, scales: Arg, width: Arg, SKIPS: tl.constexpr,
     WHOLE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A scale for each row of x (M, K), and its codes. WHOLE: within -127 .. 127, absmax; else e4m3, scaled by the
-    power of two that brings the largest number just below 448, as codes or as the NUMBERS that they stand for. SKIPS:
-    where `left_out` (K,) is not 0, codes are 0."""
+    """Compute a scale for each row of x (M, K), and its codes.
+
+    WHOLE: integers within -127 .. 127, absmax. Else e4m3, scaled by the power of two that brings the largest number
+    just below 448, as codes or as the NUMBERS that they represent. SKIPS: where `left_out` (K,) is not 0, codes are 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        some = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        numbers = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
         if SKIPS:
-            some = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, some)
-        peak = tl.maximum(peak, tl.abs(some), propagate_nan=tl.PropagateNan.ALL)
-    most, broken = tl.max(peak, 0), tl.max((peak != peak).to(tl.int32), 0)
+            numbers = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, numbers)
+        peak = tl.maximum(peak, tl.abs(numbers), propagate_nan=tl.PropagateNan.ALL)
+    largest, has_nan = tl.max(peak, 0), tl.max((peak != peak).to(tl.int32), 0)
     if WHOLE:
-        scale = tl.div_rn(most, 127.0)
+        scale = tl.div_rn(largest, 127.0)
         scale = tl.where(scale == 0.0, 1.0, scale)
     else:
-        scale = tl.div_rn(1.0, _power(most))
-    scale = tl.where(broken > 0, float("nan"), scale)
+        scale = tl.div_rn(1.0, _power(largest))
+    scale = tl.where(has_nan > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        some = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        numbers = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
         if SKIPS:
-            some = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, some)
-        scaled = tl.div_rn(some, tl.where(scale < float("inf"), scale, 1.0))
+            numbers = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, numbers)
+        scaled = tl.div_rn(numbers, tl.where(scale < float("inf"), scale, 1.0))
         here = codes + row * width + at
         if WHOLE:  # adding 1.5 x 2^23 rounds to the nearest whole number, halves to the even one
             rounded = (scaled + 12582912.0) - 12582912.0
@@ -85,8 +86,10 @@ def column_peaks(
     x: Arg, matrix_stride: Arg, row_stride: Arg, peaks: Arg, rows: Arg, columns: Arg, each: Arg, runs: Arg,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Largest absolute numbers (matrices, runs, C) fp32 of the columns of x (matrices, N, C), over runs of `each` rows.
-    They are not numbers where one of x is none."""
+    """Compute the largest magnitudes (matrices, runs, C) fp32 of the columns of x (matrices, N, C).
+
+    Runs have `each` rows. NaN where one of x is NaN.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     run, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
     peak = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -97,9 +100,9 @@ def column_peaks(
         at = x + matrix * matrix_stride + row[:, None].to(tl.int64) * row_stride + column[None, :]
         number = tl.abs(tl.load(at, mask=mask, other=0.0).to(tl.float32))
         peak = tl.maximum(peak, number, propagate_nan=tl.PropagateNan.ALL)
-    broken = tl.max((peak != peak).to(tl.int32), 0) > 0
-    most = tl.where(broken, float("nan"), tl.max(peak, 0))
-    tl.store(peaks + (matrix * runs + run) * columns + column, most, mask=column < columns)
+    has_nan = tl.max((peak != peak).to(tl.int32), 0) > 0
+    largest = tl.where(has_nan, float("nan"), tl.max(peak, 0))
+    tl.store(peaks + (matrix * runs + run) * columns + column, largest, mask=column < columns)
 
 
 @triton.jit
@@ -107,8 +110,11 @@ def turn_columns(
     x: Arg, matrix_stride: Arg, row_stride: Arg, peaks: Arg, places: Arg, codes: Arg, scales: Arg, rows: Arg,
     columns: Arg, length: Arg, runs: Arg, PLACED: tl.constexpr, RUNS: tl.constexpr, SIDE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Codes e4m3 (matrices, C, length) of x (matrices, N, C), and scales (matrices, C). PLACED: row n goes to position
-    places[n], and the rest of `codes` stays; else positions from N to length become zeros."""
+    """Compute codes e4m3 (matrices, C, length) of x (matrices, N, C), and scales (matrices, C).
+
+    PLACED: row n goes to position places[n], and the rest of `codes` stays. Else positions from N to length become
+    zeros.
+    """
     column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     row = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     matrix = tl.program_id(2).to(tl.int64)
@@ -116,14 +122,14 @@ def turn_columns(
     run = tl.arange(0, RUNS)
     at = peaks + (matrix * runs + run[:, None]) * columns + column[None, :]
     peak = tl.load(at, mask=(run < runs)[:, None] & inside[None, :], other=0.0)
-    broken = tl.max((peak != peak).to(tl.int32), 0) > 0
+    has_nan = tl.max((peak != peak).to(tl.int32), 0) > 0
     power = _power(tl.max(peak, 0))
-    scale = tl.where(broken, float("nan"), tl.div_rn(1.0, power))
+    scale = tl.where(has_nan, float("nan"), tl.div_rn(1.0, power))
     if tl.program_id(1) == 0:
         tl.store(scales + matrix * columns + column, scale, mask=inside)
     at = x + matrix * matrix_stride + row[:, None].to(tl.int64) * row_stride + column[None, :]
     number = tl.load(at, mask=(row < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    code = e4m3_code(number * tl.where(broken, 1.0, power)[None, :])
+    code = e4m3_code(number * tl.where(has_nan, 1.0, power)[None, :])
     position, written = row, row < length
     if PLACED:
         position, written = tl.load(places + row, mask=row < rows, other=0), row < rows
@@ -132,8 +138,10 @@ def turn_columns(
 
 
 def rounded(x: Tensor, dtype: torch.dtype, left_out: Tensor | None = None) -> NarrowRows:
-    """x (M, K) as int8, as e4m3, or, of the dtype of x, as the numbers that e4m3 has for it. `left_out` (K,) uint8:
-    columns that are not 0 there count as zeros."""
+    """Round x (M, K) to int8, to e4m3, or, with the dtype of x, to the numbers that e4m3 has for it.
+
+    `left_out` (K,) uint8: columns that are not 0 there count as zeros.
+    """
     x = rows_of(x)
     rows, width = x.shape
     codes = torch.empty((rows, width), dtype=dtype, device=x.device)
@@ -148,8 +156,10 @@ def rounded(x: Tensor, dtype: torch.dtype, left_out: Tensor | None = None) -> Na
 
 
 def turned(x: Tensor, length: int, places: Tensor | None = None) -> NarrowRows:
-    """Columns of x (..., N, C), C side by side, as e4m3 (..., C, length) and scales (..., C, 1). Zeros are behind the N
-    of a column; or `places` (N,) int64 says where each row goes, and zeros are everywhere else."""
+    """Round and transpose x (..., N, C), C contiguous, to e4m3 (..., C, length) and scales (..., C, 1).
+
+    Zeros follow the N of a column; or `places` (N,) int64 says where each row goes, and zeros are everywhere else.
+    """
     *stack, rows, columns = x.shape
     matrices = x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3)
     matrices = matrices if matrices.stride(-1) == 1 or columns == 1 else matrices.contiguous()

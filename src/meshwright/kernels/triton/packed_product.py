@@ -1,11 +1,12 @@
-"""Rows times a matrix of 4-bit codes, or of 8-bit floating-point ones, that becomes numbers inside of the product.
+"""Rows times a matrix of 4-bit codes, or of 8-bit floating-point ones, that is decoded inside the product.
 
     out (M, N) = x (M, K) W^T + bias        W = S (q - Z), rounded to x's dtype as a restored matrix is
 
-Up to 64 rows the matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. Of
-more rows x is the first: the numbers go to shared memory alone, and the products of a step wait once. Where columns
-alone are too few programs for the device, K is cut, too; the parts are added in order by a second kernel. One and two
-rows have a kernel of their own (few_rows.py).
+Up to 64 rows the matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. For
+more rows x is the first: the numbers go to shared memory alone, and the products of a step wait once.
+
+Where columns alone are too few programs for the device, K is cut, too, and a second kernel adds the parts in order. One
+and two rows have a separate kernel (few_rows.py).
 """
 
 from functools import lru_cache
@@ -35,18 +36,23 @@ from meshwright.kernels.triton.code_words import (
 )
 
 ROW_SHARE = 8
-"""Inputs for each row of x that a part has at least: it costs 8 bytes a row, to write and to read, and saves none."""
+"""Least inputs of a part for each row of x.
+
+A part costs 8 bytes a row, to write and to read, and saves none.
+"""
 PROCESSOR_RATE, CACHE_RATE, ADDING_US, FILLING = 4.7e6, 8.2e6, 2.2, 130
-"""FLOP of one processor and bytes of the cache in a microsecond, a launch, and inputs that the start of a run costs: of
-an H200, as benchmarks/quantized_estimate.py has them. Only their ratios count."""
+"""FLOP of one processor and bytes of the cache in a microsecond, a launch, and inputs that the start of a run costs.
+
+Measured on an H200 (benchmarks/quantized_estimate.py). Only their ratios count.
+"""
 PART_BYTES, MOST_PARTS = 8, 16
-"""Of a number of a part, written and read; and the most parts."""
+"""Bytes of a number of a part, written and read; and the most parts."""
 FIRST_ROWS = 64
-"""Of x, up to which the matrix is the first operand."""
+"""Most rows of x for which the matrix is the first operand."""
 
 
 class ProgramTile(NamedTuple):
-    """What one program multiplies at a time, and how."""
+    """Tile of one program, with its warps and stages."""
 
     columns: int
     rows: int
@@ -54,7 +60,7 @@ class ProgramTile(NamedTuple):
     warps: int
     stages: int
     resident: int = 1
-    """Programs that share a processor by their registers: one makes numbers of codes while another multiplies."""
+    """Programs whose registers fit on a processor: one decodes while another multiplies."""
 
 
 @triton.jit
@@ -65,9 +71,11 @@ def packed_rows(
     EVEN: tl.constexpr, PAIRS: tl.constexpr, SECOND: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One block of out (M, N), or PART: of its sum over one run of `each` inputs, in fp32. GROUP: inputs that share a
-    scale, 0 = all. EVEN: inputs are a multiple of INNER; PAIRS: as numbers_of_words; SECOND: the matrix is the second
-    operand."""
+    """Compute one block of out (M, N), or PART: of its sum over one run of `each` inputs, in fp32.
+
+    GROUP: inputs that share a scale, 0 = all. EVEN: inputs are a multiple of INNER; PAIRS: as in numbers_of_words;
+    SECOND: the matrix is the second operand.
+    """
     CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
     WORDS: tl.constexpr = INNER // CODES_A_WORD
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -115,7 +123,7 @@ def packed_rows(
 def sum_parts(
     parts: Arg, bias: Arg, out: Arg, columns: Arg, elements: Arg, count: Arg, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:  # fmt: skip
-    """out (M, N) = the sum of parts (count, M, N), one after the other, plus bias (N,)."""
+    """Compute out (M, N) = the sum of parts (count, M, N), one after the other, plus bias (N,)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
     total = tl.zeros((BLOCK,), tl.float32)
@@ -127,9 +135,11 @@ def sum_parts(
 
 
 def tile_of(rows: int, warp_groups: bool, even: bool = True) -> ProgramTile:
-    """For a product of so many rows. Where products are those of warp groups, which wait for them, a program of four
-    warps leaves room for a second one; else the warps of one program wait each for itself. Not `even`: rows of the
-    matrix are read byte by byte, with masks, for which registers must be left."""
+    """Return the tile for a product of so many rows.
+
+    Products of warp groups are waited for, so a program of four warps leaves room for a second one. Else each warp of
+    one program waits by itself. Not `even`: rows of the matrix are read byte by byte, with masks, which need registers.
+    """
     if rows <= FIRST_ROWS:
         return ProgramTile(64, max(16, power_of_two(rows)), inner=128, warps=4, stages=3, resident=3)
     if not even:
@@ -140,10 +150,12 @@ def tile_of(rows: int, warp_groups: bool, even: bool = True) -> ProgramTile:
 
 
 def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors: int) -> int:
-    """Into how many runs K is cut. A few rows wait for memory: as many as fill the device where blocks do not, if runs
-    stay longer than two steps, and parts small beside the matrix. More rows wait for products: as many as take the
-    least time, by the most that one
-    processor has, what a run costs before its first step, and parts that are written and read."""
+    """Return into how many runs K is cut.
+
+    A few rows wait for memory: as many runs as fill the device where blocks do not, if runs stay longer than two steps,
+    and parts small beside the matrix. More rows wait for products: the number of least time. That counts the processor
+    with the most work, what a run costs before its first step, and parts that are written and read.
+    """
     blocks = ceil_div(columns, tile.columns) * ceil_div(rows, tile.rows)
     if rows <= FIRST_ROWS:
         together = processors * tile.resident
@@ -162,7 +174,7 @@ def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors:
 def arranged(
     rows: int, columns: int, inner: int, processors: int, warp_groups: bool, even: bool
 ) -> tuple[ProgramTile, int, int]:  # fmt: skip
-    """Tile, runs that K is cut into, and inputs of each."""
+    """Return the tile, the runs that K is cut into, and the inputs of each."""
     tile = tile_of(rows, warp_groups, even)
     parts = parts_of(rows, columns, inner, tile, processors)
     each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
@@ -170,7 +182,7 @@ def arranged(
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """x (M, K) in 16 bit times the matrix transposed, plus bias (N,) -> (M, N) in x's dtype. Sums are fp32."""
+    """Multiply x (M, K) in 16 bits by the matrix transposed and add bias (N,), with sums in fp32. Returns (M, N)."""
     x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
     if not len(x):
         return x.new_empty(0, len(matrix.codes))

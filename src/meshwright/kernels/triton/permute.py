@@ -20,12 +20,12 @@ BLOCK = 2048
 def gather_copies(
     x: Arg, x_stride: Arg, order: Arg, out: Arg, width: Arg, COPIES: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """out[i] = x[order[i] // COPIES]."""
+    """Compute out[i] = x[order[i] // COPIES]."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(order + row) // COPIES
-    found = tl.load(x + source * x_stride + at, mask=at < width, other=0.0)
-    tl.store(out + row * width + at, found, mask=at < width)
+    elements = tl.load(x + source * x_stride + at, mask=at < width, other=0.0)
+    tl.store(out + row * width + at, elements, mask=at < width)
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def sum_copies(
     rows: Arg, rows_stride: Arg, inverse: Arg, weights: Arg, out: Arg, width: Arg, WEIGHTS: tl.constexpr,
     COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out[n] = sum over its copies j of weights[n, j] rows[inverse[n COPIES + j]], in that order, in fp32."""
+    """Compute out[n] = sum over copies j of weights[n, j] rows[inverse[n COPIES + j]], in that order, in fp32."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -51,7 +51,10 @@ def combine_backward(
     gradient: Arg, gradient_stride: Arg, rows: Arg, rows_stride: Arg, inverse: Arg, weights: Arg, rows_gradient: Arg,
     weights_gradient: Arg, width: Arg, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of sum_copies: of each copy's row weights[n, j] gradient[n], and of its weight the product of both rows."""
+    """Compute the gradients of sum_copies.
+
+    For each copy's row weights[n, j] gradient[n], for its weight the product of both rows.
+    """
     copy = tl.program_id(0).to(tl.int64)
     token = copy // COPIES
     source = tl.load(inverse + copy)
@@ -59,11 +62,11 @@ def combine_backward(
     total = 0.0
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        given = tl.load(gradient + token * gradient_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        incoming = tl.load(gradient + token * gradient_stride + at, mask=at < width, other=0.0).to(tl.float32)
         part = tl.load(rows + source * rows_stride + at, mask=at < width, other=0.0).to(tl.float32)
-        found = (given * weight).to(rows_gradient.dtype.element_ty)
-        tl.store(rows_gradient + source * width + at, found, mask=at < width)
-        total += tl.sum(given * part, 0)
+        row_gradient = (incoming * weight).to(rows_gradient.dtype.element_ty)
+        tl.store(rows_gradient + source * width + at, row_gradient, mask=at < width)
+        total += tl.sum(incoming * part, 0)
     tl.store(weights_gradient + copy, total)
 
 
@@ -73,7 +76,7 @@ def _grid(rows: int, width: int) -> tuple[tuple[int, int], int]:
 
 
 def copies(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """x (N, D) -> (N k, D): x[order // k]."""
+    """Return x[order // k] (N k, D) of x (N, D)."""
     out = torch.empty((len(order), x.shape[1]), dtype=x.dtype, device=x.device)
     grid, block = _grid(*out.shape)
     gather_copies[grid](x, x.stride(0), order, out, x.shape[1], COPIES=k, BLOCK=block, num_warps=4)
@@ -81,7 +84,7 @@ def copies(x: Tensor, order: Tensor, k: int) -> Tensor:
 
 
 def summed(rows: Tensor, inverse: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """rows (N k, D) -> (N, D): the sum over the k copies of each token, times weights (N, k) where given."""
+    """Sum the k copies of each token, rows (N k, D), times weights (N, k) if any. Returns (N, D)."""
     out = torch.empty((len(inverse) // k, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     grid, block = _grid(*out.shape)
     sum_copies[grid](
@@ -105,7 +108,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Combined(torch.autograd.Function):
-    """Saves the rows and their weights."""
+    """Weighted sum that saves the rows and their weights."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
@@ -116,24 +119,24 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weights, inverse = ctx.saved_tensors
-        given, weights = rows_of(gradient), weights.contiguous()
+        incoming, weights = rows_of(gradient), weights.contiguous()
         of_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         of_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
         width = rows.shape[1]
         combine_backward[(len(inverse),)](
-            given, given.stride(0), rows, rows.stride(0), inverse, weights, of_rows, of_weights, width,
+            incoming, incoming.stride(0), rows, rows.stride(0), inverse, weights, of_rows, of_weights, width,
             COPIES=weights.shape[1], BLOCK=min(BLOCK, power_of_two(width)), num_warps=4,
         )  # fmt: skip
         return of_rows, of_weights, None
 
 
 def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
-    """As kernels.experts.spread."""
-    found: Tensor = _Copies.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    """Copy rows as kernels.experts.spread."""
+    rows: Tensor = _Copies.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return rows
 
 
 def combine(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """As kernels.experts.combine."""
-    found: Tensor = _Combined.apply(rows, weights, inverse)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    """Combine rows as kernels.experts.combine."""
+    tokens: Tensor = _Combined.apply(rows, weights, inverse)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return tokens

@@ -1,4 +1,4 @@
-"""A matrix of 4-bit codes restored in one kernel: codes, scales and zeros are read once, the matrix is written once."""
+"""Restores a matrix of 4-bit codes in one kernel: codes, scales and zeros are read once, the matrix written once."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def restore_rows(
     rows: Arg, width: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
     EVEN: tl.constexpr, PAIRS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out (N, K) = S (number of the code - Z). GROUP: inputs that share a scale, 0 = all."""
+    """Compute out (N, K) = S (number of the code - Z). GROUP: inputs that share a scale, 0 = all."""
     CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
@@ -44,7 +44,7 @@ def restore_rows(
 
 
 def restore(matrix: PackedMatrix, out: Tensor) -> Tensor:
-    """Fill `out` (N, K), contiguous."""
+    """Fill `out` (N, K), contiguous, with the numbers of a matrix."""
     rows, width = out.shape
     codes, row_bytes, whole_rows = words_of(matrix.codes)
     words = ceil_div(row_bytes, 4)

@@ -1,7 +1,7 @@
-"""RMSNorm, and the sum of two streams with the RMSNorm of it.
+"""RMSNorm, and the sum of two streams with its RMSNorm.
 
-The backward pass is one kernel of as many programs as the device runs at once: each takes every so-many-th group of
-rows, keeps its part of the weight's gradient in registers, and the parts are added in a fixed order afterwards.
+The backward pass is one kernel of as many programs as the device runs at once. Each takes groups of rows at a fixed
+distance, and holds its part of the weight's gradient in registers. The parts are added in a fixed order afterwards.
 """
 
 from typing import Any
@@ -15,9 +15,12 @@ from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, progra
 from meshwright.kernels.triton.part_sums import summed
 
 SHORT = 8192
-"""Row that a program of the backward pass holds in registers."""
+"""Longest row that a program of the backward pass holds in registers."""
 FEWER_WARPS = 16
-"""For a longer row of the forward pass: with 32 a thread has 32 registers, and code for sm_80 puts two into memory."""
+"""Warps for a longer row of the forward pass.
+
+With 32 a thread has 32 registers, and code for sm_80 spills two.
+"""
 
 
 @triton.jit
@@ -25,7 +28,7 @@ def root_norm_forward(
     x: Arg, x_stride: Arg, added: Arg, added_stride: Arg, weight: Arg, out: Arg, total: Arg, scales: Arg, rows: Arg,
     width: Arg, eps: Arg, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out = x / rms(x) * weight and 1 / rms(x); ADD: of total = x + added, which is rounded before the norm."""
+    """Compute out = x / rms(x) * weight and 1 / rms(x). ADD: of total = x + added, rounded before the norm."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < width)
@@ -42,18 +45,20 @@ def root_norm_forward(
 
 
 @triton.jit
-def _again(pointers: Arg, inside: Arg) -> Arg:
+def _reload(pointers: Arg, inside: Arg) -> Arg:
     return tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def root_norm_backward(
-    gradient: Arg, gradient_stride: Arg, x: Arg, x_stride: Arg, weight: Arg, scales: Arg, beside: Arg,
-    beside_stride: Arg, x_gradient: Arg, parts: Arg, rows: Arg, width: Arg, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
+    gradient: Arg, gradient_stride: Arg, x: Arg, x_stride: Arg, weight: Arg, scales: Arg, sum_gradient: Arg,
+    sum_gradient_stride: Arg, x_gradient: Arg, parts: Arg, rows: Arg, width: Arg, ADD: tl.constexpr,
+    WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """With s = 1/rms: dx = s g w - x s^3 / D sum(g w x), of this program's rows; its part of dw = sum of g x s.
-    ADD: the gradient `beside`, of the sum itself, is added to dx."""
+    """Compute, with s = 1/rms: dx = s g w - x s^3 / D sum(g w x), and this program's part of dw = sum of g x s.
+
+    ADD: the gradient of the sum itself is added to dx.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     part = tl.zeros((1, BLOCK), tl.float32)
@@ -61,27 +66,29 @@ def root_norm_backward(
         row = (group * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)
         values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-        given = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+        incoming = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
         factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)  # from the cache
-        along = scale * (tl.sum(given * factor * values, 1) / width)[:, None]
-        if AGAIN:  # from the cache too: a long row would not stay in registers beside its part of the weight's gradient
-            values = _again(x + row * x_stride + column, inside)
-            given = _again(gradient + row * gradient_stride + column, inside)
-            factor = _again(weight + column, column < width)
+        along = scale * (tl.sum(incoming * factor * values, 1) / width)[:, None]
+        if AGAIN:  # a long row and its part of the weight's gradient exceed the registers: read it from the cache again
+            values = _reload(x + row * x_stride + column, inside)
+            incoming = _reload(gradient + row * gradient_stride + column, inside)
+            factor = _reload(weight + column, column < width)
         normed = values * scale
-        found = scale * (given * factor - normed * along)
+        row_gradient = scale * (incoming * factor - normed * along)
         if ADD:
-            found += tl.load(beside + row * beside_stride + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x_gradient + row * width + column, found.to(x_gradient.dtype.element_ty), mask=inside)
+            row_gradient += tl.load(sum_gradient + row * sum_gradient_stride + column, mask=inside, other=0.0).to(
+                tl.float32
+            )
+        tl.store(x_gradient + row * width + column, row_gradient.to(x_gradient.dtype.element_ty), mask=inside)
         if WEIGHT:
-            part += tl.sum(given * normed, 0)[None, :]
+            part += tl.sum(incoming * normed, 0)[None, :]
     if WEIGHT:
         tl.store(parts + program * width + column, part, mask=column < width)
 
 
 def forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of x (N, D): the norm, the sum with `added` (x itself where there is none), and 1 / rms (N,) fp32."""
+    """Return the norm of x (N, D), the sum with `added` (x itself without it), and 1 / rms (N,) fp32."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     total = x if added is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -97,26 +104,27 @@ def forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tupl
 
 
 def backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor, beside: Tensor | None, wants_weight: bool
+    gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor, sum_gradient: Tensor | None, wants_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x (N, D), `beside` added, and of the weight (D,)."""
+    """Return the gradients of x (N, D), with `sum_gradient` added, and of the weight (D,)."""
     rows, width = x.shape
     block = power_of_two(width)
     each, again = max(1, rows_a_program(block) // 2), block > SHORT
     shared = min(ceil_div(rows, each), programs(x, each=max(1, min(4, 8192 // (each * block)))))
-    found = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    x_gradient = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((shared, width) if wants_weight else (0,), dtype=torch.float32, device=x.device)
-    other = gradient if beside is None else beside
+    added_gradient = gradient if sum_gradient is None else sum_gradient
     root_norm_backward[(shared,)](
-        gradient, gradient.stride(0), x, x.stride(0), weight, scales, other, 0 if beside is None else other.stride(0),
-        found, parts, rows, width, ADD=beside is not None, WEIGHT=wants_weight, ROWS=each, BLOCK=block,
-        STAGES=1 if again else 2, AGAIN=again, num_warps=warps(2 * each * block),
+        gradient, gradient.stride(0), x, x.stride(0), weight, scales, added_gradient,
+        0 if sum_gradient is None else added_gradient.stride(0), x_gradient, parts, rows, width, ADD=sum_gradient is not
+        None, WEIGHT=wants_weight, ROWS=each, BLOCK=block, STAGES=1 if again else 2, AGAIN=again,
+        num_warps=warps(2 * each * block),
     )  # fmt: skip
-    return found, summed(parts, weight.dtype) if wants_weight else None
+    return x_gradient, summed(parts, weight.dtype) if wants_weight else None
 
 
 class _RootNorm(torch.autograd.Function):
-    """Saves x and one number a row."""
+    """RMSNorm that saves x and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -128,12 +136,12 @@ class _RootNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight, scales = ctx.saved_tensors
-        found, of_weight = backward(rows_of(gradient), x, weight, scales, None, ctx.needs_input_grad[1])
-        return found.view(gradient.shape), of_weight, None
+        of_x, of_weight = backward(rows_of(gradient), x, weight, scales, None, ctx.needs_input_grad[1])
+        return of_x.view(gradient.shape), of_weight, None
 
 
 class _AddRootNorm(torch.autograd.Function):
-    """Saves the sum, which goes on anyway, and one number a row."""
+    """Sum and RMSNorm that save the sum, which is an output anyway, and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -144,18 +152,18 @@ class _AddRootNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, beside: Tensor) -> Any:
         total, weight, scales = ctx.saved_tensors
-        found, of_weight = backward(rows_of(gradient), total, weight, scales, rows_of(beside), ctx.needs_input_grad[2])
-        shaped = found.view(gradient.shape)
+        of_sum, of_weight = backward(rows_of(gradient), total, weight, scales, rows_of(beside), ctx.needs_input_grad[2])
+        shaped = of_sum.view(gradient.shape)
         return shaped, shaped, of_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As kernels.norm.rms_norm; only x and one number a row are saved."""
-    result: Tensor = _RootNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    """Normalize as kernels.norm.rms_norm. Only x and one number a row are saved."""
+    normed: Tensor = _RootNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return normed
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As kernels.norm.add_rms_norm."""
-    result: tuple[Tensor, Tensor] = _AddRootNorm.apply(x, added, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return result
+    """Add and normalize as kernels.norm.add_rms_norm."""
+    both: tuple[Tensor, Tensor] = _AddRootNorm.apply(x, added, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return both

@@ -15,7 +15,7 @@ def _turn(
     x: Arg, out: Arg, stride: Arg, out_stride: Arg, heads: Arg, half: Arg, cos: Arg, sin: Arg, STEP: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Pairs of all heads of one position; STEP 2 = interleaved: a pair lies side by side."""
+    """Rotate pairs of all heads of one position. STEP 2 = interleaved: a pair is contiguous."""
     pair = tl.arange(0, BLOCK)[None, :]
     other = half if STEP == 1 else 1
     for start in range(0, heads, HEADS):
@@ -36,7 +36,7 @@ def rotate_rows(
     k_out_position: Arg, k_out_head: Arg, k_heads: Arg, cos: Arg, sin: Arg, table_batch: Arg, table_position: Arg,
     half: Arg, SIGN: tl.constexpr, STEP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Turns each pair of q and k by the angle of its position; SIGN -1 turns back, which is the gradient."""
+    """Rotate each pair of q and k by the angle of its position. SIGN -1 rotates back, which is the gradient."""
     position = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     pair = tl.arange(0, BLOCK)[None, :]
@@ -55,17 +55,17 @@ def rotate_rows(
 def _launch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, back: bool, in_place: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """q (B, S, H, E) and k (B, S, K, E), turned."""
+    """Return q (B, S, H, E) and k (B, S, K, E), rotated."""
     batch, length, heads, width = q.shape
     q_out = q if in_place else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = k if in_place or k is None else torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    given, made = (q if k is None else k), (q_out if k_out is None else k_out)
-    block, number = power_of_two(width // 2), 0 if k is None else given.shape[2]
+    keys, keys_out = (q if k is None else k), (q_out if k_out is None else k_out)
+    block, key_heads = power_of_two(width // 2), 0 if k is None else keys.shape[2]
     rotate_rows[(length, batch)](
-        q, *q.stride()[:3], q_out, *q_out.stride()[:3], heads, given, *given.stride()[:3], made, *made.stride()[:3],
-        number, cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1), width // 2,
-        SIGN=-1.0 if back else 1.0, STEP=2 if interleaved else 1,
-        HEADS=min(power_of_two(max(heads, number)), max(1, 2048 // block)), BLOCK=block, num_warps=4,
+        q, *q.stride()[:3], q_out, *q_out.stride()[:3], heads, keys, *keys.stride()[:3], keys_out,
+        *keys_out.stride()[:3], key_heads, cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1),
+        width // 2, SIGN=-1.0 if back else 1.0, STEP=2 if interleaved else 1, HEADS=min(power_of_two(max(heads,
+        key_heads)), max(1, 2048 // block)), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
@@ -75,7 +75,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _RotatePair(torch.autograd.Function):
-    """Saves the tables. Writes over q and k, and raises their version: autograd refuses whoever saved them before."""
+    """Rotation that saves the tables only."""
 
     @staticmethod
     def forward(
@@ -84,24 +84,26 @@ class _RotatePair(torch.autograd.Function):
         cos, sin = _dense(cos), _dense(sin)
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        one, other = _launch(_dense(q), _dense(k), cos, sin, interleaved, False, in_place)
-        assert other is not None
-        if in_place:  # autograd then refuses the backward pass of whoever saved q or k
+        q_turned, k_turned = _launch(_dense(q), _dense(k), cos, sin, interleaved, False, in_place)
+        assert k_turned is not None
+        if in_place:  # autograd then refuses the backward pass of functions that saved q or k
             torch.autograd.graph.increment_version((q, k))
-        return one.detach(), other.detach()
+        return q_turned.detach(), k_turned.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, other: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        found = _launch(_dense(gradient), _dense(other), cos, sin, ctx.interleaved, True, False)
-        return *found, None, None, None, None
+        gradients = _launch(_dense(gradient), _dense(other), cos, sin, ctx.interleaved, True, False)
+        return *gradients, None, None, None, None
 
 
 def rotate_pair(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, *, in_place: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As kernels.rope.rotate_pair. `in_place`: q and k are not read again by anyone; parameters and inputs of a graph
-    are copied all the same."""
+    """Rotate as kernels.rope.rotate_pair.
+
+    `in_place`: nobody reads q and k again. Parameters and inputs of a graph are copied all the same.
+    """
     in_place = in_place and not any(x.is_leaf and x.requires_grad for x in (q, k))
-    found: tuple[Tensor, Tensor] = _RotatePair.apply(q, k, cos, sin, interleaved, in_place)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    turned: tuple[Tensor, Tensor] = _RotatePair.apply(q, k, cos, sin, interleaved, in_place)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return turned

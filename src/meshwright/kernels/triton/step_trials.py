@@ -9,44 +9,46 @@ from meshwright.kernels.triton import keeping, likeliest, paged
 from meshwright.kernels.triton.code_trials import worst_of
 
 FORMS = {"model": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Of a cache, and the dtypes of codes."""
+"""Forms of a cache, with the dtypes of codes."""
 
 
 def _store(size: tuple[int, int, int, int], like: Tensor, form: str) -> paged.BlockStore:
-    """Blocks of zeros."""
+    """Return blocks of zeros."""
     codes = torch.zeros(size, dtype=FORMS[form] or like.dtype, device=like.device)
     return paged.BlockStore(codes, None if form == "model" else torch.zeros(size[:3], device=like.device))
 
 
 def _numbers(store: paged.BlockStore) -> Tensor:
-    """All positions (N, K, E), fp64."""
+    """Return all positions (N, K, E), fp64."""
     codes = store.codes.flatten(0, 1).double()
     return codes if store.scales is None else codes * store.scales.flatten(0, 1).unsqueeze(-1)
 
 
 def _encoded(numbers: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """Codes of numbers (N, K, E), and scales (N, K): the largest number has the largest code."""
+    """Return codes of numbers (N, K, E), and scales (N, K). The largest number has the largest code."""
     scales = numbers.float().abs().amax(-1) / (448.0 if form == "fp8" else 127.0)
     scaled = numbers.float() / scales.unsqueeze(-1)
     return (scaled.to(torch.float8_e4m3fn) if form == "fp8" else scaled.round().to(torch.int8)), scales
 
 
-def _rounded(numbers: Tensor, form: str) -> Tensor:
-    """What plain code makes of numbers (N, K, E), fp64."""
+def _plainly_rounded(numbers: Tensor, form: str) -> Tensor:
+    """Round numbers (N, K, E) with plain code, fp64."""
     if form == "model":
         return numbers.double()
     codes, scales = _encoded(numbers, form)
     return codes.double() * scales.unsqueeze(-1)
 
 
-def kept(make: Callable[..., Tensor]) -> float:
-    """Numbers and codes of 8 bits, with norms of heads and without."""
-    return worst_of(_kept_error(make, form, normed) for form in FORMS for normed in (False, True))
+def stored(make: Callable[..., Tensor]) -> float:
+    """Try numbers and codes of 8 bits, with norms of heads and without."""
+    return worst_of(_stored_error(make, form, normed) for form in FORMS for normed in (False, True))
 
 
-def _kept_error(make: Callable[..., Tensor], form: str, normed: bool) -> float:
-    """Three rows of two key heads, in a buffer with others beside them, at slots in another order. Of codes, the error
-    beyond that of plain rounding."""
+def _stored_error(make: Callable[..., Tensor], form: str, normed: bool) -> float:
+    """Store three rows of two key heads, in a buffer with others beside them, at slots in another order.
+
+    For codes, returns the error beyond that of plain rounding.
+    """
     x = make(3, 8, 32)
     q, k, v = x.split((4, 2, 2), 1)
     turn, weights = make(3, 16).float(), make(2, 32)
@@ -58,27 +60,30 @@ def _kept_error(make: Callable[..., Tensor], form: str, normed: bool) -> float:
         heads = heads * weights.double().repeat_interleave(torch.tensor([4, 2], device=x.device), 0)
     first, second = heads.chunk(2, -1)
     cos, sin = (turn.double().cos()[:, None], turn.double().sin()[:, None])
-    right = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     plain = v.double()
     norms = keeping.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
     keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
-    errors = [_error(x[:, :4], right[:, :4])]
-    for store, numbers in ((keys, right[:, 4:]), (values, plain)):
-        ours, theirs = _numbers(store)[slots], _rounded(numbers.to(x.dtype), form)
-        errors.append(_error(ours, numbers) - (0.0 if form == "model" else _error(theirs, numbers)))
+    errors = [_relative_error(x[:, :4], exact[:, :4])]
+    for store, numbers in ((keys, exact[:, 4:]), (values, plain)):
+        ours, theirs = _numbers(store)[slots], _plainly_rounded(numbers.to(x.dtype), form)
+        errors.append(_relative_error(ours, numbers) - (0.0 if form == "model" else _relative_error(theirs, numbers)))
     return worst_of(errors)
 
 
 def attended(make: Callable[..., Tensor]) -> float:
-    """Numbers and codes of 8 bits."""
+    """Try numbers and codes of 8 bits."""
     return worst_of(_attended_error(make, form) for form in FORMS)
 
 
 def _attended_error(make: Callable[..., Tensor], form: str) -> float:
-    """Two rows over several runs of keys, in blocks of three positions that lie in another order; heads share keys."""
+    """Attend two rows over several runs of keys, in blocks of three positions that lie in another order.
+
+    Heads share keys.
+    """
     q, keys, values = make(2, 6, 40), make(330, 2, 40), make(331, 2, 40)[:330]
     tables = torch.arange(110, device=q.device) * 37 % 110
-    offsets, last = (torch.tensor(some, device=q.device) for some in ([0, 4], [320, 0]))
+    offsets, last = (torch.tensor(numbers, device=q.device) for numbers in ([0, 4], [320, 0]))
     stores = _store((110, 3, 2, 40), q, form), _store((110, 3, 2, 40), q, form)
     for store, numbers in zip(stores, (keys, values), strict=True):
         codes, scales = (numbers, None) if form == "model" else _encoded(numbers, form)
@@ -92,18 +97,20 @@ def _attended_error(make: Callable[..., Tensor], form: str) -> float:
     seen = [_numbers(store)[positions].repeat_interleave(3, 1) for store in stores]
     weights = (torch.einsum("he,the->ht", q[0].double(), seen[0]) * 0.2).softmax(-1)
     alone = _numbers(stores[1])[3 * tables[4]].repeat_interleave(3, 0)
-    return worst_of((_error(out[0], torch.einsum("ht,the->he", weights, seen[1])), _error(out[1], alone)))
+    return worst_of(
+        (_relative_error(out[0], torch.einsum("ht,the->he", weights, seen[1])), _relative_error(out[1], alone))
+    )
 
 
-def _error(ours: Tensor, right: Tensor) -> float:
-    error: float = ((ours.double() - right.double()).norm() / right.double().norm()).item()
+def _relative_error(ours: Tensor, exact: Tensor) -> float:
+    error: float = ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
     return error
 
 
 def likeliest_token(make: Callable[..., Tensor]) -> float:
-    """Rows of several blocks."""
+    """Try rows of several blocks."""
     logits = make(3, 9000)
-    found, right = likeliest.likeliest(logits), logits.double().log_softmax(-1).max(-1)
-    wrong = float((found[:, 0] != right.indices).any())
-    error: float = ((found[:, 1].double() - right.values).norm() / right.values.norm()).item()
+    likely, exact = likeliest.likeliest(logits), logits.double().log_softmax(-1).max(-1)
+    wrong = float((likely[:, 0] != exact.indices).any())
+    error: float = ((likely[:, 1].double() - exact.values).norm() / exact.values.norm()).item()
     return worst_of((wrong, error))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.model.hub.directory import HubFolder, import_folder
 from meshwright.model.hub.weights import check_numbers
 from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Wanted, every
@@ -73,7 +73,7 @@ def decoded_weights(
         if isinstance(weight, Tensor):
             yield name, weight
             continue
-        parts: dict[str, Any] = dict(weight)
+        parts: dict[str, Any] = {PARTS[part]: tensor for part, tensor in weight.items()}
         yield name, QuantizedMatrix(scheme=model.schemes[name], size_in=sizes[name][-1], keeps_copies=False, **parts)
 
 
