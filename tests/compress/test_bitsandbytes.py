@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.kernels.doubled_scales import DYNAMIC, doubled, dynamic_table, undoubled
+from meshwright.kernels.quantization import DYNAMIC, doubled, dynamic_table, undoubled
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.model.hub.weight_names import bindings

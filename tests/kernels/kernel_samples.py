@@ -23,7 +23,6 @@ from meshwright.kernels.triton import (
     likeliest,
     loss_rows,
     many_tensors,
-    mean_norm,
     merging,
     narrow_update,
     narrowing,
@@ -100,7 +99,7 @@ def norm(width: int, dtype: torch.dtype = BF16, *, added: bool = False, frozen: 
 
 def layer_norm(width: int, dtype: torch.dtype = BF16) -> Row:
     inputs = learning(1, TOKENS, width, dtype=dtype), learning(width, dtype=dtype), learning(width, dtype=dtype)
-    return Row(partial(both_ways, mean_norm.layer_norm, *inputs, EPS))
+    return Row(partial(both_ways, root_norm.layer_norm, *inputs, EPS))
 
 
 def activation(dtype: torch.dtype) -> Row:

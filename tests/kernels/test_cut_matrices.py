@@ -5,7 +5,7 @@ from random import Random
 import pytest
 import torch
 
-from meshwright.kernels.cut_matrices import cut, experts
+from meshwright.kernels.quantized_matrix import cut, experts
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.boxes import Box
 from meshwright.spec.code_cuts import CodesCut, bytes_of_codes

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.kernels import cross_entropy, fast, head_matrix, logit_rows, reference
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
-from meshwright.kernels.divergence_rows import Divergence, TeacherHead
 from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
+from meshwright.kernels.linear_divergence import Divergence, TeacherHead
 from meshwright.kernels.target import acting_as
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cpu_product, cross_entropy, linear_divergence, linear_top
+from meshwright.kernels import cpu_product, cross_entropy, linear_divergence
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
-from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop, TeacherHead
+from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, KnownTop, TeacherHead
 from meshwright.planner.step import teacher_costs
 from tests.counting import Alive, Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
@@ -180,7 +180,9 @@ def loss_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor)
 
 
 def kept_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
-    return linear_top.linear_top(teacher.x, teacher.weight, KEPT).log_probabilities + 0 * (x.sum() + weight.sum())
+    return linear_divergence.linear_top(teacher.x, teacher.weight, KEPT).log_probabilities + 0 * (
+        x.sum() + weight.sum()
+    )
 
 
 def divergence_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
@@ -370,7 +372,7 @@ def test_values_are_those_of_trl(beta: float, heat: float) -> None:
 def test_the_likeliest_are_those_of_whole_logits(heat: float) -> None:
     _, _, theirs, head = inputs(21)
     right = top_of(theirs, head, Divergence(temperature=heat))
-    for function in (linear_top.linear_top, linear_top.linear_top_reference):
+    for function in (linear_divergence.linear_top, linear_divergence.linear_top_reference):
         found = function(theirs, head, KEPT, heat)
         assert torch.equal(found.ids, right.ids)
         torch.testing.assert_close(found.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)
@@ -383,11 +385,11 @@ def test_the_likeliest_of_a_vocabulary_in_parts() -> None:
     """Also of parts that are smaller than what is kept."""
     _, _, theirs, head = inputs(21)
     for kept in (KEPT, 12):
-        right = linear_top.linear_top_reference(theirs, head, kept, 1.5)
+        right = linear_divergence.linear_top_reference(theirs, head, kept, 1.5)
 
         def one(vocabulary: Vocabulary, kept: int = kept) -> KnownTop:
             part = head[vocabulary.first : vocabulary.first + vocabulary.number]
-            return linear_top.linear_top(theirs, part, kept, 1.5, vocabulary)
+            return linear_divergence.linear_top(theirs, part, kept, 1.5, vocabulary)
 
         for found in together(one, PARTS)[0]:
             assert torch.equal(found.ids, right.ids)

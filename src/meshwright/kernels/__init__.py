@@ -20,13 +20,12 @@ from meshwright.kernels import (
     fp8_experts,
     linear,
     linear_divergence,
-    linear_top,
     norm,
     quantized_linear,
     rope,
     swiglu,
 )
-from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
+from meshwright.kernels.linear_divergence import DistillationLoss, KnownTop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ def reference() -> Kernels:
         linear_cross_entropy=cross_entropy.linear_cross_entropy_reference,
         linear_log_probabilities=cross_entropy.linear_log_probabilities_reference,
         linear_divergence=linear_divergence.linear_divergence_reference,
-        linear_top=linear_top.linear_top_reference,
+        linear_top=linear_divergence.linear_top_reference,
     )
 
 
@@ -105,7 +104,7 @@ def fast(prefer: str = "auto") -> Kernels:
         linear_cross_entropy=preferring(cross_entropy.linear_cross_entropy),
         linear_log_probabilities=preferring(cross_entropy.linear_log_probabilities),
         linear_divergence=linear_divergence.linear_divergence,
-        linear_top=linear_top.linear_top,
+        linear_top=linear_divergence.linear_top,
     )
 
 

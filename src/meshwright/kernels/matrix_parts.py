@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.doubled_scales import doubled
-from meshwright.kernels.quantization import absmax_scale, grouped, highest, quantize
+from meshwright.kernels.quantization import absmax_scale, doubled, grouped, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.kernels.weight_codes import extremes, grid_of, in_pieces, joined
 from meshwright.spec.code_cuts import CodesCut

@@ -154,9 +154,9 @@ class _NarrowLayerNorm(torch.autograd.Function):
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, prefer: str = "auto") -> Tensor:
     """Normalize as the reference does. x and two numbers a row are saved."""
     if uses_triton("layer_norm", x, prefer=prefer, feature=_too_wide(x, WIDEST_CENTERED)):
-        from meshwright.kernels.triton import mean_norm
+        from meshwright.kernels.triton import root_norm
 
-        return mean_norm.layer_norm(x, weight, bias, eps)
+        return root_norm.layer_norm(x, weight, bias, eps)
     if kind(x) == "cpu" and x.dtype in NARROW and not torch.compiler.is_compiling():
         normed: Tensor = _NarrowLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return normed

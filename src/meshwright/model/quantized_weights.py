@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.cut_matrices import cut
-from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
+from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix, cut
 from meshwright.spec.boxes import Box
 from meshwright.spec.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
 from meshwright.spec.inventory import parameters

@@ -1,4 +1,4 @@
-"""The layers of a model whose matrices an engine has prepared (kernels/prepared_product.py, joined_product.py).
+"""The layers of a model whose matrices an engine has prepared (kernels/prepared_product.py).
 
 The model's own code runs: at the borders of attention and of MLPs it asks `Border.prepared` first. Layers that read one
 input together are one product. A layer with hooks or an adapter of its own is left as it is; so are stacks of experts.
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.joined_product import joined_product
 from meshwright.kernels.linear import SAME
-from meshwright.kernels.prepared_product import Matrix, PreparedProduct, int8_product, prepared_product
+from meshwright.kernels.prepared_product import Matrix, PreparedProduct, int8_product, joined_product, prepared_product
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, held_rows, is_ours

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop
+from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Recipe

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, TeacherHead
+from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, TeacherHead
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.training.batches import Batch

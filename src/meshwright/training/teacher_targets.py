@@ -23,7 +23,7 @@ from meshwright.data import Corpus
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.sample_rows import SampleRows
 from meshwright.data.windows import Sampler
-from meshwright.kernels.divergence_rows import KnownTop
+from meshwright.kernels.linear_divergence import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
 from meshwright.parallel.agree import RankZero, gather_objects

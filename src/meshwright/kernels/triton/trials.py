@@ -1,6 +1,6 @@
 """Small runs of each operation, forward and backward, beside its reference, before a kernel is chosen on a device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -10,22 +10,234 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.triton import (
-    code_trials,
     flash,
     gated,
     grouped,
+    int8_product,
+    keeping,
+    likeliest,
     loss_rows,
     many_tensors,
-    mean_norm,
     merging,
     narrow_piece,
     narrow_update,
+    narrowing,
+    packed_product,
+    paged,
     permute,
+    restoring,
     root_norm,
     rotary,
-    step_trials,
 )
-from meshwright.kernels.triton.code_trials import Made
+from meshwright.kernels.triton.code_words import PackedMatrix
+
+Made = Callable[..., Tensor]
+"""Returns random numbers of a size, where the trial runs."""
+
+
+def worst_of(errors: Iterable[float]) -> float:
+    """Return the largest error. NaN counts as infinite, while `max` would pass over it."""
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Round x (N, K) fp32 to e4m3, with a power of two for each row."""
+    scales = torch.exp2(torch.floor(torch.log2(448.0 / x.abs().amax(-1, keepdim=True).float())))
+    return (x.float() * scales).to(torch.float8_e4m3fn).float() / scales
+
+
+def restored(make: Made) -> float:
+    """Try 4-bit codes with a real zero for each 32 inputs and without, in rows that end within a word and in whole."""
+    return worst_of(_restored_error(make, inputs, real) for inputs in (71, 1024) for real in (True, False))
+
+
+def _restored_error(make: Made, inputs: int, real: bool) -> float:
+    groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
+    scales, zeros, out = make(5, groups).float(), make(6, groups)[:5].float(), make(5, inputs)
+    codes = (torch.arange(5 * row_bytes, device=out.device) * 37 % 256).view(5, -1).to(torch.uint8)
+    weight = restoring.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
+    wide = [x.double().repeat_interleave(32, 1)[:, :inputs] for x in (scales, zeros)]
+    exact = (nibbles - (wide[1] if real else 8)) * wide[0]
+    error: float = ((weight.double() - exact).norm() / exact.norm()).item()
+    return error
+
+
+def narrowed(make: Made) -> float:
+    """Try rounding to fp8: rows, and columns in several runs with gaps between their rows."""
+    x = make(700, 90)
+    rows, columns = narrowing.rounded(x, torch.float8_e4m3fn), narrowing.turned(x, 704)
+    places = torch.arange(700, device=x.device) + 3
+    apart = narrowing.turned(x, 720, places)
+    exact = _rounded(x), _rounded(x.t())
+    pairs = (
+        (rows.codes.double() * rows.scales, exact[0]),
+        (columns.codes.double() * columns.scales, F.pad(exact[1], (0, 4))),
+        (apart.codes.double() * apart.scales, F.pad(exact[1], (3, 17))),
+    )
+    return worst_of((ours - plain).abs().max().item() for ours, plain in pairs)
+
+
+def packed(make: Made) -> float:
+    """Try codes with zeros of half a byte, without zeros, by a table, and of 8 bits.
+
+    In rows that end within a word and a group, and in whole words; by the kernel of few rows, and by the other with K
+    cut and with the matrix second.
+    """
+    return worst_of(_packed_error(make, inputs, rows) for inputs in (299, 1024) for rows in (1, 2, 3, 70))
+
+
+def _packed_error(make: Made, inputs: int, rows: int) -> float:
+    groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
+    x, scales, bias = make(rows, inputs), make(70, groups).float(), make(1, 70)[0]
+    codes = (torch.arange(70 * row_bytes, device=x.device) * 37 % 256).view(70, -1).to(torch.uint8)
+    zeros = (torch.arange(70 * -(-groups // 2), device=x.device) * 11 % 256).to(torch.uint8).view(70, -1)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
+    zero_nibbles = torch.stack((zeros & 15, zeros >> 4), -1).flatten(1).repeat_interleave(32, 1)[:, :inputs].double()
+    table, e4m3_codes = make(16).float(), make(70, inputs).to(torch.float8_e4m3fn)
+    cases = (
+        (PackedMatrix(codes, scales, zeros, None, inputs, 32), nibbles - zero_nibbles, bias),
+        (PackedMatrix(codes, scales, None, None, inputs, 32), nibbles - 8, None),
+        (PackedMatrix(codes, scales, None, table, inputs, 32), table.double()[nibbles.long()], None),
+        (PackedMatrix(e4m3_codes, scales[:, :1].contiguous(), None, None, inputs, 0), e4m3_codes.double(), bias),
+    )
+    errors = []
+    for matrix, numbers, added in cases:
+        wide = matrix.scales.double().repeat_interleave(matrix.group or inputs, 1)[:, :inputs]
+        exact = x.double() @ (numbers * wide).t() + (0 if added is None else added.double())
+        errors.append(((packed_product.packed_linear(x, matrix, added).double() - exact).norm() / exact.norm()).item())
+    return worst_of(errors)
+
+
+def int8(make: Made) -> float:
+    """Try rows rounded beside two outlier columns, times codes.
+
+    By tensor cores with K cut, and by the kernel of few rows.
+    """
+    return worst_of(_int8_error(make, rows, inputs) for rows, inputs in ((3, 600), (2, 1024)))
+
+
+def _int8_error(make: Made, rows: int, inputs: int) -> float:
+    x, scales, weights = make(rows, inputs), make(70, 1).float(), make(70, 2)
+    codes = (torch.arange(70 * inputs, device=x.device) * 37 % 255 - 127).view(70, inputs).to(torch.int8)
+    columns = torch.tensor([5, 500], dtype=torch.int32, device=x.device)
+    marks = torch.zeros(inputs, dtype=torch.uint8, device=x.device)
+    marks[columns.long()] = 1
+    narrow = narrowing.rounded(x, torch.int8, marks)
+    plain = x.double().index_fill(1, columns.long(), 0.0)
+    exact = plain @ (codes.double() * scales.double()).t() + x[:, columns.long()].double() @ weights.double().t()
+    product = int8_product.int8_linear(x, narrow, int8_product.Int8Matrix(codes, scales, columns, weights), None)
+    error: float = ((product.double() - exact).norm() / exact.norm()).item()
+    return error
+
+
+FORMS = {"model": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Forms of a cache, with the dtypes of codes."""
+
+
+def _store(size: tuple[int, int, int, int], like: Tensor, form: str) -> paged.BlockStore:
+    """Return blocks of zeros."""
+    codes = torch.zeros(size, dtype=FORMS[form] or like.dtype, device=like.device)
+    return paged.BlockStore(codes, None if form == "model" else torch.zeros(size[:3], device=like.device))
+
+
+def _numbers(store: paged.BlockStore) -> Tensor:
+    """Return all positions (N, K, E), fp64."""
+    codes = store.codes.flatten(0, 1).double()
+    return codes if store.scales is None else codes * store.scales.flatten(0, 1).unsqueeze(-1)
+
+
+def _encoded(numbers: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Return codes of numbers (N, K, E), and scales (N, K). The largest number has the largest code."""
+    scales = numbers.float().abs().amax(-1) / (448.0 if form == "fp8" else 127.0)
+    scaled = numbers.float() / scales.unsqueeze(-1)
+    return (scaled.to(torch.float8_e4m3fn) if form == "fp8" else scaled.round().to(torch.int8)), scales
+
+
+def _plainly_rounded(numbers: Tensor, form: str) -> Tensor:
+    """Round numbers (N, K, E) with plain code, fp64."""
+    if form == "model":
+        return numbers.double()
+    codes, scales = _encoded(numbers, form)
+    return codes.double() * scales.unsqueeze(-1)
+
+
+def stored(make: Callable[..., Tensor]) -> float:
+    """Try numbers and codes of 8 bits, with norms of heads and without."""
+    return worst_of(_stored_error(make, form, normed) for form in FORMS for normed in (False, True))
+
+
+def _stored_error(make: Callable[..., Tensor], form: str, normed: bool) -> float:
+    """Store three rows of two key heads, in a buffer with others beside them, at slots in another order.
+
+    For codes, returns the error beyond that of plain rounding.
+    """
+    x = make(3, 8, 32)
+    q, k, v = x.split((4, 2, 2), 1)
+    turn, weights = make(3, 16).float(), make(2, 32)
+    keys, values = (_store((2, 4, 2, 32), x, form) for _ in range(2))
+    slots = torch.tensor([5, 0, 3], device=x.device)
+    heads = x[:, :6].double()
+    if normed:
+        heads = heads * (heads.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        heads = heads * weights.double().repeat_interleave(torch.tensor([4, 2], device=x.device), 0)
+    first, second = heads.chunk(2, -1)
+    cos, sin = (turn.double().cos()[:, None], turn.double().sin()[:, None])
+    exact = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    plain = v.double()
+    norms = keeping.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
+    keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
+    errors = [_relative_error(x[:, :4], exact[:, :4])]
+    for store, numbers in ((keys, exact[:, 4:]), (values, plain)):
+        ours, theirs = _numbers(store)[slots], _plainly_rounded(numbers.to(x.dtype), form)
+        errors.append(_relative_error(ours, numbers) - (0.0 if form == "model" else _relative_error(theirs, numbers)))
+    return worst_of(errors)
+
+
+def attended(make: Callable[..., Tensor]) -> float:
+    """Try numbers and codes of 8 bits."""
+    return worst_of(_attended_error(make, form) for form in FORMS)
+
+
+def _attended_error(make: Callable[..., Tensor], form: str) -> float:
+    """Attend two rows over several runs of keys, in blocks of three positions that lie in another order.
+
+    Heads share keys.
+    """
+    q, keys, values = make(2, 6, 40), make(330, 2, 40), make(331, 2, 40)[:330]
+    tables = torch.arange(110, device=q.device) * 37 % 110
+    offsets, last = (torch.tensor(numbers, device=q.device) for numbers in ([0, 4], [320, 0]))
+    stores = _store((110, 3, 2, 40), q, form), _store((110, 3, 2, 40), q, form)
+    for store, numbers in zip(stores, (keys, values), strict=True):
+        codes, scales = (numbers, None) if form == "model" else _encoded(numbers, form)
+        store.codes.copy_(codes.view(store.codes.shape))
+        if store.scales is not None and scales is not None:
+            store.scales.copy_(scales.view(store.scales.shape))
+    out = paged.attend_rows(
+        q, *stores, paged.RowPlaces(tables, offsets, last, 321), width=40, window=0, scale=0.2
+    )  # fmt: skip
+    positions = (3 * tables[:, None] + torch.arange(3, device=q.device)).flatten()[:321]
+    seen = [_numbers(store)[positions].repeat_interleave(3, 1) for store in stores]
+    weights = (torch.einsum("he,the->ht", q[0].double(), seen[0]) * 0.2).softmax(-1)
+    alone = _numbers(stores[1])[3 * tables[4]].repeat_interleave(3, 0)
+    return worst_of(
+        (_relative_error(out[0], torch.einsum("ht,the->he", weights, seen[1])), _relative_error(out[1], alone))
+    )
+
+
+def _relative_error(ours: Tensor, exact: Tensor) -> float:
+    error: float = ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+    return error
+
+
+def likeliest_token(make: Callable[..., Tensor]) -> float:
+    """Try rows of several blocks."""
+    logits = make(3, 9000)
+    likely, exact = likeliest.likeliest(logits), logits.double().log_softmax(-1).max(-1)
+    wrong = float((likely[:, 0] != exact.indices).any())
+    error: float = ((likely[:, 1].double() - exact.values).norm() / exact.values.norm()).item()
+    return worst_of((wrong, error))
+
 
 LARGEST_ERROR = 0.03
 """Largest relative error: some roundings to bf16."""
@@ -82,7 +294,7 @@ def _layer_norm(make: Made) -> float:
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, (200,), weight, bias, 1e-5)
 
-    return _largest_error(partial(mean_norm.layer_norm, eps=1e-5), plain, (make(5, 200), make(200), make(1, 200)[0]))
+    return _largest_error(partial(root_norm.layer_norm, eps=1e-5), plain, (make(5, 200), make(200), make(1, 200)[0]))
 
 
 def _swiglu(make: Made) -> float:
@@ -201,7 +413,7 @@ def _adamw(make: Made) -> float:
     Masters, by which the kernel is chosen, are always fp32.
     """
     forms = ((dtype, aligned) for dtype in (torch.float32, torch.bfloat16, torch.float16) for aligned in (True, False))
-    return code_trials.worst_of(_adamw_error(make, dtype, aligned) for dtype, aligned in forms)
+    return worst_of(_adamw_error(make, dtype, aligned) for dtype, aligned in forms)
 
 
 def _adamw_error(make: Made, dtype: torch.dtype, aligned: bool) -> float:
@@ -225,7 +437,7 @@ def _adamw_error(make: Made, dtype: torch.dtype, aligned: bool) -> float:
             weight_decay=0.1, eps=1e-8, grad_scale=numbers.divide_by, found_inf=numbers.skip,
         )  # fmt: skip
     pairs = [*zip(ours, exact, strict=True), *(() if copies is None else zip(copies, exact, strict=True))]
-    return code_trials.worst_of(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
+    return worst_of(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def _squares(make: Made) -> float:
@@ -236,7 +448,7 @@ def _squares(make: Made) -> float:
             tensors = [make(5).to(dtype), make(300, 301).to(dtype), make(7, 9).to(dtype)[start:]]
             exact = torch.stack([x.double().square().sum() for x in tensors]).sum()
             errors.append((many_tensors.squares(tensors).double().sum() / exact - 1).abs().item())
-    return code_trials.worst_of(errors)
+    return worst_of(errors)
 
 
 def _no_moment(weight: Tensor, zero: int, signed: bool) -> narrow_piece.Moment:
@@ -258,15 +470,15 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "permute": _permute,
     "grouped": _grouped,
     "attention": _attention,
-    "paged_attention": step_trials.attended,
+    "paged_attention": attended,
     "adamw": _adamw,
     "square_sums": _squares,
-    "turn_and_keep": step_trials.stored,
-    "likeliest": step_trials.likeliest_token,
+    "turn_and_keep": stored,
+    "likeliest": likeliest_token,
     "narrow_adamw": _narrow,
-    "narrow": code_trials.narrowed,
-    "restore": code_trials.restored,
-    "packed_product": code_trials.packed,
-    "int8_product": code_trials.int8,
+    "narrow": narrowed,
+    "restore": restored,
+    "packed_product": packed,
+    "int8_product": int8,
 }
 """Trial of each operation of chooser.RULES."""

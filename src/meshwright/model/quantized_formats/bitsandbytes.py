@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.doubled_scales import DYNAMIC, dynamic_table, undoubled
+from meshwright.kernels.quantization import DYNAMIC, dynamic_table, undoubled
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
