@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.linear import linear
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.check.events import RankTrace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import record_ranks, record_world
@@ -76,7 +76,7 @@ def _schedule(name: str, pp: int) -> list[CheckReport]:
     shape = replace(shrink("llama-3.1-8b"), layers=layers)
     plan = Plan(model=shape, layout=layout, recipe=Recipe(sequence=16, global_batch=counts[0]))
     worlds: list[list[RankTrace]] = [[] for _ in counts]
-    with compat.fake_tensors(), acting_as("cuda"):
+    with compat.fake_tensors(), simulate_device("cuda"):
         for rank in range(pp):
             with compat.fake_world(rank, pp):
                 program = TrainingProgram(

@@ -11,7 +11,7 @@ from torch.nn.attention import varlen as torch_varlen
 from meshwright import compat
 from meshwright.kernels import attention, gpu_attention
 from meshwright.kernels.attention import Mask, attend, backend, causal_mask
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.attention_kernels import LEAST_CUDNN, GpuLibraries
@@ -48,7 +48,7 @@ def test_what_is_said_is_what_runs(
 def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> None:
     make = torch.empty(1, 8, 4, 16, dtype=torch.bfloat16)
     packed = causal_mask(8, 8, documents=torch.zeros(1, 8, dtype=torch.int64))
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         assert backend(make, make[:, :, :2], make[:, :, :2], Mask(), scale=1.0) == "flash"
         assert backend(make, make, make, packed, scale=1.0) == "flash"
         assert backend(make.float(), make.float(), make.float(), Mask(), scale=1.0) == "efficient"

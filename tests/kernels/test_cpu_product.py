@@ -17,7 +17,7 @@ from meshwright import compat
 from meshwright.compat import onednn_products
 from meshwright.kernels import cpu_product, fast
 from meshwright.kernels.linear import linears_reference
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.observe.profile.cpu_allocator import watching
 from meshwright.spec import ModelShape
@@ -124,7 +124,7 @@ def test_only_large_products_of_fp32_on_a_cpu_are_its() -> None:
     large, small = torch.randn(128, 128), torch.randn(16, 128)
     assert cpu_product.pays(large, 128) and not cpu_product.pays(small, 128)
     assert not cpu_product.pays(large.bfloat16(), 128) and not cpu_product.pays(large.double(), 128)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         assert not cpu_product.pays(large, 128)
     with Operations() as seen:
         cpu_product.multiply(large, large)

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.kernels import experts, fast, reference
 from meshwright.kernels.experts import expert_linear_grouped, groups_on_device, spread
 from meshwright.kernels.fp8 import SAME
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
@@ -268,5 +268,5 @@ def test_a_gpus_grouped_product_takes_any_layout(layout: str, monkeypatch: pytes
 def test_a_rank_without_rows_leaves_no_counts_on_the_device() -> None:
     """The product would ask the device for them: a wait on a GPU, and the end of a dry run, which has no values."""
     weights = torch.zeros(2, 16, 16, dtype=torch.bfloat16)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         assert [groups_on_device(torch.zeros(n, 16, dtype=torch.bfloat16), weights) for n in (0, 4)] == [False, True]

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import fast, fp8_experts, in_form, reference
 from meshwright.kernels.linear import FP8_ALL, SAME
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from tests.kernels.exactness import tensors
 from tests.kernels.test_fp8 import distance
@@ -80,7 +80,7 @@ def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypat
         return grouped_by_hand(*operands)
 
     monkeypatch.setattr(compat, "scaled_grouped_product", product)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         found = outcome(fp8_experts.expert_linear, torch.tensor(counts), leaves)
     assert len(calls) == 3
     assert all(off(one, other) < 3e-3 for one, other in zip(found, right, strict=True))
@@ -90,7 +90,7 @@ def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypat
 def test_the_kernel_of_this_torch_takes_such_operands(expanded: bool) -> None:
     """By its own checks, without numbers. `expanded`: the gradient is one number, as of a plain sum."""
     counts = COUNTS[0]
-    with compat.fake_tensors(), acting_as("cuda"):
+    with compat.fake_tensors(), simulate_device("cuda"):
         rows, stack, gradient = (
             torch.empty(*size, dtype=BF16) for size in ((sum(counts), 64), (4, 32, 64), (sum(counts), 32))
         )

@@ -17,7 +17,7 @@ from meshwright.compat import flash4
 from meshwright.kernels import attention, gpu_attention, varlen
 from meshwright.kernels.attention import DocumentSpans, Mask, attend_reference, causal_mask
 from meshwright.kernels.paged_attention import prompt_kernel
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.doctor import kernel_checks
 from meshwright.observe.dryrun.workspaces import workspace_bytes
 from meshwright.planner.caveats import caveats
@@ -169,13 +169,13 @@ def test_documents_and_windows_by_flash_4_are_those_of_the_mask(
     q, k, v = tensors((3, 40, 4, width), (3, 40, 2, width), (3, 40, 2, values), dtype=dtype)
     documents = torch.tensor([0, 11, 12, 30]).expand(3, -1)
     documents = torch.searchsorted(documents.contiguous(), torch.arange(40).expand(3, -1).contiguous(), right=True)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         mask = causal_mask(40, 40, window=window, documents=documents, spans=DocumentSpans(14, 18))
     form = varlen.AttentionForm(mask.documents, mask.borders, mask.longest, mask.window, SCALE, "flash-4")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     gradient = tensors((3, 40, 4, values), dtype=dtype)[0]
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         varlen.attend(*leaves, form).backward(gradient)
     attend_reference(*exact, Mask(mask.window, mask.documents), scale=SCALE).backward(gradient.double())
     assert library.calls == ["forward", "backward"]
@@ -268,7 +268,7 @@ def test_attention_of_a_gpu_asks_the_table(monkeypatch: pytest.MonkeyPatch) -> N
         forget()
         monkeypatch.setattr(gpu_attention, "problem", lambda *about: "its trial failed: OSError")
         assert taken(documents=documents, spans=spans) == "flash"
-        with acting_as("cuda"):
+        with simulate_device("cuda"):
             assert taken(documents=documents, spans=spans) == "flash"
 
 
@@ -327,10 +327,10 @@ def test_queries_over_past_keys_have_no_mask_on_a_gpu(
 
     monkeypatch.setattr(compat, "banded_attention", banded)
     monkeypatch.setattr(gpu_attention, "choose", lambda *about: KernelChoice(kernel, ""))
-    monkeypatch.setattr(gpu_attention, "acts", lambda: "")
+    monkeypatch.setattr(gpu_attention, "simulated_kind", lambda: "")
     q, k, v = (torch.randn(2, n, heads, w).bfloat16() for n, heads, w in ((queries, 4, 20), (30, 2, 20), (30, 2, 12)))
     mask = causal_mask(queries, 30, window=window)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         takes = attention._is_banded(q, k, v, mask, 0.0)
         assert takes == (queries > 1 or window > 0)
         if takes:

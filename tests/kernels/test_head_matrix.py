@@ -13,7 +13,7 @@ from meshwright.kernels import cross_entropy, fast, head_matrix, logit_rows, ref
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear_divergence import Divergence, TeacherHead
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape
 from meshwright.spec.aligned_products import PADDED_TO, ROW_BYTES, padded_columns
@@ -218,7 +218,7 @@ def test_a_gpu_rounds_the_gradient_of_a_head_in_the_pass_that_multiplies_it(fact
     """One operation that reads fp32 and writes 16 bits: 6 bytes per element, where two would move 14."""
     (total,), scale = tensors((97, WIDTH)), torch.tensor(factor)
     right = (total.double() * float(scale)).float().to(torch.bfloat16)
-    with acting_as("cuda"), Operations() as counted:
+    with simulate_device("cuda"), Operations() as counted:
         rounded = scaled_gradient(total, scale, torch.bfloat16)
     assert torch.equal(rounded, right)
     assert dict(counted.counts) == {"new_empty": 1, "mul": 1}

@@ -17,7 +17,7 @@ from meshwright.kernels.paged_attention import (
     attend_paged,
     attend_paged_reference,
 )
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from tests.counting import Operations
 from tests.kernels.stored_numbers import stored
 
@@ -89,7 +89,7 @@ def test_a_chunk_behind_others_makes_no_mask_of_all_its_queries(
     keys, values = (torch.randn(24, BLOCK, 2, size).bfloat16() for size in (width, value_width))
     call = [PagedCall(0, 1, 40, slice(3, 23), None, SeenBand(78, window))]
     given = q, k, k[..., :value_width]
-    with acting_as("cuda" if by == "a GPU" else "cpu"), Operations() as made:
+    with simulate_device("cuda" if by == "a GPU" else "cpu"), Operations() as made:
         chunk = attend_paged(*given, stored(keys), stored(values), call, scale=0.3)
     exact = attend_paged_reference(*given, keys, values, call, scale=0.3)
     torch.testing.assert_close(chunk, exact, rtol=2e-2, atol=2e-2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import strips
 from meshwright.kernels.attention import DocumentSpans, attend, causal_mask
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.kernels.varlen import varlen_attention
 from tests.kernels.exactness import tensors
 
@@ -103,7 +103,7 @@ def test_fp32_on_a_gpu_equals_pairs_written_out(
     given = tensors(*((2, LENGTH, *size) for size in sizes), dtype=torch.float32)
     documents, spans = random_documents(window + width)
     seen = pairs(documents if packed else None, window)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         mask = causal_mask(LENGTH, LENGTH, window=window, documents=documents if packed else None, spans=spans)
         found = with_gradients(lambda q, k, v: attend(q, k, v, mask, scale=SCALE), given, torch.float32)
     right = with_gradients(lambda q, k, v: exact(q, k, v, seen), given, torch.float64)
@@ -138,7 +138,7 @@ def test_on_fake_tensors_of_a_gpu_no_host_waits_and_nothing_of_s_x_s_is_made(
                     largest = max(largest, one.untyped_storage().nbytes())
             return made
 
-    with acting_as("cuda"), compat.fake_tensors(), Watch():
+    with simulate_device("cuda"), compat.fake_tensors(), Watch():
         q, k, v = (torch.empty(1, length, heads, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
         documents = torch.zeros(1, length, dtype=torch.int32)
         mask = causal_mask(length, length, window=window, documents=documents, spans=DocumentSpans(7, 2000))

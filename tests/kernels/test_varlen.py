@@ -13,7 +13,7 @@ from meshwright.data import Sequences
 from meshwright.kernels import attention, varlen
 from meshwright.kernels import partial as partial_attention
 from meshwright.kernels.attention import DocumentSpans, Mask, attend, attend_reference, causal_mask
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.training.batches import Share, select, split, to_batch
 from tests.counting import Operations
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
@@ -116,7 +116,7 @@ def test_borders_for_a_gpu_are_those_of_the_rows_one_after_another() -> None:
 @pytest.mark.parametrize("window", [0, 5])
 def test_no_host_waits_for_the_borders_of_a_gpu(window: int) -> None:
     """On fake tensors: whatever reads a value raises."""
-    with acting_as("cuda"), compat.fake_tensors():
+    with simulate_device("cuda"), compat.fake_tensors():
         q, k, v = (torch.empty(2, 40, 4, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         documents = torch.zeros(2, 40, dtype=torch.int32)
         mask = causal_mask(40, 40, window=window, documents=documents, spans=DocumentSpans(7, 20))
@@ -208,7 +208,7 @@ def test_on_a_gpu_the_flash_kernel_reads_borders(
     monkeypatch.setattr(compat, "varlen_attention", forward)
     q, k, v = tensors((3, 40, 4, width), (3, 40, 2, width), (3, 40, 2, values), dtype=torch.bfloat16)
     documents = random_documents(40, 0.1, 5)
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         mask = causal_mask(40, 40, window=window, documents=documents, spans=DocumentSpans(32, 33))
         found = attend(q, k, v, mask, scale=SCALE)
     exact = attend_reference(q.double(), k.double(), v.double(), mask, scale=SCALE)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import compat
 from meshwright.kernels import fast
-from meshwright.kernels.target import acting_as, acts
+from meshwright.kernels.target import simulate_device, simulated_kind
 from meshwright.kernels.weight_gradients import WeightGradients, splits, splitting
 from meshwright.parallel.recompute import block_call
 from meshwright.spec.layout import RECOMPUTE
@@ -201,8 +201,8 @@ def test_a_backward_pass_on_another_thread_is_split_too(name: str, recompute: st
 def test_another_thread_is_not_split() -> None:
     with splitting(), ThreadPoolExecutor(1) as pool:
         assert splits() and not pool.submit(splits).result()
-        with acting_as("cuda"):
-            assert acts() == "cuda" and pool.submit(acts).result() == ""
+        with simulate_device("cuda"):
+            assert simulated_kind() == "cuda" and pool.submit(simulated_kind).result() == ""
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.dry_run import LLAMA, MOE, measured, row
 from meshwright.cli.main import main
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.observe.calibrate import campaign
 from meshwright.observe.dryrun.dryrun_document import dry_run_document, needed_bytes, room_of
@@ -277,7 +277,7 @@ def _left_behind() -> list[tuple[bool, bool, str]]:
     states = []
     for run in (lambda: watch_rank(plan(TINY, 2, micro_batch=1), 0, "cuda", 1.0, (1, 1)), _reads_a_value):
         run()
-        states.append((torch.distributed.is_initialized(), type(torch.ones(1)) is not torch.Tensor, acts()))
+        states.append((torch.distributed.is_initialized(), type(torch.ones(1)) is not torch.Tensor, simulated_kind()))
     return states
 
 

@@ -8,7 +8,7 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.attention import Mask, attend
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
 from meshwright.observe.dryrun.workspaces import workspace_bytes
 
@@ -19,7 +19,7 @@ from meshwright.observe.dryrun.workspaces import workspace_bytes
 def test_a_gpu_never_stores_the_weights_of_attention(dtype: torch.dtype, heads: int, dim: int) -> None:
     """Unequal heads, which torch's other fused kernel does not take: it would compute with S x T weights."""
     length = 1024
-    with compat.fake_tensors(), acting_as("cuda"), StorageWatch() as watch:
+    with compat.fake_tensors(), simulate_device("cuda"), StorageWatch() as watch:
         q, k, v = (torch.empty(1, length, n, dim, dtype=dtype, requires_grad=True) for n in (8, heads, heads))
         attend(q, k, v, Mask(), scale=0.3).sum().backward()
     largest = max(math.prod(record.shape) for record in watch.records)
@@ -32,7 +32,7 @@ def test_what_a_kernel_takes_inside_counts_while_it_runs(dtype: torch.dtype) -> 
     """By hand: sums of dQ (fp32) and a number a row; dK and dV of each head where flash attention has fewer keys."""
     peaks = []
     for within in (None, workspace_bytes):
-        with compat.fake_tensors(), acting_as("cuda"), StorageWatch(within=within) as watch:
+        with compat.fake_tensors(), simulate_device("cuda"), StorageWatch(within=within) as watch:
             q, k, v = (torch.empty(1, 200, n, 64, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
             out = attend(q, k, v, Mask(), scale=0.3)
             watch.enter("backward")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright import compat
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.program import TrainingProgram, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.observe.verify.random_case import random_case
@@ -49,7 +49,7 @@ def made(seed: int, index: int, rank: int) -> dict[str, int]:
             tensors = kept(program.state.engine, program.state.optimizer)
             found.update({kind: bytes_of(each, seen) for kind, each in tensors.items()})
 
-    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), acting_as("cpu"), without_values():
+    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), simulate_device("cpu"), without_values():
         program = TrainingProgram(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), on_part=told, routing=1.0, acts_as="cpu"
         )

@@ -14,7 +14,7 @@ from meshwright import compat
 from meshwright.kernels import experts
 from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows_reference
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.parallel import build_engine
@@ -288,7 +288,7 @@ def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def fake() -> Iterator[None]:
-    with compat.fake_world(0, 1), compat.fake_tensors(), acting_as("cuda"):
+    with compat.fake_world(0, 1), compat.fake_tensors(), simulate_device("cuda"):
         yield
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright
 from meshwright import compat
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
@@ -56,7 +56,7 @@ def documented() -> tuple[set[str], set[str]]:
 def of_a_step(name: str) -> Counter[str]:
     """The operations of a step as a GPU runs it, on tensors without values."""
     plan = replace(PLAN, model=shrink(name), layout=Layout(micro_batch=2, compile="off"))
-    with compat.fake_world(0, 1), compat.fake_tensors(), acting_as("cuda"):
+    with compat.fake_world(0, 1), compat.fake_tensors(), simulate_device("cuda"):
         program = TrainingProgram(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), on_part=lambda part: None, routing=1.0,
             documents=True, acts_as="cuda",

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.kernels import cross_entropy
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.kernels.varlen import borders_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
@@ -405,7 +405,7 @@ def aligned(name: str) -> ModelShape:
 
 def test_experts_need_products_that_read_their_lengths_on_the_device() -> None:
     moe = aligned("qwen3-30b-a3b")
-    with acting_as("cuda"):
+    with simulate_device("cuda"):
         check_device(moe, ON, CPU, torch.bfloat16)
         for layout, dtype in ((ON, torch.float16), (replace(ON, kernels="reference"), torch.bfloat16)):
             with pytest.raises(PlanError, match=r"experts .* Take layout.cuda_graphs=off"):
@@ -452,7 +452,7 @@ def test_a_gpu_trains_the_same_with_graphs_and_without(compiled: Literal["off", 
 def test_no_pass_of_a_gpu_waits_for_its_values(name: str, packed: bool, recipe: dict[str, Any], recompute: Any) -> None:
     """The very calls of a GPU's pass, on tensors without values."""
     shape, layout = aligned(name), replace(ON, recompute=recompute)
-    with compat.fake_world(0, 1), compat.fake_tensors(), acting_as("cuda"):
+    with compat.fake_world(0, 1), compat.fake_tensors(), simulate_device("cuda"):
         engine = engine_of(shape, layout, **recipe, mesh=make_mesh(layout), initialize=False)
         batch = batch_of(0, 4, 24, shape.vocab, packed=packed)
         if packed:

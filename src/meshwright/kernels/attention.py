@@ -14,7 +14,7 @@ from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.kernels.gpu_attention import attend_past, chosen_kernel, past_kernel
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.kernels.varlen import borders_of
 from meshwright.spec.attention_kernels import Case
 
@@ -81,7 +81,7 @@ def causal_mask(
         spans: Number of documents and longest one. Without them a GPU is waited for.
     """
     window = window if window < keys else 0
-    if documents is None or queries != keys or kind(documents) == "cpu":
+    if documents is None or queries != keys or device_kind(documents) == "cpu":
         return Mask(window, documents)
     longest = torch.tensor(spans.longest or keys, device="cpu")
     return Mask(window, documents, borders_of(documents, spans.number), longest)
@@ -124,7 +124,7 @@ def wants_loops(q: Tensor, k: Tensor, v: Tensor) -> bool:
     process would rather not wait for the C compiler.
     """
     long = q.shape[1] * min(q.shape[3], 64) >= LONG
-    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v)
+    return long and device_kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v)
 
 
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
@@ -138,7 +138,7 @@ def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
     Other CPUs with wide vectors keep torch's kernel, which was written for them.
     """
     work = q.shape[1] * min(q.shape[3], 64)
-    if kind(q) != "cpu" or work < LONG:
+    if device_kind(q) != "cpu" or work < LONG:
         return False
     if NARROW_VECTORS or not compat.blas_is_slow():
         return NARROW_VECTORS
@@ -176,7 +176,7 @@ def attend(
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if kernel == "cudnn":
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
-    fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
+    fused = compat.cuda_attention if simulated_kind() == "cuda" else F.scaled_dot_product_attention
     out: Tensor = fused(
         q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
@@ -220,9 +220,9 @@ def _preferred_way(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) 
         return "torch"
     if not dropout and wants_loops(q, k, v) and training_library.is_compiled():
         return "loops"
-    if mask.is_plain and torch.compiler.is_compiling() and (kind(q) != "cpu" or q.dtype == torch.float32):
+    if mask.is_plain and torch.compiler.is_compiling() and (device_kind(q) != "cpu" or q.dtype == torch.float32):
         return "torch"
-    if kind(q) == "cpu":
+    if device_kind(q) == "cpu":
         if dropout or (q.requires_grad and prefers_blockwise(q, mask)):
             return "blocks"
         return "torch" if mask.is_plain else "flash" if v.shape[-1] <= WIDEST and can_fuse(q, k) else "blocks"
@@ -230,7 +230,7 @@ def _preferred_way(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) 
         return "torch"
     if v.shape[-1] <= WIDEST and can_fuse(q, k):
         return gpu_kernel(q, k, v, mask, dropout)
-    return "blocks" if dropout or kind(q) != "cuda" else "strips"
+    return "blocks" if dropout or device_kind(q) != "cuda" else "strips"
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
@@ -248,7 +248,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     if kernel != "flash":
         return kernel
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
-    if acts() == "cuda":
+    if simulated_kind() == "cuda":
         return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
     return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
@@ -258,7 +258,7 @@ def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> s
 
     The table is in spec/attention_kernels.py. A dry run models flash, which saves the same tensors as the others.
     """
-    if acts() or q.device.type != "cuda" or q.dtype not in NARROW:
+    if simulated_kind() or q.device.type != "cuda" or q.dtype not in NARROW:
         return "flash"
     case = case_of(mask)
     if case == "rows" and not torch.is_grad_enabled():
@@ -276,7 +276,7 @@ def _is_banded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> b
     Not with gradients, whose kernels are called in other ways. A single query that sees all keys needs no border.
     """
     sees_all_keys = q.shape[1] == 1 and not mask.window
-    if q.shape[1] == k.shape[1] or sees_all_keys or mask.documents is not None or dropout or kind(q) != "cuda":
+    if q.shape[1] == k.shape[1] or sees_all_keys or mask.documents is not None or dropout or device_kind(q) != "cuda":
         return False
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
@@ -302,8 +302,8 @@ def _sdpa_inputs(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> tup
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     grouped = q.shape[2] != k.shape[2]
-    if v.shape[-1] < q.shape[-1] and (kind(q) == "cpu" or (allowed is None and compat.takes_flash(q, q))):
+    if v.shape[-1] < q.shape[-1] and (device_kind(q) == "cpu" or (allowed is None and compat.takes_flash(q, q))):
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    if grouped and kind(q) == "cuda" and not (allowed is None and compat.takes_flash(q, v)):
+    if grouped and device_kind(q) == "cuda" and not (allowed is None and compat.takes_flash(q, v)):
         k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grouped

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compat import torch_compile
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 
 PREFERENCES = ("auto", "eager", "triton")
 """auto: Triton where it is better. eager: torch's own. triton: wherever it can run."""
@@ -80,7 +80,7 @@ def uses_triton(operation: str, x: Tensor, *, prefer: str = "auto", feature: str
     Args:
         feature: Why it cannot run here, in words for a reader. Empty = it can.
     """
-    if torch.compiler.is_compiling() or (x.device.type == "cpu" and prefer != "triton") or acts():
+    if torch.compiler.is_compiling() or (x.device.type == "cpu" and prefer != "triton") or simulated_kind():
         return False
     return choice(operation, x.device, x.dtype, prefer=prefer, feature=feature).by == "triton"
 

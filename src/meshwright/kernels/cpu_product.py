@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import onednn_products
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.spec.head_chunk import ADDED_AT_ONCE
 
 LEAST = 2**20
@@ -44,7 +44,7 @@ torch.library.register_fake("meshwright::cpu_product", lambda a, b, bias: a.new_
 
 def pays(a: Tensor, columns: int) -> bool:
     """Return whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
-    if a.dtype != torch.float32 or not compat.blas_is_slow() or kind(a) != "cpu":
+    if a.dtype != torch.float32 or not compat.blas_is_slow() or device_kind(a) != "cpu":
         return False
     return a.numel() * columns >= LEAST and compat.lies_in_memory(a) and onednn_products.are_exact()
 
@@ -81,8 +81,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return total.add_(multiply(a, b)) if beta else total.copy_(multiply(a, b))
-    if kind(total) != "cpu":
-        if not acts():
+    if device_kind(total) != "cpu":
+        if not simulated_kind():
             compat.add_wide_product(total, a, b, beta)
         return total
     if total.dtype != a.dtype:

@@ -21,7 +21,7 @@ from meshwright.kernels import logit_rows
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear import product_dtype
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.purpose import takes
 
@@ -115,7 +115,7 @@ def counted_rows(valid: Tensor, vocabulary: Vocabulary | None) -> Tensor | None:
     Only a CPU leaves rows out: its host knows the numbers. The valid rows (R,) are included, and others up to a round
     number. Parts of a vocabulary exchange whole chunks, as planned.
     """
-    if vocabulary is not None or kind(valid) != "cpu" or compat.is_fake(valid):
+    if vocabulary is not None or device_kind(valid) != "cpu" or compat.is_fake(valid):
         return None
     number = rounded_rows(int(valid.sum()), len(valid))
     return valid.argsort(descending=True, stable=True)[:number] if number < len(valid) else None
@@ -141,7 +141,7 @@ def _kernel(logits: Tensor, in_triton: bool, prefer: str) -> Any:
         from meshwright.kernels.triton import loss_rows
 
         return loss_rows
-    stands_in = acts() == "cuda" and prefer in ("auto", "triton")
+    stands_in = simulated_kind() == "cuda" and prefer in ("auto", "triton")
     return logit_rows if stands_in or logit_rows.takes(logits) else None
 
 
@@ -179,7 +179,7 @@ class _Chunks:
         """Yield each chunk's rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
         parts, factor = self.vocabulary, None if factor is None else factor.float()
         weight, head, dtype = self.weight, self.head, product_dtype(self.weight)
-        rows = chunk_rows(len(self.x), parts.most if parts else len(weight), kind(self.x))
+        rows = chunk_rows(len(self.x), parts.most if parts else len(weight), device_kind(self.x))
         in_triton = uses_triton("loss_rows", weight, prefer=self.prefer)
         for start in range(0, len(self.x), rows):
             chunk = slice(start, start + rows)

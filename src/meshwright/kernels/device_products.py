@@ -25,7 +25,7 @@ from meshwright.kernels import fp8
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.product_contest import ProductContest, ProductWay
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.spec.extras import install
 
 FUSED_ROWS, E4M3_ROWS = 512, 64
@@ -232,7 +232,7 @@ def _has_fp8_product(rows: Tensor, matrix: QuantizedMatrix) -> bool:
 
     Its only result dtype is bf16.
     """
-    if rows.device.type != "cuda" or acts() or torch.compiler.is_compiling() or rows.dtype != torch.bfloat16:
+    if rows.device.type != "cuda" or simulated_kind() or torch.compiler.is_compiling() or rows.dtype != torch.bfloat16:
         return False
     fits = matrix.size_in % fp8.MULTIPLE == 0 and matrix.size_out % fp8.MULTIPLE == 0
     return fits and not fp8.missing(rows.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.kernels import cpu_product, fp8_experts
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import FP8_ALL, SAME, linear, linear_reference, product_dtype, weight_product
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.kernels.weight_gradients import as_leaf, is_taken, leaf_at, splits, waits, whole
 
 Counts = list[int] | Tensor
@@ -80,12 +80,12 @@ def groups_on_device(rows: Tensor, weights: Tensor) -> bool:
     Counts may then stay on the device. Without a row the host knows all counts, and reading them would be a wait.
     Before compute capability 9 torch itself falls back to a loop that waits for the counts.
     """
-    if not (hasattr(F, "grouped_mm") and kind(rows) == "cuda" and rows.dtype == weights.dtype == torch.bfloat16):
+    if not (hasattr(F, "grouped_mm") and device_kind(rows) == "cuda" and rows.dtype == weights.dtype == torch.bfloat16):
         return False
     if not len(rows):
         return False
     aligned = weights.shape[-1] % 8 == 0 and weights.shape[-2] % 8 == 0
-    return aligned and (bool(acts()) or torch.cuda.get_device_capability(rows.device) >= (9, 0))
+    return aligned and (bool(simulated_kind()) or torch.cuda.get_device_capability(rows.device) >= (9, 0))
 
 
 def leaves_garbage(device: torch.device) -> bool:

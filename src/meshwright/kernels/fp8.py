@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 
 SAME, FP8, FP8_ALL = "same", "fp8", "fp8-all"
 """Forms of a product, as in recipe.products: operands unchanged, or rounded to 8 bits.
@@ -72,7 +72,7 @@ def narrow(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
             return Narrow(*narrowing.turned(x.mT, x.shape[-1]))
         codes, scales = narrowing.rounded(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn)
         return Narrow(codes.view(x.shape), scales.view(*x.shape[:-1], 1))
-    if acts() == "cuda" and compat.is_fake(x):  # a dry run holds what the kernel writes
+    if simulated_kind() == "cuda" and compat.is_fake(x):  # a dry run holds what the kernel writes
         codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
         return Narrow(codes, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
     scales = scales_of(x, -1)
@@ -104,7 +104,7 @@ def scales_of(x: Tensor, dim: int) -> Tensor:
 
 def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Multiply a (N, K) by b (M, K) transposed and add bias (M,). Returns (N, M), rounded once."""
-    if kind(a.values) == "cuda" and (acts() or not missing(a.values.device)):
+    if device_kind(a.values) == "cuda" and (simulated_kind() or not missing(a.values.device)):
         return compat.scaled_product(*a, *b, bias, dtype)
     y = F.linear(a.values.float(), b.values.float()) * a.scales * b.scales.t()
     return (y if bias is None else y + bias).to(dtype)

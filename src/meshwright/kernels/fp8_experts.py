@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import FP8_ALL, MULTIPLE, Narrow, narrow, scales_of
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.kernels.weight_gradients import as_leaf, is_taken
 
 Counts = list[int] | Tensor
@@ -30,9 +30,9 @@ GROUPED_ON = (9, 0)
 
 def groups_scaled(rows: Tensor) -> bool:
     """Return whether one kernel takes all runs."""
-    if not (compat.HAS_SCALED_GROUPS and kind(rows) == "cuda" and len(rows)):
+    if not (compat.HAS_SCALED_GROUPS and device_kind(rows) == "cuda" and len(rows)):
         return False
-    return bool(acts()) or torch.cuda.get_device_capability(rows.device) == GROUPED_ON
+    return bool(simulated_kind()) or torch.cuda.get_device_capability(rows.device) == GROUPED_ON
 
 
 def expert_linear_reference(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.chooser import NARROW, dtype_name
 from meshwright.kernels.partial import fused_width, padded
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.spec.attention_kernels import (
     AttentionCall,
     Case,
@@ -87,7 +87,7 @@ def attend_past(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float) -
 
 def past_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Return the kernel of `attend_past`: flash-4 or flash."""
-    if acts():
+    if simulated_kind():
         return "flash"
     return choose_past(q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2]).kernel
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 
 PIECE = 2**18
 """Elements that a CPU widens at a time: torch's additions of two dtypes widen their operand first."""
@@ -185,7 +185,7 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 def direct_sum(parameter: Tensor) -> GradientSum | None:
     """Return the sum to which gradient products of the parameter are added directly. None = they are not."""
-    if kind(parameter) not in ADDING_DEVICES:
+    if device_kind(parameter) not in ADDING_DEVICES:
         return None
     total = sum_of(parameter)
     return total if total is not None and total.dtype.itemsize > parameter.dtype.itemsize else None
@@ -193,7 +193,7 @@ def direct_sum(parameter: Tensor) -> GradientSum | None:
 
 def add_into(total: Tensor, gradient: Tensor) -> None:
     """Add a gradient of any dtype to total (contiguous, same shape), without a copy as wide as the total."""
-    if total.dtype == gradient.dtype or kind(total) == "cuda":
+    if total.dtype == gradient.dtype or device_kind(total) == "cuda":
         total += gradient
         return
     for part, piece in zip(total.view(-1).split(PIECE), gradient.reshape(-1).split(PIECE), strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import cpu_product
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 from meshwright.spec.aligned_products import PADDED_TO, padded_columns
 
 PADDING_DEVICES = {"cuda"}
@@ -39,7 +39,7 @@ class HeadMatrix:
     def padded(cls, weight: Tensor, dtype: torch.dtype) -> "HeadMatrix":
         """Create the matrix for products in `dtype`."""
         rows = len(weight)
-        width = padded_columns(rows, dtype.itemsize) if kind(weight) in PADDING_DEVICES else rows
+        width = padded_columns(rows, dtype.itemsize) if device_kind(weight) in PADDING_DEVICES else rows
         if width == rows:
             return cls(weight, width, ((slice(0, rows), weight),))
         first = width - PADDED_TO
@@ -112,6 +112,6 @@ def scaled_gradient(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor
 
     A GPU rounds while it multiplies, 6 bytes per element in 16 bits. In two passes, as on a CPU, they are 14.
     """
-    if dtype == total.dtype or kind(total) == "cpu" or torch.compiler.is_compiling():
+    if dtype == total.dtype or device_kind(total) == "cpu" or torch.compiler.is_compiling():
         return total.mul_(factor).to(dtype)
     return torch.mul(total, factor, out=total.new_empty(total.shape, dtype=dtype))

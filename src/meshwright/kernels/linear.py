@@ -14,7 +14,7 @@ from meshwright.kernels import cpu_product, fp8
 from meshwright.kernels.fp8 import FP8 as FP8
 from meshwright.kernels.fp8 import FP8_ALL as FP8_ALL
 from meshwright.kernels.fp8 import SAME as SAME
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 from meshwright.kernels.weight_gradients import Leaf, as_leaf, is_direct, is_taken, leaf_at, splits, waits
 
 
@@ -109,7 +109,7 @@ FEW_ROWS = 2
 
 def needs_wide(x: Tensor) -> bool:
     """Return whether this device emulates 16-bit products: element by element, or widened inside."""
-    return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
+    return device_kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -29,7 +29,7 @@ from torch import Tensor
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows, counted_rows
 from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear import product_dtype
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 from meshwright.spec.purpose import takes
 
 LEAST_TAIL = 1e-30
@@ -299,7 +299,7 @@ class _DivergenceChunks:
         self.x_gradient = torch.empty_like(self.x) if of_x else None
         self.weight_gradient = self.head.empty_gradient(len(self.x)) if of_weight else None
         columns = self.vocabulary.most if self.vocabulary else len(self.weight)
-        rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
+        rows = chunk_rows(len(self.x), BUFFERS * columns, device_kind(self.x))
         total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
         for start in range(0, len(self.x), rows):
             chunk = slice(start, start + rows)
@@ -413,7 +413,7 @@ def linear_top(
     With a vocabulary, `weight` is a part of the head, and every part gets the tokens of the whole vocabulary.
     """
     most, head = vocabulary.most if vocabulary else len(weight), HeadMatrix.padded(weight, product_dtype(weight))
-    rows = chunk_rows(len(x), 2 * most, kind(x))
+    rows = chunk_rows(len(x), 2 * most, device_kind(x))
     tops = []
     for start in range(0, len(x), rows):
         part = x[start : start + rows].to(product_dtype(weight))

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.compiled import training_library
 from meshwright.kernels.compiled.training_library import DTYPES, library
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 from meshwright.kernels.training_rows import LEAST
 
 
@@ -20,7 +20,7 @@ def takes(logits: Tensor) -> bool:
     """
     if logits.numel() < LEAST or logits.dtype not in DTYPES or torch.is_grad_enabled():
         return False
-    plain = not torch.compiler.is_compiling() and kind(logits) == "cpu" and logits.stride(-1) == 1
+    plain = not torch.compiler.is_compiling() and device_kind(logits) == "cpu" and logits.stride(-1) == 1
     return plain and compat.lies_in_memory(logits) and training_library.is_compiled()
 
 

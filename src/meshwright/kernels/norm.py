@@ -10,7 +10,7 @@ from meshwright import compat
 from meshwright.kernels import training_rows
 from meshwright.kernels.chooser import FLOATS, NARROW, uses_triton
 from meshwright.kernels.compiled import library
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 
 WIDEST, WIDEST_CENTERED = 16384, 4096
 """Widest rows for which a Triton program spills no register in the backward pass: RMSNorm, LayerNorm."""
@@ -90,12 +90,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Ten
         from meshwright.kernels.triton import root_norm
 
         return root_norm.rms_norm(x, weight, eps)
-    if kind(x) == "cpu" and x.dtype == weight.dtype in FLOATS and not torch.compiler.is_compiling():
+    if device_kind(x) == "cpu" and x.dtype == weight.dtype in FLOATS and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
             return _normed(x, weight, eps)[0]
         normed: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return normed
-    if acts() == "cuda" and not torch.compiler.is_compiling():
+    if simulated_kind() == "cuda" and not torch.compiler.is_compiling():
         return compat.fused_rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -157,7 +157,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, prefer: str 
         from meshwright.kernels.triton import root_norm
 
         return root_norm.layer_norm(x, weight, bias, eps)
-    if kind(x) == "cpu" and x.dtype in NARROW and not torch.compiler.is_compiling():
+    if device_kind(x) == "cpu" and x.dtype in NARROW and not torch.compiler.is_compiling():
         normed: Tensor = _NarrowLayerNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return normed
     return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -21,7 +21,7 @@ from meshwright.kernels.gpu_attention import attend_past, choose_past
 from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import can_fuse
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 from meshwright.spec.graph_sizes import WIDEST
 
 HIDDEN = float("-inf")
@@ -243,7 +243,7 @@ def _attend(
         return _one_query(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
     queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
     band = SeenBand(call.queries, 0) if call.blocks is None else call.band
-    if band is not None and kind(q) == "cuda" and can_fuse(queries.transpose(1, 2), seen_k.transpose(1, 2)):
+    if band is not None and device_kind(q) == "cuda" and can_fuse(queries.transpose(1, 2), seen_k.transpose(1, 2)):
         tensors = (x.transpose(1, 2) for x in (queries, seen_k[:, :, : band.keys], seen_v[:, :, : band.keys]))
         return attend_past(*tensors, window=band.window, scale=scale).flatten(0, 1)
     if call.band is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 
 ROWS = 64
 """Queries of a tile of the plain form; see kernels/blockwise.py."""
@@ -84,11 +84,11 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
     On a CPU it takes 3 to 30 % less time than the plain form (AVX2, 64 to 8192 positions). On a GPU it needs 16-bit
     tensors and heads of up to 256.
     """
-    if not compat.has_flash_attention(kind(q)):
+    if not compat.has_flash_attention(device_kind(q)):
         return False
-    if kind(q) == "cpu":
+    if device_kind(q) == "cpu":
         return True
-    if acts():
+    if simulated_kind():
         return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
     fuses: bool = _device_fuses(q.device, q.dtype, fused_width(q.shape[-1]), q.shape[2] != k.shape[2])
     return fuses
@@ -187,10 +187,10 @@ class PartialGradients:
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """Return result (B, H, S, E) and log-sum-exp (B, H, S) of the fused kernel. A GPU's takes borders as numbers."""
-    if kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
+    if device_kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
         return compat.banded_attention(q, k, v, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention(
-        q, k, v, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=kind(q)
+        q, k, v, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q)
     )  # fmt: skip
 
 
@@ -199,10 +199,10 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, by the same kernel."""
     tensors = gradient, q, k, v, out, lse
-    if kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
+    if device_kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
         return compat.banded_attention_backward(*tensors, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention_backward(
-        *tensors, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=kind(q)
+        *tensors, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q)
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import input_gradient, product_dtype, products
 from meshwright.kernels.quantization import absmax_scale, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 
 INT8_INPUTS = 2**31 // 127**2
 """Inputs for which sums of 8-bit products cannot overflow 32 bits."""
@@ -166,7 +166,7 @@ def _outlier_product(x: Tensor, weights: Tensor, matrix: QuantizedMatrix) -> Ten
 
 
 def _uses_onednn(x: Tensor) -> bool:
-    return kind(x) == "cpu" and integers.has_int8_product()
+    return device_kind(x) == "cpu" and integers.has_int8_product()
 
 
 def _int8_product(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
@@ -195,7 +195,7 @@ def _restored_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
     if not matrix.keeps_copies:
         return products(rows, (matrix.restored(rows.dtype),), (bias,))[0]
     dtype = product_dtype(rows)
-    if kind(rows) == "cpu" and len(rows) <= (CODE_ROWS_BESIDE_FP32 if dtype == torch.float32 else CODE_ROWS):
+    if device_kind(rows) == "cpu" and len(rows) <= (CODE_ROWS_BESIDE_FP32 if dtype == torch.float32 else CODE_ROWS):
         y = _code_linear(rows, matrix, bias)
         if y is not None:
             return y
@@ -203,7 +203,7 @@ def _restored_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
         beside_fp32 = compat.HAS_WIDE_VECTORS and not compat.cpu_multiplies(torch.bfloat16)
         if len(rows) <= (INT4_ROWS_BESIDE_FP32 if beside_fp32 else INT4_ROWS):
             return _int4_linear(rows, matrix, bias)
-    packs = kind(rows) == "cpu" and _keeps_onednn_copy(matrix, dtype)
+    packs = device_kind(rows) == "cpu" and _keeps_onednn_copy(matrix, dtype)
     if str(dtype) not in matrix.prepared:
         restored = matrix.restored(dtype)
         matrix.prepared[str(dtype)] = compat.onednn_packed(restored) if packs else restored
@@ -255,7 +255,7 @@ def takes_int4(matrix: QuantizedMatrix, rows: Tensor) -> bool:
     scheme = matrix.scheme
     if scheme.bits != 4 or scheme.codes != "integer" or scheme.group not in integers.INT4_GROUPS:
         return False
-    if kind(rows) != "cpu" or not integers.has_int4_product():
+    if device_kind(rows) != "cpu" or not integers.has_int4_product():
         return False
     return matrix.size_out % 16 == 0 and matrix.size_in % scheme.group == 0
 

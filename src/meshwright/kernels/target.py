@@ -11,31 +11,31 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-_acting: ContextVar[str] = ContextVar("acting", default="")
+_simulated: ContextVar[str] = ContextVar("simulated", default="")
 """Simulated kind. CPU tensors run their backward pass on the calling thread, in its context."""
 
 
-def kind(x: Tensor) -> str:
+def device_kind(x: Tensor) -> str:
     """Return the kind of device, such as `cpu` or `cuda`, whose kernels compute with x."""
-    return acts() or x.device.type
+    return simulated_kind() or x.device.type
 
 
-def acts() -> str:
+def simulated_kind() -> str:
     """Return the kind of device that CPU tensors stand for. Empty = they stand for themselves."""
-    return str(_acting_now())
+    return str(_simulated_now())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
-def _acting_now() -> str:
+def _simulated_now() -> str:
     """Return a constant of compiled code: what a dry run compiles, nothing else runs."""
-    return _acting.get()
+    return _simulated.get()
 
 
 @contextmanager
-def acting_as(kind: str) -> Iterator[None]:
+def simulate_device(kind: str) -> Iterator[None]:
     """Choose kernels as on such a device, inside the context."""
-    token = _acting.set(kind)
+    token = _simulated.set(kind)
     try:
         yield
     finally:
-        _acting.reset(token)
+        _simulated.reset(token)

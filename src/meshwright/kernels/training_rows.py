@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.compiled import training_library
 from meshwright.kernels.compiled.training_library import DTYPES, VECTOR, library
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 
 LEAST = 2**17
 """Least numbers of a tensor for which the loops pay off: below, a process would rather not wait for the C compiler."""
@@ -26,7 +26,9 @@ def takes(x: Tensor, *others: Tensor, width: int = 0) -> bool:
     if x.numel() < LEAST or x.dtype not in DTYPES or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
     alike = all(other.dtype == x.dtype and other.shape in (x.shape, x.shape[-1:]) for other in others)
-    fit = alike and kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and compat.lies_in_memory(x, *others)
+    fit = (
+        alike and device_kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and compat.lies_in_memory(x, *others)
+    )
     return fit and training_library.is_compiled()
 
 

@@ -25,7 +25,7 @@ from meshwright.kernels.compiled import sequence_attention
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import fused_width, padded
 from meshwright.kernels.row_tiles import RowTile, blocks, rows_of, stretches
-from meshwright.kernels.target import acts, kind
+from meshwright.kernels.target import device_kind, simulated_kind
 
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """Size of a generator's state, by kind of device."""
@@ -63,7 +63,7 @@ def borders_of(documents: Tensor, number: int) -> Tensor:
     begins = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten()
     size = number or int(begins.sum())
     borders = torch.nonzero_static(begins, size=size + 1, fill_value=begins.numel()).flatten().to(torch.int32)
-    if not acts():
+    if not simulated_kind():
         torch_compile.let_vary(borders)
     return borders
 
@@ -108,7 +108,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tens
     if form.way == "loops":
         rows = rows_of(form.documents, q)
         return *sequence_attention.attend(q, k, v, rows, window=form.window, scale=form.scale), _no_state(q)
-    if kind(q) != "cpu":
+    if device_kind(q) != "cpu":
         return _forward_by_borders(q, k, v, form)
     return *_forward_by_stretches(q, k, v, form), _no_state(q)
 
@@ -126,7 +126,7 @@ def _backward(
     if form.way == "loops":
         rows = rows_of(form.documents, q)
         return sequence_attention.gradients(gradient, q, k, v, out, lse, rows, window=form.window, scale=form.scale)
-    if kind(q) != "cpu":
+    if device_kind(q) != "cpu":
         return _backward_by_borders(gradient, q, k, v, out, lse, random, form)
     return _backward_by_stretches(gradient, q, k, v, out, lse, form)
 
@@ -205,7 +205,7 @@ def _part(x: Tensor, rows: slice, at: slice, width: int) -> Tensor:
 def _width(q: Tensor, v: Tensor) -> int:
     """Return the common width of keys and values that fused kernels need, on a GPU in rows of 16 bytes."""
     width = max(q.shape[3], v.shape[3])
-    return width if kind(q) == "cpu" else fused_width(width)
+    return width if device_kind(q) == "cpu" else fused_width(width)
 
 
 def _output_like(q: Tensor, v: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 
 
@@ -36,7 +36,7 @@ def in_one_pass(masters: Sequence[Tensor], prefer: str = "auto") -> bool:
     A dry run of a GPU does not update, and the update takes no memory there either. `prefer` is one of
     chooser.PREFERENCES.
     """
-    if acts() == "cuda" and prefer in ("auto", "triton"):
+    if simulated_kind() == "cuda" and prefer in ("auto", "triton"):
         return True
     return bool(masters) and uses_triton("adamw", masters[0], prefer=prefer)
 
@@ -50,7 +50,7 @@ def adamw(
         gradients: fp32 or 16 bits.
         copies: 16-bit weights for computation, or the fp32 masters themselves.
     """
-    if acts():
+    if simulated_kind():
         return
     from meshwright.kernels.triton import many_tensors
 

@@ -9,7 +9,7 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.linear import SAME
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
@@ -226,7 +226,7 @@ def apply(
     gathered: torch.dtype | None,
 ) -> None:  # fmt: skip
     """Apply every axis except the pipeline, in the order of decision 4."""
-    layout, kind = mesh.layout, acts() or device.type
+    layout, kind = mesh.layout, simulated_kind() or device.type
     # Seams first, then the call of whole blocks, and FSDP last: its hooks stay outside of what is compiled.
     if layout.tp > 1:
         pieces = partial(layout.tp_pieces, hidden=model.shape.hidden, device=kind)

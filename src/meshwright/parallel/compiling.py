@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import torch_compile
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.kernels.weight_gradients import splits, traced
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
@@ -43,7 +43,7 @@ def is_compiled(layout: Layout, device: torch.device) -> bool:
     """
     if layout.compile != "on":
         return False
-    if acts():
+    if simulated_kind():
         return torch_compile.stands_in()
     if missing := torch_compile.compile_tool_missing(device.type):
         raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
@@ -56,13 +56,13 @@ def unrecomputed_policy(layout: Layout, shape: ModelShape) -> Recompute:
     It is `norms` in a dry run without a stand-in for the compiler, when compiled blocks would recompute norms by
     themselves (compat.torch_compile.keeping_less).
     """
-    stood_for = acts() and not torch_compile.stands_in()
-    return "norms" if stood_for and keeps_no_norms(layout, shape, acts()) else "none"
+    stood_for = simulated_kind() and not torch_compile.stands_in()
+    return "norms" if stood_for and keeps_no_norms(layout, shape, simulated_kind()) else "none"
 
 
 def resolve_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
     """Return the layout with compile=auto and cuda_graphs=auto off: only a plan knows which is faster."""
-    if layout.compile == "auto" and device.type == "cuda" and not acts() and world.index == 0:
+    if layout.compile == "auto" and device.type == "cuda" and not simulated_kind() and world.index == 0:
         _log.warning(
             "meshwright: note: blocks run uncompiled and outside CUDA graphs: layout.compile=auto and "
             "layout.cuda_graphs=auto are for a plan to choose (Prediction.settled)"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels, choose
 from meshwright.kernels.experts import keeps_counts
 from meshwright.kernels.gradient_sums import gradient_dtype, sum_of
-from meshwright.kernels.target import acts
+from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.parallel.graph_capture import CudaCapture, FormGraphs, Launch, NoCapture, Repeatable
 from meshwright.parallel.mesh import Mesh
@@ -119,7 +119,7 @@ def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype:
     """
     if layout.cuda_graphs != "on":
         return
-    kind = acts() or device.type
+    kind = simulated_kind() or device.type
     if kind != "cuda":
         raise PlanError(f"layout.cuda_graphs=on needs a GPU, and this is a {kind}: take layout.cuda_graphs=off")
     if shape.moe and not counts_stay(shape, layout.kernels, device, dtype):

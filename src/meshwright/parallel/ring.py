@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile, can_fuse
 from meshwright.kernels.row_tiles import STRETCH
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import device_kind
 from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
 from meshwright.parallel.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout
@@ -310,4 +310,4 @@ def _tiles(mask: ContextMask, keys: Places, q: Tensor, fused: bool) -> Iterator[
     if not fused:
         return mask.blocks(keys)
     few = min(mask.window // 4, MOST_HIDDEN // max(1, mask.window))
-    return mask.chunks(keys, max(STRETCH, few) if kind(q) == "cpu" else 0)
+    return mask.chunks(keys, max(STRETCH, few) if device_kind(q) == "cpu" else 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import Kernels, choose, chooser
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 
 ROWS, WIDTH, HEADS = 48, 64, 4
 
@@ -63,6 +63,6 @@ def test_what_a_triton_kernel_keeps_is_what_a_dry_run_counts(operation: Callable
     chooser._choices.clear()
     on_a_gpu = saved_bytes(operation, choose("triton"))
     assert [one.by for one in chooser._choices.values() if one.operation == name] == ["triton"]
-    with acting_as("cuda"), compat.fake_tensors():
+    with simulate_device("cuda"), compat.fake_tensors():
         counted = saved_bytes(operation, choose("auto"))
     assert counted == on_a_gpu

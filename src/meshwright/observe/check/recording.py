@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 
 from meshwright import compat
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.check.events import Communicator, RankTrace, Trace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.dryrun.op_cache import cached_calls
@@ -135,7 +135,7 @@ def record_ranks(plan: Plan, ranks: Sequence[int], device: str, load: float, ful
     gc.freeze()
     traces: dict[str, Trace] = {}
     recorded: dict[int, tuple[str, tuple[Communicator, ...]]] = {}
-    with compat.fake_tensors() as fake, acting_as(device):
+    with compat.fake_tensors() as fake, simulate_device(device):
         call = cached_calls(fake)
         for rank in ranks:
             with compat.fake_world(rank, plan.layout.world):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from meshwright import compat
 from meshwright.compat import lowering
 from meshwright.compat.torch_compile import compiled_by
-from meshwright.kernels.target import acting_as
+from meshwright.kernels.target import simulate_device
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch, StorageWatch
@@ -145,7 +145,7 @@ def device_of(plan: Plan) -> str:
 
 def watch_rank(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> WatchedRank:
     """Run one rank in this process. A process can do this once, since torch keeps groups by name."""
-    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
+    with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, simulate_device(device):
         program = TrainingProgram(
             plan=plan, mesh=make_mesh(plan.layout), device=torch.device("cpu"), on_part=lambda part: None, routing=load,
             documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
