@@ -25,7 +25,7 @@ from benchmarks.gpu.case import BARS, SINGLE
 from benchmarks.gpu.entries import MODEST, TINY, Entry, entries
 from benchmarks.gpu.errors import judged
 from meshwright import compat
-from meshwright.kernels.chooser import named
+from meshwright.kernels.chooser import dtype_name
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def rows(
             verdict = judged(case, case.ours, device)
             for name, contestant in verdict["contestants"].items():
                 yield {
-                    "operation": case.operation, "size": case.size, "dtype": named(case.dtype), "by": name, "how": how,
+                    "operation": case.operation, "size": case.size, "dtype": dtype_name(case.dtype), "by": name, "how": how,
                     "plain": verdict["plain"], **contestant,
                 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Count
 from benchmarks.gpu.timing import Timer
-from meshwright.kernels.chooser import named
+from meshwright.kernels.chooser import dtype_name
 
 ROUNDS = 12
 
@@ -22,7 +22,7 @@ class Ceilings:
 
     def seconds(self, count: Count, dtype: torch.dtype) -> float:
         """The least that a pass can take."""
-        return max(count.bytes_moved / self.bytes_per_s, count.flop / self.flop_per_s[named(dtype)])
+        return max(count.bytes_moved / self.bytes_per_s, count.flop / self.flop_per_s[dtype_name(dtype)])
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
@@ -56,7 +56,8 @@ def measure(device: torch.device, timer: Timer, dtypes: tuple[torch.dtype, ...],
     """8,192^3 (4,096^3 where that is faster) and 1 GiB; small sizes for a test."""
     sizes, elements = ((64, 96), 2**14) if tiny else ((4096, 8192), 2**29)
     rates = {
-        named(dtype): max(2 * size**3 / _product_s(size, dtype, device, timer) for size in sizes) for dtype in dtypes
+        dtype_name(dtype): max(2 * size**3 / _product_s(size, dtype, device, timer) for size in sizes)
+        for dtype in dtypes
     }
     source, to = (torch.randn(elements, device=device).to(torch.float16) for _ in range(2))
     moved = 2 * source.numel() * source.element_size()

@@ -10,7 +10,7 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.entries import Entry
 from benchmarks.gpu.errors import judged, reason
 from benchmarks.gpu.timing import Timer, input_sets, measured
-from meshwright.kernels.chooser import named
+from meshwright.kernels.chooser import dtype_name
 
 EAGER, COMPILED = "eager", "compiled"
 
@@ -41,7 +41,7 @@ def row(
     for name, contestant in verdict.get("contestants", {}).items():
         timed[name]["judged"] = contestant
     return {
-        "operation": case.operation, "size": case.size, "dtype": named(case.dtype), "chosen": case.chosen,
+        "operation": case.operation, "size": case.size, "dtype": dtype_name(case.dtype), "chosen": case.chosen,
         "counts": {part: [count.bytes_moved, count.flop] for part, count in case.counts.items()},
         "floor_seconds": floor, "judged_at": verdict.get("size"), "plain_errors": verdict.get("plain"),
         "contestants": timed,

@@ -125,4 +125,4 @@ def test_a_choice_on_a_gpu_names_the_extra_that_it_lacks() -> None:
 
     choice = attention_kernel(AttentionCall("documents", 4096, 128, 128, 0.0, False), GpuLibraries(9, 91900))
     assert "meshwright[gpu]" in choice.reason
-    assert "meshwright[gemlite]" in device_products._gemlite_missing(None, None)  # type: ignore[arg-type]
+    assert "meshwright[gemlite]" in device_products._gemlite_obstacle(None, None)  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def test_a_gpu_compiles_attention_over_documents_whole(window: int, monkeypatch:
     """A question to torch that the compiler cannot trace would cut the block in two there, and each half keeps what a
     whole block makes again: two norms a layer of llama-3.2-1b, 1.94 GiB on an H200."""
     for module in (attention, partial_attention, varlen):
-        monkeypatch.setattr(module, "kind", lambda x: "cuda")
+        monkeypatch.setattr(module, "device_kind", lambda x: "cuda")
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(partial_attention, "_cached_device_fuses", lambda *about: bool(asked.append(about)) or True)
     graphs: list[Any] = []

@@ -334,8 +334,8 @@ def test_a_gpu_is_told_the_borders_of_a_window_as_numbers(
     monkeypatch: pytest.MonkeyPatch, split: str, window: int
 ) -> None:
     flash, back = compat.flash_attention, compat.flash_attention_backward
-    monkeypatch.setattr(partial, "kind", lambda x: "cuda")
-    monkeypatch.setattr(ring, "kind", lambda x: "cuda")
+    monkeypatch.setattr(partial, "device_kind", lambda x: "cuda")
+    monkeypatch.setattr(ring, "device_kind", lambda x: "cuda")
     monkeypatch.setattr(compat, "flash_attention", lambda *given, **how: flash(*given, **{**how, "device": "cpu"}))
     monkeypatch.setattr(
         compat, "flash_attention_backward", lambda *given, **how: back(*given, **{**how, "device": "cpu"})

@@ -150,7 +150,7 @@ def test_bytes_and_kernels_of_a_step(
 ) -> None:
     """With the kernels of a GPU, of each element of a layer's matrices: of a step's first micro-batch and of others."""
     monkeypatch.setattr(gradient_sums, "ADDING_DEVICES", devices)
-    monkeypatch.setattr(gradient_sums, "kind", lambda x: "cuda")
+    monkeypatch.setattr(gradient_sums, "device_kind", lambda x: "cuda")
     shape = shrink("llama-3.1-8b")
     engine = build_engine(
         shape, Layout(compile="off"), dtype=torch.bfloat16, reduce_dtype=torch.float32, micro_batches=micro_batches

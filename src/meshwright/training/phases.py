@@ -27,7 +27,7 @@ PHASES = {
 READS = frozenset(
     {
         "meshwright.model.seams:counts_on_host",
-        "meshwright.kernels.experts:_known",
+        "meshwright.kernels.experts:_on_host",
         "meshwright.training.evaluate:evaluate",
         "meshwright.training.reference:_note",
         "meshwright.training.run_samples:RunSamples._together",
