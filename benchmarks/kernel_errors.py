@@ -41,8 +41,8 @@ def rows(
             verdict = judged(case, case.ours, device)
             for name, contestant in verdict["contestants"].items():
                 yield {
-                    "operation": case.operation, "size": case.size, "dtype": dtype_name(case.dtype), "by": name, "how": how,
-                    "plain": verdict["plain"], **contestant,
+                    "operation": case.operation, "size": case.size, "dtype": dtype_name(case.dtype), "by": name, "how":
+                    how, "plain": verdict["plain"], **contestant,
                 }  # fmt: skip
 
 
