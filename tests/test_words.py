@@ -13,7 +13,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "meshwright"
-READ = ("cli", "compat", "compress", "kernels", "model", "observe", "parallel", "planfile", "server", "store")
+READ = (
+    "cli",
+    "compat",
+    "compress",
+    "data",
+    "kernels",
+    "model",
+    "observe",
+    "parallel",
+    "planfile",
+    "server",
+    "spec",
+    "store",
+)
 """Packages whose words have been revised."""
 PRONOUNS = frozenset({"found", "one", "own", "some", "said", "kept", "given", "of", "place"})
 """Names that point at a thing without naming it."""

@@ -175,6 +175,6 @@ CONTENT = st.one_of(st.lists(st.sampled_from(WORDS), max_size=5).map("".join), s
 def conversations(draw: Any, *, system: bool = True, answered: bool = False) -> list[dict[str, Any]]:
     """Turns of a user and an assistant, perhaps after a system's; `answered` = the last is an answer."""
     turns = draw(st.integers(1, 3)) * 2 - (0 if answered else draw(st.integers(0, 1)))
-    found = [{"role": ("user", "assistant")[turn % 2], "content": draw(CONTENT)} for turn in range(turns)]
+    messages = [{"role": ("user", "assistant")[turn % 2], "content": draw(CONTENT)} for turn in range(turns)]
     first = [{"role": "system", "content": draw(CONTENT)}] if system and draw(st.booleans()) else []
-    return first + found
+    return first + messages

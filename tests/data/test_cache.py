@@ -38,7 +38,7 @@ def root(tmp_path: Path) -> Path:
 
 def decoded(corpus: Corpus) -> list[str]:
     """Every document of both streams, marks taken off and checked."""
-    tokenizer, found = corpus.tokenizer, []
+    tokenizer, texts = corpus.tokenizer, []
     for stream in (corpus.train, corpus.validation):
         for tokens in np.split(stream.tokens, stream.starts[1:]) if stream.num_documents else ():
             if tokenizer.bos is not None:
@@ -47,8 +47,8 @@ def decoded(corpus: Corpus) -> list[str]:
             if tokenizer.eos is not None and not tokenizer.separator:
                 assert tokens[-1] == tokenizer.eos
                 tokens = tokens[:-1]
-            found.append(tokenizer.decode(tokens))
-    return found
+            texts.append(tokenizer.decode(tokens))
+    return texts
 
 
 def test_every_document_is_there_with_its_marks(texts: Path, root: Path) -> None:
@@ -67,8 +67,8 @@ def test_every_document_is_there_with_its_marks(texts: Path, root: Path) -> None
 
 def test_begin_and_end_marks_of_a_tokenizer_with_both(texts: Path, root: Path, tmp_path: Path) -> None:
     bytes_tokenizer = json.loads(Tokenizer.bytes().json)
-    for place, name in enumerate(("<s>", "</s>")):
-        token = {"id": 257 + place, "content": name, "special": True, "single_word": False}
+    for index, name in enumerate(("<s>", "</s>")):
+        token = {"id": 257 + index, "content": name, "special": True, "single_word": False}
         bytes_tokenizer["added_tokens"].append({**token, "lstrip": False, "rstrip": False, "normalized": False})
     bytes_tokenizer["post_processor"] = before(bytes_tokenizer, "<s>")
     file = tmp_path / "tokenizer.json"
@@ -87,15 +87,15 @@ def test_processes_give_the_tokens_of_one(texts: Path, root: Path, monkeypatch: 
     both = prepare(Data(path=str(texts)), cache_root=root / "2", processes=2, progress=lambda *at: seen.append(at))
     assert alone.fingerprint == both.fingerprint
     for name in ("train", "validation"):
-        one, two = getattr(alone, name), getattr(both, name)
-        assert np.array_equal(one.tokens, two.tokens) and np.array_equal(one.starts, two.starts)
+        first, second = getattr(alone, name), getattr(both, name)
+        assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.starts, second.starts)
     total = alone.train.num_bytes + alone.validation.num_bytes
     assert seen == sorted(seen) and seen[-1] == (total, total) and len(seen) > 5
 
 
 def test_the_second_time_nothing_is_read(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(Data(path=str(texts)), cache_root=root)
-    monkeypatch.setattr(token_cache.split, "survey", lambda found: pytest.fail("the text was read again"))
+    monkeypatch.setattr(token_cache.split, "survey", lambda documents: pytest.fail("the text was read again"))
     assert prepare(Data(path=str(texts)), cache_root=root).key == first.key
 
 
@@ -300,7 +300,7 @@ def test_windows_are_read_past_the_mapping(texts: Path, root: Path, monkeypatch:
 def test_a_file_truncated_in_use_is_told(texts: Path, root: Path) -> None:
     corpus = prepare(Data(path=str(texts)), cache_root=root)
     os.truncate(root / "tokens" / corpus.key / "train.tokens", 10)
-    with pytest.raises(DataError, match="was truncated while it was read: run again"):
+    with pytest.raises(DataError, match="was truncated during reading: rerun"):
         corpus.train.read(0, 50)
 
 

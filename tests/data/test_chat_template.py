@@ -28,10 +28,10 @@ def theirs(source: str, messages: list[Any], **more: Any) -> tuple[str, list[tup
     """What transformers renders, and the spans that it finds generated."""
     utils = pytest.importorskip("transformers").utils.chat_template_utils
     marks = "endgeneration" in source
-    found, spans = utils.render_jinja_template(
+    texts, spans = utils.render_jinja_template(
         conversations=[messages], chat_template=source, return_assistant_tokens_mask=marks, **SPELLED, **more
     )
-    return found[0], [span for span in (spans[0] if marks else []) if span[0] < span[1]]
+    return texts[0], [span for span in (spans[0] if marks else []) if span[0] < span[1]]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -43,9 +43,9 @@ def test_texts_and_spans_are_those_of_transformers(name: str, data: st.DataObjec
     tools = data.draw(st.sampled_from([None, TOOLS]))
     for source in (ALL[name], unmarked(ALL[name])):
         text, spans = theirs(source, messages, tools=tools)
-        found = ours(source).render(messages, tools)
-        assert found.text == text
-        assert list(found.generated) == spans
+        rendered = ours(source).render(messages, tools)
+        assert rendered.text == text
+        assert list(rendered.generated) == spans
         asked, _ = theirs(unmarked(source), messages, tools=tools, add_generation_prompt=True)
         assert ours(source).render(messages, tools, prompt=True).text == asked
 
@@ -70,12 +70,12 @@ def test_filters_and_blanks_are_those_of_transformers(source: str) -> None:
 
 
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
-@pytest.mark.parametrize("given", [{"reasoning_content": "why"}, {"thinking": "why"}, {"reasoning": "why"},
+@pytest.mark.parametrize("message", [{"reasoning_content": "why"}, {"thinking": "why"}, {"reasoning": "why"},
                                    {"thinking": "t", "reasoning": "r"}, {"reasoning_content": "c", "thinking": "t"},
                                    {"reasoning": "", "thinking": None}])  # fmt: skip
-def test_thoughts_are_seen_by_each_name_that_transformers_shows_them_by(read: str, given: dict[str, Any]) -> None:
+def test_thoughts_are_seen_by_each_name_that_transformers_shows_them_by(read: str, message: dict[str, Any]) -> None:
     source = "{% for m in messages %}<think>{{ m." + read + " }}</think>{{ m.content }}{% endfor %}"
-    messages = [{"role": "assistant", "content": "a", **given}]
+    messages = [{"role": "assistant", "content": "a", **message}]
     assert ours(source).render(messages).text == theirs(source, messages)[0]
 
 
@@ -86,8 +86,8 @@ def test_the_day_is_the_one_given() -> None:
 def test_spans_of_generated_text_that_is_filtered_later_stay_in_their_place() -> None:
     """transformers counts what was written before, and is wrong for text that is kept first."""
     source = "{% set kept %}{% generation %}hi{% endgeneration %}{% endset %}{{ 'said: ' }}{{ kept | trim }}"
-    found = ours(source).render(USER)
-    assert (found.text, found.generated) == ("said: hi", ((6, 8),))
+    rendered = ours(source).render(USER)
+    assert (rendered.text, rendered.generated) == ("said: hi", ((6, 8),))
 
 
 HOSTILE = {

@@ -62,11 +62,11 @@ def others(argument: Any) -> Iterator[Any]:
     """The same with one name or one value that is another."""
     if isinstance(argument, dict):
         for name, part in argument.items():
-            yield {(f"{other}s" if other == name else other): one for other, one in argument.items()}
+            yield {(f"{other}s" if other == name else other): content for other, content in argument.items()}
             yield from ({**argument, name: other} for other in others(part))
     elif isinstance(argument, list):
-        for place, part in enumerate(argument):
-            yield from ([*argument[:place], other, *argument[place + 1 :]] for other in others(part))
+        for index, part in enumerate(argument):
+            yield from ([*argument[:index], other, *argument[index + 1 :]] for other in others(part))
     else:
         yield (
             not argument
@@ -86,8 +86,8 @@ def turns(arguments: Any) -> list[Any]:
 
 def theirs(source: str, arguments: Any) -> str:
     utils = pytest.importorskip("transformers").utils.chat_template_utils
-    found = utils.render_jinja_template(conversations=[turns(arguments)], chat_template=source, tools=NULLABLE)
-    return str(found[0][0])
+    rendered = utils.render_jinja_template(conversations=[turns(arguments)], chat_template=source, tools=NULLABLE)
+    return str(rendered[0][0])
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -98,16 +98,16 @@ def test_an_argument_is_missed_where_another_one_gives_the_same_text(kind: str, 
     source, arguments = HEAD + TEMPLATES[template] + TAIL, ARGUMENTS[kind]
     text = theirs(source, arguments)
     dropped = any(theirs(source, other) == text for other in others(arguments))
-    given = sample(
+    row = sample(
         ("chat.jsonl:1", {"messages": turns(json.dumps(arguments) if spelled else arguments), "tools": NULLABLE})
     )
-    assert isinstance(given, Conversation)
+    assert isinstance(row, Conversation)
     ours = ChatTemplate(source, {}, date(2026, 1, 1))
     if dropped:
         with pytest.raises(DataError, match="drops what a tool call of message 2 is given: "):
-            rendering.conversation(given, ours, Policy(train_on="all"))
+            rendering.conversation(row, ours, Policy(train_on="all"))
     else:
-        [marked] = rendering.conversation(given, ours, Policy(train_on="all"))
+        [marked] = rendering.conversation(row, ours, Policy(train_on="all"))
         assert marked.text == text
 
 
@@ -128,9 +128,9 @@ def test_renderings_of_a_check_do_not_grow_with_arguments(
     """Beside the one that is trained on: once with signs, once with other words where it has none, then one by one."""
     counted = []
 
-    def render(self: ChatTemplate, *given: Any, **more: Any) -> Any:
-        counted.append(given)
-        return plain(self, *given, **more)
+    def render(self: ChatTemplate, *arguments: Any, **more: Any) -> Any:
+        counted.append(arguments)
+        return plain(self, *arguments, **more)
 
     messages, plain = turns(arguments), ChatTemplate.render
     ours = ChatTemplate(HEAD + TEMPLATES[template] + TAIL, {}, date(2026, 1, 1))

@@ -55,13 +55,13 @@ def test_narrow_encodings_are_guessed_with_the_command(name: str, encoding: str,
     path = tmp_path / name
     row = json.dumps({"text": text}, ensure_ascii=False)
     path.write_bytes((f"[{row}]" if name == "rows.json" else f"{row}\n").encode(encoding))
-    said = f"seems to be {encoding}: convert it (iconv -f {encoding} -t UTF-8)"
+    hint = f"seems to be {encoding}: convert it (iconv -f {encoding} -t UTF-8)"
     if name == "rows.txt":
-        with pytest.raises(DataError, match=re.escape(said)):
+        with pytest.raises(DataError, match=re.escape(hint)):
             texts(path)
     else:
-        (found,) = texts(path)
-        assert isinstance(found, Malformed) and found.complaint.endswith(said)
+        (row,) = texts(path)
+        assert isinstance(row, Malformed) and row.complaint.endswith(hint)
 
 
 @pytest.mark.parametrize(

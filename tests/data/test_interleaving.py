@@ -24,18 +24,18 @@ SHARES = st.lists(st.fractions(Fraction(1, 40), 50, max_denominator=40), min_siz
 def test_no_source_is_a_row_ahead_or_behind_at_any_prefix(shares: list[Fraction]) -> None:
     """Counted after every row, in whole numbers, over a table and a part of the next."""
     made = Interleaving(shares)
-    kept = made.shares
-    assert sum(kept) == 1
-    period = int(np.lcm.reduce([share.denominator for share in kept]))
-    sources, numbers = made.place(np.arange(period + 500))
+    shares_of_table = made.shares
+    assert sum(shares_of_table) == 1
+    period = int(np.lcm.reduce([share.denominator for share in shares_of_table]))
+    sources, numbers = made.locate(np.arange(period + 500))
     rows = np.arange(1, len(sources) + 1)
-    for source, share in enumerate(kept):
+    for source, share in enumerate(shares_of_table):
         counts = np.cumsum(sources == source)
         ahead = counts * period - rows * int(share * period)
         assert np.abs(ahead).max() < period, "a whole row"
         assert np.array_equal(numbers[sources == source], np.arange(counts[-1])), "in its own order, without a gap"
     for row in range(0, len(rows), 97):
-        assert made.counts(row) == tuple(np.bincount(sources[:row], minlength=len(kept)).tolist())
+        assert made.counts(row) == tuple(np.bincount(sources[:row], minlength=len(shares_of_table)).tolist())
 
 
 @settings(max_examples=40, deadline=None)
@@ -43,10 +43,10 @@ def test_no_source_is_a_row_ahead_or_behind_at_any_prefix(shares: list[Fraction]
 def test_shares_are_those_asked_for_where_a_table_has_them(shares: list[Fraction]) -> None:
     whole = sum(shares)
     wanted = [share / whole for share in shares]
-    kept = Interleaving(shares).shares
+    rounded = Interleaving(shares).shares
     exact = np.lcm.reduce([share.denominator for share in wanted], dtype=object) <= PERIOD
-    for one, other in zip(kept, wanted, strict=True):
-        assert one == other if exact else abs(one - other) < Fraction(len(shares), PERIOD)
+    for share, wanted_share in zip(rounded, wanted, strict=True):
+        assert share == wanted_share if exact else abs(share - wanted_share) < Fraction(len(shares), PERIOD)
 
 
 @settings(max_examples=40, deadline=None)
@@ -54,14 +54,14 @@ def test_shares_are_those_asked_for_where_a_table_has_them(shares: list[Fraction
 def test_any_row_is_found_by_itself(shares: list[Fraction], cursor: int, first: int, second: int) -> None:
     """Far behind any table, the same as part of other calls, and as many before it as `counts` says."""
     made = Interleaving(shares)
-    sources, numbers = made.place(np.arange(cursor, cursor + first + second))
+    sources, numbers = made.locate(np.arange(cursor, cursor + first + second))
     for begin, end in ((0, first), (first, first + second)):
-        part = made.place(np.arange(cursor + begin, cursor + end))
+        part = made.locate(np.arange(cursor + begin, cursor + end))
         assert np.array_equal(part[0], sources[begin:end]) and np.array_equal(part[1], numbers[begin:end])
     before = made.counts(cursor)
     assert sum(before) == cursor
-    for place, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
-        assert number == before[source] + int((sources[:place] == source).sum())
+    for row, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
+        assert number == before[source] + int((sources[:row] == source).sum())
 
 
 def test_many_tiny_shares_have_a_row_each() -> None:
@@ -73,10 +73,10 @@ def test_many_tiny_shares_have_a_row_each() -> None:
 
 def test_the_order_never_changes() -> None:
     """It is part of what a run means: these are golden values."""
-    sources, numbers = Interleaving([Fraction(7), Fraction(2), Fraction(1)]).place(np.arange(12))
+    sources, numbers = Interleaving([Fraction(7), Fraction(2), Fraction(1)]).locate(np.arange(12))
     assert sources.tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 2, 0, 0]
     assert numbers.tolist() == [0, 1, 2, 0, 3, 4, 1, 5, 6, 0, 7, 8]
-    sources, _ = Interleaving([Fraction("0.3"), Fraction("0.7")]).place(np.arange(10))
+    sources, _ = Interleaving([Fraction("0.3"), Fraction("0.7")]).locate(np.arange(10))
     assert sources.tolist() == [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
 
 
@@ -84,5 +84,5 @@ def test_the_order_never_changes() -> None:
 def test_one_table_serves_a_run_of_any_length(sources: int) -> None:
     made = Interleaving([Fraction(3**30 + number, 2**60) for number in range(sources)])
     assert len(made._sources) <= PERIOD
-    found, _ = made.place(np.arange(10**17, 10**17 + 3 * sources))
-    assert set(found.tolist()) == set(range(sources))
+    sources_of_rows, _ = made.locate(np.arange(10**17, 10**17 + 3 * sources))
+    assert set(sources_of_rows.tolist()) == set(range(sources))

@@ -51,17 +51,19 @@ def test_the_rows_are_those_of_json(rows: list[Any], block: int, ascii: bool, in
 def test_a_broken_array_is_refused_where_json_refuses_it(rows: list[Any], block: int, data: st.DataObject) -> None:
     """Cut off, or with one character changed: what `json` says of it, and where."""
     text = json.dumps(rows, indent=data.draw(st.sampled_from([None, 1])))
-    place = data.draw(st.integers(1, len(text) - 1))
-    broken = text[:place] + data.draw(st.sampled_from(["", "]", "}", '"', ",", "x", "\n", "1"])) + text[place + 1 :]
-    broken = data.draw(st.sampled_from([broken, text[:place]]))
+    position = data.draw(st.integers(1, len(text) - 1))
+    broken = (
+        text[:position] + data.draw(st.sampled_from(["", "]", "}", '"', ",", "x", "\n", "1"])) + text[position + 1 :]
+    )
+    broken = data.draw(st.sampled_from([broken, text[:position]]))
     try:
         expected = json.loads(broken)
     except json.JSONDecodeError as error:
         with pytest.raises(DataError) as refused:
             read(broken.encode(), block)
-        said = str(refused.value)
+        message = str(refused.value)
         at = f"x.json, line {error.lineno}, column {error.colno}: broken JSON"
-        assert said.startswith(at) or "a row is an object" in said or "not an array" in said
+        assert message.startswith(at) or "a row is an object" in message or "not an array" in message
         return
     if isinstance(expected, list) and all(isinstance(row, dict) for row in expected):
         assert read(broken.encode(), block) == expected
@@ -129,7 +131,7 @@ def test_a_file_of_many_megabytes_takes_a_few(tmp_path: Path) -> None:
     file = tmp_path / "long.json"
     file.write_text("[" + ",\n".join([row] * 24_000) + "]")
     assert file.stat().st_size > 23 * 2**20
-    found = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
-    number, peak = map(int, found.stdout.split())
+    process = subprocess.run([sys.executable, "-c", MEASURE, str(file)], capture_output=True, text=True, check=True)
+    number, peak = map(int, process.stdout.split())
     assert number == 24_000 and peak < 8 * 2**20
     assert next(objects(file))[0] == 1

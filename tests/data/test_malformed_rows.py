@@ -60,11 +60,11 @@ def mixed(good: list[bytes], bad: list[bytes]) -> list[bytes]:
     """Good and bad rows in one order, each kind in its own."""
     places = random.Random(0).sample(range(len(good) + len(bad)), len(bad))
     rest, wrong = iter(good), iter(bad)
-    return [next(wrong) if place in places else next(rest) for place in range(len(good) + len(bad))]
+    return [next(wrong) if number in places else next(rest) for number in range(len(good) + len(bad))]
 
 
-def spelled(found: list[Any]) -> list[bytes]:
-    return [json.dumps(row).encode() for row in found]
+def spelled(rows: list[Any]) -> list[bytes]:
+    return [json.dumps(row).encode() for row in rows]
 
 
 def tokens_of(corpus: Corpus) -> list[list[int]]:
@@ -78,8 +78,8 @@ def tokens_of(corpus: Corpus) -> list[list[int]]:
 
 
 def samples(folder: Path, name: str, *, processes: int = 1, **data: Any) -> Corpus:
-    given = {"validation": 0.25, "malformed": "skip", **data}
-    plan = Data(path=str(folder / name), form="samples", tokenizer=str(folder), **given)
+    settings = {"validation": 0.25, "malformed": "skip", **data}
+    plan = Data(path=str(folder / name), form="samples", tokenizer=str(folder), **settings)
     return prepare(plan, cache_root=folder / f"cache{processes}", processes=processes)
 
 
@@ -121,20 +121,20 @@ def test_all_kinds_are_named_together(folder: Path) -> None:
     """Twenty of them, and how many there are."""
     bad = [*NO_JSON, *NO_OBJECT, *NO_SAMPLE]
     (folder / "chat.jsonl").write_bytes(b"\n".join([*spelled(chats(2)), *bad * 60]))
-    said = refused(folder, "chat.jsonl", malformed="refuse")
-    assert said.startswith("1,260 of 1,262 rows are no samples (data.malformed=skip leaves them out): ")
+    message = refused(folder, "chat.jsonl", malformed="refuse")
+    assert message.startswith("1,260 of 1,262 rows are no samples (data.malformed=skip leaves them out): ")
     complaints = [*{**NO_JSON, **NO_OBJECT, **NO_SAMPLE}.values()]
-    parts = said.split(f"{folder}/chat.jsonl, line ")[1:]
+    parts = message.split(f"{folder}/chat.jsonl, line ")[1:]
     assert [int(part.split(":")[0].split(",")[0]) for part in parts] == list(range(3, 23))
     assert all(complaint in part for complaint, part in zip(complaints, parts, strict=False))
-    assert said.endswith("; and 1,240 more")
+    assert message.endswith("; and 1,240 more")
 
 
 @pytest.mark.parametrize("malformed", ["refuse", "skip"])
 def test_rows_that_are_all_malformed_are_refused(folder: Path, malformed: str) -> None:
     (folder / "chat.jsonl").write_bytes(b"\n".join(NO_JSON))
-    said = refused(folder, "chat.jsonl", malformed=malformed)
-    assert said.startswith(f"4 of 4 rows are no samples: {folder}/chat.jsonl, line 1, column 15: broken JSON")
+    message = refused(folder, "chat.jsonl", malformed=malformed)
+    assert message.startswith(f"4 of 4 rows are no samples: {folder}/chat.jsonl, line 1, column 15: broken JSON")
 
 
 def test_a_template_that_fails_stops_all(folder: Path) -> None:
@@ -188,8 +188,8 @@ NO_TEXT = {
 
 
 def texts(path: Path, **data: Any) -> Corpus:
-    given = {"validation": 0.0, "malformed": "skip", **data}
-    return prepare(Data(path=str(path), tokenizer="bytes", **given), cache_root=path.parent / "cache", processes=1)
+    settings = {"validation": 0.0, "malformed": "skip", **data}
+    return prepare(Data(path=str(path), tokenizer="bytes", **settings), cache_root=path.parent / "cache", processes=1)
 
 
 def test_texts_are_those_that_json_reads(tmp_path: Path) -> None:
@@ -209,8 +209,8 @@ def test_texts_are_those_that_json_reads(tmp_path: Path) -> None:
     stream = corpus.train
     assert isinstance(stream, TokenStream)
     ends = [*stream.starts.tolist(), stream.size]
-    found = [corpus.tokenizer.decode(stream.read(begin, end)) for begin, end in pairwise(ends)]
-    assert [text.removeprefix("<|endoftext|>") for text in found] == expected
+    decoded = [corpus.tokenizer.decode(stream.read(begin, end)) for begin, end in pairwise(ends)]
+    assert [text.removeprefix("<|endoftext|>") for text in decoded] == expected
     assert (corpus.malformed.malformed, corpus.malformed.rows) == (len(NO_TEXT), 50 + len(NO_TEXT))
     assert texts(path).malformed == corpus.malformed, "of the cache"
     with pytest.raises(DataError, match=r"^12 of 62 rows are no texts \(data.malformed=skip leaves them out\): "):

@@ -24,14 +24,14 @@ def windows(lengths: list[int], sequence: int, offset: int = 0) -> Sampler:
     return Sampler(source, sequence=sequence, tokenizer_separator=True, seed=3)
 
 
-def same(one: Sequences, other: Sequences) -> bool:
+def same(first: Sequences, second: Sequences) -> bool:
     """Bit for bit."""
     arrays = all(
-        np.array_equal(getattr(one, field), getattr(other, field))
-        and getattr(one, field).dtype == getattr(other, field).dtype
+        np.array_equal(getattr(first, field), getattr(second, field))
+        and getattr(first, field).dtype == getattr(second, field).dtype
         for field in FIELDS
     )
-    return arrays and one.packed == other.packed
+    return arrays and first.packed == second.packed
 
 
 TEXTS = st.lists(st.lists(st.integers(1, 12), min_size=6, max_size=20), min_size=1, max_size=5)
@@ -40,20 +40,20 @@ TEXTS = st.lists(st.lists(st.integers(1, 12), min_size=6, max_size=20), min_size
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=6, max_size=20), cursor=st.integers(0, 99), count=st.integers(1, 9))
 def test_a_mixture_of_one_text_is_that_text(lengths: list[int], cursor: int, count: int) -> None:
-    one = windows(lengths, 4)
-    mixed = MixedRows([one], [0.3])
-    assert len(mixed) == len(one)
-    assert same(mixed.take(cursor, count), one.take(cursor, count))
+    rows = windows(lengths, 4)
+    mixed = MixedRows([rows], [0.3])
+    assert len(mixed) == len(rows)
+    assert same(mixed.take(cursor, count), rows.take(cursor, count))
     for limit in (0, 2):
-        pairs = zip(mixed.windows_in_order(3, limit=limit), one.windows_in_order(3, limit=limit), strict=True)
-        assert all(same(found, expected) for found, expected in pairs)
+        pairs = zip(mixed.windows_in_order(3, limit=limit), rows.windows_in_order(3, limit=limit), strict=True)
+        assert all(same(batch, expected) for batch, expected in pairs)
 
 
 @settings(max_examples=30, deadline=None)
 @given(samples=sample_lists(least=2), cursor=st.integers(0, 40), count=st.integers(1, 9))
 def test_a_mixture_of_one_file_of_samples_is_that_file(samples: Samples, cursor: int, count: int) -> None:
-    one = sample_rows([*samples, ([1, 2], [True, True])], 16)
-    assert same(MixedRows([one], [2.0]).take(cursor, count), one.take(cursor, count))
+    rows = sample_rows([*samples, ([1, 2], [True, True])], 16)
+    assert same(MixedRows([rows], [2.0]).take(cursor, count), rows.take(cursor, count))
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,18 +63,20 @@ def test_rows_are_those_of_the_sources_in_their_own_order(
 ) -> None:
     """Row by row against the sources themselves, and wherever the batch is cut."""
     weights = [data.draw(WEIGHTS) for _ in texts]
-    rows: list[NumberedRows] = [windows(lengths, 4, 10_000 * place) for place, lengths in enumerate(texts)]
+    rows: list[NumberedRows] = [
+        windows(lengths, 4, 10_000 * source_number) for source_number, lengths in enumerate(texts)
+    ]
     mixed = MixedRows(rows, weights)
-    found = mixed.take(cursor, count)
-    sources, numbers = mixed.interleaving.place(np.arange(cursor, cursor + count))
+    batch = mixed.take(cursor, count)
+    sources, numbers = mixed.interleaving.locate(np.arange(cursor, cursor + count))
     for row, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
         alone = rows[source].take(number, 1)
-        assert all(np.array_equal(getattr(found, field)[row], getattr(alone, field)[0]) for field in FIELDS)
-        assert set((found.tokens[row] // 10_000).tolist()) == {source}
+        assert all(np.array_equal(getattr(batch, field)[row], getattr(alone, field)[0]) for field in FIELDS)
+        assert set((batch.tokens[row] // 10_000).tolist()) == {source}
     split = data.draw(st.integers(0, count))
     parts = [mixed.take(at, size) for at, size in ((cursor, split), (cursor + split, count - split)) if size]
     for field in FIELDS:
-        assert np.array_equal(np.concatenate([getattr(part, field) for part in parts]), getattr(found, field))
+        assert np.array_equal(np.concatenate([getattr(part, field) for part in parts]), getattr(batch, field))
 
 
 def test_each_source_goes_through_epochs_of_its_own() -> None:
@@ -93,10 +95,10 @@ def test_weights_are_shares_of_trained_tokens() -> None:
     asked: Samples = [([7] * 16, [False] * 14 + [True] * 2)] * 40
     told: Samples = [([9] * 16, [True] * 16)] * 40
     mixed = MixedRows([sample_rows(asked, 16), sample_rows(told, 16)], [1, 1])
-    found = mixed.take(0, 1700)
-    trained = Counter(found.targets[found.targets != IGNORED].tolist())
+    batch = mixed.take(0, 1700)
+    trained = Counter(batch.targets[batch.targets != IGNORED].tolist())
     assert trained[7] / trained[9] == pytest.approx(1, abs=0.01)
-    read = Counter(found.tokens[:, 0].tolist())
+    read = Counter(batch.tokens[:, 0].tolist())
     assert read[7] == pytest.approx(7.5 * read[9], rel=0.02)
 
 
@@ -106,16 +108,18 @@ def test_an_evaluation_has_each_row_once_and_whole_batches(
     texts: list[list[int]], data: st.DataObject, count: int, limit: int
 ) -> None:
     weights = [data.draw(WEIGHTS) for _ in texts]
-    rows = [windows(lengths, 4, 10_000 * place) for place, lengths in enumerate(texts)]
+    rows = [windows(lengths, 4, 10_000 * source) for source, lengths in enumerate(texts)]
     batches = list(MixedRows(rows, weights).windows_in_order(count, limit=limit))
     assert [len(batch.tokens) for batch in batches[:-1]] == [count] * (len(batches) - 1)
     assert 0 < len(batches[-1].tokens) <= count
-    found = np.concatenate([batch.tokens for batch in batches])
+    tokens = np.concatenate([batch.tokens for batch in batches])
     most = limits(weights, limit)
     expected = [
-        batch.tokens for one, share in zip(rows, most, strict=True) for batch in one.windows_in_order(99, limit=share)
+        batch.tokens
+        for source_rows, share in zip(rows, most, strict=True)
+        for batch in source_rows.windows_in_order(99, limit=share)
     ]
-    assert np.array_equal(found, np.concatenate(expected))
+    assert np.array_equal(tokens, np.concatenate(expected))
 
 
 def test_limits_are_by_weight_and_at_least_one() -> None:

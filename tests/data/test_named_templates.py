@@ -12,12 +12,11 @@ import tokenizers
 from hypothesis import given, settings
 
 from meshwright.data import sample_cache
-from meshwright.data.chat_prompt import chat_prompt, template_of
+from meshwright.data.chat_prompt import chat_prompt, template_of, turn_end_ids
 from meshwright.data.chat_template import DEFAULT
 from meshwright.data.named_templates import check_format, fitting_formats, named_template
 from meshwright.data.sample_encoder import TRAINED, EncodedSample, row_encoder, unpack
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.turn_ends import turn_end_ids
 from meshwright.spec import Data
 from meshwright.spec.chat_formats import CHAT_FORMATS, EOS
 from meshwright.spec.errors import DataError
@@ -30,7 +29,7 @@ Messages = Sequence[dict[str, Any]]
 def chatml(turns: Messages, asked: bool) -> str:
     """OpenAI, openai-python v0.28, chatml.md."""
     return (
-        "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in turns)
+        "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
         + "<|im_start|>assistant\n" * asked
     )
 
@@ -41,8 +40,8 @@ def llama_3(turns: Messages, asked: bool) -> str:
     def header(role: str) -> str:
         return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
-    said = "".join(header(one["role"]) + one["content"].strip() + "<|eot_id|>" for one in turns)
-    return "<|begin_of_text|>" + said + header("assistant") * asked
+    text = "".join(header(turn["role"]) + turn["content"].strip() + "<|eot_id|>" for turn in turns)
+    return "<|begin_of_text|>" + text + header("assistant") * asked
 
 
 def llama_2(turns: Messages, asked: bool) -> str:
@@ -51,8 +50,8 @@ def llama_2(turns: Messages, asked: bool) -> str:
         first = f"<<SYS>>\n{turns[0]['content']}\n<</SYS>>\n\n{turns[1]['content']}"
         turns = [{"role": "user", "content": first}, *turns[2:]]
     pairs = zip(turns[::2], turns[1::2], strict=False)
-    found = "".join(f"<s>[INST] {q['content'].strip()} [/INST] {a['content'].strip()} </s>" for q, a in pairs)
-    return found + (f"<s>[INST] {turns[-1]['content'].strip()} [/INST]" if len(turns) % 2 else "")
+    text = "".join(f"<s>[INST] {q['content'].strip()} [/INST] {a['content'].strip()} </s>" for q, a in pairs)
+    return text + (f"<s>[INST] {turns[-1]['content'].strip()} [/INST]" if len(turns) % 2 else "")
 
 
 def mistral_v1(turns: Messages, asked: bool) -> str:
@@ -60,20 +59,20 @@ def mistral_v1(turns: Messages, asked: bool) -> str:
     if turns[0]["role"] == "system":
         turns = [{**turns[1], "content": f"{turns[0]['content']}\n\n{turns[1]['content']}"}, *turns[2:]]
     forms = {"user": " [INST] {} [/INST]", "assistant": " {}</s>"}
-    return "<s>" + "".join(forms[one["role"]].replace("{}", one["content"]) for one in turns)
+    return "<s>" + "".join(forms[turn["role"]].replace("{}", turn["content"]) for turn in turns)
 
 
 def mistral(turns: Messages, asked: bool) -> str:
     """Mistral AI, model card of Mistral-Small-24B-Instruct-2501, "Basic Instruct Template (V7-Tekken)"."""
     forms = {"system": "[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]", "user": "[INST]{}[/INST]", "assistant": "{}</s>"}
-    return "<s>" + "".join(forms[one["role"]].replace("{}", one["content"]) for one in turns)
+    return "<s>" + "".join(forms[turn["role"]].replace("{}", turn["content"]) for turn in turns)
 
 
 def deepseek_v3(turns: Messages, asked: bool) -> str:
     """DeepSeek, tokenizer_config.json of DeepSeek-V3."""
     forms = {"system": "{}", "user": "<\uff5cUser\uff5c>{}", "assistant": "<\uff5cAssistant\uff5c>{}</s>"}
-    said = "".join(forms[one["role"]].replace("{}", one["content"]) for one in turns)
-    return "<s>" + said + "<\uff5cAssistant\uff5c>" * asked
+    text = "".join(forms[turn["role"]].replace("{}", turn["content"]) for turn in turns)
+    return "<s>" + text + "<\uff5cAssistant\uff5c>" * asked
 
 
 PUBLISHED: dict[str, Callable[[Messages, bool], str]] = {
@@ -81,12 +80,12 @@ PUBLISHED: dict[str, Callable[[Messages, bool], str]] = {
     "deepseek-v3": deepseek_v3,
 }  # fmt: skip
 ANSWER: dict[str, Callable[[str], str]] = {
-    "chatml": lambda said: f"{said}<|im_end|>",
-    "llama-3": lambda said: f"{said.strip()}<|eot_id|>",
-    "llama-2": lambda said: f" {said.strip()} </s>",
-    "mistral": lambda said: f"{said}</s>",
-    "mistral-v1": lambda said: f" {said}</s>",
-    "deepseek-v3": lambda said: f"{said}</s>",
+    "chatml": lambda text: f"{text}<|im_end|>",
+    "llama-3": lambda text: f"{text.strip()}<|eot_id|>",
+    "llama-2": lambda text: f" {text.strip()} </s>",
+    "mistral": lambda text: f"{text}</s>",
+    "mistral-v1": lambda text: f" {text}</s>",
+    "deepseek-v3": lambda text: f"{text}</s>",
 }
 """What is trained of a turn."""
 
@@ -128,9 +127,9 @@ def vocabulary(name: str, *, without: str = "") -> Tokenizer:
 
 
 def read(name: str) -> str:
-    found = named_template(name)
-    assert found is not None
-    return found
+    template = named_template(name)
+    assert template is not None
+    return template
 
 
 def trained_by(name: str) -> Tokenizer:
@@ -182,10 +181,10 @@ def test_random_conversations_are_written_as_they_are_published(name: str, messa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_mask_are_those_of_transformers(name: str) -> None:
-    found = transformers_of(name).apply_chat_template(
+    expected = transformers_of(name).apply_chat_template(
         SPOKEN, chat_template=read(name), return_dict=True, return_assistant_tokens_mask=True
     )
-    assert ids_and_mask(name, SPOKEN) == (found["input_ids"], found["assistant_masks"])
+    assert ids_and_mask(name, SPOKEN) == (expected["input_ids"], expected["assistant_masks"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -195,8 +194,8 @@ def test_exactly_answers_and_their_ends_are_trained(name: str, messages: Message
     tokenizer = trained_by(name)
     ids, mask = ids_and_mask(name, messages)
     trained = [id for id, chosen in zip(ids, mask, strict=True) if chosen]
-    answers = [one["content"] for one in messages if one["role"] == "assistant"]
-    assert tokenizer.decode(trained) == "".join(ANSWER[name](one) for one in answers)
+    answers = [answer["content"] for answer in messages if answer["role"] == "assistant"]
+    assert tokenizer.decode(trained) == "".join(ANSWER[name](answer) for answer in answers)
     [end] = turn_end_ids(tokenizer)
     assert trained.count(end) == len(answers) and trained[-1] == end
 
@@ -262,9 +261,9 @@ def test_a_vocabulary_without_a_token_of_the_format_is_refused(name: str) -> Non
         lacking = Tokenizer(vocabulary(name, without=token).json, bos="<s>", eos="</s>")
         with pytest.raises(DataError) as error:
             check_format(name, lacking)
-        said = str(error.value)
-        assert said.startswith(f"data.template={name} needs {token}, which the tokenizer lacks as one special token")
-        assert "take data.template=llama-2 or mistral-v1 or auto" in said and name not in fitting_formats(lacking)
+        message = str(error.value)
+        assert message.startswith(f"data.template={name} needs {token}, which the tokenizer lacks as one special token")
+        assert "take data.template=llama-2 or mistral-v1 or auto" in message and name not in fitting_formats(lacking)
 
 
 def test_a_vocabulary_that_ends_nothing_fits_no_format() -> None:

@@ -57,8 +57,8 @@ def test_every_sample_is_in_one_row_that_takes_it(case: tuple[NDArray[np.int64],
     packed = best_fit(lengths, capacity)
     assert sorted(packed.order.tolist()) == list(range(len(lengths)))
     fill = [int(lengths[row].sum()) for row in map(packed.row, range(len(packed)))]
-    assert all(0 < one <= capacity for one in fill)
-    assert sum(1 for one in fill if 2 * one <= capacity) <= 1, "two rows that are half empty would be one"
+    assert all(0 < tokens <= capacity for tokens in fill)
+    assert sum(1 for tokens in fill if 2 * tokens <= capacity) <= 1, "two rows that are half empty would be one"
     assert rows_of(alone(lengths, capacity)) == [[sample] for sample in range(len(lengths))]
 
 
@@ -69,7 +69,7 @@ def test_a_large_set_of_real_lengths_leaves_little_empty() -> None:
     assert packed.waste < 0.01 and len(packed) <= 1.01 * lengths.sum() / 4096
 
 
-@pytest.mark.parametrize(("lengths", "found"), [([5, 11], "5 to 11"), ([0, 3], "0 to 3")])
-def test_a_length_that_fits_no_row_is_refused(lengths: list[int], found: str) -> None:
-    with pytest.raises(ValueError, match=f"lengths must lie between 1 and 10, found {found}"):
+@pytest.mark.parametrize(("lengths", "sentence"), [([5, 11], "5 to 11"), ([0, 3], "0 to 3")])
+def test_a_length_that_fits_no_row_is_refused(lengths: list[int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"lengths must lie between 1 and 10, found {sentence}"):
         best_fit(np.array(lengths, dtype=np.int64), 10)

@@ -88,27 +88,27 @@ print(json.dumps([counts, seen]))
 def templates(number: int, file: Path) -> list[str]:
     """Tags and expressions at random, hostile ones among them."""
     draw = random.Random(20)
-    found = list(HOSTILE.values())
-    while len(found) < number:
+    sources = list(HOSTILE.values())
+    while len(sources) < number:
         parts = draw.choices(TAGS, k=draw.randint(1, 4))
         text = "".join(parts)
         while "X" in text:
             text = text.replace("X", draw.choice(HEADS) + "".join(draw.choices(TAILS, k=draw.choice([0, 0, 1, 3]))), 1)
         text = text.replace("N", draw.choice(["3", "3", "10 ** 2", "10 ** 7"]))
-        found.append(text.replace("FILTER", draw.choice(["tojson", "attr", "map"])).replace("FILE", str(file)))
-    return found
+        sources.append(text.replace("FILTER", draw.choice(["tojson", "attr", "map"])).replace("FILE", str(file)))
+    return sources
 
 
 def test_no_template_reaches_a_file_a_module_or_a_program(tmp_path: Path) -> None:
     """Python's audit events tell, of every template, what was opened, imported or started while it ran."""
     secret = "a word that is nowhere else"
     (tmp_path / "secret.txt").write_text(secret)
-    given = json.dumps(templates(TEMPLATES, tmp_path / "secret.txt"))
-    found = subprocess.run(
-        [sys.executable, "-c", RUN, secret], input=given, capture_output=True, text=True, timeout=300, check=False
+    request = json.dumps(templates(TEMPLATES, tmp_path / "secret.txt"))
+    process = subprocess.run(
+        [sys.executable, "-c", RUN, secret], input=request, capture_output=True, text=True, timeout=300, check=False
     )
-    assert found.returncode == 0, found.stderr[-2000:]
-    counts, seen = json.loads(found.stdout)
+    assert process.returncode == 0, process.stderr[-2000:]
+    counts, seen = json.loads(process.stdout)
     assert seen == []
     assert counts["written"] > 50 and counts["refused"] > 50, counts
 

@@ -36,18 +36,18 @@ AUTO = Policy()
 
 def rendered(source: str, fields: Any, policy: Policy = AUTO) -> list[Marked]:
     fields = {"messages": fields} if isinstance(fields, list) else fields
-    one = sample(("chat.jsonl:1", fields))
-    assert isinstance(one, Conversation)
-    return rendering.conversation(one, ChatTemplate(source, SPELLED, DAY), policy)
+    parsed = sample(("chat.jsonl:1", fields))
+    assert isinstance(parsed, Conversation)
+    return rendering.conversation(parsed, ChatTemplate(source, SPELLED, DAY), policy)
 
 
 def trained(source: str, fields: Any, policy: Policy = AUTO) -> list[str]:
     """The trained texts, of all samples."""
-    return [one.text[begin:end] for one in rendered(source, fields, policy) for begin, end in one.trained]
+    return [marked.text[begin:end] for marked in rendered(source, fields, policy) for begin, end in marked.trained]
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
@@ -59,9 +59,9 @@ def test_what_is_trained_is_what_transformers_marks(name: str, marks: bool, data
     messages = data.draw(conversations(system=name != "gemma"))
     source = TEMPLATES[name]
     text, spans = theirs(source, messages)
-    (found,) = rendered(source if marks else unmarked(source), messages)
-    assert found.text == text
-    assert list(found.trained) == spans
+    (marked,) = rendered(source if marks else unmarked(source), messages)
+    assert marked.text == text
+    assert list(marked.trained) == spans
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,14 +69,14 @@ def test_what_is_trained_is_what_transformers_marks(name: str, marks: bool, data
 def test_a_template_that_drops_thoughts_gives_a_sample_for_each_answer(messages: Any, thoughts: list[str]) -> None:
     """Each as the model sees it: thoughts of its own, none of earlier answers."""
     messages = [dict(message) for message in messages]
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    for place, thought in zip(answers, thoughts, strict=False):
-        messages[place]["content"] = f"<think>\n{thought}\n</think>\n\n{messages[place]['content']}"
-    texts = [theirs(QWEN3, messages[: place + 1]) for place in answers]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    for number, thought in zip(answers, thoughts, strict=False):
+        messages[number]["content"] = f"<think>\n{thought}\n</think>\n\n{messages[number]['content']}"
+    texts = [theirs(QWEN3, messages[: number + 1]) for number in answers]
     for source in (QWEN3, unmarked(QWEN3)):
-        found = rendered(source, messages)
-        assert [one.text for one in found] == [text for text, _ in texts]
-        assert [list(one.trained) for one in found] == [spans[-1:] for _, spans in texts]
+        samples = rendered(source, messages)
+        assert [marked.text for marked in samples] == [text for text, _ in texts]
+        assert [list(marked.trained) for marked in samples] == [spans[-1:] for _, spans in texts]
 
 
 NO_THOUGHTS = "the chat template drops the thoughts of message 2: 'sum of both' is missing in the rendered text. Take "
@@ -87,11 +87,11 @@ def test_an_answer_is_not_trained_without_its_thoughts_unless_asked_for(source: 
     """A model that thinks would learn not to, and nothing would say so."""
     beside, within = turns("2+2", "4"), turns("2+2", "<think>\nsum of both\n</think>\n\n4")
     beside[1]["reasoning_content"] = "sum of both"
-    for one in (source, unmarked(source)):
+    for template in (source, unmarked(source)):
         for messages in (beside, within) if source == DEEPSEEK else (beside,):
             with pytest.raises(DataError, match=re.escape(NO_THOUGHTS)):
-                rendered(one, messages)
-            (answer,) = trained(one, messages, Policy(thinking="drop"))
+                rendered(template, messages)
+            (answer,) = trained(template, messages, Policy(thinking="drop"))
             assert answer in ("4</s>", "4<|eot_id|>")
     row = {"prompt": beside, "completion": turns("v", "b")}
     assert len(trained(source, row)) == 1, "of a prompt a template shows what it likes"
@@ -108,23 +108,23 @@ HOW_TO_THINK = (
 def test_who_is_told_how_to_think_has_not_thought(name: str) -> None:
     """Texts of a system and of users are whole with the tags that they spell; so is an answer that is shown whole."""
     messages = [{"role": "system", "content": HOW_TO_THINK}, *turns(f"Why {HOW_TO_THINK}?", "Since 4 is even.")]
-    (found,) = rendered(TEMPLATES[name], messages)
-    assert found.text == theirs(TEMPLATES[name], messages)[0] and found.text.count("<think> reasoning") == 2
+    (marked,) = rendered(TEMPLATES[name], messages)
+    assert marked.text == theirs(TEMPLATES[name], messages)[0] and marked.text.count("<think> reasoning") == 2
     with pytest.raises(DataError, match=r"drops text of message \d \((system|user)\)"):
         rendered("{% for m in messages %}{{ m.content.split('</think>')[-1] }}</s>{% endfor %}", messages)
 
 
 def test_an_answer_that_is_shown_with_its_thoughts_in_the_middle_is_whole() -> None:
-    found = trained(LLAMA3, turns("2+2", "First <think>sum</think> then 4."))
-    assert found == ["First <think>sum</think> then 4.<|eot_id|>"]
+    texts = trained(LLAMA3, turns("2+2", "First <think>sum</think> then 4."))
+    assert texts == ["First <think>sum</think> then 4.<|eot_id|>"]
 
 
 def test_words_that_ask_may_show_more_than_an_answer_has() -> None:
     """DeepSeek asks with `<think>`, and drops thoughts of every answer: also one that begins with a tag."""
     plain = unmarked(DEEPSEEK)
     for answer in ("four", "<tool_call>x", "<b>", "<", "<think", ""):
-        for said in (answer, f"<think>sum</think>{answer}"):
-            assert trained(plain, turns("2+2", said), Policy(thinking="drop")) == [answer + "</s>"]
+        for text in (answer, f"<think>sum</think>{answer}"):
+            assert trained(plain, turns("2+2", text), Policy(thinking="drop")) == [answer + "</s>"]
 
 
 def test_an_answer_that_opens_a_conversation_is_trained_without_its_heading() -> None:
@@ -140,15 +140,15 @@ def test_a_prompt_is_never_trained(messages: Any, cut: int) -> None:
     row = {"prompt": messages[:cut], "completion": messages[cut:]}
     asked, _ = theirs(unmarked(CHATML), messages[:cut], add_generation_prompt=True)
     for source in (CHATML, unmarked(CHATML)):
-        (found,) = rendered(source, row)
+        (marked,) = rendered(source, row)
         answers = [message["content"] + "<|im_end|>" for message in messages[cut:] if message["role"] == "assistant"]
         if len(answers) == len(messages) - cut:
-            assert found.trained == ((len(asked), len(found.text)),)
+            assert marked.trained == ((len(asked), len(marked.text)),)
         else:  # what a user says behind the first answer is no answer
-            assert [found.text[begin:end] for begin, end in found.trained] == answers
-        (found,) = rendered(source, row, Policy(train_on="assistant"))
-        assert [found.text[begin:end] for begin, end in found.trained] == answers
-        assert all(begin >= len(asked) for begin, _ in found.trained)
+            assert [marked.text[begin:end] for begin, end in marked.trained] == answers
+        (marked,) = rendered(source, row, Policy(train_on="assistant"))
+        assert [marked.text[begin:end] for begin, end in marked.trained] == answers
+        assert all(begin >= len(asked) for begin, _ in marked.trained)
 
 
 @pytest.mark.parametrize("source", [CHATML, unmarked(CHATML)], ids=["marked", "plain"])
@@ -177,10 +177,10 @@ def test_a_turn_that_is_trained_by_half_is_refused(key: str, value: Any) -> None
 
 def test_thoughts_are_dropped_by_choice() -> None:
     drop = Policy(thinking="drop")
-    said = turns("2+2", "<think>sum</think>\n\nfour", "3+3", "the prompt thinks\n</think>\n\nsix")
-    said[1]["reasoning_content"] = "sum"
-    assert trained(CHATML, said, drop) == ["four<|im_end|>", "six<|im_end|>"]
-    assert trained(CHATML, said)[0] == "<think>sum</think>\n\nfour<|im_end|>"
+    messages = turns("2+2", "<think>sum</think>\n\nfour", "3+3", "the prompt thinks\n</think>\n\nsix")
+    messages[1]["reasoning_content"] = "sum"
+    assert trained(CHATML, messages, drop) == ["four<|im_end|>", "six<|im_end|>"]
+    assert trained(CHATML, messages)[0] == "<think>sum</think>\n\nfour<|im_end|>"
 
 
 AS_GIVEN = CHATML.replace(
@@ -201,8 +201,8 @@ def test_tools_and_calls_are_shown() -> None:
     shown = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
     for source in (CHATML, unmarked(CHATML)):
         assert trained(source, row) == [shown, "cold<|im_end|>"]
-    (found,) = rendered(CHATML, row)
-    assert {role for _, role in found.said} == {"user", "tool", "assistant"}
+    (marked,) = rendered(CHATML, row)
+    assert {role for _, role in marked.roles} == {"user", "tool", "assistant"}
 
 
 def test_calls_whose_arguments_are_json_are_shown_as_objects() -> None:
@@ -228,8 +228,8 @@ def test_what_a_turn_says_may_stand_in_the_words_of_the_template() -> None:
 def test_a_template_may_write_what_is_said_in_another_order() -> None:
     last = "{% for m in messages[1:] %}[{{ m.content }}]</s>{% endfor %}{{ messages[0].content }}"
     messages = [{"role": "system", "content": "sys"}, *turns("ask", "say")]
-    (found,) = rendered(last, messages, Policy(train_on="all"))
-    assert found.text == "[ask]</s>[say]</s>sys"
+    (marked,) = rendered(last, messages, Policy(train_on="all"))
+    assert marked.text == "[ask]</s>[say]</s>sys"
 
 
 DROPS = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}] {{ m.content }}</s>{% endif %}{% endfor %}"
@@ -316,13 +316,13 @@ def test_what_a_turn_leaves_empty_is_trained_as_a_server_writes_it() -> None:
         {"role": "tool", "content": "sun", "tool_call_id": "call00001", "tool_calls": None},
         {"role": "assistant", "content": "a", "tool_calls": []},
     ]
-    (found,) = rendered(ONE_CALL, messages)
-    given = [{name: one for name, one in message.items() if one is not None} for message in messages]
-    served = [checked_fields(ChatMessage, message).row for message in given]
-    assert found.text == ChatTemplate(ONE_CALL, SPELLED, DAY).render(served).text
-    plain = [{name: one for name, one in message.items() if one} for message in messages]
+    (marked,) = rendered(ONE_CALL, messages)
+    sparse = [{name: field for name, field in message.items() if field is not None} for message in messages]
+    served = [checked_fields(ChatMessage, message).row for message in sparse]
+    assert marked.text == ChatTemplate(ONE_CALL, SPELLED, DAY).render(served).text
+    plain = [{name: field for name, field in message.items() if field} for message in messages]
     plain[1] |= {"content": "", "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "Rom"}}}]}
-    assert found.text == theirs(ONE_CALL, plain)[0]
+    assert marked.text == theirs(ONE_CALL, plain)[0]
 
 
 def test_a_role_that_nobody_knows_is_refused() -> None:
@@ -352,16 +352,16 @@ def test_an_answer_in_another_form_than_it_is_asked_for_is_refused() -> None:
 @pytest.mark.parametrize("source", [DEFAULT, LLAMA3, MISTRAL], ids=["default", "llama3", "mistral"])
 def test_a_tool_whose_name_is_a_word_of_the_text_is_missed(source: str, word: str) -> None:
     """What the template writes is the same with it and without, as transformers shows."""
-    said = turns("please search, get and run u", "u search, get and run")
+    plain = turns("please search, get and run u", "u search, get and run")
     tool = {"type": "function", "function": {"name": word, "description": "d", "parameters": {}}}
     call = {"id": "abcdefghi", "type": "function", "function": {"name": word, "arguments": {"q": "please"}}}
-    called = [said[0], {**said[1], "tool_calls": [call]}]
+    called = [plain[0], {**plain[1], "tool_calls": [call]}]
     for fields, wanted in (
-        ({"messages": said, "tools": [tool]}, f"drops the tool '{word}'"),
+        ({"messages": plain, "tools": [tool]}, f"drops the tool '{word}'"),
         ({"messages": called}, f"drops a tool call of message 2: '{word}'"),
     ):
         messages, tools = fields["messages"], fields.get("tools")
-        assert theirs(unmarked(source), messages, tools=tools)[0] == theirs(unmarked(source), said)[0]
+        assert theirs(unmarked(source), messages, tools=tools)[0] == theirs(unmarked(source), plain)[0]
         with pytest.raises(DataError, match=re.escape(wanted)):
             rendered(source, fields)
     assert rendered(CHATML, {"messages": called, "tools": [tool]})[0].text == theirs(CHATML, called, tools=[tool])[0]

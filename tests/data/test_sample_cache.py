@@ -32,30 +32,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, found: list[Any]) -> Path:
+def write(folder: Path, rows: list[Any]) -> Path:
     path = folder / "chat.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def chats(number: int) -> list[Any]:
-    return [{"messages": turns(f"question {one}", f"answer {one} \U0001f600" * (1 + one % 5))} for one in range(number)]
+    return [
+        {"messages": turns(f"question {index}", f"answer {index} \U0001f600" * (1 + index % 5))}
+        for index in range(number)
+    ]
 
 
 def prepared(folder: Path, *, processes: int = 1, root: Path | None = None, **data: Any) -> Corpus:
     path = data.pop("path", folder / "chat.jsonl")
-    given = Data(path=str(path), form="samples", tokenizer=str(folder), **{"validation": 0.0, **data})
-    return sample_cache.prepare(given, cache_root=root or folder / "cache", processes=processes)
+    settings = Data(path=str(path), form="samples", tokenizer=str(folder), **{"validation": 0.0, **data})
+    return sample_cache.prepare(settings, cache_root=root or folder / "cache", processes=processes)
 
 
 def trained_texts(corpus: Corpus) -> list[str]:
-    found = []
+    texts = []
     for stream in (corpus.train, corpus.validation):
         assert stream.marks is not None
         for begin, end in pairwise([*stream.starts, len(stream.tokens)]):
             marks = np.asarray(stream.marks[begin:end])
-            found.append(corpus.tokenizer.decode(stream.read(int(begin), int(end))[marks & TRAINED > 0]))
-    return found
+            texts.append(corpus.tokenizer.decode(stream.read(int(begin), int(end))[marks & TRAINED > 0]))
+    return texts
 
 
 def refused(folder: Path, **more: Any) -> str:
@@ -94,15 +97,15 @@ def test_rows_that_are_all_equal_are_trained(folder: Path) -> None:
 
 
 def test_roles_of_rows_without_any_are_refused(folder: Path) -> None:
-    write(folder, [{"prompt": f"q{one}", "completion": f"a{one}"} for one in range(4)])
+    write(folder, [{"prompt": f"q{number}", "completion": f"a{number}"} for number in range(4)])
     assert "names roles, and no row has any: take data.train_on=auto or all" in refused(folder, train_on="user")
 
 
 def test_samples_do_not_depend_on_the_number_of_processes(folder: Path) -> None:
-    write(folder, [{"messages": turns(f"question {one} " * 80, f"answer {one}")} for one in range(300)])
-    one, three = (prepared(folder, processes=number, root=folder / str(number)) for number in (1, 3))
-    assert one.fingerprint == three.fingerprint
-    for stream, other in ((one.train, three.train), (one.validation, three.validation)):
+    write(folder, [{"messages": turns(f"question {number} " * 80, f"answer {number}")} for number in range(300)])
+    single, three = (prepared(folder, processes=number, root=folder / str(number)) for number in (1, 3))
+    assert single.fingerprint == three.fingerprint
+    for stream, other in ((single.train, three.train), (single.validation, three.validation)):
         assert np.array_equal(stream.tokens, other.tokens) and np.array_equal(stream.starts, other.starts)
         assert np.array_equal(stream.marks, other.marks)
 
@@ -159,7 +162,7 @@ MISSING = "{% for m in messages %}\n{{ m.content + m.nothing.more }}{% endfor %}
 
 
 @pytest.mark.parametrize(
-    ("template", "found", "data", "sentence"),
+    ("template", "rows", "data", "sentence"),
     [
         (CHATML, [{"messages": turns("u")}], {},
          "no token of {path}, data.train_on=auto is trained: every one is masked; see `meshwright data show`"),
@@ -186,9 +189,9 @@ MISSING = "{% for m in messages %}\n{{ m.content + m.nothing.more }}{% endfor %}
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused(
-    folder: Path, template: str, found: list[Any], data: Any, sentence: str
+    folder: Path, template: str, rows: list[Any], data: Any, sentence: str
 ) -> None:
-    path = write(folder, found)
+    path = write(folder, rows)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     assert refused(folder, **data) == sentence.format(path=path)
     assert not list((folder / "cache").glob("samples/[!.]*")), "a refused set leaves nothing"
@@ -225,7 +228,7 @@ def test_an_endless_template_is_ended(folder: Path, attack: str, monkeypatch: py
     template, sentences = SLOW[attack]
     (folder / "chat_template.jinja").write_text(template + CHATML, encoding="utf-8")
     begin = time.monotonic()
-    assert refused(folder) in [f"{path}, line 1: the chat template {one}" for one in sentences]
+    assert refused(folder) in [f"{path}, line 1: the chat template {sentence}" for sentence in sentences]
     assert time.monotonic() - begin < 30
 
 
@@ -246,8 +249,8 @@ def test_a_template_without_measure_is_ended_in_its_own_process(folder: Path, at
     path = write(folder, chats(1))
     (folder / "chat_template.jinja").write_text(HUGE[attack] + CHATML, encoding="utf-8")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = refused(folder)
-    assert said in (
+    message = refused(folder)
+    assert message in (
         f"{path}, line 1: the chat template writes more than 16,777,216 characters for one conversation",
         f"{path}, line 1: the chat template fails in line 1: * makes more than 16,777,216 characters",
         f"{path}, line 1: the chat template fails in line 1: + makes more than 16,777,216 characters",
@@ -260,13 +263,13 @@ def test_containers_do_not_matter(folder: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
 
-    found = [*chats(3), {"messages": [{"role": "system", "content": "S"}, *turns("u", "a")]}]
-    found[0]["messages"][1]["tool_calls"] = [{"function": {"name": "look", "arguments": {"at": "it"}}}]
-    found[0] |= {"tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]}
-    found[2] |= {"tools": [{"name": "find", "parameters": {"who": {"type": "string"}}}]}
-    expected = trained_texts(prepared(folder, path=write(folder, found)))
-    (folder / "chat.json").write_text(json.dumps(found), encoding="utf-8")
-    write_table(pyarrow.Table.from_pylist(found), folder / "chat.parquet")
+    rows = [*chats(3), {"messages": [{"role": "system", "content": "S"}, *turns("u", "a")]}]
+    rows[0]["messages"][1]["tool_calls"] = [{"function": {"name": "look", "arguments": {"at": "it"}}}]
+    rows[0] |= {"tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]}
+    rows[2] |= {"tools": [{"name": "find", "parameters": {"who": {"type": "string"}}}]}
+    expected = trained_texts(prepared(folder, path=write(folder, rows)))
+    (folder / "chat.json").write_text(json.dumps(rows), encoding="utf-8")
+    write_table(pyarrow.Table.from_pylist(rows), folder / "chat.parquet")
     for name in ("chat.json", "chat.parquet"):
         corpus = prepared(folder, path=folder / name)
         assert trained_texts(corpus) == expected
@@ -285,10 +288,10 @@ def test_a_folder_is_its_rows_and_not_the_files_of_its_tokenizer(folder: Path) -
 
 
 def test_bad_rows_are_named_however_many_processes_read(folder: Path) -> None:
-    found = [{"messages": turns(f"question {one} " * 80, f"answer {one}")} for one in range(400)]
+    rows = [{"messages": turns(f"question {number} " * 80, f"answer {number}")} for number in range(400)]
     for bad in (150, 250, 390):
-        found[bad] = {"messages": [{"role": "user"}]}
-    path = write(folder, found)
+        rows[bad] = {"messages": [{"role": "user"}]}
+    path = write(folder, rows)
     for processes in (1, 3):
         lines = [f"{path}, line {line}: message 1 of 'messages' (user) has neither content nor tool_calls"
                  for line in (151, 251, 391)]  # fmt: skip
@@ -306,9 +309,9 @@ def test_a_damaged_cache_is_made_anew(folder: Path) -> None:
 
 
 def test_columns_that_are_not_read_are_counted(folder: Path) -> None:
-    found = [{**chat, "id": number} for number, chat in enumerate(chats(6))]
-    found[2]["mesages"] = "a slip"
-    write(folder, found)
+    rows = [{**chat, "id": number} for number, chat in enumerate(chats(6))]
+    rows[2]["mesages"] = "a slip"
+    write(folder, rows)
     for _ in range(2):  # counted, and found in the cache
         corpus = prepared(folder)
         assert dict(corpus.unread) == {"id": 6, "mesages": 1}

@@ -42,11 +42,11 @@ def encoded(name: str, source: str, row: Any, **more: Any) -> list[list[tuple[li
     """(ids, whether each is trained) of the samples of a row, in groups."""
     made = tokenizers.Tokenizer.from_str(tokenizer_json(name))
     ids = {"begins": (made.token_to_id("<s>"),), "eos": made.token_to_id("</s>"), **more}
-    given = SampleSettings(template=source, special=SPELLED, today=DAY.isoformat(), **ids)
-    encode = row_encoder(made, made.get_vocab_size(), given)
+    settings = SampleSettings(template=source, special=SPELLED, today=DAY.isoformat(), **ids)
+    encode = row_encoder(made, made.get_vocab_size(), settings)
     (answer,) = encode([json.dumps([PLACE, row])], b"\0")
     return [
-        [(list(array.array("H", one.ids)), [mark & TRAINED > 0 for mark in one.marks]) for one in group]
+        [(list(array.array("H", sample.ids)), [mark & TRAINED > 0 for mark in sample.marks]) for sample in group]
         for group in unpack(answer)
     ]
 
@@ -64,12 +64,12 @@ def hugging_face(name: str) -> Any:
 
 def tokenized(name: str, text: str, spans: list[tuple[int, int]], parts: bool) -> tuple[list[int], list[bool]]:
     """Ids by the library; in `parts` that meet where training begins and ends, or whole."""
-    borders = sorted({0, len(text), *(place for span in spans for place in span)}) if parts else [0, len(text)]
+    borders = sorted({0, len(text), *(start for span in spans for start in span)}) if parts else [0, len(text)]
     ids, marks = [], []
     for begin, end in pairwise(borders):
-        found = library(name).encode(text[begin:end], add_special_tokens=False)
-        ids += found.ids
-        marks += [any(first <= begin + place < last for first, last in spans) for place, _ in found.offsets]
+        encoding = library(name).encode(text[begin:end], add_special_tokens=False)
+        ids += encoding.ids
+        marks += [any(first <= begin + start < last for first, last in spans) for start, _ in encoding.offsets]
     return ids, marks
 
 
@@ -86,14 +86,14 @@ def test_ids_and_masks_are_those_of_transformers(name: str, tokenizer: str, data
     text, spans = theirs(source, messages)
     parts = tokenizer not in SPACED
     expected = tokenized(tokenizer, text, spans, parts)
-    for one in (source, unmarked(source)):
-        assert only(tokenizer, one, {"messages": messages}) == expected
+    for template in (source, unmarked(source)):
+        assert only(tokenizer, template, {"messages": messages}) == expected
     whole = hugging_face(tokenizer).apply_chat_template(
         messages, chat_template=source, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     if not parts or expected[0] == whole["input_ids"]:
         assert expected[0] == whole["input_ids"]
-        begins = {place for place, _ in library(tokenizer).encode(text, add_special_tokens=False).offsets}
+        begins = {start for start, _ in library(tokenizer).encode(text, add_special_tokens=False).offsets}
         if all(begin in begins for begin, _ in spans):
             assert expected[1] == [bool(mark) for mark in whole["assistant_masks"]]
 
@@ -103,11 +103,11 @@ def test_ids_and_masks_are_those_of_transformers(name: str, tokenizer: str, data
 @given(messages=conversations(answered=True))
 def test_what_comes_before_an_answer_is_what_a_model_is_asked_with(tokenizer: str, messages: Any) -> None:
     """Token for token, of the first answer; also where whole texts have a token across (a line end and another)."""
-    place = next(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    answer = next(answer for answer, message in enumerate(messages) if message["role"] == "assistant")
     for name in ("chatml", "llama3"):
         ids, marks = only(tokenizer, TEMPLATES[name], {"messages": messages})
         asked = hugging_face(tokenizer).apply_chat_template(
-            messages[:place], chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=True
+            messages[:answer], chat_template=TEMPLATES[name], add_generation_prompt=True, return_dict=True
         )["input_ids"]
         assert ids[: len(asked)] == asked and marks.index(True) == len(asked)
 
@@ -122,17 +122,17 @@ def test_trained_tokens_spell_the_answers_and_their_ends(tokenizer: str, message
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     assert trained.count(end) == len(answers) and trained[-1] == end
     if tokenizer == "gpt2":  # the bytes of every text come back
-        said = library(tokenizer).decode(trained, skip_special_tokens=False)
-        assert said == "".join(f"{answer}<|im_end|>" for answer in answers)
+        text = library(tokenizer).decode(trained, skip_special_tokens=False)
+        assert text == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
 def test_thoughts_of_earlier_answers_make_a_sample_for_each() -> None:
     messages = turns("u", "<think>\nt\n</think>\n\na", "v", "<think>\ns\n</think>\n\nb")
-    found = encoded("qwen2", unmarked(QWEN3), {"messages": messages})
+    samples = encoded("qwen2", unmarked(QWEN3), {"messages": messages})
     made = library("qwen2")
     texts = [
         made.decode([token for token, mark in zip(ids, marks, strict=True) if mark], skip_special_tokens=False)
-        for ((ids, marks),) in found
+        for ((ids, marks),) in samples
     ]
     assert texts == ["<think>\nt\n</think>\n\na<|im_end|>", "<think>\ns\n</think>\n\nb<|im_end|>"]
 
@@ -265,8 +265,8 @@ def test_masks_are_those_of_trl(form: str, tmp_path: Path) -> None:
     source = unmarked(template) if form.endswith("plain") else template
     expected = trl_labels(tmp_path, "llama3", rows, **config)
     for row, (ids, labels) in zip(rows, expected, strict=True):
-        found, marks = only("llama3", source, row, **ours)
-        assert found == ids
+        encoded_ids, marks = only("llama3", source, row, **ours)
+        assert encoded_ids == ids
         assert marks[1:] == [label != -100 for label in labels[1:]]
 
 
@@ -287,6 +287,7 @@ def test_the_template_of_the_tests_is_the_same_without_marks() -> None:
         for prompt in (True, False):
             messages = turns("u", "a", "v")
             both = [
-                ChatTemplate(one, SPELLED, DAY).render(messages, prompt=prompt) for one in (source, unmarked(source))
+                ChatTemplate(template, SPELLED, DAY).render(messages, prompt=prompt)
+                for template in (source, unmarked(source))
             ]
             assert both[0].text == both[1].text and not both[1].generated

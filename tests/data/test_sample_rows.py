@@ -28,7 +28,7 @@ Samples = list[tuple[list[int], list[bool]]]
 def stream(samples: Samples) -> TokenStream:
     """Samples of (ids, whether each is trained), as a cache holds them."""
     lengths = [len(ids) for ids, _ in samples]
-    tokens = np.array([one for ids, _ in samples for one in ids], dtype=np.uint16)
+    tokens = np.array([token for ids, _ in samples for token in ids], dtype=np.uint16)
     marks = np.array([TRAINED * mark for _, marks in samples for mark in marks], dtype=np.uint8)
     return TokenStream(
         tokens=tokens,
@@ -51,10 +51,10 @@ SAID = TRAINED | 3
 
 
 def marked_rows(samples: list[tuple[list[int], list[int]]], sequence: int) -> SampleRows:
-    found = stream([(ids, [False] * len(ids)) for ids, _ in samples])
-    marks = np.array([one for _, marks in samples for one in marks], dtype=np.uint8)
+    samples_stream = stream([(ids, [False] * len(ids)) for ids, _ in samples])
+    marks = np.array([mark for _, marks in samples for mark in marks], dtype=np.uint8)
     return SampleRows(
-        replace(found, marks=marks), Data(path="chat.jsonl", form="samples"), BYTES, sequence=sequence, seed=0
+        replace(samples_stream, marks=marks), Data(path="chat.jsonl", form="samples"), BYTES, sequence=sequence, seed=0
     )
 
 
@@ -62,21 +62,21 @@ def marked_rows(samples: list[tuple[list[int], list[int]]], sequence: int) -> Sa
 def sample_lists(draw: st.DrawFn, longest: int = 12, least: int = 1) -> Samples:
     """Of ASCII, a byte a token: cut anywhere, it is whole."""
     assert VOCAB <= 128
-    found = []
+    samples = []
     for _ in range(draw(st.integers(least, 12))):
         size = draw(st.integers(1, longest))
         ids = draw(st.lists(st.integers(1, VOCAB - 1), min_size=size, max_size=size))
-        found.append((ids, draw(st.lists(st.booleans(), min_size=size, max_size=size))))
-    return found
+        samples.append((ids, draw(st.lists(st.booleans(), min_size=size, max_size=size))))
+    return samples
 
 
-def said(found: Sequences) -> list[tuple[list[int], list[int], list[int]]]:
+def documents_in(batch: Sequences) -> list[tuple[list[int], list[int], list[int]]]:
     """(tokens, targets, positions) of every document of every row."""
     documents = []
-    for row in range(len(found.tokens)):
-        for number in range(found.documents[row].max() + 1):
-            here = found.documents[row] == number
-            documents.append(tuple(part[row][here].tolist() for part in (found.tokens, found.targets, found.positions)))
+    for row in range(len(batch.tokens)):
+        for number in range(batch.documents[row].max() + 1):
+            here = batch.documents[row] == number
+            documents.append(tuple(part[row][here].tolist() for part in (batch.tokens, batch.targets, batch.positions)))
     return documents
 
 
@@ -95,22 +95,26 @@ def test_every_sample_with_a_trained_token_is_a_document_once_an_epoch(
         )
         return
     made = rows([(ids, marks) for ids, marks in samples], sequence, packing=packing)
-    found = [one for one in said(made.take(0, len(made))) if any(target != IGNORED for target in one[1])]
+    trained = [
+        document
+        for document in documents_in(made.take(0, len(made)))
+        if any(target != IGNORED for target in document[1])
+    ]
     expected = [
         (ids, [*(t if m else IGNORED for t, m in zip(ids[1:], marks[1:], strict=True)), IGNORED], list(range(len(ids))))
         for ids, marks in trains
     ]
-    assert sorted(found) == sorted(expected)
+    assert sorted(trained) == sorted(expected)
     fitted = made.fitted
-    assert fitted.kept + fitted.left_out == len(samples)
+    assert fitted.retained + fitted.left_out == len(samples)
     assert fitted.overlong == sum(len(ids) > sequence for ids, _ in samples)
 
 
-def whole_loss(found: Sequences) -> tuple[float, dict[str, torch.Tensor]]:
+def whole_loss(batch: Sequences) -> tuple[float, dict[str, torch.Tensor]]:
     """Summed loss of all rows, and its gradients, of a tiny Llama."""
     net = model("llama-3.1-8b")
-    named = {name: torch.from_numpy(getattr(found, name)) for name in ("tokens", "targets", "documents", "positions")}
-    borders = {"documents": named["documents"], "positions": named["positions"]} if found.packed else {}
+    named = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "targets", "documents", "positions")}
+    borders = {"documents": named["documents"], "positions": named["positions"]} if batch.packed else {}
     loss = net.loss(named["tokens"], named["targets"], **borders).cross_entropy
     loss.backward()
     return loss.item(), {
@@ -186,9 +190,9 @@ def test_what_is_too_long_is_cut_left_out_or_refused() -> None:
         ([68] * 3, [True, False, False]),
     ]
     cut = rows(samples, 6).fitted
-    assert (cut.kept, cut.overlong, cut.left_out, cut.untrained, cut.cut_tokens) == (2, 2, 2, 2, 3)
+    assert (cut.retained, cut.overlong, cut.left_out, cut.untrained, cut.cut_tokens) == (2, 2, 2, 2, 3)
     dropped = rows(samples, 6, overlong="drop").fitted
-    assert (dropped.kept, dropped.overlong, dropped.left_out, dropped.cut_tokens) == (1, 2, 3, 0)
+    assert (dropped.retained, dropped.overlong, dropped.left_out, dropped.cut_tokens) == (1, 2, 3, 0)
     with pytest.raises(DataError) as error:
         rows(samples, 6, overlong="refuse")
     assert str(error.value) == (

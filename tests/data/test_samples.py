@@ -21,7 +21,7 @@ def made(fields: Any) -> Sample:
 
 
 @pytest.mark.parametrize(
-    ("fields", "found"),
+    ("fields", "expected"),
     [
         ({"text": "t", "id": 4}, Continuation(prompt="", completion="t")),
         ({"prompt": "p", "completion": "c"}, Continuation(prompt="p", completion="c")),
@@ -91,8 +91,8 @@ def made(fields: Any) -> Sample:
         ),
     ],
 )
-def test_columns_say_what_a_row_is(fields: Any, found: Sample) -> None:
-    assert made(fields) == found
+def test_columns_say_what_a_row_is(fields: Any, expected: Sample) -> None:
+    assert made(fields) == expected
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -118,10 +118,10 @@ def test_a_table_pads_tools_and_calls_with_nulls(name: str) -> None:
     padded = pyarrow.Table.from_pylist(rows).to_pylist()
     assert "'near': None" in str(padded) and "None" not in str(rows).replace("'unit': None", "")
     for row, plain in zip(padded, rows, strict=True):
-        found, wanted = made(row), made(plain)
-        assert isinstance(found, Conversation) and isinstance(wanted, Conversation)
-        assert found.tools == wanted.tools == tuple(tools)
-        assert found.messages == wanted.messages
+        unpadded, wanted = made(row), made(plain)
+        assert isinstance(unpadded, Conversation) and isinstance(wanted, Conversation)
+        assert unpadded.tools == wanted.tools == tuple(tools)
+        assert unpadded.messages == wanted.messages
     assert "'unit': None" in str(made(padded[0])), "a null that the tool takes"
 
 
@@ -135,8 +135,8 @@ def test_calls_under_older_names_are_tool_calls(calls: list[dict[str, Any]]) -> 
     wanted = [{"type": "function", "function": call} for call in calls]
     called, told = {"role": "assistant", "content": "", "tool_calls": wanted}, {"role": "tool", "content": "sun"}
     turns, text = [USER, called, told, ANSWER], json.dumps(calls if len(calls) > 1 else calls[0])
-    said = {"human": "u", "function_call": text, "observation": "sun", "gpt": "a"}
-    sharegpt = [{"from": role, "value": value} for role, value in said.items()]
+    texts = {"human": "u", "function_call": text, "observation": "sun", "gpt": "a"}
+    sharegpt = [{"from": role, "value": value} for role, value in texts.items()]
     assert made({"conversations": sharegpt}) == made({"messages": turns})
     thoughts = [
         {**turn, "value": f"<think>\nRain?\n</think>\n{text}"} if turn["value"] == text else turn for turn in sharegpt

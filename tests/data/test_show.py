@@ -26,38 +26,38 @@ def texts(tmp_path: Path) -> Path:
 def test_the_view_is_the_run_s_own_sample(texts: Path, tmp_path: Path) -> None:
     data, recipe = Data(path=str(texts), validation=0.2), Recipe(sequence=32, seed=5)
     corpus = prepare(data, cache_root=tmp_path / "cache")
-    found = view(data, recipe, corpus)
-    assert (found.train.documents, found.validation.documents) == (
+    shown = view(data, recipe, corpus)
+    assert (shown.train.documents, shown.validation.documents) == (
         corpus.train.num_documents,
         corpus.validation.num_documents,
     )
-    assert found.files == 30 and [Path(name).name for name in found.passed_over] == ["logo.png"]
-    assert found.bytes_per_token == pytest.approx(
+    assert shown.files == 30 and [Path(name).name for name in shown.passed_over] == ["logo.png"]
+    assert shown.bytes_per_token == pytest.approx(
         (corpus.train.num_bytes + corpus.validation.num_bytes)
         / (corpus.train.num_tokens + corpus.validation.num_tokens)
     )
     sampler = Sampler(corpus.train, sequence=32, tokenizer_separator=True, seed=5)
-    batch = sampler.take(found.sample, 1)
-    assert found.packed and [token.id for token in found.tokens] == batch.tokens[0].tolist()
-    assert found.tokens[-1].document > 0
-    assert found.train.windows == len(sampler)
-    assert found.validation.windows == -(-(corpus.validation.num_tokens - 1) // 32)
+    batch = sampler.take(shown.sample, 1)
+    assert shown.packed and [token.id for token in shown.tokens] == batch.tokens[0].tolist()
+    assert shown.tokens[-1].document > 0
+    assert shown.train.windows == len(sampler)
+    assert shown.validation.windows == -(-(corpus.validation.num_tokens - 1) // 32)
 
 
 def test_json_is_one_document(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data", "show", f"data.path={texts}", "recipe.sequence=16", "--json"]
     assert main(words) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert err == "" and len(found["tokens"]) == 16 and found["vocab"] == 2048
-    assert "".join(token["text"] for token in found["tokens"]).count("def f") >= 1
+    document = json.loads(out)
+    assert err == "" and len(document["tokens"]) == 16 and document["vocab"] == 2048
+    assert "".join(token["text"] for token in document["tokens"]).count("def f") >= 1
 
 
 def test_people_see_borders(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verb.show(None, [f"data.path={texts}", "recipe.sequence=64"], False)
     out = capsys.readouterr().out
-    for said in ("trained on", "held out", "--- document 1 ---", "passed over as binary: 1 (logo.png)", "2,048 ids"):
-        assert said in out
+    for text in ("trained on", "held out", "--- document 1 ---", "passed over as binary: 1 (logo.png)", "2,048 ids"):
+        assert text in out
     assert "<|endoftext|> begins each document and ends the one before" in out
 
 
@@ -99,11 +99,11 @@ def test_each_source_of_a_mixture_is_shown(
     word = f"data={texts}:3,{tmp_path / 'rows.jsonl'}:1"
     length = ["recipe.sequence=16", "recipe.steps=10", "recipe.global_batch=8"]
     assert main(["data", "show", word, *length, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [source["share"] for source in found["sources"]] == [0.75, 0.25]
-    assert [source["times"] * source["rows"] for source in found["sources"]] == pytest.approx([60, 20])
-    assert sum(source["tokens"] for source in found["sources"]) == found["train"]["tokens"]
-    assert sum(source["rows"] for source in found["sources"]) == found["train"]["windows"]
+    document = json.loads(capsys.readouterr().out)
+    assert [source["share"] for source in document["sources"]] == [0.75, 0.25]
+    assert [source["times"] * source["rows"] for source in document["sources"]] == pytest.approx([60, 20])
+    assert sum(source["tokens"] for source in document["sources"]) == document["train"]["tokens"]
+    assert sum(source["rows"] for source in document["sources"]) == document["train"]["windows"]
     assert main(["data", "show", word, *length]) == 0
     out = capsys.readouterr().out
     assert "75.0%" in out and "25.0%" in out and "bytes per token" in out

@@ -75,8 +75,8 @@ def test_parquet(tmp_path: Path) -> None:
 
     path = tmp_path / "rows.parquet"
     write_table(pyarrow.table({"n": range(200), "body": [f"row {n}" for n in range(200)]}), path, row_group_size=90)
-    found = texts(path, text_field="body")
-    assert found == [(f"rows.parquet:{n + 1}", f"row {n}") for n in range(200)]
+    read = texts(path, text_field="body")
+    assert read == [(f"rows.parquet:{n + 1}", f"row {n}") for n in range(200)]
     assert "no field 'text', it has: n, body" in refusal(path)
     assert "row 1: field 'n' is int, not text" in refusal(path, text_field="n")
     path.write_bytes(b"PAR1 and no more")
@@ -188,8 +188,8 @@ def test_a_long_file_is_one_document_read_in_pieces(tmp_path: Path) -> None:
     text = "word " * pieces.PIECE
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     (document,) = Source(Data(path=str(tmp_path))).documents()
-    found = list(document.pieces)
-    assert len(found) > 4 and "".join(found) == text
+    parts = list(document.pieces)
+    assert len(parts) > 4 and "".join(parts) == text
 
 
 def test_the_signature_changes_with_the_files(folder: Path) -> None:

@@ -19,21 +19,21 @@ def made(texts: list[str], size: int = 150) -> list[Document]:
 def run(texts: list[str], share: float) -> list[split.SplitPart]:
     chosen = split.choose(split.survey(made(texts)), share)
     reading = split.Reading()
-    found = list(split.parts(made(texts), chosen, reading))
+    parts = list(split.parts(made(texts), chosen, reading))
     assert reading.survey().digest == split.survey(made(texts)).digest
-    return found
+    return parts
 
 
 def side(parts: list[split.SplitPart], stream: int) -> list[str]:
     """The documents of one stream, put together again."""
-    found: list[str] = []
+    texts_of_side: list[str] = []
     for part in parts:
         if part.stream == stream:
             if part.first:
-                found.append("")
-            found[-1] += part.text
+                texts_of_side.append("")
+            texts_of_side[-1] += part.text
     assert sum(p.first for p in parts) == sum(p.last for p in parts)
-    return found
+    return texts_of_side
 
 
 @settings(max_examples=100, deadline=None)

@@ -58,7 +58,7 @@ def test_a_long_file_is_encoded_in_little_memory(tmp_path: Path, ending: str) ->
     written(small, WARM_BYTES)
     expected = written(large, FILE_BYTES)
     command = [sys.executable, "-c", MEASURE, str(small), str(large), str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    num_bytes, grown = map(int, found.stdout.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    num_bytes, grown = map(int, process.stdout.split())
     assert num_bytes == expected
     assert grown < MOST_BYTES, f"{grown / 2**20:.0f} MiB for a file of {large.stat().st_size / 2**20:.0f} MiB"

@@ -66,8 +66,8 @@ def test_nothing_is_added_by_truncation_padding_or_a_template() -> None:
 
 
 def test_fingerprints_tell_tokenizers_apart() -> None:
-    found = {tokenizer.fingerprint for tokenizer in ALL.values()}
-    assert len(found) == len(ALL)
+    fingerprints = {tokenizer.fingerprint for tokenizer in ALL.values()}
+    assert len(fingerprints) == len(ALL)
     assert Tokenizer.shipped().fingerprint == SHIPPED.fingerprint
 
 

@@ -63,7 +63,7 @@ def test_what_follows_a_prompt_keeps_its_first_space(name: str, tmp_path: Path) 
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
     ids = theirs("the quick caf\u00e9 \u65e5!").input_ids
     for cut in range(2, len(ids)):
-        before, whole = (theirs.decode(some, clean_up_tokenization_spaces=False) for some in (ids[:cut], ids))
+        before, whole = (theirs.decode(part, clean_up_tokenization_spaces=False) for part in (ids[:cut], ids))
         if "\ufffd" not in before:
             assert ours.text_behind(ids[:cut], ids[cut:]) == whole[len(before) :]
             assert before + "".join(map(ours.spell, ids[cut:])) == whole or "\ufffd" in map(ours.spell, ids[cut:])

@@ -22,18 +22,18 @@ END = "<|im_end|>"
 
 
 def rows(corpus: Corpus, sequence: int, **data: Any) -> SampleRows:
-    given = Data(path="chat.jsonl", form="samples", **data)
-    found = numbered_rows(given, Recipe(sequence=sequence), corpus, corpus.train, shuffle=True)
-    assert isinstance(found, SampleRows)
-    return found
+    settings = Data(path="chat.jsonl", form="samples", **data)
+    sample_rows = numbered_rows(settings, Recipe(sequence=sequence), corpus, corpus.train, shuffle=True)
+    assert isinstance(sample_rows, SampleRows)
+    return sample_rows
 
 
-def targets(corpus: Corpus, found: SampleRows) -> list[list[int]]:
+def targets(corpus: Corpus, sample_rows: SampleRows) -> list[list[int]]:
     """What each sample of all rows is trained on, in order."""
-    batch, every = found.take(0, len(found)), []
+    batch, every = sample_rows.take(0, len(sample_rows)), []
     for documents, ids in zip(batch.documents, batch.targets, strict=True):
-        each = [ids[(documents == one) & (ids >= 0)].tolist() for one in range(documents.max() + 1)]
-        every += [one for one in each if one]
+        each = [ids[(documents == document) & (ids >= 0)].tolist() for document in range(documents.max() + 1)]
+        every += [document for document in each if document]
     return sorted(every)
 
 
@@ -61,11 +61,11 @@ def test_3279_prompts_are_masked_unless_asked_for(folder: Path) -> None:
 def test_4201_a_template_without_generation_masks_the_same(folder: Path) -> None:
     """trl#4201: without `{% generation %}` all tokens were masked, and a warning was all that was said."""
     write(folder, chats(6))
-    found = []
+    masks = []
     for source in (CHATML, unmarked(CHATML)):
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
-        found.append(trained_texts(prepared(folder)))
-    assert found[0] == found[1] and all(text.endswith(END) for text in found[0])
+        masks.append(trained_texts(prepared(folder)))
+    assert masks[0] == masks[1] and all(text.endswith(END) for text in masks[0])
 
 
 def test_4201_a_set_of_which_nothing_is_trained_is_an_error(folder: Path) -> None:
@@ -79,7 +79,7 @@ def test_3728_packing_keeps_the_mask(folder: Path, sequence: int) -> None:
     """trl#3728 (and nanochat#582): packed rows were trained on every token, prompts too."""
     write(folder, chats(20))
     corpus = prepared(folder)
-    packed, alone = (targets(corpus, rows(corpus, sequence, packing=one)) for one in ("best-fit", "off"))
+    packed, alone = (targets(corpus, rows(corpus, sequence, packing=packing)) for packing in ("best-fit", "off"))
     assert packed == alone and len(alone) == 20
     assert len(rows(corpus, sequence)) < 20 == len(rows(corpus, sequence, packing="off"))
 
@@ -88,14 +88,14 @@ def test_3927_a_sample_longer_than_a_row_keeps_the_mask_of_what_is_left(folder: 
     """trl#3927: ids were cut to max_length and their mask was not."""
     write(folder, [{"messages": turns("u", "word " * 60)}, *chats(3)])
     corpus = prepared(folder)
-    found = rows(corpus, 128, packing="off")
-    assert found.fitted.overlong == 1 and found.fitted.cut_tokens > 0
+    cut_rows = rows(corpus, 128, packing="off")
+    assert cut_rows.fitted.overlong == 1 and cut_rows.fitted.cut_tokens > 0
     whole = targets(corpus, rows(corpus, 1024, packing="off"))
-    cut = targets(corpus, found)
+    cut = targets(corpus, cut_rows)
     longest = max(whole, key=len)
-    [short] = [one for one in cut if one not in whole]
-    assert longest[: len(short)] == short and sorted(one for one in whole if one != longest) == sorted(
-        one for one in cut if one != short
+    [short] = [document for document in cut if document not in whole]
+    assert longest[: len(short)] == short and sorted(document for document in whole if document != longest) == sorted(
+        document for document in cut if document != short
     )
 
 
@@ -104,7 +104,7 @@ def test_6668_samples_without_a_trained_token_are_no_loss_of_zero(folder: Path) 
     long = {"messages": turns("why " * 80, "so")}
     write(folder, [long, *chats(3)])
     fitted = rows(prepared(folder), 256).fitted
-    assert (fitted.kept, fitted.left_out, fitted.untrained) == (3, 1, 1)
+    assert (fitted.retained, fitted.left_out, fitted.untrained) == (3, 1, 1)
     write(folder, [long] * 3)
     with pytest.raises(DataError, match=r"no sample has a trained token in its first recipe\.sequence=256 tokens"):
         rows(prepared(folder), 256)
@@ -115,10 +115,10 @@ def test_1623_every_answer_ends_and_its_end_is_trained(folder: Path) -> None:
     write(folder, [{"messages": turns("u", "a", "v", "b")}, {"messages": turns("u", "c")}])
     assert [text.count(END) for text in trained_texts(prepared(folder))] == [2, 1]
     write(folder, [{"prompt": "2+2=", "completion": " 4"}, {"text": "a document"}])
-    found = prepared(folder)
-    stream = found.train.parts[0]
+    corpus = prepared(folder)
+    stream = corpus.train.parts[0]
     for begin, end in pairwise([*stream.starts.tolist(), len(stream.tokens)]):
-        assert stream.read(begin, end)[-1] == found.tokenizer.eos
+        assert stream.read(begin, end)[-1] == corpus.tokenizer.eos
     endless = unmarked(CHATML).replace("{{- '<|im_end|>' }}", "")
     (folder / "chat_template.jinja").write_text(endless, encoding="utf-8")
     write(folder, [{"messages": turns("u", "a")}])

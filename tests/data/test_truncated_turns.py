@@ -39,19 +39,19 @@ def test_a_cut_turn_is_trained_up_to_its_last_whole_character(
     assume(not any("\ufffd" in message["content"] for message in messages))
     text, spans = theirs(TEMPLATES[template], messages)
     ids, marks = tokenized(tokenizer, text, spans, True)
-    own = Tokenizer(tokenizer_json(tokenizer), bos="<s>", eos="</s>")
+    ours = Tokenizer(tokenizer_json(tokenizer), bos="<s>", eos="</s>")
     assert only(tokenizer, TEMPLATES[template], {"messages": messages}) == (ids, marks)
-    length = longest_whole([raw(own, token) for token in ids], min(sequence, len(ids)))
-    made = rows([(ids, marks), ([9, 9], [True, True])], sequence, own, packing="off")
-    found = made.take(0, len(made))
-    kept = [row for row in range(len(made)) if found.tokens[row].tolist()[:2] != [9, 9]]
+    length = longest_whole([raw(ours, token) for token in ids], min(sequence, len(ids)))
+    made = rows([(ids, marks), ([9, 9], [True, True])], sequence, ours, packing="off")
+    batch = made.take(0, len(made))
+    filled = [row for row in range(len(made)) if batch.tokens[row].tolist()[:2] != [9, 9]]
     if not any(marks[1:length]):
-        assert kept == [] and made.fitted.left_out == 1
+        assert filled == [] and made.fitted.left_out == 1
         return
-    (row,) = kept
+    (row,) = filled
     targets = [token if mark else IGNORED for token, mark in zip(ids[1:length], marks[1:length], strict=True)]
-    assert found.tokens[row, :length].tolist() == ids[:length]
-    assert found.targets[row].tolist() == targets + [IGNORED] * (sequence - length + 1)
+    assert batch.tokens[row, :length].tolist() == ids[:length]
+    assert batch.targets[row].tolist() == targets + [IGNORED] * (sequence - length + 1)
     assert made.fitted.cut_tokens == len(ids) - length
-    trained = b"".join(raw(own, token) for token, mark in zip(ids[:length], marks[:length], strict=True) if mark)
+    trained = b"".join(raw(ours, token) for token, mark in zip(ids[:length], marks[:length], strict=True) if mark)
     trained.decode(errors="strict")

@@ -34,12 +34,12 @@ def check_rows(batch: Sequences, source: TokenStream, separator: bool) -> None:
     rows = zip(batch.tokens, batch.targets, batch.documents, batch.positions, strict=True)
     for tokens, wanted, documents, positions in rows:
         document, position = 0, 0
-        for place, token in enumerate(tokens.tolist()):
-            if place and token in begins:
+        for index, token in enumerate(tokens.tolist()):
+            if index and token in begins:
                 document, position = document + 1, 0
-            assert (documents[place], positions[place]) == (document, position)
+            assert (documents[index], positions[index]) == (document, position)
             crosses = token + 1 in begins and not separator
-            assert wanted[place] == (IGNORED if crosses else token + 1)
+            assert wanted[index] == (IGNORED if crosses else token + 1)
             position += 1
     assert batch.packed == bool(batch.documents.any())
 
@@ -114,8 +114,8 @@ def test_without_shuffling_windows_come_in_order() -> None:
 
 def test_a_limit_spreads_the_windows() -> None:
     sampler = Sampler(stream([401]), sequence=4, tokenizer_separator=True, seed=0, shuffle=False)
-    found = [batch.tokens[:, 0] // 4 for batch in sampler.windows_in_order(3, limit=5)]
-    assert np.concatenate(found).tolist() == [0, 20, 40, 60, 80]
+    numbers = [batch.tokens[:, 0] // 4 for batch in sampler.windows_in_order(3, limit=5)]
+    assert np.concatenate(numbers).tolist() == [0, 20, 40, 60, 80]
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -96,9 +96,9 @@ def test_whole_words_of_the_vocabulary_come_before_merges(text: str) -> None:
 
 def test_special_tokens_in_text_are_text() -> None:
     encode, library, dtype = encoders(made("code"))
-    found = ids(encode, "a<|endoftext|>b", dtype)
-    assert library.token_to_id("<|endoftext|>") not in found
-    assert library.decode(found, skip_special_tokens=False) == "a<|endoftext|>b"
+    encoded = ids(encode, "a<|endoftext|>b", dtype)
+    assert library.token_to_id("<|endoftext|>") not in encoded
+    assert library.decode(encoded, skip_special_tokens=False) == "a<|endoftext|>b"
 
 
 @settings(max_examples=50, deadline=None)
@@ -121,7 +121,7 @@ def test_patterns_that_mean_something_else_to_python_are_left_to_the_library(pat
 def test_a_text_that_continues_gets_no_space_in_front(ending: str) -> None:
     """A tokenizer that begins every text with a space mark must not do so in the middle of a document."""
     encode, library, dtype = encoders(metaspace())
-    for at in [place for place, letter in enumerate(ending) if letter == "\n"]:
+    for at in [index for index, letter in enumerate(ending) if letter == "\n"]:
         head, tail = encode([ending[:at], ending[at:]], b"\0\1")
         joined = np.frombuffer(head + tail, dtype=dtype).tolist()
         assert joined == expected(library, ending)

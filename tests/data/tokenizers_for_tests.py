@@ -61,7 +61,7 @@ def metaspace() -> str:
     """In the manner of Llama-2: a space mark before every text, bytes for what is unknown, no words."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
-    vocab |= {letter: 259 + place for place, letter in enumerate("\u2581abcdefghijklmnopqrstuvwxyz")}
+    vocab |= {letter: 259 + number for number, letter in enumerate("\u2581abcdefghijklmnopqrstuvwxyz")}
     library = tokenizers.Tokenizer(
         models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )

@@ -120,7 +120,7 @@ def test_schemes_say_their_sizes() -> None:
     assert SCHEMES["int3"].sizes(8, 40) == {
         "codes": ((8, 15), "uint8"), "scales": ((8, 2), "bfloat16"), "zeros": ((8, 2), "float16"),
     }  # fmt: skip
-    assert SCHEMES["llm-int8"].sizes(8, 40, (2,), kept=3)["columns"] == ((3,), "int32")
+    assert SCHEMES["llm-int8"].sizes(8, 40, (2,), outlier_columns=3)["columns"] == ((3,), "int32")
     with pytest.raises(PlanError, match="group=48 is not supported: take one of 16, 32"):
         Scheme(name="odd", about="", bits=4, group=48)
     with pytest.raises(PlanError, match="threshold=0 must be above 0"):

@@ -51,11 +51,11 @@ def rule(sentence: str) -> str:
 def ways(sentence: str) -> list[dict[str, Any]]:
     """What the advice of a refusal says to change, by alternative; those without a value are not counted."""
     advice = re.split(r"(?:[:;,]| or) take ", sentence)[-1]
-    found = []
+    layouts = []
     for way in re.split(r",? or ", advice):
         pairs = re.findall(r"(?:(layout|recipe)\.)?\b(\w+)=(\[[^]]*\]|[\w-]+)", way)
-        found.append({f"{where or 'layout'}.{key}": value for where, key, value in pairs})
-    return [way for way in found if way]
+        layouts.append({f"{where or 'layout'}.{key}": value for where, key, value in pairs})
+    return [way for way in layouts if way]
 
 
 def changed(recipe: Recipe, layout: Layout, way: dict[str, Any]) -> tuple[Recipe, Layout]:
@@ -82,9 +82,9 @@ def test_advice_is_legal() -> None:
             shape, recipe, layout = drawn(random_)
         except PlanError:
             continue
-        found = layout_violations(shape, recipe, layout)
-        before = {rule(sentence) for sentence in found}
-        for sentence in found:
+        refusals = layout_violations(shape, recipe, layout)
+        before = {rule(sentence) for sentence in refusals}
+        for sentence in refusals:
             for way in ways(sentence):
                 taken += 1
                 after = layout_violations(shape, *changed(recipe, layout, way))
@@ -108,5 +108,5 @@ def test_advice_is_legal() -> None:
 )
 def test_too_many_stages_are_told_a_pipeline_that_runs(layers: int, options: dict[str, Any], advice: str) -> None:
     shape = ModelShape(vocab=61, layers=layers, hidden=24, heads=4, ffn=40, max_positions=64)
-    found = layout_violations(shape, Recipe(sequence=16, global_batch=8), Layout(micro_batch=1, **options))
-    assert [sentence.split("take ")[1] for sentence in found if "exceed the model's" in sentence] == [advice]
+    refusals = layout_violations(shape, Recipe(sequence=16, global_batch=8), Layout(micro_batch=1, **options))
+    assert [sentence.split("take ")[1] for sentence in refusals if "exceed the model's" in sentence] == [advice]

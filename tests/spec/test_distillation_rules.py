@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.planfile import dump, read
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
-from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.errors import PlanError
+from meshwright.spec.objective_rules import teacher_layout
 from meshwright.spec.plan import Data, MixtureSource
 
 TEACHER, STUDENT = presets.model("llama-10m"), presets.model("llama-tiny")
@@ -33,7 +33,7 @@ CASES: dict[str, Plan] = {
         plan(replace(STUDENT, layers=8, vocab=TEACHER.vocab)), layout=Layout(pp=7)
     ),
     "take recipe.distillation_beta=0": plan(distillation_beta=0.5, distillation_top_k=8),
-    "is kept for the rows of one text": replace(
+    "is stored for the rows of one text": replace(
         plan(distillation_top_k=8),
         data=Data(mixture=(MixtureSource(path="a", weight=1), MixtureSource(path="b", weight=1))),
     ),
@@ -49,15 +49,15 @@ CASES: dict[str, Plan] = {
 
 @pytest.mark.parametrize("sentence", CASES)
 def test_what_does_not_go_together_is_refused_with_what_to_change(sentence: str) -> None:
-    found = CASES[sentence].violations()
-    assert any(sentence in one for one in found), found
+    refusals = CASES[sentence].violations()
+    assert any(sentence in refusal for refusal in refusals), refusals
 
 
 def test_legal_ones_are_not_refused() -> None:
     padded = replace(plan(replace(STUDENT, vocab=TEACHER.vocab + 128)), init="hf")
-    kept = replace(plan(distillation_top_k=8), layout=Layout(pp=2, micro_batch=4))
-    for one in (plan(), padded, kept, replace(plan(), layout=Layout(tp=2, dp_shard=2, zero=3))):
-        assert not one.violations()
+    offline = replace(plan(distillation_top_k=8), layout=Layout(pp=2, micro_batch=4))
+    for legal in (plan(), padded, offline, replace(plan(), layout=Layout(tp=2, dp_shard=2, zero=3))):
+        assert not legal.violations()
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_teacher_has_no_states_to_share_and_nothing_to_recompute() -> None:
 
 
 def test_a_teacher_is_given_as_a_model_is_and_written_out() -> None:
-    found = read(None, ["teacher=llama-10m", "teacher.layers=4", "recipe.objective=distill"])
-    assert found.teacher is not None and found.teacher.layers == 4 and found.teacher.name == "llama-10m (changed)"
-    assert dump(found)["teacher"]["layers"] == 4 and "teacher" not in dump(read(None))
+    loaded = read(None, ["teacher=llama-10m", "teacher.layers=4", "recipe.objective=distill"])
+    assert loaded.teacher is not None and loaded.teacher.layers == 4 and loaded.teacher.name == "llama-10m (changed)"
+    assert dump(loaded)["teacher"]["layers"] == 4 and "teacher" not in dump(read(None))
     assert read(None, ["teacher.layers=3", "teacher=llama-10m"]).teacher == TEACHER, "the last word wins"

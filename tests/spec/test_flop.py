@@ -66,26 +66,26 @@ def seen_by_hand(sequence: int, window: int) -> float:
 def test_causal_attention_counts_the_keys_that_are_seen(window: int) -> None:
     """To the half key by which the field rounds (S + 1) / 2 to S / 2."""
     shape = small(window=window)
-    found = token_flop(shape, 64, causal=True).attention / (2 * 3 * 4 * 2 * 2)
-    assert abs(found - seen_by_hand(64, window)) <= 0.5
+    keys = token_flop(shape, 64, causal=True).attention / (2 * 3 * 4 * 2 * 2)
+    assert abs(keys - seen_by_hand(64, window)) <= 0.5
     full = token_flop(shape, 64, causal=False).attention / (2 * 3 * 4 * 2 * 2)
     assert full == 64
 
 
 def test_a_window_from_some_layer_on() -> None:
     windows = ((8, 1), (8, 0), (0, 0))
-    some, every, none = (
+    half, every, none = (
         token_flop(small(window=size, window_from_layer=first), 64, causal=True).attention for size, first in windows
     )
-    assert some == pytest.approx(none / 3 + every * 2 / 3)
+    assert half == pytest.approx(none / 3 + every * 2 / 3)
 
 
 def test_grouped_queries_save_weights_and_no_attention() -> None:
     """Every query head meets every key, whoever shares it."""
     mha, gqa = small(), small(kv_heads=1)
-    one, other = token_flop(mha, 64, causal=False), token_flop(gqa, 64, causal=False)
-    assert one.attention == other.attention
-    assert one.layers - other.layers == 2 * 3 * 2 * (8 - 2) * 8, "two projections of 3 layers, 6 rows fewer"
+    full, grouped = token_flop(mha, 64, causal=False), token_flop(gqa, 64, causal=False)
+    assert full.attention == grouped.attention
+    assert full.layers - grouped.layers == 2 * 3 * 2 * (8 - 2) * 8, "two projections of 3 layers, 6 rows fewer"
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
@@ -93,23 +93,23 @@ def test_of_the_experts_only_the_visited_count(name: str) -> None:
     shape = presets.model(name)
     assert shape.moe is not None
     active = num_active_parameters(shape) - shape.vocab * shape.hidden - vectors(shape)
-    found = token_flop(shape, 4096, causal=False)
-    assert found.layers + found.head == 2 * active
+    flop = token_flop(shape, 4096, causal=False)
+    assert flop.layers + flop.head == 2 * active
     every = token_flop(replace(shape, moe=replace(shape.moe, top_k=shape.moe.top_k - 1)), 4096, causal=False)
     routed = [layer for layer in range(shape.layers) if shape.is_moe_layer(layer)]
-    assert found.layers - every.layers == pytest.approx(2 * len(routed) * 3 * shape.moe.ffn * shape.hidden)
+    assert flop.layers - every.layers == pytest.approx(2 * len(routed) * 3 * shape.moe.ffn * shape.hidden)
 
 
 def test_latent_attention_of_deepseek_v3() -> None:
     """Queries and keys are 128 + 64 wide, values 128, for 128 heads and 61 layers."""
-    found = token_flop(presets.model("deepseek-v3"), 4096, causal=True)
-    assert found.attention == 61 * 2 * 128 * (128 + 64 + 128) * 4096 / 2
-    assert found.head == 2 * 129280 * 7168
+    flop = token_flop(presets.model("deepseek-v3"), 4096, causal=True)
+    assert flop.attention == 61 * 2 * 128 * (128 + 64 + 128) * 4096 / 2
+    assert flop.head == 2 * 129280 * 7168
     per_layer = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     dense = 3 * 3 * 7168 * 18432
     routed = 58 * (256 * 7168 + 9 * 3 * 7168 * 2048)
-    assert found.layers == 2 * (61 * per_layer + dense + routed)
-    assert 2 * 36e9 < found.forward < 2 * 42e9, "37B active parameters and attention"
+    assert flop.layers == 2 * (61 * per_layer + dense + routed)
+    assert 2 * 36e9 < flop.forward < 2 * 42e9, "37B active parameters and attention"
 
 
 def test_training_is_three_forward_passes_and_recomputation_adds() -> None:
@@ -123,5 +123,7 @@ def test_every_preset_lies_between_its_weights_and_the_whole_square(name: str) -
     shape = presets.model(name)
     causal, full = (token_flop(shape, 2048, causal=causal) for causal in (True, False))
     assert causal.layers == full.layers > 0 and causal.head == full.head
-    linear = [one.token_flop for layer in range(shape.layers) if (one := shape.linear_of(layer)) is not None]
+    linear = [
+        attention.token_flop for layer in range(shape.layers) if (attention := shape.linear_of(layer)) is not None
+    ]
     assert 0 < causal.attention - sum(linear) <= (full.attention - sum(linear)) / 2

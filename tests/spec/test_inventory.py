@@ -14,9 +14,9 @@ LETTERS = {"V": "vocab", "D": "hidden"}
 
 @pytest.mark.parametrize("shape", SHAPES, ids=TINY)
 def test_every_parameter_is_consistent(shape: presets.ModelShape) -> None:
-    found = parameters(shape)
-    assert len({p.name for p in found}) == len(found)
-    for parameter in found:
+    listed = parameters(shape)
+    assert len({p.name for p in listed}) == len(listed)
+    for parameter in listed:
         assert len(parameter.dims) == len(parameter.shape) == len(parameter.axes)
         assert parameter.numel == prod(parameter.shape) > 0
         assert set(parameter.axes) <= {"", "tp", "ep"}
@@ -24,7 +24,7 @@ def test_every_parameter_is_consistent(shape: presets.ModelShape) -> None:
             assert letter not in LETTERS or getattr(shape, LETTERS[letter]) == size, parameter.name
         assert parameter.decays == (len(parameter.shape) > 1)
         assert (parameter.layer >= 0) == parameter.name.startswith("layers.")
-    assert num_parameters(shape) == sum(p.numel for p in found)
+    assert num_parameters(shape) == sum(p.numel for p in listed)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=TINY)
@@ -49,11 +49,11 @@ def test_a_tied_head_is_counted_once() -> None:
 
 
 def test_biases_are_split_like_the_rows_of_their_matrix() -> None:
-    found = {p.name: p for p in parameters(SHAPES[TINY.index("gpt2-124m")])}
-    assert found["layers.0.attention.q.bias"].axes == ("tp",)
-    assert found["layers.0.attention.o.bias"].axes == ("",)
-    assert found["layers.0.mlp.up.bias"].axes == ("tp",)
-    assert found["layers.0.mlp.down.bias"].axes == ("",)
+    by_name = {p.name: p for p in parameters(SHAPES[TINY.index("gpt2-124m")])}
+    assert by_name["layers.0.attention.q.bias"].axes == ("tp",)
+    assert by_name["layers.0.attention.o.bias"].axes == ("",)
+    assert by_name["layers.0.mlp.up.bias"].axes == ("tp",)
+    assert by_name["layers.0.mlp.down.bias"].axes == ("",)
 
 
 def test_a_token_meets_top_k_experts() -> None:

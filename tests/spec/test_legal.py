@@ -76,15 +76,15 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("shape,layout,recipe,sentence", REFUSED)
 def test_refusals(shape: Any, layout: dict[str, Any], recipe: dict[str, Any], sentence: str) -> None:
-    found = layout_violations(shape, replace(RECIPE, **recipe), Layout(**layout))
-    assert any(sentence in f"{line}$" for line in found), found
+    refusals = layout_violations(shape, replace(RECIPE, **recipe), Layout(**layout))
+    assert any(sentence in f"{line}$" for line in refusals), refusals
 
 
 def test_advice_about_the_sequence_is_legal() -> None:
     for sequence in range(1, 200, 7):
         layout = Layout(cp=4, tp=2, sp=True)
-        found = layout_violations(LLAMA, replace(RECIPE, sequence=sequence), layout)
-        for line in found:
+        refusals = layout_violations(LLAMA, replace(RECIPE, sequence=sequence), layout)
+        for line in refusals:
             advised = int(re.findall(r"recipe.sequence=(\d+)", line)[-1])
             assert not layout_violations(LLAMA, replace(RECIPE, sequence=advised), layout)
 

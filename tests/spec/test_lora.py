@@ -17,7 +17,11 @@ from meshwright.spec.recipe import Recipe
 @pytest.mark.parametrize("name", presets.model_names())
 def test_a_shape_names_its_matrices(name: str) -> None:
     shape = replace(presets.model(name), lora=LoRAShape(rank=1))
-    adapted = {one.adapts.removesuffix(".weight").rpartition(".")[2] for one in parameters(shape) if one.adapts}
+    adapted = {
+        parameter.adapts.removesuffix(".weight").rpartition(".")[2]
+        for parameter in parameters(shape)
+        if parameter.adapts
+    }
     assert adapted == set(shape.matrices)
 
 
@@ -40,10 +44,10 @@ def test_lengths_of_rows_beside_experts_are_refused_whichever_matrix_has_them(ta
 def test_frozen_matrices_between_hidden_states_are_codes(name: str) -> None:
     """All of them, whatever has an adapter; what is trained, and everything else, is not."""
     shape = replace(presets.model(name), lora=LoRAShape(rank=1, targets="o", base="nf4"))
-    coded = {one.name for one in parameters(shape) if one.scheme}
-    assert coded == {one.name for one in parameters(shape.base) if one.matrices}
-    assert not any(one.trained for one in parameters(shape) if one.scheme)
-    assert not any(one.scheme for one in parameters(replace(shape, lora=LoRAShape(rank=1))))
+    coded = {parameter.name for parameter in parameters(shape) if parameter.scheme}
+    assert coded == {parameter.name for parameter in parameters(shape.base) if parameter.matrices}
+    assert not any(parameter.trained for parameter in parameters(shape) if parameter.scheme)
+    assert not any(parameter.scheme for parameter in parameters(replace(shape, lora=LoRAShape(rank=1))))
 
 
 def test_bytes_of_codes_are_those_of_their_tensors() -> None:
@@ -56,7 +60,7 @@ def test_bytes_of_codes_are_those_of_their_tensors() -> None:
 
 def test_layouts_cut_codes_and_no_pass_keeps_restored_ones() -> None:
     coded = replace(presets.model("mixtral-8x7b"), lora=LoRAShape(rank=1, base="nf4"))
-    said = "layout.cuda_graphs=on would keep room for all"
-    assert any(said in one for one in layout_violations(coded, Recipe(), Layout(cuda_graphs="on")))
+    sentence = "layout.cuda_graphs=on would keep room for all"
+    assert any(sentence in refusal for refusal in layout_violations(coded, Recipe(), Layout(cuda_graphs="on")))
     for layout in (Layout(dp_shard=2, zero=3), Layout(tp=2), Layout(dp_shard=2, ep=2), Layout(tp=2, sp=True, ep=2)):
         assert not layout_violations(coded, Recipe(), layout)

@@ -27,7 +27,7 @@ def agreed(shape: ModelShape, layout: Layout) -> None:
         assert len({len(view) for view in views}) == 1
         for number in range(len(views[0])):
             now = [view[number] for view in views]
-            assert len({(one.gathers, one.scatters) for one in now}) == 1
+            assert len({(exchange.gathers, exchange.scatters) for exchange in now}) == 1
             for a, mine in enumerate(now):
                 for b, other in enumerate(now):
                     there = [(mine.sent[k].matrix, mine.sent[k].numel) for k in at(mine.sent, b)]
@@ -42,14 +42,14 @@ def agreed(shape: ModelShape, layout: Layout) -> None:
         holders(shape, layout, ranks, views)
 
 
-def at(parts: list, place: int) -> list[int]:  # type: ignore[type-arg]
-    return [index for index, part in enumerate(parts) if part.peer == place]
+def at(parts: list, peer: int) -> list[int]:  # type: ignore[type-arg]
+    return [index for index, part in enumerate(parts) if part.peer == peer]
 
 
-def whole(one: ExchangeRound) -> None:
+def whole(exchange: ExchangeRound) -> None:
     """Each element of an owned matrix comes once, and goes to somebody."""
-    for index, matrix in enumerate(one.owned):
-        for parts in (one.gathered, {p.piece: p for p in one.scattered if p.owned == index}.values()):
+    for index, matrix in enumerate(exchange.owned):
+        for parts in (exchange.gathered, {p.piece: p for p in exchange.scattered if p.owned == index}.values()):
             seen: Counter[tuple[int, int]] = Counter()
             for part in parts:
                 if part.owned == index:
@@ -64,10 +64,10 @@ def holders(shape: ModelShape, layout: Layout, ranks: tuple[int, ...], views: li
     """What comes back to a rank is all that it holds of matrices."""
     for rank, view in zip(ranks, views, strict=True):
         back: Counter[str] = Counter()
-        for one in view:
-            for part in one.held:
+        for exchange in view:
+            for part in exchange.held:
                 back[part.matrix.name] += part.numel
-        wanted = {one.parameter.name: one.own for one in held(shape, layout, rank) if one.parameter.matrices}
+        wanted = {part.parameter.name: part.owned for part in held(shape, layout, rank) if part.parameter.matrices}
         assert dict(back) == {name: size for name, size in wanted.items() if size}
 
 
@@ -107,9 +107,9 @@ def test_ranks_agree_in_random_cases(seed: int) -> None:
 def test_the_inventory_names_matrices() -> None:
     """Of an 8B model: all but embedding, head and norms. Each expert is a matrix of its own, a router none."""
     shape = presets.model("llama-3.1-8b")
-    found = sum(one.numel for one in parameters(shape) if one.matrices)
-    assert num_parameters(shape) - found == 2 * 128256 * 4096 + 65 * 4096
-    by_name = {one.name: one.matrices for one in parameters(ROUTED)}
+    elements = sum(parameter.numel for parameter in parameters(shape) if parameter.matrices)
+    assert num_parameters(shape) - elements == 2 * 128256 * 4096 + 65 * 4096
+    by_name = {parameter.name: parameter.matrices for parameter in parameters(ROUTED)}
     assert by_name["layers.1.mlp.experts.down"] == (8, 32, 24)
     assert by_name["layers.1.mlp.shared.up.weight"] == (1, 24, 32)
     assert by_name["layers.1.mlp.router.weight"] is None and by_name["head.weight"] is None
@@ -118,8 +118,8 @@ def test_the_inventory_names_matrices() -> None:
 
 def test_only_what_learns_is_orthogonalized() -> None:
     names = frozenset({"layers.0.mlp.up.weight"})
-    found = dealt(SHAPE, Layout(dp_shard=2, zero=3), 1, names)
-    assert [one.matrix.name for one in found] == list(names)
+    matrices = dealt(SHAPE, Layout(dp_shard=2, zero=3), 1, names)
+    assert [entry.matrix.name for entry in matrices] == list(names)
     assert not dealt(SHAPE, Layout(), 0, frozenset())
 
 
@@ -127,25 +127,25 @@ def test_only_what_learns_is_orthogonalized() -> None:
 def test_the_work_is_even(layout: Layout, most: float) -> None:
     """224 matrices of three sizes on 8 and on 64 ranks."""
     shape, loads = presets.model("llama-3.1-8b"), Counter[int]()
-    for one in dealt(shape, layout, 0):
-        loads[one.owner] += flop(one.matrix.rows, one.matrix.columns)  # type: ignore[assignment]  # FLOP are floats
+    for entry in dealt(shape, layout, 0):
+        loads[entry.owner] += flop(entry.matrix.rows, entry.matrix.columns)  # type: ignore[assignment]  # FLOP are floats
     assert len(loads) == layout.world
     assert max(loads.values()) < most * sum(loads.values()) / layout.world
 
 
 def test_experts_that_a_rank_holds_whole_do_not_travel() -> None:
     shape = presets.model("qwen3-30b-a3b")
-    for one in dealt(shape, Layout(dp_shard=16, ep=8), 0):
-        if ".experts." in one.matrix.name:
-            assert not one.gathers and one.owner in next(iter(one.tiles.values()))
-    ep = [one for one in dealt(shape, Layout(dp_shard=8, ep=8), 0) if ".experts." in one.matrix.name]
-    assert not any(one.scatters for one in ep)
+    for entry in dealt(shape, Layout(dp_shard=16, ep=8), 0):
+        if ".experts." in entry.matrix.name:
+            assert not entry.gathers and entry.owner in next(iter(entry.tiles.values()))
+    ep = [entry for entry in dealt(shape, Layout(dp_shard=8, ep=8), 0) if ".experts." in entry.matrix.name]
+    assert not any(entry.scatters for entry in ep)
 
 
 def test_a_large_world_is_dealt_in_seconds() -> None:
     """DeepSeek-V3's 45,000 matrices over 1024 ranks."""
     shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
-    found = rounds(shape, layout, 7)
-    names = {one.name for one in parameters_of(shape, layout, 7) if one.matrices}
-    assert {part.matrix.name for one in found for part in one.held} <= names
-    assert sum(len(one.owned) for one in found) <= 60
+    exchanges = rounds(shape, layout, 7)
+    names = {exchange.name for exchange in parameters_of(shape, layout, 7) if exchange.matrices}
+    assert {part.matrix.name for exchange in exchanges for part in exchange.held} <= names
+    assert sum(len(exchange.owned) for exchange in exchanges) <= 60

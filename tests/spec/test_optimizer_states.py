@@ -14,7 +14,7 @@ from meshwright.spec.optimizer_states import StateStorage
 def test_scales_of_all_shards_are_those_of_the_whole(name: str, ranks: int) -> None:
     shape, kinds = presets.model(name), set()
     for parameter in parameters(shape):
-        stored, whole = StateStorage("int8").of(parameter), parameter.shape
+        stored, whole = StateStorage("int8").format_of(parameter), parameter.shape
         if not stored.block or (whole, parameter.axes) in kinds:
             continue
         kinds.add((whole, parameter.axes))

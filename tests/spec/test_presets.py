@@ -79,8 +79,8 @@ def test_transformers_counts_the_same(name: str) -> None:
         assert _count_elsewhere(shape, shape.layers) == num_parameters(shape)
         return
     dense = shape.moe.first_dense if shape.moe else 0
-    one, two = (_count_elsewhere(shape, dense + layers) for layers in (1, 2))
-    assert one + (shape.layers - dense - 1) * (two - one) == num_parameters(shape)
+    single, double = (_count_elsewhere(shape, dense + layers) for layers in (1, 2))
+    assert single + (shape.layers - dense - 1) * (double - single) == num_parameters(shape)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def _planned(shape: ModelShape) -> dict[str, Any]:
         fields |= {"num_local_experts": shape.moe.experts, "n_routed_experts": shape.moe.experts}
     linear = shape.unbuilt.linear if shape.unbuilt else None
     if linear:
-        kinds = ["linear_attention" if linear.at(layer) else "full_attention" for layer in range(shape.layers)]
+        kinds = ["linear_attention" if linear.covers(layer) else "full_attention" for layer in range(shape.layers)]
         fields |= {"layer_types": kinds, "linear_num_key_heads": linear.key_heads}
         fields |= {"linear_num_value_heads": linear.value_heads, "linear_conv_kernel_dim": linear.taps}
     if shape.moe and linear:
@@ -200,7 +200,7 @@ def test_every_number_has_a_source(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "sentence"),
     [
         ({"hiden": 8}, "model.hiden is not known; nearest: hidden"),
         ({"moe": {"expert": 8}}, "moe.expert is not known; nearest: experts"),
@@ -208,8 +208,8 @@ def test_every_number_has_a_source(folder: str) -> None:
         ({}, "model.vocab is missing"),
     ],
 )
-def test_a_key_that_a_shape_has_not_is_refused(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_a_key_that_a_shape_has_not_is_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence):
         presets.shape_of(fields)
 
 
@@ -271,8 +271,8 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
     ],
 )
 def test_cluster_names(name: str, device: str, devices: int) -> None:
-    found = presets.cluster(name)
-    assert (found.device.name, found.devices) == (device, devices)
+    cluster = presets.cluster(name)
+    assert (cluster.device.name, cluster.devices) == (device, devices)
     assert presets.cluster(name, nodes=3).devices == 3 * devices
 
 

@@ -88,12 +88,12 @@ def test_a_budget_of_tokens_is_the_fewest_steps_that_read_them(
 ) -> None:
     """Counted step by step, the batch ramp included."""
     ramp = tuple(BatchStage(tokens=at, global_batch=data.draw(st.integers(1, 9))) for at in sorted(borders))
-    found = Recipe(tokens=tokens, sequence=sequence, global_batch=batch, batch_ramp=ramp).over()
+    recipe = Recipe(tokens=tokens, sequence=sequence, global_batch=batch, batch_ramp=ramp).over()
     seen, steps = 0, 0
     while seen < tokens:
-        seen, steps = seen + found.global_batch_at(seen) * sequence, steps + 1
-    assert found.steps == steps and found.warmup_steps == min(20, steps // 10)
-    assert found.over() == found
+        seen, steps = seen + recipe.global_batch_at(seen) * sequence, steps + 1
+    assert recipe.steps == steps and recipe.warmup_steps == min(20, steps // 10)
+    assert recipe.over() == recipe
 
 
 def test_a_run_has_one_length() -> None:

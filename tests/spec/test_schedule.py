@@ -44,16 +44,18 @@ def test_every_list_can_be_executed_and_is_complete(name: str) -> None:
         assert placement_of(actions) == stage_rank(name, p, v)
         for times, send_s in SOME_TIMES:
             played = replay(actions, times, send_s)
-            assert [[span.action for span in spans] for spans in played.spans] == [list(own) for own in actions]
+            assert [[span.action for span in spans] for spans in played.spans] == [
+                list(rank_actions) for rank_actions in actions
+            ]
             assert max(played.busy_s) <= played.total_s
             ends = {span.action: span.end_s for spans in played.spans for span in spans}
             _assert_nothing_starts_before_its_inputs(played.spans, ends, p * v, send_s)
 
 
 def _assert_nothing_starts_before_its_inputs(spans: Any, ends: dict[Action, float], stages: int, send_s: int) -> None:
-    holder = {span.action.stage: rank for rank, own in enumerate(spans) for span in own}
-    for rank, own in enumerate(spans):
-        for before, span in zip((None, *own), own, strict=False):
+    holder = {span.action.stage: rank for rank, rank_spans in enumerate(spans) for span in rank_spans}
+    for rank, rank_spans in enumerate(spans):
+        for before, span in zip((None, *rank_spans), rank_spans, strict=False):
             assert before is None or span.start_s >= before.end_s
             for kind, stage, i in needs(span.action, stages):
                 made = [ends[a] for k in (("F",) if kind == "F" else ("B", "BW")) if (a := Action(k, stage, i)) in ends]
@@ -176,8 +178,12 @@ def test_transfers_are_in_an_order_that_every_rank_can_follow(name: str) -> None
 def _follow(actions: Actions, p: int, v: int) -> None:
     order = transfers(actions)
     assert len(set(order)) == len(order)
-    for rank, own in enumerate(actions):
-        at = {("F" if a.kind == "F" else "B", a.stage, a.micro_batch): n for n, a in enumerate(own) if a.kind != "W"}
+    for rank, rank_actions in enumerate(actions):
+        at = {
+            ("F" if a.kind == "F" else "B", a.stage, a.micro_batch): n
+            for n, a in enumerate(rank_actions)
+            if a.kind != "W"
+        }
         done = -1
         for transfer in (t for t in order if rank in (t.source, t.target)):
             step = -1 if transfer.kind == "F" else 1
@@ -185,7 +191,7 @@ def _follow(actions: Actions, p: int, v: int) -> None:
                 done = max(done, at[transfer.kind, transfer.stage + step, transfer.micro_batch])
             else:
                 assert at[transfer.kind, transfer.stage, transfer.micro_batch] > done
-    both = 2 if any(a.kind != "F" for own in actions for a in own) else 1
+    both = 2 if any(a.kind != "F" for rank_actions in actions for a in rank_actions) else 1
     crossing = sum(a != b for a, b in zip(placement_of(actions), placement_of(actions)[1:], strict=False))
     assert len(order) == both * crossing * len({a.micro_batch for a in actions[0]})
 
@@ -194,15 +200,15 @@ def test_an_evaluation_takes_any_number_of_micro_batches() -> None:
     for name, p, m, v in product(NAMES, (1, 2, 4), (1, 3, 9), (1, 2, 3)):
         placement = stage_rank(name, p, 2 if name in V_PLACED else v)
         actions = forward_only(placement, m)
-        found = sorted(action for own in actions for action in own)
-        assert found == [Action("F", s, i) for s in range(len(placement)) for i in range(m)]
+        passes = sorted(action for rank_actions in actions for action in rank_actions)
+        assert passes == [Action("F", s, i) for s in range(len(placement)) for i in range(m)]
     assert forward_only((0, 1, 0, 1), 2)[0] == tuple(Action("F", s, i) for s in (0, 2) for i in range(2))
 
 
 def test_last_of_each_stage() -> None:
-    own = schedule("zb-v", 2, 4, 2)[0]
-    assert last_of(own, ("B", "BW")) == {0: Action("B", 0, 3), 3: Action("B", 3, 3)}
-    assert last_of(own, ("W", "BW")) == {0: Action("W", 0, 3), 3: Action("W", 3, 3)}
+    rank_actions = schedule("zb-v", 2, 4, 2)[0]
+    assert last_of(rank_actions, ("B", "BW")) == {0: Action("B", 0, 3), 3: Action("B", 3, 3)}
+    assert last_of(rank_actions, ("W", "BW")) == {0: Action("W", 0, 3), 3: Action("W", 3, 3)}
 
 
 def test_stage_layers() -> None:
@@ -257,10 +263,10 @@ def _translated(listed: Any) -> Iterator[Action]:
             yield Action(kinds[part.computation_type.name], part.stage_index, part.microbatch_index)
 
 
-def _counted_from_zero(own: tuple[Action, ...]) -> tuple[Action, ...]:
+def _counted_from_zero(rank_actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """The last rank's forward passes as torch executes them: its list numbers them from 1."""
-    first = min(action.micro_batch for action in own if action.kind == "F")
-    return tuple(Action(a.kind, a.stage, a.micro_batch - (first if a.kind == "F" else 0)) for a in own)
+    first = min(action.micro_batch for action in rank_actions if action.kind == "F")
+    return tuple(Action(a.kind, a.stage, a.micro_batch - (first if a.kind == "F" else 0)) for a in rank_actions)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -73,12 +73,12 @@ def test_a_schedule_is_one_entry_that_every_reader_finds(tmp_path: Path) -> None
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, Any] = json.loads(ran.stdout)
-    assert found["legal"] == [] and found["schema"] and found["search"]
-    assert 0.3 < found["bubble"] <= 0.5 and found["in_flight"][0] == 8  # three more for each of three ranks
-    assert found["step_s"] > 0
-    assert found["verify"] == {"pp": 2, "vp": 1, "schedule": "wide"}
-    assert found["control"] == [1] and found["page"] == "Made up"
+    readers: dict[str, Any] = json.loads(ran.stdout)
+    assert readers["legal"] == [] and readers["schema"] and readers["search"]
+    assert 0.3 < readers["bubble"] <= 0.5 and readers["in_flight"][0] == 8  # three more for each of three ranks
+    assert readers["step_s"] > 0
+    assert readers["verify"] == {"pp": 2, "vp": 1, "schedule": "wide"}
+    assert readers["control"] == [1] and readers["page"] == "Made up"
 
 
 def test_no_other_file_of_the_page_names_a_schedule() -> None:

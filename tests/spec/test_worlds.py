@@ -69,9 +69,9 @@ def test_stages_by_hand_go_with_their_pipeline() -> None:
 def test_what_is_proposed_is_legal() -> None:
     moe = replace(plan(dp_shard=8, ep=8, zero=3), model=presets.model("mixtral-8x7b"))
     for processes in (1, 2, 6, 12, 16):
-        found = nearest_layouts(moe, processes)
-        assert found and all(layout.world == processes for layout in found)
-        assert not any(replace(moe, layout=layout).violations() for layout in found)
+        layouts = nearest_layouts(moe, processes)
+        assert layouts and all(layout.world == processes for layout in layouts)
+        assert not any(replace(moe, layout=layout).violations() for layout in layouts)
 
 
 def test_no_layout_of_so_many() -> None:
@@ -94,8 +94,8 @@ def test_no_layout_of_so_many() -> None:
 )
 def test_auto_takes_what_is_there(processes: int, words: list[str], expected: dict[str, int]) -> None:
     notes: list[str] = []
-    found = read(None, words, processes=processes, notes=notes).layout
-    assert {name: getattr(found, name) for name in expected} == expected
+    layout = read(None, words, processes=processes, notes=notes).layout
+    assert {name: getattr(layout, name) for name in expected} == expected
     assert bool(notes) == (processes == 1)
 
 

@@ -345,7 +345,7 @@ def run_and_fail(texts: str, folder: str) -> tuple[str, bool, int]:
     try:
         loop.run(behind(plan, dp_shard=2, zero=1), watchers=[Patient()])
     except CheckpointError as error:
-        return str(error), error.said_elsewhere, len(running.metrics(Path(folder, "run")))
+        return str(error), error.reported_elsewhere, len(running.metrics(Path(folder, "run")))
     raise AssertionError("the save should have failed")
 
 

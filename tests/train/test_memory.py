@@ -273,7 +273,7 @@ def test_experts_fewer_than_ranks_are_shared_by_all_of_them() -> None:
     shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
     for rank in (0, 64 * 15):
         experts = [one for one in held(shape, layout, rank) if one.parameter.group == "expert"]
-        assert all(16 * one.own == 16 * one.padded == one.box.numel for one in experts)
+        assert all(16 * one.owned == 16 * one.padded == one.box.numel for one in experts)
         assert all(one.box.sizes[0] == 4 for one in experts)
 
 
@@ -282,5 +282,5 @@ def test_all_ranks_together_hold_the_model_once_for_each_replica(zero: int) -> N
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, zero=zero, micro_batch=1)
     copies = layout.dp if zero == 0 else layout.dp_replicate
     split_by_tp = sum(p.numel for p in parameters(SHAPE) if "tp" in p.axes)
-    total = sum(one.own for rank in range(layout.world) for one in held(SHAPE, layout, rank))
+    total = sum(one.owned for rank in range(layout.world) for one in held(SHAPE, layout, rank))
     assert total == copies * (split_by_tp + layout.tp * (N - split_by_tp))

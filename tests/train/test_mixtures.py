@@ -262,7 +262,7 @@ def test_conversations_of_several_files_are_tuned_on(tmp_path: Path) -> None:
     corpus = prepare(data)
     rows_of = numbered_rows(data, found.recipe, corpus, corpus.train, shuffle=True)
     batch = rows_of.take(0, 600)
-    sources = rows_of.interleaving.place(np.arange(600))[0]  # type: ignore[attr-defined]  # of MixedRows
+    sources = rows_of.interleaving.locate(np.arange(600))[0]  # type: ignore[attr-defined]  # of MixedRows
     trained = [int((batch.targets[sources == source] >= 0).sum()) for source in (0, 1)]
     assert trained[0] == pytest.approx(trained[1], rel=0.02)
     assert load(tmp_path / "run").evaluate(tmp_path / "long.jsonl").tokens > 30 * 40

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data import Tokenizer
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.data.rows import Malformed, Row, json_array, jsonl, parquet, spoken
+from meshwright.data.rows import Malformed, Row, json_array, jsonl, parquet, readable_location
 from meshwright.data.samples import Continuation, Conversation, Preference, sample
 from meshwright.spec.errors import DataError
 
@@ -164,7 +164,7 @@ def _question(row: Row) -> Question:
         parsed = sample((where, fields))
         question = _from_sample(parsed.chosen if isinstance(parsed, Preference) else parsed)
     if not question.messages and not question.text:
-        raise DataError(f"{spoken(where)}: has no prompt that a teacher could answer")
+        raise DataError(f"{readable_location(where)}: has no prompt that a teacher could answer")
     return question
 
 

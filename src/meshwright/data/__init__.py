@@ -1,6 +1,6 @@
-"""Text on disk becomes numbered windows of tokens. numpy and tokenizers, no torch.
+"""Conversion of text on disk into numbered windows of tokens. numpy and tokenizers, no torch.
 
-The names below are loaded when first used: an encoding worker and `meshwright --help` need almost none of them.
+The names below are loaded on first use: an encoding worker and `meshwright --help` need almost none of them.
 """
 
 from typing import TYPE_CHECKING

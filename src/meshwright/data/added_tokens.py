@@ -1,8 +1,9 @@
-"""Tokens that the files beside a tokenizer.json name, merged into it as transformers' AutoTokenizer does.
+"""Tokens named by files beside a tokenizer.json, merged into it as transformers' AutoTokenizer does.
 
 Tools that add tokens write them to `tokenizer_config.json` or `added_tokens.json`, and not always to tokenizer.json.
-Left out, such a token is spelled by letters, and a model never sees it. transformers, `tokenization_utils_base.py`
-(`_from_pretrained`) and `tokenization_utils_tokenizers.py` (`TokenizersBackend.__init__`).
+A token left out would be spelled by letters, and the model would never see it. See transformers,
+`tokenization_utils_base.py` (`_from_pretrained`) and `tokenization_utils_tokenizers.py`
+(`TokenizersBackend.__init__`).
 """
 
 import json
@@ -21,12 +22,14 @@ _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _MORE: Final = ("extra_special_tokens", "additional_special_tokens")
 
 Declared = tuple[int | None, AddedToken]
-"""A token, and its id where a file says it."""
+"""(id, token). The id is None if no file gives it."""
 
 
 def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
-    """The content of a tokenizer.json with the tokens of its neighbours, which are added to `library`, too: what was
-    made of `text`. DataError where one has an id that is not the next one, or where a neighbour cannot be read."""
+    """Return the text of a tokenizer.json with the tokens of its neighbours, which are also added to `library`.
+
+    Raises DataError when a token's id is not the next one, or when a neighbour cannot be read.
+    """
     names = (CONFIG, "special_tokens_map.json", "added_tokens.json")
     neighbours = {name: _read(file.with_name(name)) for name in names}
     try:
@@ -38,11 +41,11 @@ def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
     for id, token in new:
         is_new = library.token_to_id(token.content) is None
         library.add_tokens([token])
-        place = library.token_to_id(token.content)
-        if is_new and id is not None and place != id:
+        actual_id = library.token_to_id(token.content)
+        if is_new and id is not None and actual_id != id:
             raise DataError(
                 f"{file.with_name(CONFIG)} gives {token.content!r} the id {id}, but the next id of {file.name} is "
-                f"{place}: save the tokenizer again with the software that wrote it"
+                f"{actual_id}: save the tokenizer again with the software that wrote it"
             )
     return str(library.to_str()) if new else text
 
@@ -50,8 +53,11 @@ def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
 def _declared(
     library: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[Declared]:
-    """In the order that transformers adds them. A named token that the vocabulary lacks is passed over: no file gives
-    it an id, and no model a row."""
+    """Yield tokens in the order in which transformers adds them.
+
+    A named token that the vocabulary lacks is skipped: no file gives it an id, and no model has a row for it.
+    """
+    # A decoder lists all added tokens with their ids. Older files name them in the other two.
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
         config = {**config, **special}
@@ -78,13 +84,13 @@ def _declared(
 
 
 def _listed(tokens: Any) -> Iterable[AddedToken]:
-    """Tokens of a list, or of an object whose keys are names."""
-    some = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
-    return [token for token in map(_token, some) if token is not None]
+    """Return the tokens of a list, or of an object whose keys are names."""
+    entries = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
+    return [token for token in map(_token, entries) if token is not None]
 
 
 def _token(token: Any) -> AddedToken | None:
-    """A special token, from its spelling or from an object with `content`."""
+    """Return a special token from its spelling or from an object with `content`."""
     content = token.get("content") if isinstance(token, Mapping) else token
     if content and not isinstance(content, str):
         raise ValueError(f"{str(content)[:80]!r} is no token")
@@ -99,11 +105,11 @@ def _alike(first: AddedToken | None, second: AddedToken) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
+    """Return the object in a file. Empty = there is no file."""
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise DataError(f"{file} is not readable JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""Whether a tokenizer suits a text and a model, said before training and not after."""
+"""Advice before training: does the tokenizer suit the text and the model?"""
 
 from collections.abc import Mapping
 from itertools import groupby, islice
@@ -10,50 +10,51 @@ from meshwright.spec.plan import TEXT
 from meshwright.spec.units import many
 
 FEW_BYTES = 2.0
-"""Bytes a token below which a tokenizer hardly joins anything: one made for other scripts spells the text by bytes."""
+"""Bytes per token below which a tokenizer hardly joins anything: one made for other scripts spells the text by
+bytes."""
 LEAST_BYTES = 20_000
-"""A shorter text is no ground for advice."""
+"""Shortest text that advice is based on."""
 IDLE = 4
-"""A model may have so many times the rows of its tokenizer before it is said."""
+"""Ratio of the model's rows to the tokenizer's tokens from which advice is given."""
 UNITS = "bytes"
 _COLUMNS_NAMED = 4
 LOOKED_AT = 2**14
-"""Tokens at the beginning of each source in which spelled special tokens are looked for."""
+"""Tokens at the beginning of each source that are searched for spelled special tokens."""
 LONGEST_OF_HTML = 4
 """Letters of `</s>`, which is a token of Llama 2 and a tag of HTML."""
 
 
 def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
-    """Sentences for the first lines of a run; none where all goes well together."""
-    found = []
+    """Return sentences for the first lines of a run. Empty = everything fits."""
+    sentences = []
     streams, tokenizer = (corpus.train, corpus.validation), corpus.tokenizer
     text, tokens = (sum(getattr(stream, f"num_{what}") for stream in streams) for what in ("bytes", "tokens"))
     poor = tokens > 0 and text / tokens < FEW_BYTES and text >= LEAST_BYTES and plan.data.tokenizer != UNITS
     if poor:
         size = max(512, min(plan.model.vocab, 4096))
-        found.append(
-            f"the tokenizer hardly knows this text: {text / tokens:.2f} bytes per token; data.tokenizer=bpe:{size} "
-            "trains one on it, and as many tokens then hold more text"
+        sentences.append(
+            f"the tokenizer does not fit this text: {text / tokens:.2f} bytes per token; data.tokenizer=bpe:{size} "
+            "trains one on it, which puts more text into as many tokens"
         )
     elif plan.model.vocab >= IDLE * tokenizer.vocab:
-        found.append(
+        sentences.append(
             f"model.vocab={plan.model.vocab} has {plan.model.vocab - tokenizer.vocab:,} rows that the "
             f"{tokenizer.vocab:,} tokens of the tokenizer never use: model.vocab={tokenizer.vocab} saves them"
         )
     if spelled := spelled_tokens(plan, corpus):
-        found.append(
+        sentences.append(
             f"the text spells {' and '.join(spelled)} of the tokenizer, and data.form=text reads them as letters: "
             "data.form=samples reads them as tokens, as transformers does"
         )
     if corpus.unread:
-        found.append(f"columns that are not read: {named_columns(corpus.unread)}")
+        sentences.append(f"columns that are not read: {named_columns(corpus.unread)}")
     if corpus.malformed.malformed:
-        found.append(corpus.malformed.note)
-    return tuple(found)
+        sentences.append(corpus.malformed.note)
+    return tuple(sentences)
 
 
 def spelled_tokens(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
-    """Special tokens that the beginning of a text spells, which is encoded as letters: at most two."""
+    """Return at most two special tokens that the beginning of a text spells, where they are encoded as letters."""
     if plan.data.form != TEXT:
         return ()
     special = (corpus.tokenizer.decode([token]) for token in sorted(corpus.tokenizer.special_ids))
@@ -63,18 +64,18 @@ def spelled_tokens(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
 
 
 def _letters(tokenizer: Tokenizer, stream: TokenStream) -> str:
-    """The text of the first tokens, a line for each piece between special ones."""
+    """Decode the first tokens, with a line for each piece between special ones."""
     ids = stream.read(0, min(stream.size, LOOKED_AT)).tolist()
     pieces = groupby(ids, key=tokenizer.special_ids.__contains__)
     return "\n".join(tokenizer.decode(list(piece)) for special, piece in pieces if not special)
 
 
 def named_columns(unread: Mapping[str, int]) -> str:
-    """Columns with the rows that have them: the first few."""
-    found = [f"{name} ({many(rows, 'row')})" for name, rows in islice(unread.items(), _COLUMNS_NAMED)]
-    return ", ".join(found) + (f" and {len(unread) - _COLUMNS_NAMED} more" if len(unread) > _COLUMNS_NAMED else "")
+    """Name the first few columns with the number of rows that have them."""
+    columns = [f"{name} ({many(rows, 'row')})" for name, rows in islice(unread.items(), _COLUMNS_NAMED)]
+    return ", ".join(columns) + (f" and {len(unread) - _COLUMNS_NAMED} more" if len(unread) > _COLUMNS_NAMED else "")
 
 
 def how_often(times: float) -> str:
-    """A text is read so many times."""
+    """Say how many times a text is read."""
     return f"read {times:.1f} times" if times >= 1.05 else f"{times:.0%} of it is read"

@@ -1,4 +1,4 @@
-"""Cache folders: made whole under another name and moved to their place, by one process at a time."""
+"""Cache folders: completed under a temporary name and then renamed, by one process at a time."""
 
 import contextlib
 import json
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from meshwright.spec import user_cache
 
 Progress = Callable[[int, int], None]
-"""(bytes of text, or rows, done; how many in all)."""
+"""Called with (bytes of text or rows done, total)."""
 
 
 def mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """The numbers in a file, read-only."""
+    """Return the numbers in a file, read-only."""
     if not count:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
@@ -27,7 +27,7 @@ def mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder under a temporary name that takes its place when the block ends well and is gone when it does not."""
+    """Yield a temporary folder that replaces `folder` when the block succeeds and is removed when it fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     old = new.with_name(new.name + ".old")
@@ -47,31 +47,25 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time make this folder, without what killed processes left of it."""
+    """Let one process at a time create this folder, after removing what killed processes left of it."""
     with user_cache.lock(folder) as locked:
-        if locked:
-            _sweep(folder)
+        for leftover in folder.parent.glob(f".{folder.name}.*") if locked else ():
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
         yield
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left of this folder; only who holds the lock may."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, {} where there is none."""
+    """Return the object in a file, or {} if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """The object as a file that is there whole or not at all."""
+    """Write an object to a file that appears complete or not at all."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with new.open("wb") as file:
         file.write(json.dumps(content, indent=1).encode())
@@ -80,6 +74,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def sync(file: BinaryIO) -> None:
-    """Have what was written on the disk."""
+    """Flush a file to the disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """Chat templates: a model's own Jinja template, run in a sandbox, with the spans that it marks as generated.
 
 Names and filters are those that templates of Hugging Face models expect (transformers, `utils/chat_template_utils.py`).
-A template comes with a model from anywhere: it sees no attribute of Python's own and no file, and its loops end. Where
-data is encoded, time and memory are bounded by a process of its own, too (data/worker.py).
+Templates come with models from anywhere. They see no attribute of Python's own and no file, and their loops end. A
+separate process also bounds time and memory while data is encoded (data/worker.py).
 """
 
 import json
@@ -24,26 +24,26 @@ from jinja2.visitor import NodeTransformer
 from meshwright.spec.errors import DataError, MalformedRowError
 
 _BEGIN, _END = (f"\ufdd0{secrets.randbits(64)}{side}\ufdd0" for side in "<>")
-"""Stand around what is generated until they are taken out: no row can spell them."""
+"""Marks around generated text until it is extracted. No row can spell them."""
 
 _MOST_CHARACTERS: Final = 2**24
-"""Of one rendered conversation, and of each sum or product of texts."""
+"""Limit for a rendered conversation, and for each sum or product of texts."""
 _MOST_ROUNDS: Final = 2**18
-"""Of all loops and macros of one rendered conversation: some seconds."""
+"""Limit for all loops and macros of a rendered conversation: some seconds."""
 _MOST_BITS: Final = 2**12
-"""Of a product or power of whole numbers: one that is multiplied by itself again and again would need all memory."""
+"""Limit for a product or power of whole numbers. Repeated multiplication would exhaust the memory."""
 
 Span = tuple[int, int]
 """Characters [begin, end)."""
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` around what the model says."""
+    """Tag `{% generation %} ... {% endgeneration %}` around what the model says."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.CallBlock:
-        """The block, whose text goes through `mark`."""
+        """Return the block, whose text goes through `mark`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         block = nodes.CallBlock(self.call_method("mark"), [], [], body)
@@ -51,59 +51,59 @@ class _Generation(Extension):
         return block
 
     def mark(self, caller: Any) -> str:
-        """The text between marks, which `render` takes out again."""
+        """Return the text between marks, which `render` removes again."""
         return f"{_BEGIN}{caller()}{_END}"
 
 
 class _Limits(Extension):
-    """Counts what may never end, and measures what `~` joins."""
+    """Limits of a rendering: rounds of loops, and the length of what `~` joins."""
 
-    left = 0
+    rounds_left = 0
 
     def limited(self, template: nodes.Template) -> nodes.Template:
-        """The template, whose loops and macros count each round."""
+        """Return the template with loops and macros that count each round."""
         repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [*template.find_all(nodes.For)]
         repeated += [*template.find_all(nodes.Macro), *template.find_all(nodes.CallBlock)]
         for part in repeated:
             part.body.insert(0, nodes.ExprStmt(self.call_method("count"), lineno=part.lineno))
-        found: nodes.Template = _Joins(self).visit(template)
-        return found
+        limited_template: nodes.Template = _Joins(self).visit(template)
+        return limited_template
 
     def count(self) -> None:
-        """One round."""
-        self.left -= 1
-        if self.left < 0:
+        """Count one round."""
+        self.rounds_left -= 1
+        if self.rounds_left < 0:
             raise jinja2.TemplateError(f"it runs more than {_MOST_ROUNDS:,} rounds of loops for one conversation")
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """As `~`."""
+        """Join the operands of `~`."""
         return _bounded(map(str, parts))
 
 
 class _Joins(NodeTransformer):
-    """Has `_Limits` join."""
+    """Transformer that hands `~` to `_Limits`."""
 
     def __init__(self, limits: _Limits) -> None:
         self._limits = limits
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """`a ~ b ~ c`."""
+        """Replace `a ~ b ~ c`."""
         self.generic_visit(node)
         return self._limits.call_method("joined", [nodes.List(node.nodes)], lineno=node.lineno)
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Makes no text or list that is too long by `+`, `*` or `%`."""
+    """Sandbox whose `+`, `*` and `%` cannot make a text or list that is too long."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        """The result of an operator; TemplateError where it would be too long."""
-        sizes = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
+        """Apply an operator. Raises TemplateError when its result would be too long."""
+        sizes = [len(operand) for operand in (left, right) if isinstance(operand, str | list | tuple)]
         long = operator == "+" and sum(sizes) > _MOST_CHARACTERS
-        times = next((one for one in (left, right) if isinstance(one, int)), 1) if operator == "*" else 1
+        times = next((operand for operand in (left, right) if isinstance(operand, int)), 1) if operator == "*" else 1
         widths = map(int, re.findall(r"\d+", left)) if operator == "%" and isinstance(left, str) else ()
-        digits = [one.bit_length() for one in (left, right) if isinstance(one, int)]
+        digits = [operand.bit_length() for operand in (left, right) if isinstance(operand, int)]
         bits = {"*": sum(digits), "**": digits[0] * abs(right)}.get(operator, 0) if len(digits) == 2 else 0
         long |= sum(sizes) * times > _MOST_CHARACTERS or max(widths, default=0) > _MOST_CHARACTERS
         if long or bits > _MOST_BITS:
@@ -113,7 +113,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text, and what of it the template marks as generated."""
+    """A text, and the spans that the template marks as generated."""
 
     text: str
     generated: tuple[Span, ...]
@@ -121,46 +121,49 @@ class Rendered:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template and the spelling of the special tokens that it may name (`bos_token` and its like)."""
+    """One template and the spelling of the special tokens that it may name (`bos_token` and the like)."""
 
     source: str
     special: Mapping[str, str]
     today: date
-    """What `strftime_now` says."""
+    """Date that `strftime_now` formats."""
     name: str = "the chat template"
-    """What messages call it."""
+    """Name in messages."""
     tool_source: str = ""
-    """Of the template for conversations with tools; empty = there is no other."""
+    """Source of the template for conversations with tools. Empty = there is no other."""
 
     @cached_property
     def with_tools(self) -> "ChatTemplate":
-        """What writes conversations with tools, as transformers chooses it."""
+        """Template for conversations with tools, chosen as in transformers."""
         return replace(self, source=self.tool_source, tool_source="") if self.tool_source else self
 
     @property
     def marks(self) -> bool:
-        """Whether it says itself what is generated."""
+        """The template itself marks what is generated."""
         return "generation" in self.source and "endgeneration" in self.source
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it reads the tools that it is given, and does not refuse them. DataError where it is no template."""
+        """The template reads its tools and does not refuse them. Raises DataError for an invalid template."""
         if self.tool_source:
             return self.with_tools.takes_tools
-        uses = sum(one.name == "tools" for one in self._tree.find_all(nodes.Name))
+        uses = sum(name.name == "tools" for name in self._tree.find_all(nodes.Name))
         return "tools" in meta.find_undeclared_variables(self._tree) and uses > sum(
             map(_refuses_tools, self._tree.find_all(nodes.If))
         )
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether it goes through the parts of a content itself, as templates of models with images do."""
+        """The template iterates over the parts of a content, as templates of models with images do."""
         iterated = (loop.iter for loop in self._tree.find_all(nodes.For))
         return any("content" in map(_last_name, (part, *part.find_all(nodes.Node))) for part in iterated)
 
     def joined(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message whose content is one text. Parts stand in lines of their own, as vLLM gives them to a template that
-        takes one text; behind each other where it takes parts."""
+        """Return a message whose content is one text.
+
+        Parts are joined by line ends for a template that takes one text, as in vLLM, and without separator for one that
+        takes parts.
+        """
         content = message.get("content")
         if not isinstance(content, list):
             return message
@@ -174,21 +177,25 @@ class ChatTemplate:
         prompt: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The conversation as text; `prompt`: with the words after which the model answers; `settings`: other names
-        that the template knows. DataError with the template's line where it fails."""
+        """Render a conversation. Raises DataError with the template's line when it fails.
+
+        Args:
+            prompt: Append the words after which the model answers.
+            settings: Other variables of the template.
+        """
         if tools and self.tool_source:
             return self.with_tools.render(messages, tools, prompt=prompt, settings=settings)
         turns = [_with_thoughts(self.joined(message)) for message in messages]
-        given = {
+        variables = {
             **(settings or {}),
             **self.special,
             "messages": turns,
             "tools": tools and list(tools),
             "documents": None,
         }
-        self._environment.extensions[_Limits.identifier].left = _MOST_ROUNDS  # type: ignore[attr-defined]  # of jinja2's
+        self._environment.extensions[_Limits.identifier].rounds_left = _MOST_ROUNDS  # type: ignore[attr-defined]  # attribute of the extension
         try:
-            text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))
+            text = _bounded(self._compiled.generate(**variables, add_generation_prompt=prompt))
         except DataError:
             raise
         except _Refusal as error:
@@ -207,14 +214,14 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Limits, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _json
-        del environment.globals["lipsum"]  # words without end
+        del environment.globals["lipsum"]  # endless words
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = datetime.combine(self.today, time()).strftime
         return environment
 
     @cached_property
     def _tree(self) -> nodes.Template:
-        """DataError where the source is no template."""
+        """Syntax tree. Raises DataError for an invalid template."""
         try:
             return self._environment.parse(self.source)
         except jinja2.TemplateSyntaxError as error:
@@ -249,34 +256,34 @@ DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else ''
 {{ '### assistant\\n' }}
 {%- endif -%}
 """
-"""For a model without one: a heading a turn, the answers ended by the end-of-text token. It needs no token that the
-vocabulary does not have."""
+"""Template for models without one: a heading per turn, and answers ended by the end-of-text token. It needs no token
+that a vocabulary may lack."""
 DEFAULT_WITHOUT_BOS: Final = DEFAULT.partition("\n")[2]
 
 
 THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
-"""What files and templates call what was thought before an answer; the first counts."""
+"""Names of the thoughts before an answer in files and templates. The first present one counts."""
 
 
 def _with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its thoughts under both names that templates read, as transformers gives it to them."""
+    """Return a message with its thoughts under both names that templates read, as in transformers."""
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def _bounded(pieces: Iterator[str]) -> str:
-    """The whole text; DataError as soon as it is too long."""
-    found, size = [], 0
+    """Join the pieces. Raises DataError as soon as the text is too long."""
+    parts, size = [], 0
     for piece in pieces:
-        found.append(piece)
+        parts.append(piece)
         size += len(piece)
         if size > _MOST_CHARACTERS:
             raise DataError(f"the chat template writes more than {_MOST_CHARACTERS:,} characters for one conversation")
-    return "".join(found)
+    return "".join(parts)
 
 
 def _unmarked(text: str) -> Rendered:
-    """The text without marks, and the places they stood at."""
+    """Return the text without marks, and the spans between them."""
     parts, spans, size, begin = [], [], 0, 0
     for piece in text.replace(_END, _END + _BEGIN).split(_BEGIN):
         plain = piece.removesuffix(_END)
@@ -288,13 +295,13 @@ def _unmarked(text: str) -> Rendered:
 
 
 def _line(error: BaseException) -> str:
-    """The template's line that an error comes from."""
-    found, trace = None, error.__traceback__
+    """Return the line of the template that an error comes from."""
+    number, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
-            found = trace.tb_lineno
+            number = trace.tb_lineno
         trace = trace.tb_next
-    return f" in line {found}" if found else ""
+    return f" in line {number}" if number else ""
 
 
 def _json(
@@ -316,7 +323,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _last_name(node: nodes.Node) -> str:
-    """`content` of `message.content`, `message['content']` and `content`."""
+    """Return `content` for `message.content`, `message['content']` and `content`."""
     if isinstance(node, nodes.Getattr):
         return node.attr
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
@@ -324,8 +331,8 @@ def _last_name(node: nodes.Node) -> str:
     return node.name if isinstance(node, nodes.Name) else ""
 
 
-def _refuses_tools(one: nodes.If) -> bool:
-    """Whether it is `{% if tools %}{{ raise_exception(...) }}{% endif %}`."""
-    asks = isinstance(one.test, nodes.Name) and one.test.name == "tools"
-    calls = (call.node for part in one.body for call in part.find_all(nodes.Call))
+def _refuses_tools(branch: nodes.If) -> bool:
+    """Return whether a branch is `{% if tools %}{{ raise_exception(...) }}{% endif %}`."""
+    asks = isinstance(branch.test, nodes.Name) and branch.test.name == "tools"
+    calls = (call.node for part in branch.body for call in part.find_all(nodes.Call))
     return asks and any(isinstance(call, nodes.Name) and call.name == "raise_exception" for call in calls)

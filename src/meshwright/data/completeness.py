@@ -1,4 +1,4 @@
-"""Completeness: whether a rendered conversation holds what its messages say, its tools and its calls of them."""
+"""Completeness of a rendered conversation: does it contain all that its messages say, its tools and its tool calls?"""
 
 import contextlib
 import json
@@ -17,12 +17,12 @@ from meshwright.spec.plan import ROLES
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _SIGN: Final = f"mw{secrets.randbits(64):x}"
-"""Begins what stands for names: letters and digits, which no filter of a template changes."""
+"""Prefix of stand-ins for names: letters and digits, which no filter of a template changes."""
 _NUMBER: Final = (100_000_000 + secrets.randbelow(900_000_000)) * 10**6
-"""Added to the place of a number, it stands for that number: 15 digits, which a float has, too."""
+"""Base of stand-ins for numbers, to which an index is added: 15 digits, which a float can hold."""
 _ANY_SIGN: Final = re.compile(rf"({_SIGN}[an]\d+e|{_NUMBER // 10**6}\d{{6}})")
 _MOST_RENDERED: Final = 8
-"""Words of a conversation that are changed one by one."""
+"""Most words of a conversation that are changed one by one."""
 _LOST_ARGUMENT: Final = (
     "what a tool call of message {number} is given: {shown} is not in the rendered text; take a data.template that "
     "writes arguments"
@@ -36,8 +36,10 @@ class IncompleteRendering(DataError):
 def check_complete(
     messages: Sequence[Message], tools: Any, answers: Sequence[int], text: str, template: ChatTemplate
 ) -> None:
-    """DataError where a text of a template leaves out what a message says, a call of a tool, a tool, or a thought of
-    these `answers`; thoughts of other turns are no part of what a model sees."""
+    """Raise DataError when a text omits what a message says, a tool, a tool call, or a thought of these `answers`.
+
+    Thoughts of other turns are not part of what a model sees.
+    """
     squeezed = _squeezed(text)
     contents = [_forms(message) for message in messages]
     missing = None if _stand_in_order(contents, squeezed) else _missing(contents, squeezed)
@@ -53,15 +55,17 @@ def check_complete(
 
 
 def _forms(message: Message) -> tuple[str, ...]:
-    """Contents that a text may have of a message, the whole first: thoughts of an answer alone may be left out. A
-    system message may spell `<think>` to say how to think."""
+    """Return the contents that a text may have of a message, the whole first. Thoughts of an answer may be left out.
+
+    A system message may spell `<think>` to say how to think.
+    """
     content = str(message.get("content") or "")
     thinks = message["role"] == "assistant" or message["role"] not in ROLES
     return (content, without_thoughts(content)) if thinks and "</think>" in content else (content,)
 
 
 def _stand_in_order(contents: Sequence[tuple[str, ...]], text: str) -> bool:
-    """Return whether each content stands behind the one before it, in a text without blanks."""
+    """Return whether each content follows the previous one, in a text without blanks."""
     for forms in contents:
         start, length = _locate(forms, text)
         if start < 0:

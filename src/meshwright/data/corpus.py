@@ -1,4 +1,4 @@
-"""Corpus: the tokens of a text on disk, memory-mapped, and what was counted while they were made."""
+"""Corpus: the tokens of a text on disk, memory-mapped, with counts made during encoding."""
 
 import mmap
 import os
@@ -19,10 +19,10 @@ _SMALL_BYTES = 2**26
 
 @final
 class TokenFile:
-    """Reads at a place without mapping it.
+    """Reader of parts of a file, without mapping it.
 
-    A page that is touched through a mapping can make 2 MiB resident (Linux maps large folios whole), so windows at
-    random would make the process as large as the corpus; and they are read ten times faster like this.
+    Touching a page through a mapping can make 2 MiB resident (Linux maps large folios whole), so random windows would
+    make the process as large as the corpus. Reading them is also ten times faster.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -36,12 +36,12 @@ class TokenFile:
             pass
 
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Tokens [begin, end); DataError where the file has become shorter."""
+        """Return tokens [begin, end). Raises DataError when the file has become shorter."""
         size = self._dtype.itemsize
-        found = os.pread(self._descriptor, (end - begin) * size, begin * size)
-        if len(found) != (end - begin) * size:
-            raise DataError(f"{self._path} was truncated while it was read: run again, it will be made anew")
-        return np.frombuffer(found, dtype=self._dtype)
+        data = os.pread(self._descriptor, (end - begin) * size, begin * size)
+        if len(data) != (end - begin) * size:
+            raise DataError(f"{self._path} was truncated during reading: rerun to rebuild the cache")
+        return np.frombuffer(data, dtype=self._dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,34 +49,34 @@ class TokenStream:
     """Documents end to end."""
 
     tokens: NDArray[np.unsignedinteger[Any]]
-    """[num_tokens] uint16 or uint32, read-only; marks included."""
+    """[num_tokens] uint16 or uint32, read-only, begin and end marks included."""
     starts: NDArray[np.int64]
-    """[num_documents] where each document begins."""
+    """[num_documents] index of the first token of each document."""
     num_tokens: int
     num_bytes: int
-    """UTF-8 bytes of the text; marks count nothing."""
+    """UTF-8 bytes of the text, without marks."""
     num_documents: int
     file: TokenFile | None = None
-    """The tokens' file, where the system can read at a place."""
+    """The tokens' file, if the system can read at an offset."""
     marks: NDArray[np.uint8] | None = None
-    """Of samples: a byte a token, who says it and whether it is trained (sample_encoder.TRAINED). Their `num_tokens`
-    and `num_bytes` count what is trained. None = text, all of which is trained."""
+    """One byte per token of samples: its role, and whether it is trained (sample_encoder.TRAINED). `num_tokens` and
+    `num_bytes` then count trained tokens. None = text, all of which is trained."""
     pairs: bool = False
-    """Documents come in pairs: a preference, the better one first."""
+    """Documents come in pairs: a preference, the better answer first."""
     same_pairs: int = 0
-    """Of those, with two answers that are the same."""
+    """Number of pairs with two equal answers."""
     first: int = 0
-    """Of a mixture: documents of the sources before, so that the numbers of answers are of all sources."""
+    """In a mixture, the documents of earlier sources, which keeps numbers of answers unique."""
     rows: NDArray[np.int64] | None = None
-    """Of samples: [num_documents] which row of the file each is of; a conversation may give several. None = text."""
+    """[num_documents] row of the file of each sample. A conversation may give several samples. None = text."""
 
     def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Tokens [begin, end), leaving nothing of the file resident."""
+        """Return tokens [begin, end), leaving nothing of the file resident."""
         return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
 
     @property
     def parts(self) -> tuple["TokenStream", ...]:
-        """Itself, as the only source."""
+        """The stream itself, as the only source."""
         return (self,)
 
     @property
@@ -86,11 +86,11 @@ class TokenStream:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token that is trained."""
+        """UTF-8 bytes of text per trained token."""
         return self.num_bytes / max(1, self.num_tokens)
 
     def release(self) -> None:
-        """Give back the resident pages of a long list of starts; they stay in the system's cache."""
+        """Release the resident pages of a long list of starts. They stay in the system's cache."""
         advice, mapped = getattr(mmap, "MADV_DONTNEED", None), self._mapping()
         if advice is not None and mapped is not None and self.starts.nbytes > _SMALL_BYTES:
             mapped.madvise(advice)
@@ -102,46 +102,46 @@ class TokenStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedStream:
-    """The streams of the sources of a mixture; its counts are those of all of them."""
+    """Streams of the sources of a mixture. Its counts are their sums."""
 
     parts: tuple[TokenStream, ...]
     weights: tuple[float, ...]
-    """Of each source, above 0, of any sum."""
+    """Weight of each source, above 0, with any sum."""
 
     @property
     def size(self) -> int:
-        """Tokens that are read in one pass over every source, trained or not."""
+        """Tokens read in one pass over every source, trained or not."""
         return sum(part.size for part in self.parts)
 
     @property
     def num_tokens(self) -> int:
-        """As of a TokenStream."""
+        """Sum of TokenStream.num_tokens."""
         return sum(part.num_tokens for part in self.parts)
 
     @property
     def num_bytes(self) -> int:
-        """As of a TokenStream."""
+        """Sum of TokenStream.num_bytes."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def num_documents(self) -> int:
-        """As of a TokenStream."""
+        """Sum of TokenStream.num_documents."""
         return sum(part.num_documents for part in self.parts)
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes per token where tokens are mixed by weight."""
+        """UTF-8 bytes per token, averaged by weight."""
         return self.mean([part.bytes_per_token for part in self.parts])
 
     def mean(self, values: Sequence[float]) -> float:
-        """The mean of a value of each part, by weight, over the parts that have a token to predict; 0 of none."""
-        found = [
+        """Return the weighted mean of a value per part, over parts with a token to predict. 0 without any."""
+        weighted = [
             (weight, value)
             for part, weight, value in zip(self.parts, self.weights, values, strict=True)
             if part.num_tokens > 1
         ]
-        whole = sum(weight for weight, _ in found)
-        return sum(weight / whole * value for weight, value in found)
+        whole = sum(weight for weight, _ in weighted)
+        return sum(weight / whole * value for weight, value in weighted)
 
 
 Stream = TokenStream | MixedStream
@@ -149,7 +149,7 @@ Stream = TokenStream | MixedStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """What is trained on and what is held out."""
+    """Training and held-out data."""
 
     train: Stream
     validation: Stream
@@ -157,8 +157,8 @@ class Corpus:
     fingerprint: str
     """Hash of texts, tokenizer, split and format: equal fingerprints mean equal tokens."""
     key: str
-    """Name of its folder in the cache; of a mixture that of its fingerprint."""
+    """Name of its folder in the cache. A mixture's is derived from its fingerprint."""
     unread: Mapping[str, int] = field(default_factory=dict)
-    """Of rows that are samples: columns that none is made of, and how many rows have each."""
+    """Column that samples do not use -> number of rows that have it. Empty for text."""
     malformed: MalformedRows = field(default_factory=MalformedRows)
-    """Rows that data.malformed=skip left out; they are in no stream."""
+    """Rows that data.malformed=skip left out. They are in no stream."""

@@ -1,4 +1,4 @@
-"""Encodings of text other than UTF-8: which one bytes seem to have, and the command that converts them.
+"""Encodings of text other than UTF-8: detection, and the command that converts the file.
 
 Byte order marks: The Unicode Standard, section 23.8. Windows PowerShell writes UTF-16 for `>`.
 """
@@ -15,14 +15,16 @@ _MARKS: Final = (
 )  # fmt: skip
 """UTF-32 first: its mark begins with that of UTF-16."""
 BEGINNING: Final = 4096
-"""Bytes of a file that tell its encoding."""
+"""Bytes of a file from which its encoding is detected."""
 _WINDOWS: Final = frozenset(range(0x80, 0xA0))
-"""Bytes of letters and quotes in Windows-1252, of control characters in Latin-1."""
+"""Bytes of letters and quotes in Windows-1252, which are control characters in Latin-1."""
 
 
 def wide_encoding(start: bytes) -> str:
-    """UTF-16 or UTF-32, by the mark at the beginning of a file, or by text that appears when it is read so; empty for
-    any other. Names are those of iconv."""
+    """Return UTF-16 or UTF-32 by the byte order mark of a file, or by text that appears when it is decoded.
+
+    Empty = neither. Names are those of iconv.
+    """
     marked = next((name for mark, name in _MARKS if start.startswith(mark)), "")
     if marked or b"\0" not in start[:BEGINNING]:
         return marked
@@ -30,23 +32,23 @@ def wide_encoding(start: bytes) -> str:
 
 
 def narrow_encoding(text: bytes) -> str:
-    """Of bytes that are no UTF-8, one of a byte for each letter: a guess, to be told as one."""
+    """Guess the single-byte encoding of bytes that are not UTF-8."""
     return "Windows-1252" if _WINDOWS & set(text) else "ISO-8859-1"
 
 
 def conversion(encoding: str) -> str:
-    """The command, in words of a message."""
+    """Return the conversion command, in words for a message."""
     return f"convert it (iconv -f {encoding} -t UTF-8)"
 
 
 def check_begins_as_utf8(path: Path, start: bytes) -> None:
-    """DataError for a file of UTF-16 or UTF-32: no line of it could be read."""
+    """Raise DataError for a file in UTF-16 or UTF-32, of which no line could be read."""
     if encoding := wide_encoding(start):
         raise DataError(f"{path} seems to be {encoding}, not UTF-8 text: {conversion(encoding)}")
 
 
 def not_utf8(text: bytes) -> str:
-    """What is wrong with a row of other bytes, as a phrase. Beside letters of UTF-8 a stray byte tells no encoding."""
+    """Describe a row that is not UTF-8. A stray byte among UTF-8 letters does not reveal an encoding."""
     letters = text.decode(errors="ignore")
     if not letters.isascii():
         return "not UTF-8 text"
@@ -55,10 +57,10 @@ def not_utf8(text: bytes) -> str:
 
 
 def _is_text(start: bytes, encoding: str) -> bool:
-    """Whether bytes are printable so, more than half of them ASCII: bytes of programs are not."""
+    """Return whether bytes decode to printable text, more than half ASCII, unlike those of programs."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(start)
     except UnicodeDecodeError:
         return False
-    is_printable = all(one.isprintable() or one.isspace() for one in text)
+    is_printable = all(letter.isprintable() or letter.isspace() for letter in text)
     return is_printable and sum(map(str.isascii, text)) > len(text) / 2

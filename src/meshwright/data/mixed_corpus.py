@@ -1,28 +1,24 @@
-"""The corpus of a mixture: each source is encoded and cached by itself, so that other weights encode nothing anew."""
+"""Corpus of a mixture: each source is encoded and cached by itself, so other weights encode nothing anew."""
 
-import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
 
-from meshwright.data.cache_folder import new_folder
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.rows import all_malformed
 from meshwright.data.sources import Source
-from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
+from meshwright.data.token_cache import TRAINING_CHARACTERS, beginning, trained_folder
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.user_cache import writable_root
 
-_TRAIN_BPE_CHARACTERS = 2**25
-
 
 def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None = None) -> Corpus:
-    """All sources, read with one tokenizer; `make` prepares one of them. DataError names the source; malformed rows
-    of all sources are named together."""
+    """Prepare all sources with one tokenizer. Raises DataError naming the source, or all malformed rows."""
     with_tokenizer = replace(data, tokenizer=_tokenizer(data, cache_root or writable_root()))
     corpora, refusals = list[Corpus](), list[str]()
     for source in with_tokenizer.sources:
@@ -49,15 +45,15 @@ def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None 
 
 
 def _numbered(streams: Iterable[Stream]) -> tuple[TokenStream, ...]:
-    """Each source's stream, which knows how many documents come before its own."""
+    """Return each source's stream with the number of documents before it."""
     parts = [part for stream in streams for part in stream.parts]
     before = accumulate((part.num_documents for part in parts), initial=0)
     return tuple(replace(part, first=first) for part, first in zip(parts, before, strict=False))
 
 
 def _tokenizer(data: Data, root: Path) -> str:
-    """The one that all sources are read with, as a value of data.tokenizer that no folder changes."""
-    sources = [Source(one) for one in data.sources]
+    """Return the tokenizer of all sources as a value of data.tokenizer that no folder changes."""
+    sources = [Source(part) for part in data.sources]
     if data.tokenizer == "auto":
         beside = [source.folder / "tokenizer.json" for source in sources if source.folder is not None]
         files = {file.resolve(): file for file in beside if file.is_file()}
@@ -72,28 +68,8 @@ def _tokenizer(data: Data, root: Path) -> str:
 
 
 def _trained(data: Data, sources: list[Source], root: Path) -> Path:
-    """The folder of a tokenizer that is trained on equal parts of every source, whatever their weights."""
+    """Return the folder of a tokenizer trained on equal parts of every source, whatever their weights."""
     signatures = repr([source.signature() for source in sources])
     digest = hashlib.blake2b(signatures.encode(), digest_size=20).hexdigest()
-    folder = root / "tokenizers" / f"{digest}-{trained_vocab(data.tokenizer)}"
-    with contextlib.suppress(DataError):
-        Tokenizer.load(folder)
-        return folder
-    made = choose(data.tokenizer, None, _samples(sources))
-    with new_folder(folder) as new:
-        made.save(new)
-    return folder
-
-
-def _samples(sources: list[Source]) -> Iterator[str]:
-    """The beginning of each source, 32 MiB in all."""
-    for source in sources:
-        left = _TRAIN_BPE_CHARACTERS // len(sources)
-        for document in source.documents():
-            for piece in document.pieces:
-                yield piece
-                left -= len(piece)
-                if left <= 0:
-                    break
-            if left <= 0:
-                break
+    texts = (piece for source in sources for piece in beginning(source, TRAINING_CHARACTERS // len(sources)))
+    return trained_folder(data.tokenizer, digest, root, texts)

@@ -1,4 +1,4 @@
-"""The chat template that `data.template` names: a format of spec/chat_formats.py, or a file."""
+"""Chat template that `data.template` names: a format of spec/chat_formats.py, or a file."""
 
 from collections.abc import Iterator
 from importlib import resources
@@ -13,8 +13,7 @@ AUTO: Final = "auto"
 
 
 def named_template(setting: str) -> str | None:
-    """The text of `data.template`; None = auto. DataError where it is no name of a format, and no file that can be
-    read."""
+    """Return the text of `data.template`. None = auto. Raises DataError if it is neither a format nor a file."""
     if setting == AUTO:
         return None
     if setting in CHAT_FORMATS:
@@ -29,12 +28,14 @@ def named_template(setting: str) -> str | None:
     except OSError as error:
         raise DataError(f"data.template={setting} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"data.template={setting} cannot be read: it is no text in UTF-8") from error
+        raise DataError(f"data.template={setting} cannot be read: it is not UTF-8 text") from error
 
 
 def check_format(setting: str, tokenizer: Tokenizer) -> None:
-    """DataError where `data.template` is a format whose tokens the vocabulary lacks: a model would be trained to write
-    their letters one by one, and never to stop. It names the formats that fit."""
+    """Raise DataError when `data.template` is a format whose tokens the vocabulary lacks, naming formats that fit.
+
+    A model would otherwise learn to write these tokens letter by letter, and never to stop.
+    """
     form = CHAT_FORMATS.get(setting)
     lacked = list(_lacked(form, tokenizer)) if form else []
     if lacked:
@@ -46,7 +47,7 @@ def check_format(setting: str, tokenizer: Tokenizer) -> None:
 
 
 def fitting_formats(tokenizer: Tokenizer) -> list[str]:
-    """Names of the formats whose tokens the vocabulary has."""
+    """Return the names of the formats whose tokens the vocabulary has."""
     return [name for name, form in CHAT_FORMATS.items() if not any(_lacked(form, tokenizer))]
 
 
@@ -55,7 +56,7 @@ def _shipped(form: ChatFormat) -> str:
 
 
 def _lacked(form: ChatFormat, tokenizer: Tokenizer) -> Iterator[str]:
-    """Tokens of a format that are not one id each; its turn end must be special, too."""
+    """Yield tokens of a format that are not one id each. Its turn end must also be special."""
     yield from (token for token in form.tokens if len(tokenizer.encode(token, special=True)) != 1)
     if form.turn_end == EOS:
         yield from [] if tokenizer.spelled.get(EOS) else ["an end-of-text token"]

@@ -1,4 +1,4 @@
-"""The rows of a corpus by number: windows of its text, its samples packed, or those of several sources."""
+"""Numbered rows of a corpus: windows of its text, its samples packed, or those of several sources."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,8 +13,7 @@ from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 
 
 def check_objective(data: Data, recipe: Recipe, pairs: bool | None) -> None:
-    """DataError where an objective over pairs has none, or another one has them. `pairs`: whether rows are; None =
-    there are no rows."""
+    """Raise DataError if an objective over pairs has no pairs, or another has them. `pairs` = None without rows."""
     named = f"data.path={data.path}" if data.path else f"data={data.title}"
     if pairs and not recipe.traits.pairs:
         raise DataError(
@@ -29,8 +28,7 @@ def check_objective(data: Data, recipe: Recipe, pairs: bool | None) -> None:
 
 
 def check_alike(data: Data, pairs: Sequence[bool | None]) -> None:
-    """DataError where some sources of a mixture hold preferences and others do not. `pairs`: of each source, whether
-    it does; None = it has no rows."""
+    """Raise DataError if only some sources of a mixture hold preferences. `pairs` = None for one without rows."""
     named = {kind: source.path for source, kind in zip(data.mixture, pairs, strict=False) if kind is not None}
     if len(named) > 1:
         raise DataError(
@@ -40,8 +38,7 @@ def check_alike(data: Data, pairs: Sequence[bool | None]) -> None:
 
 
 def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
-    """Of a stream of the corpus; DataError where there is less than a row of any source, or where the objective is for
-    other data."""
+    """Return the rows of a stream. Raises DataError for less than one row, or for an objective for other data."""
     each = [part.pairs if len(part.starts) else None for part in corpus.train.parts]
     check_alike(data, each)
     pairs = None if set(each) <= {None} else any(each)
@@ -60,10 +57,10 @@ def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *,
 
 
 def _of_each(data: Data, recipe: Recipe, corpus: Corpus, stream: MixedStream, shuffle: bool) -> Iterator[NumberedRows]:
-    """Of the sources of a mixture; DataError names the one."""
-    for one, part in zip(data.sources, stream.parts, strict=True):
+    """Yield the rows of each source of a mixture. Raises DataError naming the source."""
+    for source, part in zip(data.sources, stream.parts, strict=True):
         try:
-            yield numbered_rows(one, recipe, corpus, part, shuffle=shuffle)
+            yield numbered_rows(source, recipe, corpus, part, shuffle=shuffle)
         except DataError as error:
-            named = f"data.path={one.path}"
+            named = f"data.path={source.path}"
             raise DataError(str(error) if named in str(error) else f"{named}: {error}") from error

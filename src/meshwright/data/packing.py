@@ -1,8 +1,8 @@
-"""Packing: samples of many lengths in rows of one, best fit first, with little left empty.
+"""Packing: samples of many lengths in rows of one length, by best fit, with little left empty.
 
 Best-fit decreasing: the longest sample first, each into the fullest row that still takes it (Johnson 1973; Ding et al.
-2024, arXiv:2404.10830, "Fewer Truncations Improve Language Modeling"). A row is a set of documents that do not see one
-another, so that packed and unpacked samples give the same loss and the same gradients.
+2024, arXiv:2404.10830, "Fewer Truncations Improve Language Modeling"). Documents of a row do not see one another, so
+packed and unpacked samples give the same loss and gradients.
 """
 
 from dataclasses import dataclass
@@ -13,31 +13,33 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Rows of samples."""
+    """Samples assigned to rows."""
 
     order: NDArray[np.int64]
     """[samples] numbers of samples, row by row."""
     starts: NDArray[np.int64]
-    """[rows + 1] where each row begins in `order`."""
+    """[rows + 1] index of the first sample of each row in `order`."""
     waste: float
-    """Share of all places that is empty."""
+    """Share of empty positions."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def row(self, number: int) -> NDArray[np.int64]:
-        """The samples of a row."""
+        """Return the samples of a row."""
         return self.order[self.starts[number] : self.starts[number + 1]]
 
 
 def alone(lengths: NDArray[np.int64], capacity: int) -> Packed:
-    """A row for each sample."""
+    """Put each sample into a row of its own."""
     return _packed(np.arange(len(lengths), dtype=np.int64), lengths, capacity)
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packed:
-    """lengths [samples], each from 1 to `capacity` -> rows. Equal lengths keep their order; depends on nothing else.
-    ValueError for a sample that fits into no row."""
+    """Pack lengths [samples], each from 1 to `capacity`, into rows.
+
+    Equal lengths keep their order, and nothing else matters. Raises ValueError for a sample that fits into no row.
+    """
     if len(lengths) and (lengths.max() > capacity or lengths.min() < 1):
         raise ValueError(f"lengths must lie between 1 and {capacity}, found {lengths.min()} to {lengths.max()}")
     rooms = _Rooms(capacity)
@@ -48,7 +50,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packed:
 
 
 class _Rooms:
-    """Rows by the room that is left in each; the least room that suffices is found in a tree of bits."""
+    """Rows by remaining room. A tree of bits finds the least room that suffices."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._rows = capacity, 0
@@ -60,7 +62,7 @@ class _Rooms:
             self._levels.append([0] * size)
 
     def take(self, length: int) -> int:
-        """The row that a sample of this length goes to."""
+        """Return the row for a sample of this length."""
         room = self._least(length)
         if room is None:
             room, row, self._rows = self._capacity, self._rows, self._rows + 1
@@ -76,7 +78,7 @@ class _Rooms:
         return row
 
     def _least(self, room: int) -> int | None:
-        """The smallest room that some row has, `room` or more."""
+        """Return the smallest room of any row that is `room` or more."""
         for height, words in enumerate(self._levels):
             word, bit = divmod(room, 64)
             if word < len(words) and (above := words[word] >> bit):
@@ -84,11 +86,11 @@ class _Rooms:
             room = word + 1
         return None
 
-    def _down(self, height: int, place: int) -> int:
+    def _down(self, height: int, room: int) -> int:
         for words in reversed(self._levels[:height]):
-            lowest = words[place]
-            place = place * 64 + (lowest & -lowest).bit_length() - 1
-        return place
+            lowest = words[room]
+            room = room * 64 + (lowest & -lowest).bit_length() - 1
+        return room
 
     def _set(self, room: int) -> None:
         for words in self._levels:

@@ -13,7 +13,7 @@ from meshwright.data.encodings import check_begins_as_utf8, conversion, narrow_e
 from meshwright.spec.errors import DataError
 
 PIECE = 2**16
-"""Longest piece in characters: the library's bookkeeping takes about 100 bytes of memory per byte of a piece."""
+"""Longest piece in characters. The library's bookkeeping takes about 100 bytes of memory per byte of a piece."""
 
 _BLOCK_BYTES = 2**18
 _NEAR = 2**12
@@ -23,12 +23,12 @@ _SAFE = (
     re.compile(r"[^\W_](?= \S)"),
     re.compile(r"\S\n(?=\S)"),
 )
-"""Where every known word pattern ends a word: behind a letter or digit before a line end or a single space, and between
-a line end and text that follows at once."""
+"""Positions at which every known word pattern ends a word: behind a letter or digit before a line end or a single
+space, and between a line end and text that follows at once."""
 
 
 def border(text: str, limit: int) -> int:
-    """Where to cut `text` at or before `limit` characters (0 < limit < len(text)); a line end is preferred."""
+    """Return the position to cut `text` at or before `limit` (0 < limit < len(text)), preferably a line end."""
     for start in (max(0, limit - _NEAR), 0):
         for pattern in _SAFE:
             ends = [match.end() for match in pattern.finditer(text, start, limit + 1)]
@@ -38,7 +38,7 @@ def border(text: str, limit: int) -> int:
 
 
 def cut(text: str, size: int = PIECE) -> Iterator[str]:
-    """The text as pieces of at most `size` characters; "" has none."""
+    """Yield the text as pieces of at most `size` characters. "" has none."""
     start = 0
     while len(text) - start > size:
         end = start + border(text[start : start + size + 1], size)
@@ -49,7 +49,7 @@ def cut(text: str, size: int = PIECE) -> Iterator[str]:
 
 
 def read(path: Path) -> Iterator[str]:
-    """The pieces of a UTF-8 file, a few hundred KB at a time in memory. DataError for binary or foreign encodings."""
+    """Yield the pieces of a UTF-8 file, little of it in memory. Raises DataError for binary or other encodings."""
     decode = codecs.getincrementaldecoder("utf-8-sig")()
     buffer, offset = "", 0
     try:
@@ -66,7 +66,7 @@ def read(path: Path) -> Iterator[str]:
 
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int) -> str:
-    """Text of the next block (`b""` = the file ends), read `offset` bytes into the file."""
+    """Decode the next block (`b""` = the file ends), read `offset` bytes into the file."""
     if not offset:
         check_begins_as_utf8(path, block)
     nul = block.find(0)

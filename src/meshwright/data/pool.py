@@ -1,4 +1,4 @@
-"""Pool: texts in, token ids out, in the same order, by several processes and a bounded amount of memory."""
+"""Pool of encoding processes: texts in, token ids out, in the same order, with a bounded amount of memory."""
 
 import contextlib
 import json
@@ -7,20 +7,22 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, final
+from typing import Final, TypeVar, final
 
-from meshwright.data.rows import spoken
+from meshwright.data.rows import readable_location
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.worker import read_frame, write_frame
 from meshwright.spec.errors import DataError
 
+T = TypeVar("T")
 Batch = tuple[bytes, Sequence[str]]
-"""(flags, texts): flags[i] = 1 where text i continues a document."""
+"""(flags, texts). flags[i] = 1 if text i continues a document."""
 
 _MOST_PROCESSES = 12
-"""Each holds about 50 MB: twelve and their parent stay below 1 GiB. Beyond, cores are shared out as threads."""
+"""Limit of processes. Each holds about 50 MB: twelve and their parent stay below 1 GiB. Further cores are used by
+threads."""
 
 _START = (
     "import json, os, sys; os.environ.update(RAYON_NUM_THREADS=sys.argv[1], TOKENIZERS_PARALLELISM='true'); "
@@ -28,25 +30,44 @@ _START = (
 )
 
 
+def batched(entries: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Group entries into lists of at least this total size. The last list may be smaller."""
+    batch, total = list[T](), 0
+    for entry in entries:
+        batch.append(entry)
+        total += size(entry)
+        if total >= least:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
 def cores() -> int:
-    """Processors this process may use."""
+    """Return the number of processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @final
 class Pool:
-    """Encoding processes for one tokenizer; use as a context. `processes` = 1 encodes in this process.
+    """Encoding processes for one tokenizer, to be used as a context. `processes` = 1 encodes in this process.
 
-    Started as plain commands that are handed text through pipes: nothing is forked (safe beside torch's threads) and
-    the caller's main module is not imported again.
+    They are plain commands that receive text through pipes. Nothing is forked, which is safe beside torch's threads,
+    and the caller's main module is not imported again.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, processes: int | None = None, *, samples: str = "", limit_s: float = 0.0
     ) -> None:
-        """`samples`: texts are rows of a fine-tuning file, and these the settings of data/sample_encoder.py; they are
-        never encoded in this process. `limit_s`: a batch that takes longer ends its process; 0 = no limit."""
+        """Set up a pool.
+
+        Args:
+            samples: Settings of data/sample_encoder.py if texts are rows of a fine-tuning file, which are never encoded
+            in
+                this process.
+            limit_s: Longest time of a batch, after which its process is ended. 0 = no limit.
+        """
         wanted = cores() if processes is None else max(1, processes)
         self._samples, self._limit_s = samples, limit_s
         self._tokenizer: Final = tokenizer
@@ -74,7 +95,7 @@ class Pool:
             child.wait()
 
     def map(self, batches: Iterable[Batch]) -> Iterator[list[bytes]]:
-        """Ids of every batch's texts in order, reading ahead by two batches per process."""
+        """Yield the ids of every batch's texts in order, reading ahead by two batches per process."""
         if self._threads is None:
             for flags, texts in batches:
                 yield self._tokenizer.encode_raw(texts, flags)
@@ -88,18 +109,19 @@ class Pool:
             yield waiting.popleft().result()
 
     def _ask(self, batch: Batch) -> list[bytes]:
-        """Runs in a thread that owns one child."""
+        """Encode a batch in the child process of this thread."""
         child = getattr(self._mine, "child", None) or self._start()
         assert child.stdin is not None and child.stdout is not None
         flags, texts = batch
-        late = threading.Event()
+        late = threading.Event()  # tells a process that was killed for its time from one that died
         with _limited(child, self._limit_s, late):
             with contextlib.suppress(BrokenPipeError):
                 write_frame(child.stdin, [flags, *(text.encode() for text in texts)])
             answer = read_frame(child.stdout)
         if late.is_set():
+            first_row = readable_location(json.loads(texts[0])[0])
             raise DataError(
-                f"{_from(texts)}: the chat template ran for more than {self._limit_s:g} s on {len(texts)} rows: it may "
+                f"{first_row}: the chat template ran for more than {self._limit_s:g} s on {len(texts)} rows: it may "
                 "never end; correct it"
             )
         if answer is None:
@@ -124,14 +146,9 @@ class Pool:
         return child
 
 
-def _from(texts: Sequence[str]) -> str:
-    """Where the rows of a batch begin."""
-    return spoken(json.loads(texts[0])[0])
-
-
 @contextlib.contextmanager
 def _limited(child: subprocess.Popen[bytes], limit_s: float, late: threading.Event) -> Iterator[None]:
-    """Inside, the child may answer for `limit_s`; then it is ended, and `late` set. 0 = no limit."""
+    """Give the child `limit_s` to answer, then kill it and set `late`. 0 = no limit."""
 
     def end() -> None:
         late.set()

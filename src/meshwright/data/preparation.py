@@ -1,4 +1,4 @@
-"""The tokens of a plan's data: of text, of samples, or of a mixture, encoded now or found in the cache."""
+"""Tokens of a plan's data: of text, of samples, or of a mixture, encoded now or read from the cache."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,24 +20,26 @@ from meshwright.spec.errors import DataError
 from meshwright.spec.plan import SAMPLES, STDLIB, TEXT
 
 _LOOKED_AT = 256
-"""Rows at the beginning of a source that are looked at before anything slow."""
+"""Rows at the beginning of a source that are checked before anything slow."""
 
 
 def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """As token_cache.prepare, or sample_cache.prepare where data.form is samples; a mixture source by source."""
+    """Prepare text as token_cache.prepare, samples as sample_cache.prepare, and a mixture source by source."""
     if data.mixture:
-        one = partial(prepare, cache_root=cache_root, processes=processes, progress=progress)
-        return mixed_corpus.prepare(data, one, cache_root)
+        prepare_source = partial(prepare, cache_root=cache_root, processes=processes, progress=progress)
+        return mixed_corpus.prepare(data, prepare_source, cache_root)
     make = sample_cache.prepare if data.form == SAMPLES else token_cache.prepare
     return make(data, cache_root=cache_root, processes=processes, progress=progress)
 
 
 def check_sources(data: Data) -> None:
-    """Refuse, before anything slow, a path that does not exist or holds no text, a tokenizer or template that is not
-    there: DataError. Looks at the first rows, or the first document, of each source. Where a row is malformed and
-    data.malformed=refuse, all are read, so that all are named. Hub datasets wait for their turn."""
+    """Raise DataError, before anything slow, for a missing path, tokenizer or template, or a path without text.
+
+    This reads the first rows, or the first document, of each source. If a row is malformed and data.malformed=refuse,
+    all rows are read, so that all are named. Hub datasets are not loaded.
+    """
     if data.tokenizer not in ("auto", "bytes") and not data.tokenizer.startswith("bpe:"):
         tokenizer_file(data.tokenizer)
     if data.form == SAMPLES:
@@ -52,7 +54,7 @@ def check_sources(data: Data) -> None:
 
 
 def _begins_malformed(data: Data) -> bool:
-    """Whether a row at the beginning of a source must be refused."""
+    """Return whether a row at the beginning of a source must be refused."""
     source, malformed = Source(data), MalformedRows()
     if data.form == SAMPLES:
         all_are_samples = all(map(is_sample, islice(source.rows(), _LOOKED_AT)))
@@ -65,29 +67,30 @@ def _begins_malformed(data: Data) -> bool:
 
 
 def check_text(path: str | Path) -> None:
-    """Refuse, before anything slow, a text to score that is not there or holds none: DataError."""
+    """Raise DataError, before anything slow, for a text to score that is missing or empty."""
     data = Data(path=str(path))
     check_sources(replace(data, form=form_of(data)))
 
 
 def holds_pairs(data: Data) -> bool:
-    """Whether the data's rows are preferences, after the first of each source. DataError for what is wrong with those
-    rows, with a file or with a template, and where sources differ: seen in a moment, before anything else is begun."""
-    found = [_first_sample(one) for one in data.sources or (data,)]
-    check_alike(data, [None if one is None else isinstance(one, Preference) for one in found])
-    return any(isinstance(one, Preference) for one in found)
+    """Return whether the first rows are preferences. Raises DataError for malformed ones, and if sources differ."""
+    firsts = [_first_sample(source) for source in data.sources or (data,)]
+    check_alike(data, [None if first is None else isinstance(first, Preference) for first in firsts])
+    return any(isinstance(first, Preference) for first in firsts)
 
 
 def form_of(data: Data) -> Literal["text", "samples"]:
-    """As the columns of the first row that can be read say: samples, where they are those of one and no text is among
-    them. A null is no text: tables pad rows with them."""
+    """Return the form of the data by the columns of its first readable row.
+
+    It is samples if the row is a sample without a text. A null is not a text: tables pad rows with nulls.
+    """
     try:
         for row in islice(Source(data).rows(), _LOOKED_AT):
             if not isinstance(row[1], Malformed) and row[1].get(data.text_field) is not None:
                 return TEXT
             if is_sample(row):
                 return SAMPLES
-    except DataError:  # what is wrong is said by whoever reads it
+    except DataError:  # reported by whoever reads it
         pass
     return TEXT
 

@@ -1,4 +1,4 @@
-"""Rows: records with fields, in .jsonl, .json and .parquet files and in hub datasets; streamed, each with its place."""
+"""Rows: records with fields in .jsonl, .json and .parquet files and in hub datasets, streamed with their location."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,23 +14,23 @@ from meshwright.spec.extras import require
 from meshwright.spec.units import many
 
 _BUFFER_BYTES = 2**20
-"""Read of a column at a time; without it Arrow reads whole row groups."""
+"""Bytes of a column read at a time. Arrow would otherwise read whole row groups."""
 _BATCH_ROWS = 64
-"""Rows decoded at a time: a row may hold a whole book."""
+"""Rows decoded at a time, since a row may hold a whole book."""
 
 _OF_SAMPLES = frozenset({"messages", "conversations", "completion", "output", "chosen", "input_ids"})
 """Columns of rows for fine-tuning (data/samples.py)."""
 
 _NAMED = 20
-"""Malformed rows that are named; the others are counted."""
+"""Most malformed rows that are named. The others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Stands in place of the fields of a row that cannot be read, so that the rows behind it are."""
+    """Stand-in for the fields of an unreadable row, so that the following rows can be read."""
 
     complaint: str
-    """With file and line."""
+    """Message with file and line."""
 
 
 Row = tuple[str, Mapping[str, Any] | Malformed]
@@ -39,27 +39,27 @@ Row = tuple[str, Mapping[str, Any] | Malformed]
 
 @dataclass(slots=True, kw_only=True)
 class MalformedRows:
-    """Count of malformed rows among those that were read, and what is wrong with the first of them."""
+    """Number of malformed rows among all rows read, and the complaints about the first of them."""
 
     rows: int = 0
-    """All that were read."""
+    """All rows read."""
     malformed: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, complaint: str) -> None:
-        """Count a row, and keep the complaint of one of the first."""
+        """Count a row, and store the complaint if it is among the first."""
         self.malformed += 1
         if len(self.first) < _NAMED:
             self.first.append(complaint)
 
     @property
     def named(self) -> str:
-        """The first rows with their complaints, and how many more there are, on one line."""
+        """Complaints about the first rows, and the number of others, on one line."""
         more = self.malformed - len(self.first)
         return "; ".join(self.first) + (f"; and {more:,} more" if more else "")
 
     def refusal(self, kind: str) -> MalformedRowError:
-        """An error for rows that are no `kind` (samples, texts)."""
+        """Return an error for rows that are not `kind` (samples, texts)."""
         if self.malformed == 1:
             return MalformedRowError(self.named)
         all_are = self.malformed == self.rows
@@ -68,13 +68,13 @@ class MalformedRows:
 
     @property
     def note(self) -> str:
-        """A sentence for the log, where rows were left out."""
+        """Sentence for the log about rows that were left out."""
         be = "is" if self.malformed == 1 else "are"
         return f"{self.malformed:,} of {many(self.rows, 'row')} {be} left out as malformed: {self.named}"
 
 
 def all_malformed(counts: Iterable[MalformedRows]) -> MalformedRows:
-    """The counts of several sources together."""
+    """Add up the counts of several sources."""
     counts = list(counts)
     return MalformedRows(
         rows=sum(count.rows for count in counts),
@@ -83,23 +83,23 @@ def all_malformed(counts: Iterable[MalformedRows]) -> MalformedRows:
     )
 
 
-def texts(found: Iterator[Row], field: str) -> Iterator[tuple[str, str | Malformed]]:
-    """(place, text) of one field of every row."""
-    for where, row in found:
+def texts(records: Iterator[Row], field: str) -> Iterator[tuple[str, str | Malformed]]:
+    """Yield (location, text) of one field of every row."""
+    for where, row in records:
         try:
-            yield where, row if isinstance(row, Malformed) else text_of(row, field, spoken(where))
+            yield where, row if isinstance(row, Malformed) else text_of(row, field, readable_location(where))
         except MalformedRowError as error:
             yield where, Malformed(str(error))
 
 
-def spoken(where: str) -> str:
-    """A place as a sentence has it: `FILE, line 3`."""
+def readable_location(where: str) -> str:
+    """Return a location in words: `FILE, line 3`."""
     path, _, number = where.rpartition(":")
     return f"{path}, {'line' if path.endswith('.jsonl') else 'row'} {number}"
 
 
 def jsonl(path: Path) -> Iterator[Row]:
-    """Every line, blank lines passed over."""
+    """Yield every line except blank ones."""
     try:
         with path.open("rb") as file:
             check_begins_as_utf8(path, file.read(BEGINNING))
@@ -118,14 +118,13 @@ def jsonl(path: Path) -> Iterator[Row]:
 
 
 def json_array(path: Path) -> Iterator[Row]:
-    """Every object of a .json file that is one array, streamed. DataError where the array itself is broken: nothing
-    says where the next row begins."""
+    """Yield every object of a .json array, streamed. Raises DataError for broken JSON, which hides later rows."""
     for number, row, complaint in json_array_objects(path):
         yield f"{path}:{number}", Malformed(f"{path}, row {number}: {complaint}") if complaint else row
 
 
 def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Every row, streamed: a row group may be larger than memory. `columns` = only these. Needs pyarrow."""
+    """Yield every row, streamed, since a row group may exceed memory. `columns` = only these. Needs pyarrow."""
     require("parquet", str(path), error=DataError)
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -143,7 +142,7 @@ def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
 
 
 def hub(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """(hub:NAME:ROW, fields) of every row of a loaded hub dataset; `columns` = only these."""
+    """Yield (hub:NAME:ROW, fields) of every row of a loaded hub dataset. `columns` = only these."""
     for column in columns or ():
         _require_field(column, dataset.column_names, name)
     chosen = dataset.select_columns(list(columns)) if columns else dataset
@@ -152,12 +151,12 @@ def hub(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterat
 
 
 def require_hub(name: str) -> None:
-    """Refuse a dataset of the hub where the library that loads it is not installed: DataError."""
+    """Raise DataError unless the library that loads hub datasets is installed."""
     require("hf", f"data.path={name}", error=DataError)
 
 
 def load_hub(name: str) -> Any:
-    """The `train` split of `hub:NAME` or `hub:NAME:CONFIG`; needs the datasets library and, once, a network."""
+    """Load the `train` split of `hub:NAME` or `hub:NAME:CONFIG` with the datasets library. Needs a network once."""
     require_hub(name)
     import datasets
 
@@ -169,19 +168,18 @@ def load_hub(name: str) -> Any:
 
 
 def _filled(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of a table, whose objects have every field of all rows, null where a row has none."""
+    """Return a row of a table without the null fields that its objects share with other rows."""
     return {name: _without_null(value) for name, value in row.items()}
 
 
 def _without_null(value: Any) -> Any:
-    """Objects without fields that are null, at any depth."""
     if isinstance(value, Mapping):
-        return {name: _without_null(one) for name, one in value.items() if one is not None}
-    return [_without_null(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_null(part) for name, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, list) else value
 
 
 def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
-    """One field as text; MalformedRowError where it is missing or no text."""
+    """Return one field as text. Raises MalformedRowError when it is missing or not text."""
     _require_field(field, list(row), where)
     text = row[field]
     if not isinstance(text, str):
@@ -209,10 +207,10 @@ def _line(line: bytes, where: str) -> Mapping[str, Any] | Malformed:
     return row if isinstance(row, dict) else Malformed(f"{where}: a row is an object with fields, not {_kind(row)}")
 
 
-def _require_field(field: str, found: list[str], where: str) -> None:
-    if field not in found:
-        has = ", ".join(map(str, found)) or "no fields"
-        hint = "set data.text_field" if _OF_SAMPLES.isdisjoint(found) else "`meshwright tune` trains on such rows"
+def _require_field(field: str, present: list[str], where: str) -> None:
+    if field not in present:
+        has = ", ".join(map(str, present)) or "no fields"
+        hint = "set data.text_field" if _OF_SAMPLES.isdisjoint(present) else "`meshwright tune` trains on such rows"
         raise MalformedRowError(f"{where}: no field {field!r}, it has: {has}; {hint}")
 
 

@@ -1,4 +1,4 @@
-"""What a run reads of each of its sources, said before its first step."""
+"""Report of what a run reads of each of its sources, before its first step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from meshwright.spec.recipe import UNREAD, DataRead
 from meshwright.spec.units import count, many
 
 MOST_TIMES = 4
-"""Repeated more often, a text teaches ever less (Muennighoff et al. 2023, arXiv:2305.16264)."""
+"""Repetitions after which a text teaches ever less (Muennighoff et al. 2023, arXiv:2305.16264)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +25,21 @@ class SourceReading:
 
     path: str
     share: float
-    """Of the trained tokens, or of the pairs."""
+    """Share of the trained tokens, or of the pairs."""
     tokens: int
-    """Of one pass, trained or not."""
+    """Tokens of one pass, trained or not."""
     bytes_per_token: float
-    """Of what is trained."""
+    """UTF-8 bytes per trained token."""
     rows: int
-    """Of one pass."""
+    """Rows of one pass."""
     times: float
-    """How often the run reads them."""
+    """Passes that the run makes."""
     overlong: int = 0
-    """Samples longer than a row; 0 of text."""
+    """Samples longer than a row. 0 for text."""
     left_out: int = 0
-    """Samples that no row has."""
+    """Samples that are in no row."""
     cut_tokens: int = 0
-    """Of samples: behind the ends of rows."""
+    """Tokens of samples behind the ends of rows."""
     pairs: bool = False
     """Its rows are preferences."""
 
@@ -47,18 +47,23 @@ class SourceReading:
 def readings(
     data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows, read: DataRead = UNREAD
 ) -> tuple[SourceReading, ...]:
-    """Of each source of a mixture, in its order, or of the one source. `rows` are those of `stream`, shuffled; `read`
-    is how far a run has come that goes on."""
+    """Return what a run reads of each source, in the order of the mixture, or of its one source.
+
+    `rows` are those of `stream`, shuffled. `read` is the progress of a resumed run.
+    """
     number = recipe.tokens_of_run(read) // recipe.sequence
     if not isinstance(stream, MixedStream) or not isinstance(rows, MixedRows):
         assert isinstance(stream, TokenStream), "only a mixture has a mixed stream"
         return (_reading(data, 1.0, stream, rows, number),)
     each = zip(data.sources, stream.weights, stream.parts, rows.rows, rows.interleaving.counts(number), strict=True)
     whole = sum(stream.weights)
-    return tuple(_reading(one, weight / whole, part, own, read) for one, weight, part, own, read in each)
+    return tuple(
+        _reading(source, weight / whole, part, source_rows, rows_read)
+        for source, weight, part, source_rows, rows_read in each
+    )
 
 
-def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, read: int) -> SourceReading:
+def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, rows_read: int) -> SourceReading:
     fitted = rows.fitted if isinstance(rows, SampleRows) else None
     return SourceReading(
         path=data.path,
@@ -66,7 +71,7 @@ def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, 
         tokens=stream.size,
         bytes_per_token=stream.bytes_per_token,
         rows=len(rows),
-        times=read / len(rows),
+        times=rows_read / len(rows),
         overlong=fitted.overlong if fitted else 0,
         left_out=fitted.left_out if fitted else 0,
         cut_tokens=fitted.cut_tokens if fitted else 0,
@@ -77,8 +82,11 @@ def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, 
 def announced(
     data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows, read: DataRead = UNREAD
 ) -> tuple[tuple[str, str], ...]:
-    """(label, sentence) rows for the first lines of a run: each source of a mixture, the rows of samples, and notes on
-    what does not fit, is repeated often, or is fewer rows than one step reads."""
+    """Return (label, sentence) lines for the start of a run.
+
+    They name each source of a mixture and the rows of samples, and note what does not fit, is repeated often, or is
+    fewer rows than one step reads.
+    """
     sources = readings(data, recipe, stream, rows, read)
     if isinstance(rows, MixedRows):
         lines = [("source", _source(source)) for source in sources]
@@ -95,32 +103,32 @@ def announced(
     return (*lines, *(("note", note) for note in notes))
 
 
-def _source(one: SourceReading) -> str:
-    what = "pairs" if one.pairs else "trained tokens"
+def _source(source: SourceReading) -> str:
+    what = "pairs" if source.pairs else "trained tokens"
     return (
-        f"{one.path}: {one.share:.1%} of the {what}, {count(one.tokens)} tokens of {one.bytes_per_token:.2f} "
-        f"bytes in {many(one.rows, 'row')}, {how_often(one.times)}"
+        f"{source.path}: {source.share:.1%} of the {what}, {count(source.tokens)} tokens of "
+        f"{source.bytes_per_token:.2f} bytes in {many(source.rows, 'row')}, {how_often(source.times)}"
     )
 
 
-def _rows(one: SourceReading, rows: SampleRows) -> str:
-    kept = many(rows.fitted.kept, "pair" if rows.pairs else "sample")
-    return f"{kept} in {many(one.rows, 'row')}, {1 - rows.packed.waste:.1%} full, {how_often(one.times)}"
+def _rows(source: SourceReading, rows: SampleRows) -> str:
+    samples = many(rows.fitted.retained, "pair" if rows.pairs else "sample")
+    return f"{samples} in {many(source.rows, 'row')}, {1 - rows.packed.waste:.1%} full, {how_often(source.times)}"
 
 
-def _notes(one: SourceReading, rows: NumberedRows, data: Data) -> Iterator[str]:
-    name = f"{one.path}: " if data.mixture else ""
+def _notes(source: SourceReading, rows: NumberedRows, data: Data) -> Iterator[str]:
+    name = f"{source.path}: " if data.mixture else ""
     if isinstance(rows, SampleRows):
         yield from (f"{name}{remark}" for remark in fit(rows, data))
-    if data.mixture and one.times > MOST_TIMES:
+    if data.mixture and source.times > MOST_TIMES:
         yield (
-            f"{name}repeated {one.times:.1f} times, and beyond {MOST_TIMES} a repetition teaches little: take a lower "
-            "weight, fewer steps, or more text"
+            f"{name}repeated {source.times:.1f} times, and beyond {MOST_TIMES} a repetition teaches little: take a "
+            "lower weight, fewer steps, or more text"
         )
 
 
 def plainly_written(data: Data, corpus: Corpus) -> Iterator[str]:
-    """A note where turns are written by the plain template, as those of a model without one."""
+    """Yield a note if turns are written by the plain template, like those of a model without one."""
     if data.form != SAMPLES or corpus.tokenizer.chat_template not in (DEFAULT, DEFAULT_WITHOUT_BOS):
         return
     if trained_roles(corpus.train) not in ((), ("other",)):
@@ -133,10 +141,12 @@ def plainly_written(data: Data, corpus: Corpus) -> Iterator[str]:
 
 
 def unscored(data: Data, recipe: Recipe, corpus: Corpus) -> Iterator[str]:
-    """A note where samples are held out and none of them fits in a row: such a run evaluates nothing."""
+    """Yield a note if samples are held out and none of them fits in a row: the run then evaluates nothing."""
     parts = zip(data.sources or (data,), corpus.validation.parts, strict=True)
     held = [
-        (part, numbered_rows(one, recipe, corpus, part, shuffle=False)) for one, part in parts if part.num_tokens > 1
+        (part, numbered_rows(source, recipe, corpus, part, shuffle=False))
+        for source, part in parts
+        if part.num_tokens > 1
     ]
     samples = sum(part.num_documents for part, rows in held if isinstance(rows, SampleRows))
     if samples and not any(len(rows) for _, rows in held):
@@ -147,7 +157,7 @@ def unscored(data: Data, recipe: Recipe, corpus: Corpus) -> Iterator[str]:
 
 
 def fit(rows: SampleRows, data: Data) -> Iterator[str]:
-    """What becomes of samples, or pairs, that do not fit, and how many pairs compare nothing."""
+    """Yield notes on samples, or pairs, that do not fit, and on pairs with equal answers."""
     fitted, what = rows.fitted, "pair" if rows.pairs else "sample"
     if fitted.overlong and data.overlong == "truncate":
         yield (
@@ -159,4 +169,4 @@ def fit(rows: SampleRows, data: Data) -> Iterator[str]:
         yield f"{many(fitted.left_out, what)} left out{short}; `meshwright data show` has the lengths"
     if rows.same_pairs:
         has = "pair has" if rows.same_pairs == 1 else "pairs have"
-        yield f"{rows.same_pairs:,} {has} two answers that are the same, of which nothing is learned to be better"
+        yield f"{rows.same_pairs:,} {has} two equal answers, which teach nothing"

@@ -1,11 +1,11 @@
-"""Samples of a fine-tuning file as tokens on disk, made once and kept by their content."""
+"""Cache of samples: a fine-tuning file is encoded once and its tokens are stored by content."""
 
 import contextlib
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import rows, samples
+from meshwright.data import samples
 from meshwright.data.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.chat_prompt import template_text
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.named_templates import AUTO, check_format, named_template
-from meshwright.data.pool import Batch, Pool
-from meshwright.data.rows import Malformed, MalformedRows
+from meshwright.data.pool import Pool, batched
+from meshwright.data.rows import Malformed, MalformedRows, Row
 from meshwright.data.sample_encoder import TRAINED, EncodedSample, SampleSettings, unpack
 from meshwright.data.sources import Source
 from meshwright.data.token_cache import STREAMS, load, malformed_entry
@@ -30,19 +30,18 @@ from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 7
-"""Raised whenever the same rows would be stored as other tokens or in another way."""
+"""Version of the cache, raised whenever the same rows would be stored differently."""
 _BATCH_CHARACTERS: Final = 2**17
 _MALFORMED: Final = 0
-"""In place of the hash of a row's content: hashes have 64 bits, and none was ever seen to be 0."""
+"""Stand-in for the hash of a row's content. Hashes have 64 bits, and none is expected to be 0."""
 _LIMIT_S: Final = 60.0
-"""For the rows of a batch; a template needs less than a millisecond for one."""
+"""Time limit for the rows of a batch. A template needs less than a millisecond per row."""
 
 
 def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """The samples of `data`, encoded now or found in the cache; DataError for whatever keeps rows from being samples,
-    with file and line."""
+    """Return the samples of `data`, encoded now or cached. Raises DataError with file and line for bad rows."""
     source, root = Source(data), cache_root or writable_root()
     try:
         return _prepare(data, source, root, processes, progress)
@@ -52,8 +51,7 @@ def prepare(
 
 
 def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
-    """What decides the tokens beside the tokenizer: its template, or the one that is named. DataError where that is
-    not there, or needs tokens that the vocabulary lacks."""
+    """Return the settings that decide tokens. Raises DataError for a missing template or one with unknown tokens."""
     check_format(data.template, tokenizer)
     return SampleSettings(
         template=named_template(data.template) or template_text(tokenizer),
@@ -75,7 +73,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         tokenizer = tokenizer.with_template(chosen.template)
     skips, signature = source.skips, source.signature()
     known, contents = _known(root / "index" / f"samples-{signature}.json", source, skips=bool(skips))
-    decides = {name: value for name, value in asdict(chosen).items() if name not in ("today", "template_file")}
+    decides = {name: setting for name, setting in asdict(chosen).items() if name not in ("today", "template_file")}
     content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides, *skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     name = fingerprint
@@ -84,17 +82,17 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         name = hashlib.blake2b(repr((fingerprint, named_by)).encode(), digest_size=20).hexdigest()
     folder = root / "samples" / name[:24]
     with lock(folder):
-        if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
+        if (corpus := load(folder, tokenizer, fingerprint, _stream)) is None:
             build = _SampleBuild(data, source, tokenizer, chosen, contents, processes, progress)
             build.into(folder, fingerprint)
-            found = load(folder, tokenizer, fingerprint, _stream)
-    if found is None:
-        raise DataError(f"token cache: {folder} was damaged while it was made: run again")
-    return replace(found, unread=known["unread"])
+            corpus = load(folder, tokenizer, fingerprint, _stream)
+    if corpus is None:
+        raise DataError(f"token cache: {folder} was damaged while being created: rerun")
+    return replace(corpus, unread=known["unread"])
 
 
 def _known(index: Path, source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
-    """What a file holds, and a hash of each row; read once, and kept beside the cache."""
+    """Return the contents of a file and a hash of each row. They are read once and stored beside the cache."""
     known, rows_file = read_json(index), index.with_suffix(".rows")
     whole = known.get("content") and "unread" in known and rows_file.is_file()
     if whole and rows_file.stat().st_size == 8 * known["rows"]:
@@ -107,31 +105,28 @@ def _known(index: Path, source: Source, *, skips: bool) -> tuple[dict[str, Any],
 
 
 def _count(source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
-    """Read all rows once: their number, a hash of what they hold and of each, and how many have a column that no sample
-    has. skips: malformed rows have no hash, so that they take no place among those that are held out."""
+    """Read all rows once and return number, hashes and unused columns. `skips` = malformed rows have no hash."""
     seen, contents, unread = hashlib.blake2b(digest_size=20), bytearray(), Counter[str]()
     for where, row in source.rows():
         if isinstance(row, Malformed) or (skips and not samples.is_sample((where, row))):
             seen.update(b"malformed")
             contents += np.uint64(_MALFORMED).tobytes()
             continue
-        content = _as_json(row)
+        content = json.dumps(row, default=str).encode()
         seen.update(content)
         contents += hashlib.blake2b(content, digest_size=8).digest()
         unread.update(samples.unread(row))
     if not contents:
         raise DataError(f"data.path={source.title} holds no rows")
-    found = {"content": seen.hexdigest(), "rows": len(contents) // 8, "unread": dict(unread.most_common())}
-    return found, np.frombuffer(bytes(contents), np.uint64)
-
-
-def _as_json(row: Any) -> bytes:
-    return json.dumps(row, default=str).encode()
+    known = {"content": seen.hexdigest(), "rows": len(contents) // 8, "unread": dict(unread.most_common())}
+    return known, np.frombuffer(bytes(contents), np.uint64)
 
 
 def held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int]:
-    """Numbers of the rows that are held out, by the hash of their content: equal ones together, whatever their order.
-    At least one where a share is asked for, but never all of them."""
+    """Return the numbers of the held-out rows, chosen by the hash of their content, whatever their order.
+
+    Equal rows are held out together. At least one row is held out for a share above 0, but never all.
+    """
     well_formed = contents[contents != _MALFORMED]
     distinct, times = np.unique(well_formed, return_counts=True)
     wanted = max(1, round(len(well_formed) * share)) if share else 0
@@ -150,12 +145,12 @@ class _SampleBuild:
     tokenizer: Tokenizer
     settings: SampleSettings
     contents: NDArray[np.uint64]
-    """A hash of each row."""
+    """Hash of each row."""
     processes: int | None
     progress: Progress | None
 
     def into(self, folder: Path, fingerprint: str) -> None:
-        """Make the folder whole, or leave nothing."""
+        """Create the complete folder, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
             streams = [open_files.enter_context(_SampleWriter(new / name, self.tokenizer)) for name in STREAMS]
             malformed = self._encode(streams)
@@ -167,11 +162,12 @@ class _SampleBuild:
             write_json(new / "meta.json", content | malformed_entry(malformed))
 
     def _encode(self, streams: list["_SampleWriter"]) -> MalformedRows:
-        """Write the streams; return the rows that were left out."""
+        """Write the streams and return the rows that were left out."""
         aside, malformed = held_out(self.contents, self.data.validation), MalformedRows()
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
-            for found in pool.map(_batches(self.source.rows())):
-                for row in found:
+            batches = batched(map(_request, self.source.rows()), len, _BATCH_CHARACTERS)
+            for packed_rows in pool.map((bytes(len(batch)), batch) for batch in batches):
+                for row in packed_rows:
                     try:
                         for group in unpack(row):
                             streams[malformed.rows in aside].write(group, malformed.rows)
@@ -187,7 +183,7 @@ class _SampleBuild:
         return malformed
 
     def _check(self, streams: list["_SampleWriter"]) -> None:
-        """What a wrong mask looks like: nothing is trained, everything is, or no answer ever ends."""
+        """Raise DataError for signs of a wrong mask: nothing is trained, everything is, or no answer ever ends."""
         tokens, trained, ends, samples = (
             sum(getattr(stream, name) for stream in streams) for name in ("tokens", "trained", "ends", "samples")
         )
@@ -217,24 +213,14 @@ class _SampleBuild:
             )
 
 
-def _batches(found: Iterator[rows.Row]) -> Iterator[Batch]:
-    batch: list[str] = []
-    size = 0
-    for place, row in found:
-        content = row.complaint if isinstance(row, Malformed) else row
-        batch.append(json.dumps([place, content], default=str))
-        size += len(batch[-1])
-        if size >= _BATCH_CHARACTERS:
-            yield bytes(len(batch)), batch
-            batch, size = [], 0
-    if batch:
-        yield bytes(len(batch)), batch
+def _request(row: Row) -> str:
+    location, fields = row
+    return json.dumps([location, fields.complaint if isinstance(fields, Malformed) else fields], default=str)
 
 
 @final
 class _SampleWriter:
-    """Writes one stream: ids to NAME.tokens, marks to NAME.marks, where samples begin to NAME.starts, which row of
-    the file they are of to NAME.rows."""
+    """Writer of one stream: ids, marks, first tokens and rows of samples to NAME.tokens, .marks, .starts, .rows."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self._path, self._dtype = path, tokenizer.dtype
@@ -260,16 +246,16 @@ class _SampleWriter:
                 file.close()
 
     def write(self, group: list[EncodedSample], row: int) -> None:
-        """Append the samples of a group of a row of the file, one behind the other."""
+        """Append a group of samples made of one row of the file."""
         self.pairs |= len(group) == 2
         self.singles |= len(group) == 1
         self.same += len(group) == 2 and group[0].ids == group[1].ids
-        for one in group:
-            ids, marks = np.frombuffer(one.ids, self._dtype), np.frombuffer(one.marks, np.uint8)
+        for sample in group:
+            ids, marks = np.frombuffer(sample.ids, self._dtype), np.frombuffer(sample.marks, np.uint8)
             self._files["starts"].write(np.int64(self.tokens).tobytes())
             self._files["rows"].write(np.int64(row).tobytes())
-            self._files["tokens"].write(one.ids)
-            self._files["marks"].write(one.marks)
+            self._files["tokens"].write(sample.ids)
+            self._files["marks"].write(sample.marks)
             chosen = ids[(marks & TRAINED) > 0]
             self.tokens += len(ids)
             self.samples += 1
@@ -279,14 +265,14 @@ class _SampleWriter:
             self.roles |= bool((marks & ~np.uint8(TRAINED)).any())
 
     def _ended(self, chosen: NDArray[Any]) -> bool:
-        """Whether a special token is the last that is trained, blanks behind it aside."""
-        for place in np.flatnonzero(np.isin(chosen, self._special))[-1:].tolist():
-            return not self._decode(chosen[place + 1 :]).strip()
+        """Return whether the last trained token, apart from blanks, is special."""
+        for last in np.flatnonzero(np.isin(chosen, self._special))[-1:].tolist():
+            return not self._decode(chosen[last + 1 :]).strip()
         return False
 
     @property
     def counts(self) -> dict[str, int]:
-        """For meta.json."""
+        """Counts for meta.json."""
         return {
             "tokens": self.tokens, "trained": self.trained, "samples": self.samples, "bytes": self.bytes,
             "pairs": int(self.pairs), "same_pairs": self.same,

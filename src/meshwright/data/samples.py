@@ -1,4 +1,4 @@
-"""Samples: what a row of a fine-tuning file is, found from its columns.
+"""Samples: the form of a fine-tuning row, recognized by its columns.
 
 text                          a document
 prompt + completion           strings, or lists of messages
@@ -15,28 +15,27 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from meshwright.data.older_calls import CALL, read_calls, renewed
-from meshwright.data.padding_nulls import unpadded, without_null
-from meshwright.data.rows import Malformed, Row, spoken
+from meshwright.data.rows import Malformed, Row, readable_location
+from meshwright.data.tool_calls import CALL, read_calls, renewed, unpadded, without_null
 from meshwright.spec.errors import DataError
 
 Message = Mapping[str, Any]
-"""A turn: `role`, `content` and what else the template reads (`tool_calls`, `name`, `reasoning_content`)."""
+"""A turn: `role`, `content` and other fields of the template (`tool_calls`, `name`, `reasoning_content`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Turns of a template."""
+    """Turns for a template."""
 
     messages: tuple[Message, ...]
     prompt: int = 0
-    """So many turns at the beginning are a prompt, which is never trained; 0 = the file does not say."""
+    """Number of turns at the beginning that form a prompt, which is never trained. 0 = unknown."""
     tools: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """Text behind a text."""
+    """A prompt and its completion, as plain text."""
 
     prompt: str
     """Empty = the whole text is trained."""
@@ -45,16 +44,16 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenIds:
-    """Tokens that somebody made already."""
+    """Tokens encoded elsewhere."""
 
     ids: tuple[int, ...]
     labels: tuple[int, ...] | None
-    """As transformers has them: the token itself, or -100 where it is not trained; None = all are trained."""
+    """Labels as in transformers: the token itself, or -100 = not trained. None = all are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two answers to one prompt, of which the first is better."""
+    """Two answers to one prompt. The first is better."""
 
     chosen: Conversation | Continuation
     rejected: Conversation | Continuation
@@ -65,24 +64,24 @@ Sample = Conversation | Continuation | TokenIds | Preference
 _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 _ROLES |= {CALL: "assistant", "observation": "tool", "function_response": "tool"}
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
-"""Of sharegpt files."""
+"""Roles of sharegpt files."""
 
 
 def sample(row: Row) -> Sample:
-    """What a row is; DataError names the place and what is wrong there."""
+    """Return the sample of a row. Raises DataError with location and reason."""
     where, fields = row
     if isinstance(fields, Malformed):
         raise DataError(fields.complaint)
-    present = {name: value for name, value in fields.items() if value is not None}
+    present = {name: field for name, field in fields.items() if field is not None}
     for needed, _, make in _FORMS:
         if needed <= present.keys():
-            return make(present, spoken(where))
+            return make(present, readable_location(where))
     known = "; ".join(" + ".join(sorted(needed)) for needed, _, _ in _FORMS)
-    raise DataError(f"{spoken(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {known}")
+    raise DataError(f"{readable_location(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {known}")
 
 
 def is_sample(row: Row) -> bool:
-    """Whether a row can be read as a sample."""
+    """Return whether a row can be read as a sample."""
     try:
         sample(row)
     except DataError:
@@ -91,19 +90,18 @@ def is_sample(row: Row) -> bool:
 
 
 def _columns(fields: Mapping[str, Any]) -> str:
-    """What a row or a turn has."""
     return ", ".join(f"{name} (null)" if value is None else str(name) for name, value in fields.items())
 
 
 def unread(fields: Mapping[str, Any]) -> set[str]:
-    """Columns of a row with something in them that its sample is not made of."""
+    """Return the non-empty columns of a row that its sample does not use."""
     present = {name for name, value in fields.items() if value is not None}
     known = next((needed | beside for needed, beside, _ in _FORMS if needed <= present), present)
     return {str(name) for name in present - known}
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
-    """The prompt is a column, what both answers begin with, or both."""
+    """Read a preference. Its prompt is a column, the common beginning of both answers, or both."""
     chosen, rejected = (_part(row[name], name, where) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where}: 'chosen' and 'rejected' must both be strings or both be lists of messages")
@@ -123,7 +121,7 @@ def _preference(row: Mapping[str, Any], where: str) -> Preference:
 
 
 def _stands_in(prompt: str | tuple[Message, ...], common: str | tuple[Message, ...]) -> bool:
-    """Whether a prompt is given once more as the messages that both answers begin with, or as the words of one."""
+    """Return whether the common messages of both answers repeat the prompt, as messages or as the text of one."""
     if isinstance(common, str):
         return False
     if isinstance(prompt, str):
@@ -131,12 +129,12 @@ def _stands_in(prompt: str | tuple[Message, ...], common: str | tuple[Message, .
     return bool(prompt) and common[: len(prompt)] == prompt
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many turns, but for the last, or characters both begin with; of characters no space at the end."""
-    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    if not isinstance(one, str):
-        return min(size, max(0, min(len(one), len(other)) - 1))
-    return size - 1 if size > 0 and one[size - 1] == " " else size
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the common turns, except the last, or the common characters, without a space at the end."""
+    size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    if not isinstance(first, str):
+        return min(size, max(0, min(len(first), len(second)) - 1))
+    return size - 1 if size > 0 and first[size - 1] == " " else size
 
 
 def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Continuation:
@@ -167,12 +165,12 @@ def _part(value: Any, name: str, where: str) -> str | tuple[Message, ...]:
 
 
 def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    messages = _some(_turns(row["messages"], "messages", where), where)
+    messages = _require_messages(_turns(row["messages"], "messages", where), where)
     return _with_tools(messages, row, where)
 
 
 def _with_tools(messages: tuple[Message, ...], row: Mapping[str, Any], where: str, prompt: int = 0) -> Conversation:
-    """A conversation and its tools, both as they were before a table gave each the fields of all."""
+    """Return a conversation and its tools without the nulls that a table adds."""
     tools = _tools(row, where)
     return Conversation(messages=unpadded(messages, tools), prompt=prompt, tools=tools)
 
@@ -184,11 +182,11 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
     named = [_renamed(turn, where, number) for number, turn in enumerate(turns, start=1)]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     messages = _turns(system + named, "conversations", where)
-    return _with_tools(_some(messages, where), row, where)
+    return _with_tools(_require_messages(messages, where), row, where)
 
 
 def _renamed(turn: Any, where: str, number: int) -> Message:
-    """A turn of sharegpt (`from`, `value`) as others have it; those that are already so stay."""
+    """Return a sharegpt turn (`from`, `value`) in the usual form. Turns in that form are unchanged."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{where}: turn {number} of 'conversations' is {type(turn).__name__}, not an object")
     if "from" not in turn:
@@ -198,7 +196,7 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
         raise DataError(
             f"{where}: turn {number} of 'conversations' is from {turn['from']!r}: known are {', '.join(_ROLES)}"
         )
-    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    others = {name: field for name, field in turn.items() if name not in ("from", "value")}
     if turn["from"] == CALL:
         thought, calls = read_calls(turn.get("value"), f"{where}: turn {number} of 'conversations'")
         return {**others, "role": role, **({"content": thought} if thought else {}), "tool_calls": calls}
@@ -206,7 +204,7 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
-    """The input stands behind its instruction, with an empty line between."""
+    """Read the alpaca columns. An empty line separates the input from its instruction."""
     asked = "\n\n".join(_text(row, name, where) for name in ("instruction", "input") if row.get(name))
     system = ({"role": "system", "content": _text(row, "system", where)},) if row.get("system") else ()
     messages = (
@@ -226,17 +224,17 @@ def _token_ids(row: Mapping[str, Any], where: str) -> TokenIds:
         raise DataError(
             f"{where}: there are {len(ids)} input_ids and {len(labels)} labels: give one label for each token"
         )
-    for place, (token, label) in enumerate(zip(ids, labels or (), strict=False)):
+    for index, (token, label) in enumerate(zip(ids, labels or (), strict=False)):
         if label not in (token, -100):
             raise DataError(
-                f"{where}: label {place} is {label}, and its token is {token}: give the token itself, or -100. "
+                f"{where}: label {index} is {label}, and its token is {token}: give the token itself, or -100. "
                 "Labels are not shifted"
             )
     return TokenIds(ids=ids, labels=labels)
 
 
 def _integers(value: Any, name: str, where: str) -> tuple[int, ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(one) is int for one in value):
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(type(number) is int for number in value):
         raise DataError(f"{where}: {name!r} is not a list of integers")
     if not value:
         raise DataError(f"{where}: {name!r} is empty")
@@ -254,7 +252,7 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] | None:
-    """Tools as a list or as the JSON text of one."""
+    """Read tools, given as a list or as its JSON text."""
     tools = row.get("tools")
     if not isinstance(tools, str):
         tools = without_null(tools)
@@ -270,7 +268,7 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] 
     return tuple(tools)
 
 
-def _some(messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
+def _require_messages(messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
     if not messages:
         raise DataError(f"{where}: the conversation has no message")
     return messages
@@ -284,33 +282,35 @@ def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
 
 
 def _turn(turn: Any, what: str) -> Message:
-    """A message without fields that are null and without a list of no calls, which some templates take for calls; its
-    content is text, or several parts that are. Beside calls it may be missing: then it is the empty text that a server
-    writes in its place."""
+    """Return a message without null fields and without an empty list of calls, which some templates take for calls.
+
+    Its content is text, or several parts that are. Beside calls it may be missing and is then the empty text, as a
+    server writes it.
+    """
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
-    found = {name: without_null(value) for name, value in turn.items() if value is not None}
-    if found.get("tool_calls") == []:
-        del found["tool_calls"]
-    if not isinstance(found.get("role"), str) or not found["role"]:
+    message = {name: without_null(field) for name, field in turn.items() if field is not None}
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
+    if not isinstance(message.get("role"), str) or not message["role"]:
         raise DataError(f"{what} has no role, it has: {_columns(turn) or 'nothing'}")
-    found["role"] = "assistant" if found["role"] == "model" else found["role"]  # as templates are given it
-    if "tool_calls" in found:
-        _check_calls(found["tool_calls"], what)
-    content = found.get("content")
+    message["role"] = "assistant" if message["role"] == "model" else message["role"]  # as templates are given it
+    if "tool_calls" in message:
+        _check_calls(message["tool_calls"], what)
+    content = message.get("content")
     if isinstance(content, list):
         texts = [_text_part(part, what) for part in content]
-        found["content"] = [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
-        return found
-    if content is None and not found.get("tool_calls"):
-        raise DataError(f"{what} ({found['role']}) has neither content nor tool_calls")
+        message["content"] = [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+        return message
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{what} ({message['role']}) has neither content nor tool_calls")
     if content is not None and not isinstance(content, str):
         raise DataError(f"{what}: the content is {type(content).__name__}, not text")
-    return {"content": "", **found}
+    return {"content": "", **message}
 
 
 def _check_calls(calls: Any, what: str) -> None:
-    """Raise where a message's calls of tools are no list of objects with a name: a template would pass over them."""
+    """Raise DataError unless tool calls are a list of objects with a name. A template would ignore others."""
     if not isinstance(calls, list | tuple):
         raise DataError(f"{what}: 'tool_calls' is {type(calls).__name__}, not a list of calls")
     for call in calls:
@@ -320,7 +320,7 @@ def _check_calls(calls: Any, what: str) -> None:
 
 
 def _text_part(part: Any, what: str) -> str:
-    """One part of a content that is a list; only text can be trained."""
+    """Return one part of a content that is a list. Only text can be trained."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -338,4 +338,4 @@ _FORMS: tuple[tuple[frozenset[str], frozenset[str], Callable[[Mapping[str, Any],
     (frozenset({"input_ids"}), frozenset({"labels"}), _token_ids),
     (frozenset({"text"}), frozenset(), _plain_text),
 )
-"""Columns that a row must have, those that are read beside, and what it then is; the first that fits."""
+"""(required columns, optional columns, reader). The first form that fits counts."""

@@ -1,4 +1,4 @@
-"""Show: what is trained, as figures and as the first packed sequence; printed by `meshwright data show`."""
+"""Figures of the training data and its first packed sequence, printed by `meshwright data show`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _LOOKED_AT = 256
-"""Samples searched for one that holds a border of documents."""
+"""Samples searched for one that contains a border of documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +32,23 @@ class StreamFigures:
     bytes: int
     tokens: int
     windows: int
-    """Whole sequences of an epoch; for the held-out side, with the last short one."""
+    """Whole sequences of an epoch. The held-out side includes the last short one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One place of a sequence."""
+    """One position of a sequence."""
 
     id: int
     text: str
     document: int
     position: int
     target: int | None
-    """None = ignored."""
+    """Target. None = ignored."""
     mark: Literal["", "trained", "masked", "padding"] = ""
-    """Of a sample's token: whether it is trained. Empty = text, all of which is."""
+    """Training state of a token of a sample. Empty = text, all of which is trained."""
     role: str = ""
-    """Who says it, where that is known."""
+    """Role that says it, if known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,13 @@ class ShownRow:
 
     number: int
     packed: bool
-    """Whether a document ends in it."""
+    """A document ends in it."""
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBin:
-    """How many documents, or samples, have `begin` to `end` tokens, the end included."""
+    """Number of documents, or samples, with `begin` to `end` tokens, inclusive."""
 
     begin: int
     end: int
@@ -72,7 +72,7 @@ class LengthBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleTokens:
-    """Of samples that are trained on: what one role says."""
+    """Tokens of one role in training samples."""
 
     role: str
     trained: int
@@ -81,42 +81,42 @@ class RoleTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFigures:
-    """Of samples that are trained on."""
+    """Figures of training samples."""
 
     trained_share: float
-    """Of their tokens."""
+    """Share of trained tokens."""
     lengths: tuple[int, ...]
-    """Tokens of a sample: the shortest, a quarter, half, three quarters, nine tenths, the longest."""
+    """Tokens of a sample: minimum, quartiles, nine tenths, maximum."""
     overlong: int
-    """Longer than a row."""
+    """Samples longer than a row."""
     policy: str
-    """What becomes of those: data.overlong."""
+    """Treatment of these: data.overlong."""
     left_out: int
-    """Of which no row has anything."""
+    """Samples that are in no row."""
     cut_tokens: int
-    """Behind the ends of rows."""
+    """Tokens behind the ends of rows."""
     waste: float
-    """Share of all places that no sample fills."""
+    """Share of positions that no sample fills."""
     roles: tuple[RoleTokens, ...]
-    """Who says how much; `other` = what a template writes between, and texts."""
+    """Tokens of each role. `other` = text between turns, and plain texts."""
     pairs: bool = False
     """Each two documents of a row are a better and a worse answer."""
     same: int = 0
-    """Pairs whose two answers are the same, which teach nothing."""
+    """Pairs with two equal answers, which teach nothing."""
 
     @property
     def things(self) -> str:
-        """What rows of the file are called."""
+        """Name of the rows of the file."""
         return "pairs" if self.pairs else "samples"
 
     def counted(self, documents: int) -> int:
-        """How many of those so many documents are."""
+        """Return the number of pairs or samples among `documents`."""
         return documents // 2 if self.pairs else documents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataView:
-    """Everything `data show` says."""
+    """Complete answer of `data show`."""
 
     source: str
     files: int
@@ -132,37 +132,37 @@ class DataView:
     validation: StreamFigures
     fingerprint: str
     sample: int
-    """Number of the sample shown: the first of the run's that holds a border, else 0."""
+    """Number of the sample shown: the first of the run with a border, else 0."""
     packed: bool
     tokens: tuple[Token, ...]
     lengths: tuple[LengthBin, ...]
-    """Of what is trained on, before rows cut it."""
+    """Lengths of the training documents before rows cut them."""
     samples: SampleFigures | None = None
-    """None = text."""
+    """Figures of samples. None = text."""
     more: tuple[ShownRow, ...] = ()
-    """The rows of the run after the one shown."""
+    """Rows of the run after the one shown."""
     unread: Mapping[str, int] = field(default_factory=dict)
-    """Of samples: columns that none is made of, and how many rows have each."""
+    """Column that samples do not use -> number of rows that have it. Empty for text."""
     malformed: MalformedRows = field(default_factory=MalformedRows)
     """Rows that data.malformed=skip left out."""
     sources: tuple[SourceReading, ...] = ()
-    """Of a mixture: each source, and what the run reads of it."""
+    """Reading of each source of a mixture by the run."""
 
 
 def heading(tokens: Sequence[Token], pairs: bool) -> str:
-    """What a document of a row is called, from its tokens."""
-    if all(one.mark == "padding" for one in tokens):
+    """Return the heading of a document of a row, from its tokens."""
+    if all(token.mark == "padding" for token in tokens):
         return "padding"
     document = tokens[0].document
     return f"pair {document // 2}, {'rejected' if document % 2 else 'chosen'}" if pairs else f"document {document}"
 
 
 def view(data: Data, recipe: Recipe, corpus: Corpus, *, rows: int = 1) -> DataView:
-    """Figures and `rows` rows of a prepared corpus; DataError where it is shorter than one sequence."""
+    """Return figures and `rows` rows of a prepared corpus. Raises DataError when it is shorter than one sequence."""
     pairs = any(part.pairs for part in corpus.train.parts)
     if pairs != recipe.traits.pairs:  # what is shown is the same under every objective over pairs
         recipe = replace(recipe, objective=PREFERENCES[0] if pairs else CROSS_ENTROPY)
-    sources, tokenizer = [Source(one) for one in data.sources or (data,)], corpus.tokenizer
+    sources, tokenizer = [Source(source) for source in data.sources or (data,)], corpus.tokenizer
     sampler = numbered_rows(data, recipe, corpus, corpus.train, shuffle=True)
     aside = numbered_rows(data, recipe, corpus, corpus.validation, shuffle=False)
     short = sum(-(-max(0, part.num_tokens - 1) // recipe.sequence) for part in corpus.validation.parts)
@@ -202,19 +202,18 @@ def _bytes_per_token(corpus: Corpus) -> float:
 
 
 def _sample_figures(stream: Stream, sampler: NumberedRows, data: Data) -> SampleFigures:
-    """Of all sources together."""
+    """Return the figures of all sources together."""
     lengths = [np.diff(np.append(part.starts, part.size)) for part in stream.parts]
-    parts = [
-        one for one in (sampler.rows if isinstance(sampler, MixedRows) else [sampler]) if isinstance(one, SampleRows)
-    ]
+    each = sampler.rows if isinstance(sampler, MixedRows) else [sampler]
+    parts = [rows for rows in each if isinstance(rows, SampleRows)]
     return SampleFigures(
         trained_share=stream.num_tokens / stream.size,
         lengths=tuple(np.quantile(np.concatenate(lengths), QUANTILES, method="nearest").tolist()),
-        overlong=sum(one.fitted.overlong for one in parts),
+        overlong=sum(rows.fitted.overlong for rows in parts),
         policy=data.overlong,
-        left_out=sum(one.fitted.left_out for one in parts),
-        cut_tokens=sum(one.fitted.cut_tokens for one in parts),
-        waste=sum(one.packed.waste * len(one) for one in parts) / len(sampler),
+        left_out=sum(rows.fitted.left_out for rows in parts),
+        cut_tokens=sum(rows.fitted.cut_tokens for rows in parts),
+        waste=sum(rows.packed.waste * len(rows) for rows in parts) / len(sampler),
         roles=_role_tokens(stream),
         pairs=any(part.pairs for part in stream.parts),
         same=sum(part.same_pairs for part in stream.parts),
@@ -226,15 +225,15 @@ def _role_tokens(stream: Stream) -> tuple[RoleTokens, ...]:
         (np.bincount(part.marks, minlength=256) for part in stream.parts if part.marks is not None),
         start=np.zeros(256, dtype=np.int64),
     )
-    found = (
+    counts_by_role = (
         RoleTokens(role=role, trained=int(counts[number | TRAINED]), masked=int(counts[number]))
         for number, role in enumerate(ROLES)
     )
-    return tuple(one for one in found if one.trained or one.masked)
+    return tuple(role_tokens for role_tokens in counts_by_role if role_tokens.trained or role_tokens.masked)
 
 
 def _length_bins(stream: Stream) -> tuple[LengthBin, ...]:
-    """1, 2 to 3, 4 to 7 ... tokens, from the shortest to the longest."""
+    """Count lengths of 1, 2 to 3, 4 to 7 ... tokens, from the shortest to the longest."""
     lengths = np.concatenate([np.diff(np.append(part.starts, part.size)) for part in stream.parts])
     counts = np.bincount(np.frexp(np.maximum(lengths, 1))[1] - 1)
     present = np.flatnonzero(counts)
@@ -249,7 +248,7 @@ def _figures(stream: Stream, windows: int) -> StreamFigures:
 
 
 def _rows(corpus: Corpus, sampler: NumberedRows, rows: int) -> list[ShownRow]:
-    """The first with a border, and those after it."""
+    """Return the first row with a border, and those after it."""
     numbers = range(min(_LOOKED_AT, len(sampler)))
     chosen = next((number for number in numbers if sampler.take(number, 1).packed), 0)
     last = min(max(len(sampler), chosen + 1), chosen + rows)
@@ -257,10 +256,10 @@ def _rows(corpus: Corpus, sampler: NumberedRows, rows: int) -> list[ShownRow]:
 
 
 def _row(corpus: Corpus, sampler: NumberedRows, number: int) -> ShownRow:
-    found = sampler.take(number, 1)
-    rows = (found.tokens[0], found.documents[0], found.positions[0], found.targets[0])
-    spell, marks = corpus.tokenizer.spell, _marks(found, corpus.train.parts[0].marks is not None)
-    roles = ["", *(ROLES[role] if role else "" for role in ([] if found.roles is None else found.roles[0].tolist()))]
+    batch = sampler.take(number, 1)
+    rows = (batch.tokens[0], batch.documents[0], batch.positions[0], batch.targets[0])
+    spell, marks = corpus.tokenizer.spell, _marks(batch, corpus.train.parts[0].marks is not None)
+    roles = ["", *(ROLES[role] if role else "" for role in ([] if batch.roles is None else batch.roles[0].tolist()))]
     roles += [""] * len(marks)
     tokens = tuple(
         Token(
@@ -276,16 +275,19 @@ def _row(corpus: Corpus, sampler: NumberedRows, number: int) -> ShownRow:
             zip(*(np.asarray(row).tolist() for row in rows), strict=True), marks, roles[: len(marks)], strict=True
         )
     )
-    return ShownRow(number=number, packed=found.packed, tokens=tokens)
+    return ShownRow(number=number, packed=batch.packed, tokens=tokens)
 
 
-def _marks(found: Sequences, samples: bool) -> list[Literal["", "trained", "masked", "padding"]]:
-    """Of each token of the row: a token is trained where the one before it has it as its target."""
-    size = found.tokens.shape[1]
+def _marks(batch: Sequences, samples: bool) -> list[Literal["", "trained", "masked", "padding"]]:
+    """Return the state of each token of the row. A token is trained if it is the target of the one before it."""
+    size = batch.tokens.shape[1]
     if not samples:
         return [""] * size
-    trained = np.append(False, found.targets[0, :-1] != IGNORED)
+    trained = np.append(False, batch.targets[0, :-1] != IGNORED)
     targets = np.flatnonzero(trained)
-    last = found.documents[0, -1]
-    padding = (found.documents[0] == last) & ~np.isin(found.documents[0], found.documents[0, targets])
-    return ["trained" if one else "padding" if two else "masked" for one, two in zip(trained, padding, strict=True)]
+    last = batch.documents[0, -1]
+    padding = (batch.documents[0] == last) & ~np.isin(batch.documents[0], batch.documents[0, targets])
+    return [
+        "trained" if is_trained else "padding" if is_padding else "masked"
+        for is_trained, is_padding in zip(trained, padding, strict=True)
+    ]

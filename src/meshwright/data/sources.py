@@ -36,28 +36,28 @@ _ROWS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
 }
 _MAGIC = "*?["
 _ALIKE = 0.8
-"""A typing error leaves more of a name (difflib); an ending in common alone makes short names alike to 0.77."""
+"""Similarity of a misspelled name (difflib). Short names with only an ending in common reach 0.77."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One text that is read from its first to its last piece; `pieces` can be walked once."""
+    """One text, read from its first to its last piece. `pieces` can be iterated once."""
 
     name: str
     pieces: Iterator[str]
 
     @property
     def text(self) -> str:
-        """All of it at once (uses up `pieces`)."""
+        """Whole text (uses up `pieces`)."""
         return "".join(self.pieces)
 
 
 @final
 class Source:
-    """The files (or the hub dataset) behind `data.path`, found and listed but not read."""
+    """Files (or hub dataset) of `data.path`, listed but not read."""
 
     def __init__(self, data: Data) -> None:
-        """DataError where nothing is there."""
+        """List the files. Raises DataError when there are none."""
         self._data: Final = data
         self._dataset: Any = rows.load_hub(data.path) if data.path.startswith("hub:") else None
         try:
@@ -74,23 +74,29 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Name in reports."""
         if self._data.path == STDLIB:
             return f"Python {platform.python_version()} standard library"
         return self._data.path
 
     def documents(self, malformed: MalformedRows | None = None) -> Iterator[Document]:
-        """Every document that is not empty, in a fixed order and streamed: no file is in memory whole. At most
-        `data.limit_bytes` in all (the last one cut at a line end). Rows that hold no text are counted in `malformed`
-        and passed over; without it the first of them raises MalformedRowError, unless data.malformed says otherwise."""
+        """Yield every non-empty document, in a fixed order and streamed, at most `data.limit_bytes` in all.
+
+        The last one is cut at a line end. Rows without text are counted in `malformed` and skipped. Without that
+        counter the first of them raises MalformedRowError, unless data.malformed=skip.
+        """
         if malformed is None and self._data.malformed == "skip":
             malformed = MalformedRows()
         documents = self._all(malformed)
         return _limited(documents, self._data.limit_bytes) if self._data.limit_bytes else documents
 
     def rows(self) -> Iterator[Row]:
-        """Every row of .jsonl, .json and .parquet files and hub datasets, streamed, Malformed in place of one that
-        cannot be read; DataError for other files."""
+        """Yield every row of .jsonl, .json and .parquet files and hub datasets, streamed.
+
+        Unreadable ones are Malformed.
+
+        Raises DataError for other files.
+        """
         if self._dataset is not None:
             yield from rows.hub(self._dataset, self._data.path)
         for path in self.files:
@@ -102,16 +108,16 @@ class Source:
 
     @property
     def skips(self) -> tuple[str, ...]:
-        """Part of names in the cache where malformed rows are left out; empty elsewhere, so that older names hold."""
+        """Part of names in the cache if malformed rows are skipped. Empty otherwise, so older names stay valid."""
         return () if self._data.malformed == "refuse" else (self._data.malformed,)
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it is a dataset without files: every process makes it anew."""
+        """A dataset without files, which every process creates anew."""
         return self._dataset is not None and not self._dataset.cache_files
 
     def signature(self) -> str:
-        """Hash of what tells, without reading, whether the documents are as before: names, sizes, times, inodes."""
+        """Hash of names, sizes, times and inodes, which detects changed documents without reading them."""
         names = self.files if self._dataset is None else [Path(f["filename"]) for f in self._dataset.cache_files]
         seen = hashlib.blake2b(b"" if names else os.urandom(16), digest_size=16)  # held in memory: nothing tells
         seen.update(repr((self._data.path, self._data.text_field, self._data.limit_bytes, *self.skips)).encode())
@@ -134,8 +140,8 @@ class Source:
             elif path.stat().st_size:
                 yield Document(name=os.fspath(path), pieces=pieces.read(path))
 
-    def _texts(self, found: Iterator[Row], malformed: MalformedRows | None) -> Iterator[Document]:
-        for name, text in rows.texts(found, self._data.text_field):
+    def _texts(self, records: Iterator[Row], malformed: MalformedRows | None) -> Iterator[Document]:
+        for name, text in rows.texts(records, self._data.text_field):
             if malformed is not None:
                 malformed.rows += 1
             if not isinstance(text, Malformed):
@@ -147,29 +153,29 @@ class Source:
                 malformed.add(text.complaint)
 
 
-def _limited(found: Iterator[Document], limit: int) -> Iterator[Document]:
-    """Documents until `limit` bytes have been read from them; each must be read before the next is asked for."""
+def _limited(documents: Iterator[Document], limit: int) -> Iterator[Document]:
+    """Yield documents until `limit` bytes have been read. Each must be read before the next is requested."""
     left = [limit]
-    for document in found:
+    for document in documents:
         yield Document(name=document.name, pieces=_spend(document.pieces, left))
         if left[0] <= 0:
             return
 
 
-def _spend(found: Iterator[str], left: list[int]) -> Iterator[str]:
-    for piece in found:
+def _spend(texts: Iterator[str], left: list[int]) -> Iterator[str]:
+    for piece in texts:
         size = len(piece.encode())
         if size > left[0]:
-            kept = piece.encode()[: left[0]].decode(errors="ignore")
+            beginning = piece.encode()[: left[0]].decode(errors="ignore")
             left[0] = 0
-            yield from filter(None, [kept[: kept.rfind("\n") + 1] or kept])
+            yield from filter(None, [beginning[: beginning.rfind("\n") + 1] or beginning])
             return
         left[0] -= size
         yield piece
 
 
 def _listed(path: str) -> tuple[list[Path], Path | None]:
-    """Files, and the folder in which a tokenizer may lie beside them."""
+    """Return the files, and the folder in which a tokenizer may lie beside them."""
     if path == STDLIB:
         return _standard_library(), None
     named = Path(path).expanduser()
@@ -178,28 +184,30 @@ def _listed(path: str) -> tuple[list[Path], Path | None]:
     if named.exists():
         return [named], named.parent
     if any(mark in path for mark in _MAGIC):
-        found = sorted(Path(match) for match in glob.iglob(os.fspath(named), recursive=True))
-        return [file for file in found if file.is_file()], None
+        matches = sorted(Path(match) for match in glob.iglob(os.fspath(named), recursive=True))
+        return [file for file in matches if file.is_file()], None
     raise DataError(f"data.path={path} does not exist: {_nearest(path)}")
 
 
 def _standard_library() -> list[Path]:
-    """Modules of the running Python, without their tests, what others installed, what its build wrote down, and tables
-    that a program wrote (of characters, of topics): people want to see code."""
+    """Return modules of the running Python.
+
+    Tests, installed packages, the output of its build and generated tables are excluded: people want to see code.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    found = (file for file in _walk(root, _NOT_OURS) if file.suffix == ".py")
-    return [file for file in found if not file.name.startswith("_sysconfigdata") and not _is_generated(file)]
+    modules = (file for file in _walk(root, _NOT_OURS) if file.suffix == ".py")
+    return [file for file in modules if not file.name.startswith("_sysconfigdata") and not _is_generated(file)]
 
 
 def _is_generated(module: Path) -> bool:
-    """Whether the first lines of a module say that a program wrote it."""
+    """Return whether the first lines of a module say that a program wrote it."""
     with module.open("rb") as file:
         head = file.read(_HEAD_BYTES).lower()
     return any(word in head for word in _WRITTEN_BY_PROGRAMS)
 
 
 def _walk(root: Path, left_out: Collection[str] = ("__pycache__",)) -> Iterator[Path]:
-    """Files below a folder in the order of their names, hidden ones left out, links to folders not followed."""
+    """Yield files below a folder by name, without hidden ones and without following links to folders."""
     with os.scandir(root) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith(".") or entry.name in left_out:
@@ -218,7 +226,7 @@ def _is_binary(path: Path) -> bool:
 
 
 def _nearest(path: str) -> str:
-    """The existing name most like one that does not exist."""
+    """Return a hint at the existing name most similar to a missing one."""
     named = Path(path).expanduser().absolute()
     folder = next(parent for parent in named.parents if parent.is_dir())
     missing = named.relative_to(folder).parts[0]

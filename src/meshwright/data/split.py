@@ -1,4 +1,4 @@
-"""Split: which documents are held out for evaluation, decided by their content and nothing else."""
+"""Split: choice of held-out documents by their content alone."""
 
 import hashlib
 from array import array
@@ -17,19 +17,19 @@ _FEW_DOCUMENTS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What one reading of the documents tells; documents without text are not counted."""
+    """Hashes and sizes from one reading of the documents. Documents without text are not counted."""
 
     hashes: NDArray[np.uint64]
-    """[documents] 64 bits of each one's content."""
+    """[documents] 64-bit hashes of the contents."""
     sizes: NDArray[np.int64]
     """[documents] UTF-8 bytes."""
 
     @property
     def digest(self) -> str:
-        """Hash of all contents in their order."""
-        found = hashlib.blake2b(self.hashes.tobytes(), digest_size=16)
-        found.update(self.sizes.tobytes())
-        return found.hexdigest()
+        """Hash of all contents in order."""
+        content = hashlib.blake2b(self.hashes.tobytes(), digest_size=16)
+        content.update(self.sizes.tobytes())
+        return content.hexdigest()
 
     @property
     def num_bytes(self) -> int:
@@ -39,7 +39,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Whole documents by `held`; or, where `cut_bytes` >= 0, all text behind so many bytes."""
+    """Held-out documents by `held`, or if `cut_bytes` >= 0, all text behind this many bytes."""
 
     held: NDArray[np.bool_]
     cut_bytes: int = -1
@@ -47,7 +47,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPart:
-    """A piece on its way to a stream."""
+    """A piece and its stream."""
 
     stream: int
     """TRAIN or HELD_OUT."""
@@ -58,7 +58,7 @@ class SplitPart:
 
 
 class Reading:
-    """Hashes and sizes of documents, gathered while they are read for whatever purpose."""
+    """Hashes and sizes of documents, collected while they are read for any purpose."""
 
     def __init__(self) -> None:
         self._hashes, self._sizes = array("Q"), array("q")
@@ -71,7 +71,7 @@ class Reading:
         return len(self._sizes)
 
     def document(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces of one document, counted as they pass."""
+        """Yield the pieces of one document, counting them."""
         seen, before = hashlib.blake2b(digest_size=8), self.num_bytes
         for piece in pieces:
             text = piece.encode()
@@ -83,53 +83,53 @@ class Reading:
             self._sizes.append(self.num_bytes - before)
 
     def survey(self) -> Survey:
-        """What was gathered."""
+        """Return the collected survey."""
         return Survey(hashes=np.array(self._hashes, dtype=np.uint64), sizes=np.array(self._sizes, dtype=np.int64))
 
 
-def survey(found: Iterable[Document]) -> Survey:
-    """Hash and size of every document; reads each once, a piece at a time."""
+def survey(documents: Iterable[Document]) -> Survey:
+    """Return hash and size of every document. Reads each once, a piece at a time."""
     reading = Reading()
-    for document in found:
+    for document in documents:
         for _ in reading.document(document.pieces):
             pass
     return reading.survey()
 
 
-def choose(found: Survey, share: float) -> Split:
+def choose(surveyed: Survey, share: float) -> Split:
     """Hold out about `share` of the bytes.
 
-    Documents are taken in the order of their hashes while they fit, equal ones together. Where there are few documents,
-    or each is too large, the end of the text is held out instead.
+    Documents are taken in the order of their hashes while they fit, equal ones together. If there are few documents, or
+    each is too large, the end of the text is held out instead.
     """
-    held = np.zeros(len(found.sizes), dtype=bool)
-    target = round(share * found.num_bytes)
+    held = np.zeros(len(surveyed.sizes), dtype=bool)
+    target = round(share * surveyed.num_bytes)
     if not target:
         return Split(held=held)
     if len(held) >= _FEW_DOCUMENTS:
-        held = _by_hash(found, target)
-        if found.sizes[held].sum() >= target / 2:
+        held = _by_hash(surveyed, target)
+        if surveyed.sizes[held].sum() >= target / 2:
             return Split(held=held)
-    return Split(held=np.zeros_like(held), cut_bytes=found.num_bytes - target)
+    return Split(held=np.zeros_like(held), cut_bytes=surveyed.num_bytes - target)
 
 
-def _by_hash(found: Survey, target: int) -> NDArray[np.bool_]:
-    values, where = np.unique(found.hashes, return_inverse=True)
-    sizes = np.bincount(where, weights=found.sizes).astype(np.int64)
-    taken = np.zeros(len(values), dtype=bool)
-    left, enough = target, target // 200
+def _by_hash(surveyed: Survey, target: int) -> NDArray[np.bool_]:
+    distinct, where = np.unique(surveyed.hashes, return_inverse=True)
+    sizes = np.bincount(where, weights=surveyed.sizes).astype(np.int64)
+    taken = np.zeros(len(distinct), dtype=bool)
+    remaining, enough = target, target // 200
     for i, size in enumerate(sizes):
-        if size <= left:
+        if size <= remaining:
             taken[i] = True
-            left -= int(size)
-            if left <= enough:
+            remaining -= int(size)
+            if remaining <= enough:
                 break
     return taken[where]
 
 
-def parts(found: Iterable[Document], split: Split, reading: Reading) -> Iterator[SplitPart]:
-    """Every piece with its stream, in order; `reading` counts along, to notice text that changed since the survey."""
-    for document in found:
+def parts(documents: Iterable[Document], split: Split, reading: Reading) -> Iterator[SplitPart]:
+    """Yield every piece with its stream, in order. `reading` counts along to detect text changed since the survey."""
+    for document in documents:
         number = reading.num_documents
         counted = reading.document(filter(None, document.pieces))
         if split.cut_bytes >= 0:
@@ -153,17 +153,19 @@ def _divided(pieces: Iterable[str], cut_bytes: int, reading: Reading) -> Iterato
 
 
 def _line_end(text: str, near: int) -> int:
-    """The line end at or before `near`; else the first one behind it; else `near` itself."""
+    """Return the line end at or before `near`, else the first one behind it, else `near` itself."""
     return text.rfind("\n", 0, near) + 1 or (text.find("\n", near) + 1) % len(text) or near
 
 
-def _marked(found: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
-    """Each piece of a document told whether it is the first or last of its stream."""
-    waiting, before = None, None
-    for item in found:
+def _marked(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
+    """Mark each piece of a document as the first or last of its stream."""
+    waiting, previous = None, None
+    for piece in pieces:
         if waiting is not None:
-            yield SplitPart(stream=waiting[0], first=waiting[0] != before, last=item[0] != waiting[0], text=waiting[1])
-            before = waiting[0]
-        waiting = item
+            yield SplitPart(
+                stream=waiting[0], first=waiting[0] != previous, last=piece[0] != waiting[0], text=waiting[1]
+            )
+            previous = waiting[0]
+        waiting = piece
     if waiting is not None:
-        yield SplitPart(stream=waiting[0], first=waiting[0] != before, last=True, text=waiting[1])
+        yield SplitPart(stream=waiting[0], first=waiting[0] != previous, last=True, text=waiting[1])

@@ -1,33 +1,34 @@
-"""Text while it is being made: tokens in, whole characters out."""
+"""Text of a growing sequence of tokens: tokens in, whole characters out."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 UNFINISHED = "\ufffd"
-"""What a tokenizer writes for bytes that are no whole character yet."""
+"""Character that a tokenizer writes for an incomplete character."""
 LOOKBACK = 8
-"""Tokens that are decoded again for context: what a token spells may depend on the one before it."""
+"""Tokens that are decoded again for context, since the spelling of a token may depend on the one before it."""
 LONGEST_RUN = 64
-"""Tokens that are parts of characters in a row, of which a stream, or a prompt's end, waits for a whole one."""
+"""Most tokens in a row that are parts of characters, for which a stream or the end of a prompt waits."""
 MOST_BYTES = 4
-"""Of a character in UTF-8."""
+"""Most bytes of a character in UTF-8."""
 BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TOKENWISE: Final = frozenset({"Fuse", "Metaspace", "Replace", "Strip"})
-"""Decoders that read one token at a time, but for the begin of the text."""
+"""Decoders that read one token at a time, except at the beginning of a text."""
 
 
 @final
 class TokenTexts(dict[int, "str | None"]):
-    """Texts of tokens that spell the same behind any whole character; None for others. Filled as they are asked for.
+    """Texts of tokens that are the same behind any whole character. None = others. Filled on demand.
 
-    Shared by all streams of one tokenizer. Byte-level tokens have one if their bytes are whole characters, and pieces
-    of SentencePiece if they are no bytes. With any other decoder no token has one."""
+    All streams of one tokenizer share it. Byte-level tokens have one if their bytes are whole characters, and pieces
+    of SentencePiece if they are not bytes. With any other decoder no token has one.
+    """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], vocabulary: Mapping[str, int], decoder: Mapping[str, Any] | None
     ) -> None:
-        """`vocabulary`: token -> id; `decoder`: as in tokenizer.json."""
+        """Take the vocabulary (token -> id) and the decoder of tokenizer.json."""
         super().__init__()
         self._decode = decode
         steps = [decoder or {}] if not decoder or decoder.get("type") != "Sequence" else decoder["decoders"]
@@ -50,12 +51,11 @@ class TokenTexts(dict[int, "str | None"]):
         return text
 
     def spell(self, token: int) -> str:
-        """Text of a token behind others, where a piece of SentencePiece keeps its space; bytes that are no whole
-        character become U+FFFD."""
+        """Return the text of a token behind others, with the leading space of a SentencePiece. Bytes become U+FFFD."""
         return self._decode([token]) if self.letter is None else self._decode([self.letter, token])[1:]
 
     def context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """All that a text behind a prompt depends on: tokens at its end that are no whole characters each."""
+        """Return the end of a prompt on which the following text depends: tokens that are not whole characters."""
         assert self.letter is not None
         begin = len(prompt_ids)
         while begin and len(prompt_ids) - begin < LONGEST_RUN and self[prompt_ids[begin - 1]] is None:
@@ -69,21 +69,21 @@ class TokenTexts(dict[int, "str | None"]):
 
 @final
 class TextStream:
-    """Turns token ids, one at a time, into pieces of text that join to what decoding them all at once gives."""
+    """Converter of token ids, one at a time, into pieces of text that join to the decoded whole."""
 
     __slots__ = ("_decode", "_ids", "_shown", "_texts")
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = (), texts: TokenTexts | None = None
     ) -> None:
-        """`texts`: of the same tokenizer; a token that has one there costs a look-up in place of two decodings."""
+        """Begin behind a prompt. A token in `texts`, of the same tokenizer, costs a lookup instead of two decodings."""
         self._decode = decode
         self._texts = None if texts is None or texts.letter is None else texts
         self._ids = list(prompt_ids[-LOOKBACK:]) if self._texts is None else self._texts.context(prompt_ids)
         self._shown = len(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """Return the text that is certain with this token. Empty while a character is incomplete."""
         texts = self._texts
         if texts is not None and self._shown == len(self._ids):
             text = texts[token]
@@ -104,8 +104,10 @@ class TextStream:
         return piece
 
     def _cut(self, run: str) -> str:
-        """Give up most of a run that is no text, so that a token costs the same however long it becomes. What may still
-        begin a character is kept: between bytes of one, both sides would have a replacement."""
+        """Emit most of a run that is not text, so that a token costs the same however long the run becomes.
+
+        The possible beginning of a character is retained: a cut within one would give two replacement characters.
+        """
         ids, before = self._ids, self._decode(self._ids[: self._shown])
         piece, context, behind = "", ids, ids
         for count in range(MOST_BYTES - 1, 2 * MOST_BYTES):
@@ -118,7 +120,7 @@ class TextStream:
         return piece
 
     def rest(self) -> str:
-        """What is left at the end, replacement characters included."""
+        """Return the text remaining at the end, replacement characters included."""
         return self._new() if self._shown < len(self._ids) else ""
 
     def _new(self) -> str:

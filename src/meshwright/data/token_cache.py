@@ -1,4 +1,4 @@
-"""Cache: texts are encoded once and kept by their content; every later run maps the tokens and starts at once."""
+"""Cache of tokens: texts are encoded once and stored by content. Later runs map the tokens and start at once."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.data import split
 from meshwright.data.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
-from meshwright.data.pool import Batch, Pool
+from meshwright.data.pool import Batch, Pool, batched
 from meshwright.data.rows import MalformedRows
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
@@ -22,22 +22,24 @@ from meshwright.spec.errors import DataError
 from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 1
-"""Raised whenever the same text would be stored as other tokens or in another way."""
+"""Version of the cache, raised whenever the same text would be stored differently."""
 
 STREAMS: Final = ("train", "validation")
 _BATCH_CHARACTERS: Final = 2**18
 _ALONE_BYTES: Final = 2**20
-"""Text up to this size is encoded in this process: it takes less time than starting others."""
-_TRAIN_BPE_BYTES: Final = 2**25
+"""Largest text that is encoded in this process, which takes less time than starting others."""
+TRAINING_CHARACTERS: Final = 2**25
+"""Text for training a tokenizer. More no longer changes the merges, and a trainer holds every distinct word."""
 
 
 def prepare(
     data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
 ) -> Corpus:
-    """Tokens of `data`, encoded now or found in the cache; DataError for whatever keeps text from being tokens.
+    """Return the tokens of `data`, encoded now or read from the cache.
 
-    `processes`: encoding processes, by default one per core; memory stays below 1 GiB in all. `progress` is called
-    only while text is encoded. Several callers at once do the work once; a damaged cache is made anew.
+    `processes` is by default one per core. Memory stays below 1 GiB in all. `progress` is called only while text is
+    encoded. Concurrent callers do the work once, and a damaged cache is rebuilt. Raises DataError for text that cannot
+    be encoded.
     """
     source, root = Source(data), cache_root or writable_root()
     try:
@@ -57,24 +59,24 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     tokenizer = _tokenizer(data, source, digest, root)
     fingerprint = _fingerprint(data, source, digest, tokenizer)
     folder = root / "tokens" / fingerprint[:24]
-    if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
-        return replace(found, malformed=malformed)  # files with the same texts share a folder, and differ in this
-    with lock(folder):
-        if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
-            return replace(found, malformed=malformed)
+    if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
+        return replace(corpus, malformed=malformed)  # files with the same texts share a folder, and differ in this
+    with lock(folder):  # another process may have written it meanwhile
+        if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
+            return replace(corpus, malformed=malformed)
         if counted is None:
             counted, now = _count(data, source, index)
             if now["content"] != digest:
                 raise DataError(_changed(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
         build.into(folder, fingerprint)
-    if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
+    if (corpus := load(folder, tokenizer, fingerprint, _stream)) is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
-    return found
+    return corpus
 
 
 def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, dict[str, Any]]:
-    """Read all documents once; remember the digest and what is malformed for as long as the files look the same."""
+    """Read all documents once, and store digest and malformed rows for as long as the files look unchanged."""
     malformed = MalformedRows()
     counted = split.survey(source.documents(malformed))
     if malformed.malformed and (data.malformed == "refuse" or not counted.num_bytes):
@@ -97,26 +99,31 @@ def _fingerprint(data: Data, source: Source, digest: str, tokenizer: Tokenizer) 
 
 
 def _tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer:
-    """The tokenizer that is asked for; one that is trained is kept by the content it was trained on."""
+    """Return the requested tokenizer. A trained one is stored by the content it was trained on."""
     if not data.tokenizer.startswith("bpe:"):
         return choose(data.tokenizer, source.folder, iter(()))
-    folder = root / "tokenizers" / f"{digest}-{trained_vocab(data.tokenizer)}"
+    return Tokenizer.load(trained_folder(data.tokenizer, digest, root, beginning(source, TRAINING_CHARACTERS)))
+
+
+def trained_folder(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
+    """Return the folder of a tokenizer that is trained on texts with this digest, now or earlier."""
+    folder = root / "tokenizers" / f"{digest}-{trained_vocab(setting)}"
     with contextlib.suppress(DataError):
-        return Tokenizer.load(folder)
-    made = choose(data.tokenizer, None, _sample(source))
+        Tokenizer.load(folder)
+        return folder
+    tokenizer = choose(setting, None, texts)
     with new_folder(folder) as new:
-        made.save(new)
-    return made
+        tokenizer.save(new)
+    return folder
 
 
-def _sample(source: Source) -> Iterator[str]:
-    """The first 32 MiB: more text no longer changes the merges, and a trainer keeps every distinct word in memory."""
-    left = _TRAIN_BPE_BYTES
+def beginning(source: Source, characters: int) -> Iterator[str]:
+    """Yield pieces from the beginning of a source, about this many characters."""
     for document in source.documents():
         for piece in document.pieces:
             yield piece
-            left -= len(piece)
-            if left <= 0:
+            characters -= len(piece)
+            if characters <= 0:
                 return
 
 
@@ -133,7 +140,7 @@ class _Build:
     progress: Progress | None
 
     def into(self, folder: Path, fingerprint: str) -> None:
-        """Make the folder whole, or leave nothing."""
+        """Create the complete folder, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
             streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in STREAMS]
             malformed = self._encode(streams)
@@ -145,7 +152,7 @@ class _Build:
             write_json(new / "meta.json", content | malformed_entry(malformed))
 
     def _encode(self, streams: list["_Writer"]) -> MalformedRows:
-        """Write the streams; return the rows that were left out."""
+        """Write the streams and return the rows that were left out."""
         reading, done, total = split.Reading(), 0, self.counted.num_bytes
         chosen = split.choose(self.counted, self.data.validation)
         waiting: list[list[split.SplitPart]] = []
@@ -153,7 +160,7 @@ class _Build:
         parts = split.parts(self.source.documents(malformed), chosen, reading)
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
-            for ids in pool.map(_remember(_batches(parts), waiting)):
+            for ids in pool.map(_remember(batched(parts, _length, _BATCH_CHARACTERS), waiting)):
                 for part, tokens in zip(waiting.pop(0), ids, strict=True):
                     streams[part.stream].write(part, tokens)
                     done += len(part.text.encode())
@@ -164,21 +171,12 @@ class _Build:
         return malformed
 
 
-def _batches(parts: Iterator[split.SplitPart]) -> Iterator[list[split.SplitPart]]:
-    batch: list[split.SplitPart] = []
-    size = 0
-    for part in parts:
-        batch.append(part)
-        size += len(part.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _length(part: split.SplitPart) -> int:
+    return len(part.text)
 
 
 def _remember(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:
-    """What the pool needs of each batch; the rest waits for its ids."""
+    """Yield the batches for the pool. Their parts wait for the ids."""
     for batch in batches:
         waiting.append(batch)
         yield bytes(not part.first for part in batch), [part.text for part in batch]
@@ -186,7 +184,7 @@ def _remember(batches: Iterator[list[split.SplitPart]], waiting: list[list[split
 
 @final
 class _Writer:
-    """Writes one stream: ids to NAME.tokens, document starts to NAME.starts."""
+    """Writer of one stream: ids to NAME.tokens, document starts to NAME.starts."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         dtype = tokenizer.dtype
@@ -218,13 +216,13 @@ class _Writer:
         self._text += len(part.text.encode())
 
     def counts(self) -> dict[str, int]:
-        """For meta.json."""
+        """Return the counts for meta.json."""
         tokens = self._size // self._width
         return {"num_tokens": tokens, "num_bytes": self._text, "num_documents": self._documents}
 
 
 def malformed_entry(malformed: MalformedRows) -> dict[str, Any]:
-    """The entry of meta.json for rows that were left out, where there are any."""
+    """Return the entry of meta.json for rows that were left out. Empty = there are none."""
     return {"malformed": asdict(malformed)} if malformed.malformed else {}
 
 
@@ -234,8 +232,10 @@ def load(
     fingerprint: str,
     stream: Callable[[Path, dict[str, int], Tokenizer], TokenStream],
 ) -> Corpus | None:
-    """The corpus in a folder, or None where it is missing or not as its meta.json says. `stream` makes one of the files
-    of a name and their counts."""
+    """Return the corpus in a folder. None = it is missing or differs from its meta.json.
+
+    `stream` opens the files of a stream, given their name and counts.
+    """
     meta = read_json(folder / "meta.json")
     try:
         whole = meta["fingerprint"] == fingerprint and all(

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
@@ -13,7 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data import added_tokens, pieces, template_files, word_encoder
+from meshwright.data import added_tokens, pieces, word_encoder
 from meshwright.data.text_stream import BYTE_TOKEN, UNFINISHED, TextStream, TokenTexts
 from meshwright.spec.errors import DataError
 
@@ -24,8 +24,9 @@ SEPARATOR: Final = "<|endoftext|>"
 CODE_PATTERN: Final = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?:[\r\n]+[ \t]*)?|\s*[\r\n]+[ \t]*|\s+(?!\S)|\s+"
 )
-"""Words of prose and code: one mark before a word belongs to it (` self`, `.append`, `_name`); a line end takes the
-indentation after it. At 2048 tokens 5 % more bytes per token of Python than the patterns of GPT-2 and Llama-3."""
+"""Words of prose and code: one mark before a word belongs to it (` self`, `.append`, `_name`), and a line end includes
+the indentation after it. At 2048 tokens it gives 5 % more bytes per token of Python than the patterns of GPT-2 and
+Llama-3."""
 
 Raw = bytes
 
@@ -37,11 +38,11 @@ _PAIRS: Final = (
     ("<bos>", "<eos>"),
     ("[BOS]", "[EOS]"),
 )
-"""Names of (begin, end) looked for when no tokenizer_config.json or special_tokens_map.json names them."""
+"""Names of (begin, end) to look for if no tokenizer_config.json or special_tokens_map.json names them."""
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Name the tokenizer.json at a path, or in the folder there; DataError where none is."""
+    """Return the tokenizer.json at a path, or in the folder there. Raises DataError when there is none."""
     file = Path(path)
     file = file / "tokenizer.json" if file.is_dir() else file
     if not file.is_file():
@@ -51,9 +52,10 @@ def tokenizer_file(path: str | Path) -> Path:
 
 @final
 class Tokenizer:
-    """One tokenizer. Documents are `[begins] text [eos]`, or `[separator] text` where one token plays both.
+    """One tokenizer. Documents are `[begins] text [eos]`, or `[separator] text` if one token plays both.
 
-    `begins` is what the post-processor puts before a text. A config may name a bos that is never put there."""
+    The post-processor puts `begins` before a text. A config may name a bos that is never put there.
+    """
 
     def __init__(
         self,
@@ -65,12 +67,13 @@ class Tokenizer:
         template: str | None = None,
         tool_template: str | None = None,
     ) -> None:
-        """From the text of a tokenizer.json and the spelling of its marks.
+        """Build a tokenizer from the text of a tokenizer.json and the spelling of its marks.
 
-        With only one of the two it plays both. `config` is the text of a tokenizer_config.json to keep beside it,
-        `template` that of a chat_template.jinja, `tool_template` that of an additional one for tools.
+        With only one of the two marks it plays both. The texts of tokenizer_config.json (`config`), chat_template.jinja
+        (`template`) and an additional template for tools (`tool_template`) stay beside it.
         """
         self._library = word_encoder.library(text)
+        # Ids may have gaps, so the size is that of the largest id.
         ids = self._library.get_vocab(with_added_tokens=True)
         if not ids:
             raise DataError("the tokenizer has an empty vocabulary")
@@ -93,7 +96,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """From a tokenizer.json or the folder that holds one; DataError where that cannot be read."""
+        """Load a tokenizer.json or the folder that holds one. Raises DataError when it cannot be read."""
         file = tokenizer_file(path)
         try:
             text = file.read_text(encoding="utf-8")
@@ -108,13 +111,13 @@ class Tokenizer:
 
     @classmethod
     def shipped(cls) -> "Tokenizer":
-        """The BPE of 2048 tokens that comes with the package, trained on the Python standard library."""
+        """Return the BPE of 2048 tokens that comes with the package, trained on the Python standard library."""
         text = resources.files("meshwright.data").joinpath("shipped", "tokenizer.json").read_text(encoding="utf-8")
         return cls(text, bos=SEPARATOR, eos=SEPARATOR)
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
-        """256 bytes, each its own id, and the separator."""
+        """Return a tokenizer of 256 bytes, each its own id, and the separator."""
         vocab = {letter: byte for byte, letter in enumerate(word_encoder.byte_alphabet())}
         library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -124,7 +127,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int) -> "Tokenizer":
-        """A byte-level BPE of exactly `vocab` tokens, separator included; DataError where the texts yield fewer."""
+        """Train a byte-level BPE of exactly `vocab` tokens with its separator. Raises DataError for too short texts."""
         if vocab < 257:
             raise DataError(f"a byte-level BPE needs at least 257 tokens (256 bytes and a separator), not {vocab}")
         library = tokenizers.Tokenizer(models.BPE())
@@ -139,14 +142,14 @@ class Tokenizer:
             show_progress=False,
         )
         library.train_from_iterator(texts, trainer)
-        found = library.get_vocab_size()
-        if found != vocab:
-            raise DataError(f"the text is too short for {vocab} tokens: it yields {found}; take bpe:{found} or bytes")
+        size = library.get_vocab_size()
+        if size != vocab:
+            raise DataError(f"the text is too short for {vocab} tokens: it yields {size}; take bpe:{size} or bytes")
         return cls(library.to_str(), bos=SEPARATOR, eos=SEPARATOR)
 
     @property
     def separator(self) -> bool:
-        """Whether one token is both begin and end of a document."""
+        """One token is both begin and end of a document."""
         return self.bos is not None and self.bos == self.eos and self.begins in ((), (self.eos,))
 
     @property
@@ -157,7 +160,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what decides the ids: of post-processing, padding and truncation only what stands before a text."""
+        """Hash of what decides the ids. Post-processing counts only by what it puts before a text."""
         spec = json.loads(self.json)
         for unused in ("version", "truncation", "padding", "post_processor", "decoder"):
             spec.pop(unused, None)
@@ -168,36 +171,43 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja template of conversations that came with it."""
-        return template_files.from_files(self._named, self._template)
+        """Jinja template of conversations that came with the tokenizer: chat_template.jinja, else the config's.
+
+        Of several named templates in tokenizer_config.json it is `default`.
+        """
+        return self._template or _template_in(self._named, "default")
 
     @property
     def tool_template(self) -> str | None:
-        """That of conversations with tools, where it is another one."""
-        return template_files.for_tools(self._named, self._template, self._tool_template)
+        """Template of conversations with tools, if it is another one. A chat_template.jinja hides a named one."""
+        return self._tool_template or (None if self._template else _template_in(self._named, "tool_use"))
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What `Tokenizer(**parts)` makes it of again, in another process: texts and None."""
+        """Arguments of `Tokenizer(**parts)` that rebuild it in another process: texts and None."""
         first, last = self._marks
         texts = {"text": self.json, "config": self._config, "template": self._template}
         return {**texts, "tool_template": self._tool_template, "bos": first, "eos": last}
 
     def with_template(self, template: str) -> "Tokenizer":
-        """The same with another chat template for all conversations, which is saved with it."""
+        """Return the tokenizer with another chat template for all conversations, which is saved with it."""
         return Tokenizer(**{**self.parts, "template": template, "tool_template": None})
 
     @property
     def spelled(self) -> dict[str, str]:
-        """Special tokens by the names that templates have for them: bos_token and its like."""
+        """Special tokens by the names that templates use, such as bos_token."""
         marks = dict(zip(("bos_token", "eos_token"), (mark or "" for mark in self._marks), strict=True))
-        named = template_files.special_tokens(self._named)
+        tokens = {name: token for name, token in self._named.items() if name.endswith("_token")}
+        contents = {
+            name: token.get("content") if isinstance(token, Mapping) else token for name, token in tokens.items()
+        }
+        named = {name: content for name, content in contents.items() if isinstance(content, str)}
         return named if "eos_token" in named else {**marks, **named}  # what a config does not name, a template lacks
 
     @cached_property
     def _named(self) -> dict[str, Any]:
-        found = json.loads(self._config) if self._config else {}
-        return found if isinstance(found, dict) else {}
+        config = json.loads(self._config) if self._config else {}
+        return config if isinstance(config, dict) else {}
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -205,22 +215,22 @@ class Tokenizer:
         return frozenset(id for id, token in self._library.get_added_tokens_decoder().items() if token.special)
 
     def special_id(self, text: str) -> int | None:
-        """Return the id of the special token that this text spells, or None."""
+        """Return the id of the special token that this text spells. None = there is none."""
         token: int | None = self._library.token_to_id(text)
         return token if token in self.special_ids else None
 
     @property
     def json(self) -> str:
-        """The content of its tokenizer.json."""
+        """Content of its tokenizer.json."""
         return str(self._library.to_str(pretty=False))
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of stored ids: uint16 up to 65536 ids, else uint32."""
+        """Dtype of stored ids: uint16 up to 65536 ids, else uint32."""
         return np.dtype(f"u{word_encoder.id_bytes(self.vocab)}")
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.integer[Any]]:
-        """Ids of a text, [S] of `dtype`, no marks added. `special`: "<|endoftext|>" and its like are read as tokens."""
+        """Return ids of a text, [S] of `dtype`, without marks. `special` parses "<|endoftext|>" and the like."""
         if special:
             return np.array(self._with_special.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
         parts = list(pieces.cut(text))
@@ -228,8 +238,7 @@ class Tokenizer:
         return np.frombuffer(b"".join(self.encode_raw(parts, flags)), dtype=self.dtype)
 
     def begin(self, text: str) -> list[int]:
-        """Ids of a text that is to be gone on with, behind `begins` unless they are spelled there. No text at all is
-        the bos, if there is one. Special tokens are read as such."""
+        """Return ids of a text to be continued, behind `begins`, special tokens parsed. Empty = the bos, if any."""
         ids: list[int] = self.encode(text, special=True).tolist()
         before = list(self.begins)
         if not ids and not before:
@@ -237,44 +246,44 @@ class Tokenizer:
         return ids if ids[: len(before)] == before else before + ids
 
     def encode_raw(self, texts: Sequence[str], flags: Raw) -> list[Raw]:
-        """Ids of every piece as the bytes of `dtype`; flags[i] = 1 where piece i continues the document before it."""
+        """Return the ids of every piece as bytes of `dtype`. flags[i] = 1 if piece i continues a document."""
         return self._encoder(texts, flags)
 
     def decode(self, ids: Iterable[int] | NDArray[np.integer[Any]]) -> str:
-        """Text of ids, marks spelled out; bytes that are no whole character become U+FFFD."""
+        """Return the text of ids with marks spelled out. Bytes that are not a whole character become U+FFFD."""
         return str(self._library.decode([int(i) for i in ids], skip_special_tokens=False))
 
     @cached_property
     def texts(self) -> TokenTexts:
-        """Texts of tokens that need no decoding of those before them."""
+        """Texts of tokens that need no decoding of earlier ones."""
         return TokenTexts(self.decode, self._library.get_vocab(), json.loads(self.json).get("decoder"))
 
     def spell(self, token: int) -> str:
-        """One token as people read it behind others, with the space that it begins with."""
+        """Return the text of one token behind others, with its leading space."""
         text = self.texts[token]
         return self.texts.spell(token) if text is None else text
 
     def token_bytes(self, token: int) -> Raw:
-        """UTF-8 of one token, which may be a part of a character."""
+        """Return the UTF-8 bytes of one token, which may be a part of a character."""
         text, name = self.spell(token), self._library.id_to_token(token) or ""
         if UNFINISHED not in text:
             return text.encode()
         if BYTE_TOKEN.fullmatch(name):
             return bytes.fromhex(name[3:5])
-        values = {letter: byte for byte, letter in enumerate(word_encoder.byte_alphabet())}
-        spelled = self.texts.byte_level and all(letter in values for letter in name)
-        return bytes(values[letter] for letter in name) if spelled else text.encode()
+        byte_of = {letter: byte for byte, letter in enumerate(word_encoder.byte_alphabet())}
+        spelled = self.texts.byte_level and all(letter in byte_of for letter in name)
+        return bytes(byte_of[letter] for letter in name) if spelled else text.encode()
 
     def text_behind(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
-        """Text of ids that continue a prompt, as a stream of them shows it: decoded alone, their first space is lost
-        with tokenizers in the manner of SentencePiece."""
+        """Return the text of ids behind a prompt. SentencePiece loses its first space if decoded alone."""
         stream = TextStream(self.decode, prompt_ids, self.texts)
         return "".join([*map(stream.push, ids), stream.rest()])
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json with the names of its marks, into an existing folder.
 
-        Chat templates are files of their own where one is for tools: who adds a default one would hide a list."""
+        With a template for tools, all chat templates become files: a default file would hide a list in the config.
+        """
         folder = Path(folder)
         library = tokenizers.Tokenizer.from_str(self.json)
         (folder / "tokenizer.json").write_text(library.to_str(pretty=True) + "\n", encoding="utf-8")
@@ -303,8 +312,20 @@ class Tokenizer:
         return library
 
 
+def _template_in(config: Mapping[str, Any], name: str) -> str | None:
+    """Return a named template of a tokenizer_config.json. A single unnamed one is the default."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}.get(
+            name
+        )
+    elif name != "default":
+        return None
+    return template if isinstance(template, str) and template else None
+
+
 def choose(setting: str, folder: Path | None, texts: Iterator[str]) -> Tokenizer:
-    """What `data.tokenizer` names: auto (tokenizer.json in `folder`, else the shipped one), bytes, bpe:N or a path."""
+    """Return the tokenizer of `data.tokenizer`: auto (from `folder`, else shipped), bytes, bpe:N or a path."""
     if setting == "auto":
         beside = folder is not None and (folder / "tokenizer.json").is_file()
         return Tokenizer.load(folder) if folder is not None and beside else Tokenizer.shipped()
@@ -316,7 +337,7 @@ def choose(setting: str, folder: Path | None, texts: Iterator[str]) -> Tokenizer
 
 
 def trained_vocab(setting: str) -> int:
-    """N of `bpe:N`."""
+    """Return N of `bpe:N`."""
     try:
         return int(setting.removeprefix("bpe:"))
     except ValueError:
@@ -324,7 +345,7 @@ def trained_vocab(setting: str) -> int:
 
 
 def _marks_beside(file: Path) -> tuple[str | None, str | None] | None:
-    """(bos, eos) as the neighbouring config names them; None where nothing is said."""
+    """Return (bos, eos) as a neighbouring config names them. None = no config names them."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         neighbour = file.with_name(name)
         if not neighbour.is_file():
@@ -340,11 +361,11 @@ def _marks_beside(file: Path) -> tuple[str | None, str | None] | None:
 
 
 def _spelling(token: Any) -> str | None:
-    """A token in a config is a string, or an object with `content`. ValueError: something else."""
-    found = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(found, str | None):
-        raise ValueError(f"{str(found)[:80]!r} is no token")
-    return found
+    """Return the spelling of a token in a config, a string or an object with `content`. Raises ValueError otherwise."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str | None):
+        raise ValueError(f"{str(content)[:80]!r} is no token")
+    return content
 
 
 def _marks_by_name(library: tokenizers.Tokenizer) -> tuple[str | None, str | None]:

@@ -1,6 +1,6 @@
 """Windows: a token stream as numbered sequences with their targets, document numbers and positions.
 
-Window i of length S reads tokens [i S, i S + S) and predicts [i S + 1, i S + S], so every token of the windows but the
+Window i of length S reads tokens [i S, i S + S) and predicts [i S + 1, i S + S]. Every token of the windows except the
 very first is a target once. Letters: B sequences, S tokens.
 """
 
@@ -12,41 +12,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.corpus import TokenStream
-from meshwright.data.order import permute
+from meshwright.data.order import shuffled
 from meshwright.spec.errors import DataError
 
 IGNORED: Final = -100
-"""A target that is not predicted, as torch's cross entropy has it."""
+"""Target that is not predicted, as in torch's cross entropy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """A batch, all arrays [B, S]."""
+    """A batch. Arrays are [B, S]."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
-    """The next token, or IGNORED."""
+    """Next token, or IGNORED."""
     documents: NDArray[np.int32]
     """Number of the document within the row, from 0."""
     positions: NDArray[np.int32]
-    """Place of the token within its document, from 0 at the row's start."""
+    """Position of the token within its document, from 0 at the row's start."""
     packed: bool
-    """Whether any row holds a document's border."""
+    """Some row contains a document's border."""
     answers: NDArray[np.int64] | None = None
-    """[B, A] of pairs: the number of the sample that each document of a row is, the better one of a pair first; in its
-    stream, or among those of all sources of a mixture; -1 = none; None = there are no pairs."""
+    """[B, A] for pairs, the sample number of each document of a row, the better one of a pair first. Numbers count over
+    all sources of a mixture. -1 = none. None = there are no pairs."""
     roles: NDArray[np.uint8] | None = None
-    """Who says each target, as its place in rendering.ROLES; None = text, which nobody says."""
+    """Role of each target, as its index in rendering.ROLES. None = text without roles."""
 
     @property
     def document_tokens(self) -> float:
-        """Tokens of the document that a token is in, on average: long ones hold more of them. What attention takes goes
-        by it."""
+        """Average length of a token's document, which decides the cost of attention. Long ones hold more tokens."""
         squares = sum(int((np.unique(row, return_counts=True)[1] ** 2).sum()) for row in self.documents)
         return squares / max(1, self.documents.size)
 
     def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
-        """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
+        """Return some of the rows. `packed` stays that of all, so ranks that share them act alike."""
         return Sequences(
             tokens=self.tokens[which],
             targets=self.targets[which],
@@ -62,26 +61,26 @@ class NumberedRows(Protocol):
     """Rows of tokens, each one sample of a run."""
 
     def __len__(self) -> int:
-        """Of one epoch."""
+        """Rows of one epoch."""
 
     def take(self, cursor: int, count: int) -> Sequences:
-        """Rows [cursor, cursor + count) of the run."""
+        """Return rows [cursor, cursor + count) of the run."""
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
-        """All rows once, `count` at a time; `limit` > 0 takes so many, spread evenly."""
+        """Yield all rows once, `count` at a time, or `limit` > 0 of them, spread evenly."""
 
 
 @final
 class Sampler:
-    """The training order: sample number c of a run is window `permute(c mod n)` of epoch c div n, n = len(self)."""
+    """Training order: sample number c of a run is window `permute(c mod n)` of epoch c div n, n = len(self)."""
 
     def __init__(
         self, stream: TokenStream, *, sequence: int, tokenizer_separator: bool, seed: int, shuffle: bool = True
     ) -> None:
-        """`tokenizer_separator`: one token begins and ends documents, and is predicted at their borders.
+        """Take a stream. `tokenizer_separator`: one token begins and ends documents, and is predicted at their borders.
 
-        DataError where the stream is shorter than one window; without `shuffle` that is an error of `take` only, for
-        `windows_in_order` pads what is short.
+        Raises DataError when the stream is shorter than one window. Without `shuffle` only `take` raises it, because
+        `windows_in_order` pads a short window.
         """
         self._stream, self._sequence, self._separator = stream, sequence, tokenizer_separator
         self._seed, self._shuffle = seed, shuffle
@@ -89,26 +88,21 @@ class Sampler:
             self._check_length()
 
     def __len__(self) -> int:
-        """Windows of one epoch; the tokens behind the last whole window are not in it."""
+        """Windows of one epoch, without the tokens behind the last whole window."""
         return max(0, self._stream.num_tokens - 1) // self._sequence
 
     def take(self, cursor: int, count: int) -> Sequences:
-        """Samples [cursor, cursor + count) of the run; depends on the arguments, the stream and the seed alone."""
+        """Return samples [cursor, cursor + count) of the run. They depend on the arguments, stream and seed alone."""
         self._check_length()
         return self.rows_of(self.windows(cursor, count))
 
     def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
-        """The windows of these numbers."""
+        """Return the windows of these numbers."""
         return _gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
-        """Which windows these samples are, [count]."""
-        epochs, places = np.divmod(np.arange(cursor, cursor + count, dtype=np.int64), len(self))
-        if self._shuffle:
-            for epoch in np.unique(epochs):
-                here = epochs == epoch
-                places[here] = permute(places[here], len(self), seed=self._seed, epoch=int(epoch))
-        return places
+        """Return the numbers of the windows of these samples, [count]."""
+        return shuffled(cursor, count, len(self), self._seed if self._shuffle else None)
 
     def _check_length(self) -> None:
         if not len(self):
@@ -119,10 +113,10 @@ class Sampler:
             )
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
-        """All windows for evaluation, `count` at a time (fewer at the end): every token is scored exactly once.
+        """Yield all windows for evaluation, `count` at a time (fewer at the end): every token is scored exactly once.
 
-        The last, short window is padded with ignored targets. `limit` > 0 takes so many windows, spread evenly. Nothing
-        comes from a stream of fewer than two tokens.
+        The last, short window is padded with ignored targets. `limit` > 0 takes this many windows, spread evenly. A
+        stream of fewer than two tokens gives nothing.
         """
         total = max(0, -(-(self._stream.num_tokens - 1) // self._sequence))
         chosen = np.arange(total, dtype=np.int64)
@@ -134,7 +128,7 @@ class Sampler:
 
 
 def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
-    """The windows that begin at these tokens; one that reaches behind the stream's end is padded."""
+    """Return the windows that begin at these tokens, padded behind the stream's end."""
     read, length = _read(stream, begins, sequence + 1)
     border = _borders(stream, begins, sequence + 1)
     tokens, targets = read[:, :-1], read[:, 1:].copy()
@@ -156,20 +150,20 @@ def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separ
 
 
 def _read(stream: TokenStream, begins: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """([B, size] tokens, 0 behind the stream's end, and [B] how many are real)."""
-    found = np.zeros((len(begins), size), dtype=np.int64)
+    """Return [B, size] tokens, 0 behind the stream's end, and [B] numbers of real ones."""
+    tokens = np.zeros((len(begins), size), dtype=np.int64)
     lengths = np.minimum(size, stream.num_tokens - begins)
-    for row, begin, length in zip(found, begins.tolist(), lengths.tolist(), strict=True):
+    for row, begin, length in zip(tokens, begins.tolist(), lengths.tolist(), strict=True):
         row[:length] = stream.read(begin, begin + length)
-    return found, lengths
+    return tokens, lengths
 
 
 def _borders(stream: TokenStream, begins: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
-    """[B, size]: where a document begins."""
-    found = np.zeros((len(begins), size), dtype=bool)
+    """Return [B, size] flags of the first tokens of documents."""
+    borders = np.zeros((len(begins), size), dtype=bool)
     first = np.searchsorted(stream.starts, begins, side="left").tolist()
     behind = np.searchsorted(stream.starts, begins + size, side="left").tolist()
-    for row, begin, low, high in zip(found, begins.tolist(), first, behind, strict=True):
+    for row, begin, low, high in zip(borders, begins.tolist(), first, behind, strict=True):
         row[stream.starts[low:high] - begin] = True
     stream.release()
-    return found
+    return borders

@@ -1,9 +1,9 @@
-"""Encoding words once: what makes text become tokens several times faster than the tokenizer library's batch mode.
+"""Encoder that merges each distinct word once, several times faster than the batch mode of the tokenizer library.
 
 The library splits text into words and merges each by BPE, keeping offsets and strings for every token. A corpus needs
 only the ids, and its words repeat. So the word pattern is translated to Python's `re`, each distinct word is merged by
-the library's own model once, and its ids, as bytes, are joined. The ids are the library's, token by token; whatever the
-translation does not cover is encoded by the library itself (`_Library`, the slow twin). No numpy: workers start light.
+the library's own model once, and its ids, as bytes, are joined. The ids equal the library's, token by token. Whatever
+the translation does not cover is encoded by the library itself (`_Library`). No numpy: workers start light.
 """
 
 import json
@@ -20,24 +20,24 @@ import tokenizers
 from tokenizers import models
 
 Encode = Callable[[Sequence[str], bytes], list[bytes]]
-"""(texts, flags) -> ids of each text as native unsigned integers; flags[i] = 1 where text i continues a document."""
+"""(texts, flags) -> ids of each text as native unsigned integers. flags[i] = 1 if text i continues a document."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern built into the library's ByteLevel pre-tokenizer."""
+"""Pattern built into the library's ByteLevel pre-tokenizer."""
 
 _CACHED_WORDS = 2**17
 _CACHED_LENGTH = 64
 _NEVER = "\ue000"
-"""A private-use character, never in text that takes the fast way: it keeps a character class from being empty."""
+"""Private-use character that keeps a character class from being empty. It never occurs in text of the fast path."""
 
 
 def id_bytes(vocab: int) -> int:
-    """Bytes of one stored token id: 2 up to 65536 ids, else 4."""
+    """Return the bytes of one stored token id: 2 up to 65536 ids, else 4."""
     return 2 if vocab <= 2**16 else 4
 
 
 def encoder(tokenizer: tokenizers.Tokenizer, vocab: int) -> Encode:
-    """The fastest exact way to encode with this tokenizer; ids take `id_bytes(vocab)` bytes."""
+    """Return the fastest exact encoder for this tokenizer. Its ids take `id_bytes(vocab)` bytes."""
     spec = json.loads(tokenizer.to_str())
     slow = _Library(tokenizer, vocab)
     if _is_byte_identity(spec):
@@ -47,35 +47,34 @@ def encoder(tokenizer: tokenizers.Tokenizer, vocab: int) -> Encode:
 
 
 def library(text: str) -> tokenizers.Tokenizer:
-    """The library's tokenizer from the text of a tokenizer.json, made to encode whole documents as plain text.
+    """Return the library's tokenizer from the text of a tokenizer.json, set up to encode whole documents as plain text.
 
     Truncation and padding are for inference. Special tokens spelled out in a document are text: a corpus that quotes
     "<|endoftext|>" has not ended there.
     """
-    found = tokenizers.Tokenizer.from_str(text)
-    found.no_truncation()
-    found.no_padding()
-    found.encode_special_tokens = True
-    return found
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def ids_before(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """Ids that the post-processor puts before a text. A text of another tokenizer asks it: this one may know no
-    letter, and post-processors look at no token."""
+    """Return the ids that the post-processor puts before a text. It ignores the tokens of the text."""
     text = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a", add_special_tokens=False)
     processed = tokenizer.post_process(text, None, True)
     return tuple(processed.ids[: processed.special_tokens_mask.index(0)])
 
 
 def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    """Return the printable character of each byte in byte-level vocabularies (Radford et al. 2019)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(b) if b in kept else chr(next(others)) for b in range(256)]
+    return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
 def _bytes_as_ids(texts: Sequence[str], flags: bytes) -> list[bytes]:
-    """Bytes widened to 16 bits: as code units of UTF-16, which the codecs write at memory speed."""
+    """Widen bytes to 16 bits: as code units of UTF-16, which the codecs write at memory speed."""
     units = f"utf-16-{sys.byteorder[0]}e"
     return [text.encode().decode("latin-1").encode(units) for text in texts]
 
@@ -90,7 +89,7 @@ class _Library:
         self._lead = None if ids[0] == ids[1] + ids[2] else ids[3]
 
     def __call__(self, texts: Sequence[str], flags: bytes) -> list[bytes]:
-        """A tokenizer that puts a space before every text gets continued texts behind a line end, taken off again."""
+        """Encode texts. If a space is put before every text, continued ones get a line end, removed later."""
         if self._lead is None or not any(flags):
             return [array(self._code, ids).tobytes() for ids in self._ids(texts)]
         behind = self._ids(["\n" + text if flag else text for text, flag in zip(texts, flags, strict=True)])
@@ -103,11 +102,11 @@ class _Library:
         return [array(self._code, ids).tobytes() for ids in chosen]
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 class _Words:
-    """Byte-level BPE by cached words."""
+    """Byte-level BPE with cached words."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, vocab: int, spec: dict[str, Any], pattern: str, slow: _Library
@@ -131,7 +130,7 @@ class _Words:
         return b"".join(self._mixed(text))
 
     def _mixed(self, text: str) -> Iterator[bytes]:
-        """Runs of lines with and without characters of uncertain class."""
+        """Encode runs of lines with and without characters of uncertain class."""
         for certain, run in groupby(_lines(text), self._certain):
             joined = "".join(run)
             yield self._fast(joined, _compiled(self._pattern)) if certain else self._slow([joined], b"\0")[0]
@@ -150,7 +149,7 @@ class _Words:
 
 
 class _Cache(dict[str, bytes]):
-    """Ids of words met so far; a missing word is merged by the library's model."""
+    """Ids of words met so far. A missing word is merged by the library's model."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, code: str) -> None:
         super().__init__()
@@ -166,7 +165,7 @@ class _Cache(dict[str, bytes]):
 
 
 def _is_byte_identity(spec: dict[str, Any]) -> bool:
-    """Whether every byte is its own id: byte-level BPE over the bare alphabet, without a merge."""
+    """Return whether every byte is its own id: byte-level BPE over the bare alphabet, without merges."""
     model = spec["model"]
     if model.get("type") != "BPE" or model["merges"] or spec["normalizer"] or _plain_pattern(spec) is None:
         return False
@@ -175,7 +174,7 @@ def _is_byte_identity(spec: dict[str, Any]) -> bool:
 
 
 def _word_pattern(spec: dict[str, Any]) -> str | None:
-    """The word pattern of a byte-level BPE that the fast way can follow, else None."""
+    """Return the word pattern of a byte-level BPE that the fast path supports. None = it does not."""
     model = spec["model"]
     refused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model.get("type") != "BPE" or any(model.get(key) for key in refused):
@@ -203,8 +202,11 @@ _TOKEN = re.compile(r"\\p\{(\w+)\}|\\(.)|(\(\?(?:i?:|!|=|>))|(.)", re.DOTALL)
 
 
 def translate(pattern: str, *, unicode: bool) -> str | None:
-    """The pattern for Python's `re`, meant for ASCII or for text without odd characters; None where it says more
-    than is understood here (captures, anchors, look-behind, nested classes, escapes but \\p \\s \\S \\r \\n \\t)."""
+    r"""Translate a pattern to Python's `re`, for ASCII or for text without characters of uncertain class.
+
+    None = it contains more than is supported (captures, anchors, look-behind, nested classes, escapes except \p \s \S
+    \r \n \t).
+    """
     if re.search(r"\d}\+", pattern):
         return None
     body, spaces = (_unicode_body, _ASCII_SPACES + _SPACES) if unicode else (_ascii_body, _ASCII_SPACES)
@@ -243,8 +245,11 @@ def _ascii_body(category: str) -> str:
 
 @cache
 def _certain_categories() -> dict[int, str]:
-    """Category of every character that has kept it since Unicode 3.2: Python and the library, whatever their Unicode
-    versions, agree on these. U+017F is left out: it equals "s" where case is ignored."""
+    """Return the category of every character that has kept it since Unicode 3.2.
+
+    Python and the library agree on these, whatever their Unicode versions. U+017F is excluded: it equals "s" if case is
+    ignored.
+    """
     old, new = unicodedata.ucd_3_2_0.category, unicodedata.category
     pairs = ((c, old(chr(c)), new(chr(c))) for c in range(0x10000) if c != 0x17F)
     return {c: before for c, before, now in pairs if before == now and before not in ("Cn", "Co", "Cs")}
@@ -252,9 +257,9 @@ def _certain_categories() -> dict[int, str]:
 
 @cache
 def _unicode_body(category: str) -> str:
-    """The characters of a general category (`L`, `Lu`), as ranges for a character class."""
-    found = [c for c, name in _certain_categories().items() if name.startswith(category)]
-    return _NEVER + _ranges(found)
+    """Return the characters of a general category (`L`, `Lu`), as ranges for a character class."""
+    points = [c for c, name in _certain_categories().items() if name.startswith(category)]
+    return _NEVER + _ranges(points)
 
 
 def _ranges(sorted_points: Sequence[int]) -> str:
@@ -276,5 +281,5 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The text cut wherever a word surely ends: before the line end behind a letter or digit."""
+    """Cut the text at sure ends of words: before a line end behind a letter or digit."""
     return iter(re.split(r"(?<=[^\W_])(?=\r?\n)", text))

@@ -1,4 +1,4 @@
-"""The encoding process: reads frames of text from stdin, answers with frames of token ids on stdout.
+"""Encoding process: reads frames of text from stdin and answers with frames of token ids on stdout.
 
 It imports neither numpy nor the caller's main module, so it starts in a tenth of a second and stays small. A frame is a
 count, that many lengths, and the parts themselves.
@@ -19,14 +19,14 @@ _MOST_BYTES = 2**32
 
 
 def write_frame(stream: IO[bytes], parts: Sequence[bytes]) -> None:
-    """One frame, flushed."""
+    """Write one frame and flush it."""
     stream.write(struct.pack(f"<I{len(parts)}Q", len(parts), *map(len, parts)))
     stream.writelines(parts)
     stream.flush()
 
 
 def read_frame(stream: IO[bytes]) -> list[bytes] | None:
-    """The next frame; None where the stream ends, also in the middle of one."""
+    """Return the next frame. None = the stream ended, perhaps within a frame."""
     head = stream.read(4)
     if len(head) < 4:
         return None
@@ -39,10 +39,10 @@ def read_frame(stream: IO[bytes]) -> list[bytes] | None:
 
 
 def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> None:
-    """Answer until the source ends.
+    """Answer requests until the source ends.
 
-    The first frame is (tokenizer.json, vocab, settings of samples or nothing). A request is (flags, text, text, ...);
-    its answer is (error, ids, ids, ...), where an empty error means success. Ctrl-C is the parent's to handle.
+    The first frame is (tokenizer.json, vocab, settings of samples or nothing). A request is (flags, text, text, ...).
+    Its answer is (error, ids, ids, ...), where an empty error means success. The parent handles Ctrl-C.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = source or sys.stdin.buffer, sink or sys.stdout.buffer
@@ -65,7 +65,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
 
 
 def _encoder(tokenizer: str, vocab: str, samples: str) -> word_encoder.Encode:
-    """Of text, or of rows of a fine-tuning file, whose templates run here: they get so much memory and no more."""
+    """Return an encoder of texts, or of fine-tuning rows, whose templates run here under a memory limit."""
     library = word_encoder.library(tokenizer)
     if not samples:
         return word_encoder.encoder(library, int(vocab))

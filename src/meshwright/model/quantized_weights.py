@@ -47,7 +47,7 @@ class QuantizedWeight(nn.Module):
         self.scheme, self.size, self.keeps_copies, self.prefer = scheme, size, keeps_copies, prefer
         self.part: CodesCut | None = None
         """Part of the matrix that is held here. None = all of it."""
-        self.held: dict[str, Size] = scheme.sizes(rows, columns, stack, kept=outlier_columns)
+        self.held: dict[str, Size] = scheme.sizes(rows, columns, stack, outlier_columns=outlier_columns)
         """Size and dtype of each tensor, by name."""
         if outlier_columns:
             self.held["kept"] = (*stack, rows, outlier_columns), str(dtype).removeprefix("torch.")

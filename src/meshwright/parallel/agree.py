@@ -34,7 +34,7 @@ class RankZero:
         if self.world.size > 1:
             failure = broadcast_object(0, failure, self.world.process_group)
         if failure is not None:
-            failure.said_elsewhere = not self.is_here
+            failure.reported_elsewhere = not self.is_here
             raise failure
         return answer
 

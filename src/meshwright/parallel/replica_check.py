@@ -82,7 +82,7 @@ def check_replicas(engine: Engine, step: int) -> None:
         f"step {step}: {sentences[0]}; this checkpoint was not written. "
         "Take resume=auto to go on from the last one, and look at the memory and the kernels of that rank"
     )
-    error.said_elsewhere = world.index > 0
+    error.reported_elsewhere = world.index > 0
     raise error
 
 

@@ -1,4 +1,4 @@
-"""What a run is: shapes, recipes, layouts, clusters, plans. Standard library only."""
+"""Description of a run: model shape, recipe, layout, cluster and plan. Standard library only."""
 
 from typing import TYPE_CHECKING
 

@@ -1,22 +1,22 @@
-"""Which widths of matrices the fast products of a GPU take, and to what others are padded in memory.
+"""Row alignment that the fast matrix products of a GPU require, and the padding that provides it.
 
 A product reads its operands 16 bytes at a time (TMA, `ldmatrix`, vector loads), so every row must begin at a multiple
-of 16 bytes. Where one does not, cuBLAS falls back to kernels of an older generation: on an H200 in bf16
-`cutlass_75_tensorop_s1688gemm`. GPT-2's head of 50,257 rows took 64 of 117 ms of a step, and a step with 50,304 rows
+of 16 bytes. Otherwise cuBLAS falls back to kernels of an older generation: on an H200 in bf16
+`cutlass_75_tensorop_s1688gemm`. GPT-2's head of 50,257 rows took 64 of 117 ms of a step. A step with 50,304 rows
 is 1.78 times as fast (64 x 1,024 tokens, torch 2.11, 2026-11-27).
 """
 
 ROW_BYTES = 16
-"""Rows of an operand begin at multiples of this."""
+"""Alignment of an operand's rows, in bytes."""
 PADDED_TO = 128
-"""Columns to whose multiple a width is padded that does not keep rows so: the tile of the fast kernels."""
+"""Multiple to which an unaligned width is padded, in columns: the tile of the fast kernels."""
 
 
 def is_aligned(columns: float, itemsize: float) -> bool:
-    """Whether rows of so many numbers, one behind the other, all begin at multiples of ROW_BYTES."""
+    """Return whether all rows of a contiguous matrix with `columns` numbers each begin at multiples of ROW_BYTES."""
     return columns * itemsize % ROW_BYTES == 0
 
 
 def padded_columns(columns: int, itemsize: float) -> int:
-    """The width that is laid out in memory for `columns` numbers of `itemsize` bytes."""
+    """Return the width in memory of rows with `columns` numbers of `itemsize` bytes."""
     return columns if is_aligned(columns, itemsize) else -(-columns // PADDED_TO) * PADDED_TO

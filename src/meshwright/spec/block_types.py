@@ -1,42 +1,40 @@
-"""Types of tensors in GGUF files: how many numbers a block has, and how many bytes.
+"""Tensor types of GGUF files: numbers per block and bytes per block.
 
 Numbers and sizes: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and ggml-common.h.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 SUPER = 256
-"""Numbers of a block of the K types, whose scales have scales themselves."""
+"""Block size of the K types, whose scales are quantized themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
-    """One type."""
+    """One tensor type."""
 
     name: str
     number: int
-    """In the header of a file."""
+    """Number of the type in the header of a file."""
     block: int
-    """Numbers of a block; a row is a whole number of blocks."""
+    """Numbers per block. A row is a whole number of blocks."""
     bytes: int
-    """Of a block."""
+    """Bytes per block."""
 
     @property
     def bits_per_weight(self) -> float:
-        """Scales included."""
+        """Bits per weight, scales included."""
         return 8 * self.bytes / self.block
 
     def holds(self, columns: int) -> bool:
-        """Whether rows of so many numbers are whole blocks."""
+        """Return whether rows of `columns` numbers consist of whole blocks."""
         return columns % self.block == 0
 
     def num_bytes(self, size: Sequence[int]) -> int:
-        """Of a tensor whose rows are whole blocks."""
-        total = self.bytes
-        for dim in size[:-1]:
-            total *= dim
-        return total * (size[-1] // self.block)
+        """Return the bytes of a tensor whose rows are whole blocks."""
+        return prod(size[:-1]) * (size[-1] // self.block) * self.bytes
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
@@ -59,12 +57,12 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
         ("IQ4_XS", 23, SUPER, 136),
     )
 }
-"""Those that are read; all but Q4_1, Q2_K, Q3_K and the IQ types are written, too."""
+"""Types that are read. All but Q4_1, Q2_K, Q3_K and the IQ types are also written."""
 OTHER_TYPES: Mapping[int, str] = {
     15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
     21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
-"""Types that are known by name alone, to say which one a file has."""
+"""Types known by name only, so that errors can name them."""
 FLOATS = ("F32", "F16", "BF16")
 """Types without blocks."""

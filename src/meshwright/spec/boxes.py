@@ -1,7 +1,7 @@
-"""Which part of every parameter a rank holds: a box in the whole tensor, from the shared inventory and the layout.
+"""Part of each parameter that a rank holds: a box in the whole tensor, from the inventory and the layout.
 
-The inventory names, per dim, the axis that splits it. Heads are split whole; where there are fewer key heads than tp
-ranks, tp / kv_heads neighbours hold the same one. Vocabulary and ffn need not divide: the first ranks get one more.
+The inventory names, per dim, the axis that splits it. Heads are split whole. With fewer key heads than tp ranks,
+tp / kv_heads neighbours hold the same one. Vocabulary and ffn need not divide: the first ranks get one more.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,10 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """`sizes` elements from `offsets` on, of a tensor of shape `whole`; `owner` is one rank of those that hold it."""
+    """Slice of a tensor of shape `whole`.
+
+    `sizes` elements from `offsets` on. `owner` marks one of the ranks that hold it.
+    """
 
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -25,7 +28,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """To cut the box out of the whole tensor."""
+        """Index that cuts the box out of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
     @property
@@ -35,28 +38,31 @@ class Box:
 
 
 def share(length: int, parts: int, index: int) -> tuple[int, int]:
-    """(offset, size) of part `index` of `length` things in `parts` nearly equal runs; the first ones are the longer."""
+    """Return (offset, size) of part `index` when `length` is cut into nearly equal runs. The first ones are longer."""
     size, more = divmod(length, parts)
     return index * size + min(index, more), size + (index < more)
 
 
 def rows_of(rows: int, ranks: int, index: int) -> tuple[int, int]:
-    """(offset, size) of the rows of part `index` as fully_shard cuts them: ceil(rows / ranks) each, the last less."""
+    """Return (offset, size) of part `index` as fully_shard cuts rows: ceil(rows / ranks) each, the last fewer."""
     size = -(-rows // ranks)
     start = min(rows, size * index)
     return start, min(rows, start + size) - start
 
 
 def sharded_dim(sizes: Sequence[int], ranks: int) -> int:
-    """The dim along which ZeRO cuts a tensor of these sizes: 0, but for a stack of experts (three dims) too few for
-    all ranks. That is cut inside its experts, along the first dim which divides: fully_shard pads dim 0 only."""
+    """Return the dim along which ZeRO cuts a tensor of these sizes.
+
+    This is 0, except for a stack of experts (three dims) that are fewer than the ranks. fully_shard pads dim 0 only, so
+    that stack is cut inside its experts, along the first dim that divides.
+    """
     if len(sizes) < 3 or rows_of(sizes[0], ranks, ranks - 1)[1]:
         return 0
     return next((dim for dim in range(1, len(sizes)) if sizes[dim] % ranks == 0), 0)
 
 
 def shard(box: Box, ranks: int, index: int) -> Box:
-    """What ZeRO leaves of a box on rank `index` of those that share it."""
+    """Return the part of a box that ZeRO leaves on rank `index` of the ranks that share it."""
     dim = sharded_dim(box.sizes, ranks)
     start, size = rows_of(box.sizes[dim], ranks, index)
     offsets, sizes = list(box.offsets), list(box.sizes)
@@ -66,20 +72,20 @@ def shard(box: Box, ranks: int, index: int) -> Box:
 
 
 def heads_of(heads: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, number) of the heads that part `index` holds; with fewer heads than parts neighbours hold the same."""
+    """Return (first, number) of the heads of part `index`. If there are fewer heads, neighbours share one."""
     return (index * heads // parts, 1) if heads < parts else share(heads, parts, index)
 
 
 def boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
-    """Parameter name -> what tensor and expert parallelism leave on a rank, for all layers (whatever the stage)."""
+    """Return parameter name -> the box that tensor and expert parallelism leave on a rank, for all stages."""
     return boxes_of(parameters(shape), shape, layout, rank)
 
 
-def boxes_of(some: Iterable[Parameter], shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
-    """The same of some parameters."""
+def boxes_of(selected: Iterable[Parameter], shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
+    """Return the boxes of the selected parameters, as `boxes` does."""
     tp = place_of(layout, rank)["tp"]
     ep, *_ = expert_place(layout, rank)
-    return {parameter.name: _box(parameter, shape, layout, tp, ep) for parameter in some}
+    return {parameter.name: _box(parameter, shape, layout, tp, ep) for parameter in selected}
 
 
 def _box(parameter: Parameter, shape: ModelShape, layout: Layout, tp: int, ep: int) -> Box:

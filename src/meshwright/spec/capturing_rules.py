@@ -1,5 +1,7 @@
-"""What a CUDA graph of a pass cannot hold (layout.cuda_graphs), each refusal a sentence. What only the device decides
-is refused when it is known (parallel/pass_graphs.py)."""
+"""Reasons why a CUDA graph cannot capture a pass (layout.cuda_graphs).
+
+Obstacles that depend on the device are checked once it is known (parallel/pass_graphs.py).
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,22 +15,25 @@ OFF = "layout.cuda_graphs=off"
 CAPTURED: dict[str, tuple[object, ...]] = {
     "pp": (1,), "tp": (1,), "cp": (1,), "ep": (1,), "zero": (0,), "offload": ("off",),
 }  # fmt: skip
-"""What a layout with graphs may have; a pass of any other sends, or moves memory off its device."""
+"""Values that a layout with graphs may have. Passes of any other layout communicate, or move memory off the device."""
 ATTENDS_AGAIN = ("selective", "full")
-"""Policies that make the attention core again, where they act. In compiled code its random state would be set back,
-dropout or not: torch's compiler takes every call of that operator for a random one."""
+"""Policies that recompute the attention core. In compiled code this resets its random state, even without dropout:
+torch's compiler treats every call of that operator as random."""
 
 
 def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Why passes that are to be graphs cannot be, and what to take instead."""
+    """Yield why layout.cuda_graphs=on is impossible, each with the change to make."""
     if layout.cuda_graphs == "on":
         for graph_does, take in hindrances(shape, recipe, layout):
             yield f"layout.cuda_graphs=on {graph_does}: take {take}"
 
 
 def hindrances(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
-    """(what a graph does, and what of a plan clashes with it; what to take). No collective and no copy to the host
-    inside of a pass, nothing that the host decides in it, and gradients that are added up in one place."""
+    """Yield (what a graph does and the setting that clashes with it, the setting to use instead).
+
+    A captured pass has no collective, no copy to the host and no decision by the host. It adds gradients up in one
+    buffer.
+    """
     for key, (legal,) in CAPTURED.items():
         if (asked := getattr(layout, key)) != legal:
             how = "moves memory off it" if key == "offload" else "sends in it"
@@ -54,8 +59,7 @@ def hindrances(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tu
 
 
 def left_to_auto(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Why layout.cuda_graphs=auto is off, each of what a graph does: what none can hold, and what a device that is not
-    here may refuse."""
+    """Yield why layout.cuda_graphs=auto is off, as things that every graph, or some device, does."""
     if not can_be_compiled(shape, recipe.fake_quantize):
         yield "repeats launches, and matrices are made anew in each pass"
     if shape.moe is not None:
@@ -65,7 +69,7 @@ def left_to_auto(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[
 
 
 def policies(layout: Layout) -> tuple[Recompute, ...]:
-    """Those of its words of recompute whose passes can be captured, without dropout."""
+    """Return the recompute policies under which passes of this layout can be captured, without dropout."""
     acting = {word: replace(layout, recompute=word, offload="off").acting_recompute for word in RECOMPUTE}
     return tuple(word for word, acts in acting.items() if acts not in ATTENDS_AGAIN or layout.compile == "off")
 
@@ -75,20 +79,20 @@ def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
     for key, rate in dropout.items():
         if rate and layout.acting_recompute != "none":
             yield (
-                f"cannot set a random state back, as layout.recompute={layout.recompute} does for {key}={rate}",
+                f"cannot reset a random state, as layout.recompute={layout.recompute} does for {key}={rate}",
                 f"layout.recompute=none or {OFF}",
             )
             return
     hides = recipe.document_mask or any(shape.window_of(layer) for layer in range(shape.layers))
     if recipe.dropout and recipe.precision == "fp32" and hides:
         yield (
-            "cannot set a random state back, as fp32 attention over documents or windows does for "
+            "cannot reset a random state, as fp32 attention over documents or windows does for "
             f"recipe.dropout={recipe.dropout}",
             f"recipe.dropout=0, recipe.precision=bf16 or {OFF}",
         )
     if layout.recompute not in policies(layout):
         yield (
-            "cannot set a random state back, as compiled code does that makes attention again "
+            "cannot reset a random state, as compiled code does that recomputes attention "
             f"(layout.recompute={layout.recompute})",
             f"layout.recompute=none, layout.compile=off or {OFF}",
         )

@@ -1,19 +1,19 @@
-"""Chat formats by name: what `data.template` takes beside `auto` and a file."""
+"""Chat formats by name: values of `data.template` besides `auto` and a file."""
 
 from dataclasses import dataclass
 from typing import Final
 
 EOS: Final = "eos_token"
-"""In place of a token: the tokenizer's own end of text."""
+"""Stand-in for the tokenizer's own end-of-text token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFormat:
-    """One format. Its template is `file` in meshwright/data/templates."""
+    """One format. `file` is its template in meshwright/data/templates."""
 
     file: str
     turn_end: str
-    """The token that ends an answer, or EOS."""
+    """Token that ends an answer, or EOS."""
     tokens: tuple[str, ...] = ()
     """Other tokens that the vocabulary must have, each as one id."""
 
@@ -34,4 +34,4 @@ CHAT_FORMATS: Final = {
         file="deepseek-v3.jinja", turn_end=EOS, tokens=("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>")
     ),
 }
-"""Name -> format. The models of each are in docs/tuning.md."""
+"""Name -> format. docs/tuning.md lists the models of each."""

@@ -1,4 +1,4 @@
-"""Cluster: what the plan runs on. Peaks and measured ceilings stand side by side; every number carries its source."""
+"""Cluster: the hardware of a plan. Peaks and measured ceilings stand side by side, each with its source."""
 
 import math
 from dataclasses import dataclass
@@ -6,78 +6,80 @@ from dataclasses import dataclass
 from meshwright.spec.errors import PlanError
 
 CORES = " cores"
-"""How the name of a machine's own processor ends, as `calibrate` writes it."""
+"""Suffix that `calibrate` gives to the name of a machine's own processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One chip. Zero = not known; nothing is derived from an unknown number."""
+    """One chip. 0 = unknown: nothing is derived from an unknown number."""
 
     name: str
-    """What reports call it."""
+    """Name in reports."""
     memory_bytes: int = 0
-    """Of the chips; what a program can have is less by what the driver keeps."""
+    """Memory of the chip. The driver takes a part of it."""
     bf16_flop_per_s: float = 0.0
-    """Datasheet, dense."""
+    """Data sheet peak of dense bf16 products."""
     bf16_matmul_flop_per_s: float = 0.0
-    """Best measured matrix product."""
+    """Best measured bf16 matrix product."""
     fp16_flop_per_s: float = 0.0
-    """Datasheet, dense, of a device without bf16 products (before Ampere); elsewhere it is that of bf16."""
+    """Data sheet peak of dense fp16 products, for devices without bf16 (before Ampere). Elsewhere it equals that of
+    bf16."""
     fp16_matmul_flop_per_s: float = 0.0
-    """Best measured matrix product."""
+    """Best measured fp16 matrix product."""
     fp8_flop_per_s: float = 0.0
-    """Datasheet, dense."""
+    """Data sheet peak of dense fp8 products."""
     fp8_matmul_flop_per_s: float = 0.0
-    """Best measured matrix product."""
+    """Best measured fp8 matrix product."""
     memory_bytes_per_s: float = 0.0
-    """Reading or writing its own memory."""
+    """Bandwidth of its own memory, reading or writing."""
     link_bytes_per_s: float = 0.0
-    """To neighbours in the same node, one direction."""
+    """Bandwidth to neighbours in the same node, one direction."""
     network_bytes_per_s: float = 0.0
-    """To other nodes, per device, one direction."""
+    """Bandwidth to other nodes, per device, one direction."""
     host_bytes_per_s: float = 0.0
-    """To or from the memory of its host, one direction."""
+    """Bandwidth to or from the memory of its host, one direction."""
     watts: float = 0.0
-    """Datasheet: the most that the board draws, without its host's part."""
+    """Data sheet maximum of the board power, without a share of the host."""
     watts_source: str = ""
-    """Where that stands."""
+    """Source of the power figure."""
     source: str = ""
-    """Where the numbers stand."""
+    """Source of the other figures."""
     certainty: str = ""
-    """Which of them were read there, recalled or measured."""
+    """Origin of the figures: read from the source, recalled or measured."""
     plan_only: str = ""
-    """Why no run of the engine can be on it, as a sentence without its end; empty where one can."""
+    """Reason why the engine cannot run on it, without a final period. Empty = it can."""
 
     def __post_init__(self) -> None:
         for field in self.__dataclass_fields__:
-            value = getattr(self, field)
-            if not isinstance(value, str) and not 0 <= value < math.inf:
-                raise PlanError(f"cluster.device.{field}={value} must be a number of 0 (not known) or more")
+            number = getattr(self, field)
+            if not isinstance(number, str) and not 0 <= number < math.inf:
+                raise PlanError(f"cluster.device.{field}={number} must be a number of 0 (not known) or more")
 
     @property
     def half_flop_per_s(self) -> float:
-        """Datasheet, dense, of 16-bit products: bf16, or fp16 where it has no others."""
+        """Data sheet peak of dense 16-bit products: bf16, or fp16 on devices without bf16."""
         return self.bf16_flop_per_s or self.fp16_flop_per_s
 
     @property
     def half_matmul_flop_per_s(self) -> float:
-        """The same of the best product that was measured."""
+        """Best measured 16-bit matrix product: bf16, or fp16 on devices without bf16."""
         return self.bf16_matmul_flop_per_s if self.bf16_flop_per_s else self.fp16_matmul_flop_per_s
 
     @property
     def is_gpu(self) -> bool:
-        """Whether a program on it runs a GPU's kernels: its peak is known, and `calibrate` did not measure it as the
-        cores of a machine. Planner and dry run ask here."""
+        """Device runs GPU kernels: its peak is known, and it is not a processor measured by `calibrate`."""
         return self.half_flop_per_s > 0 and not self.name.endswith(CORES)
 
     @property
     def runs_triton(self) -> bool:
-        """Whether the kernels of this package run on it, as kernels/chooser.py finds out there: on NVIDIA's from Ampere
-        on, the first with bf16. Names of AMD's begin alike."""
+        """Device runs this package's Triton kernels: NVIDIA from Ampere on, the first generation with bf16.
+
+        This repeats for a plan the decision of kernels/chooser.py at run time. AMD's names share a prefix.
+        """
         return self.is_gpu and self.bf16_flop_per_s > 0 and not self.name.startswith(("MI", "AMD"))
 
     def without(self, precision: str) -> str:
-        """Why products of this recipe.precision are not planned on it; empty where they are."""
+        """Return why products of this recipe.precision are not planned on the device. Empty = they are."""
         if precision != "bf16" or self.bf16_flop_per_s or not self.fp16_flop_per_s:
             return ""
         return (
@@ -92,7 +94,7 @@ class Cluster:
     device: Device = Device(name="local")
     """Name of a known device, or its figures."""
     devices_per_node: int = 1
-    """Chips of one host."""
+    """Devices per host."""
     nodes: int = 1
     """Hosts."""
 
@@ -104,5 +106,5 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of chips."""
+        """Total number of devices."""
         return self.devices_per_node * self.nodes

@@ -1,16 +1,16 @@
-"""What can go wrong, as a tree; each carries the exit code of the command line.
+"""Tree of errors. Each carries the exit code of the command line.
 
 MeshwrightError                 2
 ├── PlanError                   a plan file, an override, an unknown or impossible value
-│   ├── ArgumentError           an argument of a Python function, which it names; the command line says its option
+│   ├── ArgumentError           an argument of a Python function, named in it; the command line names its option
 │   └── IllegalLayout           a layout that breaks a rule: rule, clashing numbers, nearest legal change
 ├── DataError                   text, tokenizer or token cache
-│   └── MalformedRowError       a row that is at fault by itself, whatever the tokenizer and its template
+│   └── MalformedRowError       a row that is malformed under any tokenizer and template
 ├── CheckpointError             missing, foreign or newer checkpoint
-│   └── DamagedCheckpoint       not whole: passed over where the choice is ours, refused where it was named
+│   └── DamagedCheckpoint       incomplete: skipped when Meshwright chooses, refused when the user named it
 ├── HubError                    a Hugging Face directory that cannot be read or written
 ├── RunError                    a run folder that is taken, missing or damaged
-│   └── NonFiniteLoss           the loss or the gradient is no number any more
+│   └── NonFiniteLoss           the loss or the gradient is not a number any more
 ├── DoesNotFit                  3  no legal layout, or not enough memory
 ├── OutsideTolerance            4  a comparison beyond its bar
 └── UnsafeCommunication         4  ranks that could wait for each other, or disagree on what they exchange
@@ -20,11 +20,11 @@ A message is one line: what is wrong, where, and what to do.
 
 
 class MeshwrightError(Exception):
-    """Base of every error a user can cause and mend."""
+    """Base of all errors that a user can cause and fix."""
 
     exit_code = 2
-    said_elsewhere = False
-    """Another rank says it: this one ends with the same exit code and no words."""
+    reported_elsewhere = False
+    """Another rank prints the message. This rank exits silently with the same code."""
 
 
 class PlanError(MeshwrightError):
@@ -32,7 +32,7 @@ class PlanError(MeshwrightError):
 
 
 class ArgumentError(PlanError):
-    """An argument that makes no sense, or is of another type."""
+    """An argument with an impossible value or of another type."""
 
 
 class IllegalLayout(PlanError):
@@ -44,7 +44,7 @@ class DataError(MeshwrightError):
 
 
 class MalformedRowError(DataError):
-    """A row that is at fault by itself: data.malformed says what becomes of it."""
+    """A row that is malformed by itself. data.malformed decides its fate."""
 
 
 class CheckpointError(MeshwrightError):
@@ -52,7 +52,7 @@ class CheckpointError(MeshwrightError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not what was once committed: a file missing, truncated or changed, or no COMMIT."""
+    """A checkpoint that differs from what was committed: a file missing, truncated or changed, or no COMMIT."""
 
 
 class HubError(MeshwrightError):
@@ -72,13 +72,13 @@ class DoesNotFit(MeshwrightError):
 
     exit_code = 3
     answer: object = None
-    """What was found all the same, as the nearest layout; None = nothing."""
+    """Partial answer, such as the nearest layout. None = nothing."""
     document: dict[str, object] | None = None
-    """The same as the JSON document of the verb."""
+    """The same answer as the JSON document of the verb."""
 
 
 class OutsideTolerance(MeshwrightError):
-    """A comparison that ended beyond its bar."""
+    """A comparison beyond its bar."""
 
     exit_code = 4
 
@@ -90,17 +90,19 @@ class UnsafeCommunication(MeshwrightError):
 
 
 def printable(text: str) -> str:
-    """A user's words in a sentence of one line: as they are, or with escapes where a terminal would act on them."""
+    """Return a user's words for a one-line message, escaped where a terminal would act on them."""
     return text if text.isprintable() else ascii(text)
 
 
 FULL = ("can't allocate memory", "Unable to allocate")
-"""What torch's and numpy's allocators say, also of another process."""
+"""Messages of torch's and numpy's allocators, also from another process."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. torch's own class is known by name, so that this file needs no torch; CPU allocators have
-    a message alone."""
+    """Return whether an error means that memory ran out.
+
+    torch's own class is recognized by name, to avoid importing torch here. CPU allocators raise a RuntimeError.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)

@@ -1,4 +1,4 @@
-"""Packages that an extra of this one installs: `pip install 'meshwright[serve]'`."""
+"""Optional packages that this package's extras install: `pip install 'meshwright[serve]'`."""
 
 import sys
 from importlib.util import find_spec
@@ -10,18 +10,21 @@ EXTRAS = {
     "gemlite": ("gemlite",), "grammar": ("llguidance",), "eval": ("lm_eval",),
     "serve": ("prometheus_client", "starlette", "uvicorn"), "tensorboard": ("tensorboard",), "wandb": ("wandb",),
 }  # fmt: skip
-"""Extra -> its packages as they are imported; pyproject.toml says which versions."""
+"""Extra -> names of its packages when imported. pyproject.toml has their versions."""
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra."""
+    """Return the command that installs an extra."""
     return f"pip install 'meshwright[{extra}]'"
 
 
 def require(extra: str, user: str, otherwise: str = "", error: type[MeshwrightError] = PlanError) -> None:
-    """Refuse to go on without the packages of an extra.
+    """Raise `error` unless the packages of an extra are installed.
 
-    `user`: what needs them; `otherwise`: what to do without, as ", or take rows()"; `error`: what is raised.
+    Args:
+        user: Subject of the message: the part that needs them.
+        otherwise: An alternative, such as ", or take rows()".
+        error: Class of the error.
     """
     for package in EXTRAS[extra]:
         if not _is_importable(package):
@@ -29,7 +32,6 @@ def require(extra: str, user: str, otherwise: str = "", error: type[MeshwrightEr
 
 
 def _is_importable(package: str) -> bool:
-    """Whether a package can be imported; one that has been is not looked for again."""
     if package in sys.modules:
         return sys.modules[package] is not None
     return find_spec(package) is not None

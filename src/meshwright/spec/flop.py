@@ -1,8 +1,9 @@
-"""FLOP of a model, counted per token from the shape. Read by the trainer's MFU and by the planner.
+"""FLOP of a model per token, counted from its shape. Used by the trainer's MFU and by the planner.
 
-A multiply-add is 2 FLOP. Every weight matrix but the input embedding meets each token once forward (2 FLOP a weight)
-and twice backward, a frozen one once; attention multiplies each query with every key it may see, and the weights with
-the values. Norms, activations and the softmax are left out (below 1 %), as every published MFU does.
+A multiply-add is 2 FLOP. Every weight matrix except the input embedding meets each token once in the forward pass (2
+FLOP per weight) and twice in the backward pass, a frozen one once. Attention multiplies each query with every key that
+it may see, and the weights with the values. Norms, activations and softmax (below 1 %) are omitted, as in every
+published MFU.
 """
 
 from dataclasses import dataclass
@@ -13,39 +14,41 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFlop:
-    """FLOP of one token: forward pass only; training takes three times as much (forward 1, backward 2), but for
-    gradients of frozen weights."""
+    """FLOP of one token in the forward pass. Training takes three times as much, minus frozen weights' gradients."""
 
     layers: float
     """Matrix products inside the layers."""
     head: float
     """Product with the head."""
     attention: float
-    """Queries with keys, weights with values."""
+    """Products of queries with keys and of weights with values."""
     frozen: float = 0.0
-    """Of `layers` and `head`, products with weights that are not trained."""
+    """Part of `layers` and `head` whose weights are not trained."""
 
     @property
     def forward(self) -> float:
-        """All of the forward pass."""
+        """The whole forward pass."""
         return self.layers + self.head + self.attention
 
     @property
     def training(self) -> float:
-        """Forward and backward, nothing recomputed: what MFU counts."""
+        """Forward and backward pass without recomputation, as MFU counts."""
         return 3 * self.forward - self.frozen
 
     def hardware(self, recompute: str, share: float = 1.0) -> float:
-        """With what recomputation adds, as HFU counts: full = the layers again, selective = the attention core.
-        `share`: of the layers, those that recompute."""
+        """Return the FLOP with recomputation, as HFU counts.
+
+        Policy full repeats the layers and selective the attention core. `share` is the share of layers that recompute.
+        """
         layers = self.layers if recompute in ("full", "all-but-attention") else 0.0
         return self.training + share * (layers + (self.attention if recompute in ("full", "selective") else 0.0))
 
 
 def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
-    """FLOP per token at a sequence length; `causal` counts only the keys a query may see (on average half), else all.
+    """Return the FLOP per token at a sequence length.
 
-    Of routed experts only top_k count. Conventions of other tools: docs/notation.md.
+    With `causal` only the visible keys count (half of them on average), else all. Of routed experts only top_k count.
+    Conventions of other tools: docs/notation.md.
     """
     share = shape.moe.top_k / shape.moe.experts if shape.moe else 1.0
     head = 2.0 * shape.vocab * shape.hidden
@@ -60,8 +63,11 @@ def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
 
 
 def _attention_flop(shape: ModelShape, layer: int, sequence: int, causal: bool) -> float:
-    """2 H (E_qk + E_v) per key seen; full: S keys. Causal: S/2 (rounded from (S + 1)/2), less with a window. Linear
-    attention: the products of its chunks, at any length."""
+    """Return 2 H (E_qk + E_v) per visible key, with S keys in full attention.
+
+    Causal attention sees S/2 (rounded from (S + 1)/2), fewer with a window. Linear attention counts the products of its
+    chunks, at any length.
+    """
     linear = shape.linear_of(layer)
     if linear is not None:
         return linear.token_flop

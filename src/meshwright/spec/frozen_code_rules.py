@@ -1,5 +1,8 @@
-"""Where frozen matrices can be codes and scales (model.lora.base): restored for each product, cut as numbers are by
-tensor and expert parallelism, and shared by ZeRO-3 (spec/code_cuts.py)."""
+"""Rules for frozen matrices held as codes and scales (model.lora.base).
+
+They are restored for each product, cut like numbers by tensor and expert parallelism, and sharded by ZeRO-3
+(spec/code_cuts.py).
+"""
 
 from collections.abc import Iterator
 
@@ -10,18 +13,21 @@ from meshwright.spec.shape import ModelShape
 
 
 def holds_codes(shape: ModelShape) -> bool:
-    """Whether frozen matrices are codes and scales."""
+    """Return whether frozen matrices are codes and scales."""
     return shape.lora is not None and shape.lora.base != SAME
 
 
 def shares_codes(layout: Layout) -> bool:
-    """Whether data-parallel ranks share codes: where ZeRO gathers weights for each pass and frees them behind it. Where
-    weights stay whole within a step (ZeRO 1 and 2, a pipeline), a share would stand beside the whole."""
+    """Return whether data-parallel ranks shard the codes.
+
+    Only ZeRO-3 without a pipeline does, which gathers weights for each pass and frees them afterwards. If weights stay
+    whole within a step (ZeRO 1 and 2, a pipeline), a shard would only be stored in addition.
+    """
     return layout.zero == 3 and layout.pp == 1
 
 
 def frozen_code_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Why codes cannot be laid out so; nothing where there are none."""
+    """Yield why this layout or recipe cannot hold frozen matrices as codes."""
     if shape.lora is None or not holds_codes(shape):
         return
     base = f"model.lora.base={shape.lora.base}"

@@ -1,7 +1,7 @@
-"""Which tensors of a GGUF file have which type, by the names that llama.cpp's own quantizer has for it.
+"""Tensor types of a GGUF file, by the scheme names of llama.cpp's quantizer.
 
-The rules are those of llama-quant.cpp, so that a file is as large as llama-quantize would make it: embedding and head
-are quantized, too, and tensors that lose most have more bits. Norms, biases and routers stay in fp32.
+The rules are those of llama-quant.cpp, so a file is as large as one from llama-quantize. Embedding and head are
+quantized too, and the most sensitive tensors get more bits. Norms, biases and routers stay in fp32.
 """
 
 import re
@@ -12,46 +12,46 @@ from meshwright.spec.block_types import BLOCK_TYPES
 from meshwright.spec.shape import ModelShape
 
 GGUF = "gguf"
-"""The word for the format."""
+"""Name of the format in options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFScheme:
-    """One name of llama.cpp's."""
+    """One of llama.cpp's schemes."""
 
     name: str
     about: str
     main: str
     """Type of most tensors."""
     file_type: int
-    """In the key general.file_type."""
+    """Number in the key general.file_type."""
     more: str = ""
-    """Type of tensors that lose most, in some layers."""
+    """Type of the most sensitive tensors in some layers."""
     expected_kl: tuple[float, float] = (0.0, 0.0)
-    """Nats per token between the model before and after: what is usual."""
+    """Usual range of the divergence from the original model, in nats per token."""
     max_kl: float = 0.1
 
     def kind_of(self, name: str, columns: int, shape: ModelShape) -> str:
-        """The type of a tensor by its name in the file, whose rows have so many numbers."""
-        wanted = self._wanted(name, columns, shape)
-        while not BLOCK_TYPES[wanted].holds(columns):
-            wanted = INSTEAD[wanted]
-        return wanted
+        """Return the type of a tensor by its name in the file and the length of its rows."""
+        kind = self._usual_kind(name, columns, shape)
+        while not BLOCK_TYPES[kind].holds(columns):
+            kind = INSTEAD[kind]
+        return kind
 
-    def _wanted(self, name: str, columns: int, shape: ModelShape) -> str:
+    def _usual_kind(self, name: str, columns: int, shape: ModelShape) -> str:
         part = name.removesuffix(".weight").rpartition(".")[2].removesuffix("_exps").replace("attn_qkv", "attn_v")
         if part == "output" or (shape.tied and part == "token_embd"):
             return "Q8_0" if self.main == "Q8_0" or not BLOCK_TYPES[self.main].holds(columns) else "Q6_K"
-        eight = shape.moe is not None and shape.moe.experts == EXPERTS_OF_MIXTRAL
+        is_mixtral = shape.moe is not None and shape.moe.experts == EXPERTS_OF_MIXTRAL
         layer = int(match.group(1)) if (match := re.match(r"blk\.(\d+)\.", name)) else 0
-        if part in ("attn_v", "attn_k") and eight:
+        if part in ("attn_v", "attn_k") and is_mixtral:
             return "Q8_0"
-        if part == "attn_output" and eight and self.main == "Q4_K":
+        if part == "attn_output" and is_mixtral and self.main == "Q4_K":
             return "Q5_K"
         if part in ("attn_v", "ffn_down") and self.more and self._has_more(part, layer, shape.layers):
             return self.more
-        large = shape.layers == LAYERS_OF_70B and shape.kv_heads < shape.heads
-        return "Q5_K" if part == "attn_v" and large and self.main == "Q4_K" else self.main
+        is_70b = shape.layers == LAYERS_OF_70B and shape.kv_heads < shape.heads
+        return "Q5_K" if part == "attn_v" and is_70b and self.main == "Q4_K" else self.main
 
     def _has_more(self, part: str, layer: int, layers: int) -> bool:
         if self.more == "Q5_K":
@@ -63,7 +63,7 @@ EXPERTS_OF_MIXTRAL, LAYERS_OF_70B = 8, 80
 INSTEAD: Mapping[str, str] = {
     "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "Q4_0": "F16", "Q5_0": "F16", "Q5_1": "F16", "Q8_0": "F16",
 }  # fmt: skip
-"""Of a type whose blocks do not fill a row."""
+"""Type -> replacement when its blocks do not fill a row."""
 GGUF_SCHEMES: Mapping[str, GGUFScheme] = {
     scheme.name: scheme
     for scheme in (
@@ -93,4 +93,4 @@ GGUF_SCHEMES: Mapping[str, GGUFScheme] = {
         ),
     )
 }  # fmt: skip
-"""By name. Ranges are of models between a million and eight billion parameters (docs/quantize.md)."""
+"""Schemes by name. Ranges hold for models of a million to eight billion parameters (docs/quantize.md)."""

@@ -1,14 +1,14 @@
-"""Which gradients of replicated parameters are summed over the ranks in one call (parallel/replicas.py)."""
+"""Buckets of gradients of replicated parameters: those that one all-reduce sums (parallel/replicas.py)."""
 
 from collections.abc import Iterable
 
 BUCKET_BYTES = 8 * 2**20
-"""Of a sum, from which on a bucket is full: blocks of small models are put together. Beside its bytes an all-reduce of
-Gloo costs processor time, of two processes on two cores half a millisecond (docs/decisions/0042)."""
+"""Size at which a bucket is full, so blocks of small models share one. Besides its bytes, an all-reduce of Gloo costs
+half a millisecond of processor time for two processes on two cores (docs/decisions/0042)."""
 
 
 def bucket_counts(sizes: Iterable[float]) -> list[int]:
-    """Units of each bucket, for bytes of the units in the order in which their gradients are made."""
+    """Return the number of units in each bucket, given the bytes of each unit in backward order."""
     counts, room = list[int](), 0.0
     for size in sizes:
         if room > 0:

@@ -1,31 +1,31 @@
-"""Sizes of the CUDA graphs of a serving engine: numbers of rows, and of positions that a row sees at most."""
+"""Sizes of the serving engine's CUDA graphs: number of rows, and most positions that a row sees."""
 
 SPLIT = 256
-"""Positions of a program of the kernel that attends row by row: enough programs for one row of 8,192 positions, and few
-bytes of parts beside keys."""
+"""Positions per program of the row-wise attention kernel. Small enough to occupy the GPU with one row of 8,192
+positions, large enough that partial results take little memory beside keys."""
 WIDEST = 256
-"""Of heads that this kernel takes; a model of wider ones has no graphs."""
+"""Widest heads that this kernel supports. Models with wider ones have no graphs."""
 FINE = 8
-"""Numbers of rows up to which are powers of two alone; above is one more between two of them."""
+"""Row counts up to here are powers of two. Above, one more lies between two powers."""
 GRAPH_POOLS = 1.25
-"""Memory of the pool of all graphs, over that of the largest, which is captured first: smaller ones find room in what
-it has left, but for gaps."""
+"""Memory pool of all graphs, relative to the largest graph. That one is captured first, and smaller ones reuse its
+memory apart from gaps."""
 SPARSE = 4
-"""Times as many positions has the next number of them: what a row does not see costs a launch and no reading."""
+"""Ratio of successive position counts. A position that a row does not see costs a launch but no read."""
 
 
 def row_numbers(most: int) -> tuple[int, ...]:
-    """Numbers of rows that graphs have, for steps of at most so many: 1, 2, 4, 8, 12, 16, 24, 32 ..."""
-    found, size = list[int](), 1
+    """Return the row counts of graphs for steps of at most `most` rows: 1, 2, 4, 8, 12, 16, 24, 32 ..."""
+    counts, size = list[int](), 1
     while size < most:
-        found += [size] if size < FINE else [size, size + size // 2]
+        counts += [size] if size < FINE else [size, size + size // 2]
         size *= 2
-    return (*(one for one in found if one < most), most)
+    return (*(count for count in counts if count < most), most)
 
 
 def position_numbers(longest: int) -> tuple[int, ...]:
-    """Most positions that rows of a graph see, for sequences of at most so many."""
-    found = [SPLIT]
-    while found[-1] < longest:
-        found.append(min(found[-1] * SPARSE, -(-longest // SPLIT) * SPLIT))
-    return tuple(found)
+    """Return the position counts of graphs for sequences of at most `longest` positions."""
+    counts = [SPLIT]
+    while counts[-1] < longest:
+        counts.append(min(counts[-1] * SPARSE, -(-longest // SPLIT) * SPLIT))
+    return tuple(counts)

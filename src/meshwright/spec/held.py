@@ -1,7 +1,7 @@
-"""What a rank keeps of parameters, gradients and optimizer states: counted from shape, layout and precision alone.
+"""Memory of a rank for parameters, gradients and optimizer states, counted from shape, layout and precision alone.
 
 Two moments of a step are counted. "step" is between two micro-batches (under a pipeline: before the first stage's
-gradients are reduced), "update" is when the optimizer runs, after all reductions:
+gradients are reduced). "update" is when the optimizer runs, after all reductions:
 
     zero   step: parameters      gradients   update: parameters, gradients   always: masters, moments
     0      whole                 whole       whole                           whole
@@ -10,15 +10,14 @@ gradients are reduced), "update" is when the optimizer runs, after all reduction
     3      1 / n                 1 / n       1 / n                           1 / n
 
 n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
-rank's shard beside the whole copy ("shards"), which of 16-bit weights is their fp32 masters (`shards_are_masters`). It
-gives all ranks equally many rows: the last ones are padding. Experts fewer than n are cut inside instead
-(`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
-(docs/parallel.md).
+rank's shard beside the whole copy ("shards"). For 16-bit weights this shard is their fp32 masters
+(`shards_are_masters`). All ranks get equally many rows, the last ones padded. Experts fewer than n are cut inside
+instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 act as ZeRO 1 within the step (docs/parallel.md).
 
-Frozen matrices that are codes and scales (spec/lora.py) count as parameters. Ranks share them under ZeRO-3 without a
-pipeline (frozen_code_rules.shares_codes), else they are whole.
+Frozen matrices that are codes and scales (spec/lora.py) count as parameters. Ranks shard them under ZeRO-3 without a
+pipeline (frozen_code_rules.shares_codes). Otherwise they are whole.
 
-Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
+Gradients of 16-bit weights are 4 bytes wide when anything is added to them, and 2 otherwise
 (docs/decisions/0005-gradient-precision.md).
 """
 
@@ -42,13 +41,13 @@ PHASES: tuple[Phase, ...] = ("step", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementWidths:
-    """Bytes of an element of each kind."""
+    """Bytes per element of each kind."""
 
     parameter: int
     gradient: int
     master: int
     shard: int = 0
-    """Of a shard; 0 = a parameter's."""
+    """Bytes per element of a shard. 0 = as a parameter."""
 
 
 WIDTHS = {
@@ -56,8 +55,8 @@ WIDTHS = {
     "bf16": ElementWidths(parameter=2, gradient=2, master=4),
     "fp16": ElementWidths(parameter=2, gradient=2, master=4),
 }
-"""By recipe.precision. With moments in fp32 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4, 16 bytes a parameter either way; a gradient
-that is a sum is `gradient_bytes` wide. Moments: spec/optimizer_states.py."""
+"""Widths by recipe.precision. With fp32 moments a parameter takes 16 bytes either way: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4.
+A gradient that is a sum is `gradient_bytes` wide. Moments: spec/optimizer_states.py."""
 COUNTER_BYTES = 4
 TOKEN_BYTES = 16
 """A token and its target, int64."""
@@ -66,30 +65,32 @@ LATE = ("pp", "tp")
 
 
 def master_bytes(precision: str, storage: StateStorage) -> int:
-    """Bytes of an element of a master weight."""
+    """Return the bytes per element of a master weight."""
     return WIDTHS[precision].master if storage.masters else 0
 
 
 def shards_are_masters(precision: str, layout: Layout, storage: StateStorage, reduce_dtype: str = "fp32") -> bool:
-    """Whether the shards of 16-bit weights are their fp32 masters, which are rounded as they are gathered."""
+    """Return whether the shards of 16-bit weights are their fp32 masters, rounded when they are gathered."""
     return layout.zero > 0 and reduce_dtype == "fp32" and master_bytes(precision, storage) > 0
 
 
 def adds_gradients(layout: Layout, micro_batches: int) -> bool:
-    """Whether any gradient is a sum over several micro-batches, or over ranks that read other tokens with the same
-    parameters. Experts may lie on fewer ranks than the tp group that they borrow: those hold the same ones."""
+    """Return whether any gradient is a sum over micro-batches, or over ranks that read other tokens.
+
+    Experts may be spread over fewer ranks than the tp group that they borrow. The remaining ranks hold the same ones.
+    """
     return micro_batches > 1 or layout.dp * layout.cp > 1 or 1 < layout.ep < layout.tp
 
 
 def gradient_bytes(precision: str, layout: Layout, *, micro_batches: int = 1, reduce_dtype: str = "fp32") -> int:
-    """Bytes of an element of a gradient, for steps of at most so many micro-batches on a rank."""
+    """Return the bytes per element of a gradient, for steps of at most `micro_batches` on a rank."""
     wide = reduce_dtype == "fp32" and adds_gradients(layout, micro_batches)
     return 4 if wide else WIDTHS[precision].gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
-    """One parameter on one rank. `box`: what tensor and expert parallelism leave; `ranks` share that under ZeRO."""
+    """One parameter on one rank: the box that tensor and expert parallelism leave, which `ranks` share under ZeRO."""
 
     parameter: Parameter
     box: Box
@@ -98,58 +99,60 @@ class HeldParameter:
 
     @property
     def code_bytes(self) -> int:
-        """Of its codes and scales, where it is held as such."""
+        """Bytes of its codes and scales, if it is quantized."""
         return bytes_of_codes(self.parameter.scheme, self.box, self.ranks)
 
     @property
-    def own_box(self) -> Box:
-        """What is this rank's to update."""
+    def owned_box(self) -> Box:
+        """Part that this rank updates."""
         return shard(self.box, self.ranks, self.index)
 
     @property
-    def own(self) -> int:
-        """Elements of it."""
-        return self.own_box.numel
+    def owned(self) -> int:
+        """Elements that this rank updates."""
+        return self.owned_box.numel
 
     @property
     def padded(self) -> int:
-        """Elements of a shard, the same on every rank: that of the first, who has no less than the others."""
+        """Elements of a shard with its padding, equal on all ranks: those of the first rank."""
         return shard(self.box, self.ranks, 0).numel
 
 
 def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
-    """Every parameter that a rank holds any part of, once: a tied head's matrix also where the last stage is."""
+    """List every parameter that a rank holds any part of. A tied head's matrix is also on the last stage."""
     return held_of(parameters_of(shape, layout, rank), shape, layout, rank)
 
 
-def held_of(some: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
-    """Of some of its parameters."""
-    found = boxes_of(some, shape, layout, rank)
-    place = place_of(layout, rank)
-    sharers = (layout.dp_shard * layout.cp, place["dp_shard"] * layout.cp + place["cp"])
-    _, at, same = expert_place(layout, rank)
-    expert_sharers = (same, at) if layout.ep > 1 else sharers
-    result = []
-    for parameter in some:
+def held_of(selected: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
+    """List the selected parameters as a rank holds them."""
+    held_boxes = boxes_of(selected, shape, layout, rank)
+    coordinates = place_of(layout, rank)
+    sharers = (layout.dp_shard * layout.cp, coordinates["dp_shard"] * layout.cp + coordinates["cp"])
+    _, expert_index, copies = expert_place(layout, rank)
+    expert_sharers = (copies, expert_index) if layout.ep > 1 else sharers
+    held_parameters = []
+    for parameter in selected:
         ranks, index = expert_sharers if parameter.group == "expert" else sharers
         shared = shares_codes(layout) if parameter.scheme else layout.zero > 0
         ranks, index = (ranks, index) if shared else (1, 0)
-        result.append(HeldParameter(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
-    return result
+        held_parameters.append(
+            HeldParameter(parameter=parameter, box=held_boxes[parameter.name], ranks=ranks, index=index)
+        )
+    return held_parameters
 
 
 def parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
-    """Of a rank's stages; the last of a pipeline has a tied head's matrix, too."""
-    own, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
-    layers = {layer for stage in own for layer in ranges[stage]}
-    first, last = 0 in own, len(ranges) - 1 in own
+    """List the parameters of a rank's stages. The last stage also has a tied head's matrix."""
+    stages, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
+    layers = {layer for stage in stages for layer in ranges[stage]}
+    first, last = 0 in stages, len(ranges) - 1 in stages
     outside = {"embedding"} if first else set()
     outside |= {"norm", "head"} if last else set()
     return [
-        one
-        for one in parameters(shape)
-        if (one.layer in layers if one.layer >= 0 else one.group in outside)
-        or (one.name == "embed.weight" and shape.tied and last)
+        parameter
+        for parameter in parameters(shape)
+        if (parameter.layer in layers if parameter.layer >= 0 else parameter.group in outside)
+        or (parameter.name == "embed.weight" and shape.tied and last)
     ]
 
 
@@ -162,34 +165,32 @@ class Common:
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     partial: bool
-    """Whether each rank's gradient is only its part: the gradient is the sum over `ranks`."""
+    """Each rank's gradient is only a part: the whole gradient is the sum over `ranks`."""
 
     @property
     def late(self) -> bool:
-        """Whether that sum is left once data parallelism has taken its own."""
+        """The sum over `ranks` remains to be taken after data parallelism."""
         return self.partial and self.axis in LATE
 
 
 def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
-    """What a rank holds in common with others, and whose gradients must be summed: each sum once, along each axis.
-
-    Read by the engine (the sums, the gradient norm, the comparison of replicas) and the planner (their bytes).
-    """
-    found: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
-    ends, place = _tied_ends(shape, layout, rank), place_of(layout, rank)
+    """Return the parameters that a rank holds in common with others, each sum of gradients once per axis."""
+    # Grouped by ranks, so that each sum is one call for many parameters.
+    groups: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
+    ends, coordinates = _tied_ends(shape, layout, rank), place_of(layout, rank)
     for parameter in parameters_of(shape, layout, rank):
         if parameter.scheme:  # no parameter of the engine
             continue
         n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
-        first = rank - place["tp"] % n
+        first = rank - coordinates["tp"] % n
         for axis, ranks, partial in (
             ("pp", ends if parameter.name == "embed.weight" else (), True),
             ("tp", tuple(range(first, first + n)), parts > 1),
             (*_replicas(parameter, layout, rank), True),
         ):
             if len(ranks) > 1:
-                found.setdefault((axis, ranks, partial), []).append(parameter.name)
-    in_order = sorted(found.items(), key=lambda item: (*LATE, item[0][0]).index(item[0][0]))
+                groups.setdefault((axis, ranks, partial), []).append(parameter.name)
+    in_order = sorted(groups.items(), key=lambda group: (*LATE, group[0][0]).index(group[0][0]))
     return tuple(
         Common(axis=axis, ranks=ranks, names=tuple(names), partial=partial)
         for (axis, ranks, partial), names in in_order
@@ -197,7 +198,7 @@ def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
 
 
 def _replicas(parameter: Parameter, layout: Layout, rank: int) -> tuple[str, tuple[int, ...]]:
-    """Data-parallel ranks that hold the same elements, ZeRO's cut included."""
+    """Return (axis, data-parallel ranks that hold the same elements), with ZeRO's cut included."""
     if layout.zero:
         return "replicate", ranks_along(layout, ("dp_replicate",), rank)
     if layout.ep > 1 and parameter.group == "expert":
@@ -206,7 +207,7 @@ def _replicas(parameter: Parameter, layout: Layout, rank: int) -> tuple[str, tup
 
 
 def _tied_ends(shape: ModelShape, layout: Layout, rank: int) -> tuple[int, ...]:
-    """The first and the last rank of this rank's pipeline, where both hold a tied head's matrix and this is one."""
+    """Return the first and last rank of this pipeline when both hold a tied matrix and this rank is one of them."""
     if not shape.tied or layout.pp == 1:
         return ()
     places, pipeline = stage_rank(layout.schedule, layout.pp, layout.vp), ranks_along(layout, ("pp",), rank)
@@ -224,63 +225,67 @@ def memory(
     reduce_dtype: str = "fp32",
     storage: StateStorage = FP32_STATES,
 ) -> dict[Phase, dict[str, int]]:
-    """Bytes by phase ("step" and "update") and kind (ledger.STATES), for one rank. Kinds with nothing are left out.
-
-    `micro_batches`: the most of a step on one rank, `Plan.micro_batches`; `reduce_dtype` and `storage`: the recipe's.
-    """
+    """Return the bytes of one rank by phase ("step" and "update") and kind (ledger.STATES), without empty kinds."""
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
     if shards_are_masters(precision, layout, storage, reduce_dtype):
         width = replace(width, master=0, shard=width.master)
-    found = held(shape, layout, rank)
-    moments = sum(moment_bytes(one, storage) for one in found)
+    held_parameters = held(shape, layout, rank)
+    moments = sum(moment_bytes(held_parameter, storage) for held_parameter in held_parameters)
     return {
-        phase: {kind: size for kind, size in _sizes(found, layout, phase, width, moments).items() if size}
+        phase: {kind: size for kind, size in _sizes(held_parameters, layout, phase, width, moments).items() if size}
         for phase in PHASES
     }
 
 
-def moment_bytes(one: HeldParameter, storage: StateStorage) -> int:
-    """Of the moments of what a rank updates of a parameter; none of a frozen one."""
-    if not one.parameter.trained:
+def moment_bytes(held_parameter: HeldParameter, storage: StateStorage) -> int:
+    """Return the bytes of the moments of this rank's part. 0 for a frozen parameter."""
+    if not held_parameter.parameter.trained:
         return 0
-    return storage.of(one.parameter).nbytes(one.own_box.sizes)
+    return storage.format_of(held_parameter.parameter).nbytes(held_parameter.owned_box.sizes)
 
 
 def written_bytes(
     shape: ModelShape, layout: Layout, precision: str, rank: int = 0, *, storage: StateStorage = FP32_STATES
 ) -> int:
-    """Of trained weights and optimizer states, what a rank writes of a checkpoint: of equal pieces one rank writes
-    each, and all as much. Which one that is for a tensor decides torch; a rank may write a tensor more or less."""
+    """Return the bytes of weights and optimizer states that a rank writes to a checkpoint.
+
+    Identical pieces are written by one rank, and all ranks write equally much. torch decides which rank writes a
+    tensor, so the real number may differ by a tensor.
+    """
     bytes_each = WIDTHS[precision].parameter + master_bytes(precision, storage)
     ranks, total = layout.world // layout.pp, 0.0
-    for one in held(shape, layout, rank):
-        if not one.parameter.trained:
+    for held_parameter in held(shape, layout, rank):
+        if not held_parameter.parameter.trained:
             continue
-        copies = ranks * one.box.numel / one.parameter.numel / one.ranks
-        total += (one.own * bytes_each + moment_bytes(one, storage)) / max(1.0, copies)
+        copies = ranks * held_parameter.box.numel / held_parameter.parameter.numel / held_parameter.ranks
+        total += (held_parameter.owned * bytes_each + moment_bytes(held_parameter, storage)) / max(1.0, copies)
     return round(total)
 
 
 def _sizes(
-    found: list[HeldParameter], layout: Layout, phase: Phase, width: ElementWidths, moments: int
+    parts: list[HeldParameter], layout: Layout, phase: Phase, width: ElementWidths, moments: int
 ) -> dict[str, int]:
-    """Bytes of each kind. Weight gradients of a pipeline may come after the backward pass: nothing is reduced, and no
-    parameter put back into shards, before the stage's last one."""
-    codes = sum(one.code_bytes for one in found)
-    found = [one for one in found if not one.parameter.scheme]
+    """Return the bytes of each kind.
+
+    Weight gradients of a pipeline may follow the backward pass. Nothing is reduced and no parameter resharded before
+    the last gradient of the stage.
+    """
+    # Codes stay as they are in both moments. The rest depends on what ZeRO has gathered.
+    codes = sum(part.code_bytes for part in parts)
+    parts = [part for part in parts if not part.parameter.scheme]
     zero, late, inside = layout.zero, layout.pp > 1, phase == "step"
     whole = inside and zero > 0 and (zero < 3 or late)
     whole_gradients = zero == 0 or (inside and (zero == 1 or late))
-    trained = [one for one in found if one.parameter.trained]
-    padded, learns = sum(one.padded for one in found), sum(one.padded for one in trained)
+    trained = [part for part in parts if part.parameter.trained]
+    padded, learns = sum(part.padded for part in parts), sum(part.padded for part in trained)
     shards = learns * (width.shard or width.parameter) + (padded - learns) * width.parameter
-    gathered = sum(one.padded * one.ranks for one in found)
+    gathered = sum(part.padded * part.ranks for part in parts)
     return {
         "parameters": (gathered * width.parameter if whole else shards) + codes,
         "shards": shards if whole else 0,
-        "gradients": (sum(one.box.numel for one in trained) if whole_gradients else learns) * width.gradient,
-        "masters": sum(one.own for one in trained) * width.master,
+        "gradients": (sum(part.box.numel for part in trained) if whole_gradients else learns) * width.gradient,
+        "masters": sum(part.owned for part in trained) * width.master,
         "moments": moments,
         "counters": len(trained) * COUNTER_BYTES,
     }

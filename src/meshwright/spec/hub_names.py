@@ -1,4 +1,4 @@
-"""Names of models on the Hugging Face Hub, and paths of folders: which a missing one is, and what to do then."""
+"""Names of models on the Hugging Face Hub and paths of folders: tell them apart, and advise when a path is missing."""
 
 import re
 from difflib import get_close_matches
@@ -8,36 +8,39 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 LONGEST = 96
 """Characters that the hub allows in `ORG/NAME`."""
 FILES = (".yaml", ".yml", ".json", ".gguf", ".safetensors")
-"""Endings of files that people pass where they forget the leading `./`."""
+"""Endings of files whose leading `./` people forget."""
 FOLDERS = frozenset(
     ("adapters", "checkpoints", "ckpt", "ckpts", "configs", "data", "datasets", "experiments", "exports", "hf", "logs",
      "models", "out", "output", "outputs", "results", "run", "runs", "tmp", "weights")
 )  # fmt: skip
-"""First words of paths that people write for folders of their own."""
+"""Usual first words of paths to own folders."""
 LISTED = 3
-"""Neighbours of a missing folder that are named."""
+"""Most neighbours of a missing folder that a message names."""
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Return whether a name could be `ORG/NAME` of the hub: one slash, no file's ending, no usual folder in front."""
+    """Return whether a name could be `ORG/NAME` of the hub: one slash, no file ending, no usual folder in front."""
     if len(name) > LONGEST or HUB_NAME.fullmatch(name) is None or Path(name).suffix in FILES:
         return False
     return name.partition("/")[0].lower() not in FOLDERS
 
 
 def missing(name: str, instead: str, argument: str = "") -> str:
-    """Say that a path does not exist, what to give `instead`, and then how to download a model of that name, or else
-    what lies beside the path. `argument`: the one that named it, as `model=`."""
+    """Return the message for a path that does not exist: what to give `instead`, and where the model may be.
+
+    It ends with the command that downloads a model of that name, or else with the neighbours of the path. `argument` is
+    the one that named the path, such as `model=`.
+    """
     return f"{argument}{name} does not exist: give {instead}{whereabouts(name, argument)}"
 
 
 def whereabouts(name: str, argument: str = "") -> str:
-    """What `missing` says at its end; `argument`: the one that takes a model."""
+    """Return the end of the message of `missing`. `argument` is the one that takes a model."""
     return download_hint(name, argument) or _beside(Path(name))
 
 
 def shape_alone(name: str, preset: str) -> list[str]:
-    """A note for a name of the hub that stands for a preset: its weights are not downloaded."""
+    """Return a note that a hub name stands for a preset, whose weights are not downloaded."""
     note = f"model={name} is the shape of {preset}: weights are drawn anew; for those of the hub give model=FOLDER"
     return [note] if looks_like_hub_name(name) else []
 
@@ -55,13 +58,12 @@ def _beside(path: Path) -> str:
 
 
 def download_command(name: str, file: str = "") -> str:
-    """The command that puts a model of the hub, or one file of it, into a folder of its own name."""
+    """Return the command that downloads a model, or one file of it, into a folder of its own name."""
     return " ".join(("hf download", name, *((file,) if file else ()), "--local-dir", name.rpartition("/")[2]))
 
 
 def download_hint(name: str, argument: str = "") -> str:
-    """A sentence for a model that does not exist here but has a name as on the hub; otherwise empty. `argument`: the
-    one that takes it, as `model=`."""
+    """Return how to download a model whose missing path looks like a name of the hub. Empty = it does not."""
     owner = Path(name.partition("/")[0])
     # A folder with models in it may be named after their owner, as downloads of several are.
     is_local = owner.is_dir() and not any(owner.glob("*/config.json"))

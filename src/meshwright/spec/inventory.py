@@ -1,13 +1,11 @@
 """Inventory: every parameter of a shape, with its logical dims and, per dim, the mesh axis that shards it.
 
-Read by the model (which parameters it must have), the planner (bytes on a rank), the engine (which slice a rank owns),
-the checkpoint (resharding) and the dry run (which row a storage belongs to). Dim letters: docs/notation.md.
-Axis rule: `tp` splits heads, ffn and vocab; `ep` splits experts; `""` = whole on every tp rank. What ZeRO
-splits of the rest is not written here: dim 0, or inside experts that are too few (`boxes.sharded_dim`).
+Readers are the model (its parameters), the planner (bytes on a rank), the engine (slice of a rank), the checkpoint
+(resharding) and the dry run (owner of a storage). Dim letters: docs/notation.md. Axis rule: `tp` splits heads, ffn
+and vocab. `ep` splits experts. `""` = whole on every tp rank. ZeRO's cut of the rest follows `boxes.sharded_dim`.
 
-Also here, for the engine and the planner alike: which tp ranks hold the same part of a parameter (`tp_holders`), and
-which of them each have only a part of its gradient (`tp_parts`). `held.common` applies both to a rank. And which
-matrices Muon orthogonalizes (`Parameter.matrices`).
+Engine and planner also learn here which tp ranks hold the same part of a parameter (`tp_holders`), and which have only
+a part of its gradient (`tp_parts`). `held.common` applies both to a rank. `Parameter.matrices` are those for Muon.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +21,12 @@ from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 T = TypeVar("T")
 HIDDEN = ("attention", "mlp", "expert")
-"""Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
-each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""
+"""Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row per
+token, a router one per expert: these rows are independent vectors, and AdamW updates them."""
 PREDICTOR = "predictors."
-"""What the names of modules for further tokens begin with. They lie behind the last layer."""
+"""Name prefix of the modules that predict further tokens. They follow the last layer."""
 ADAPTER_DIM = "J"
-"""The rank of an adapter."""
+"""Dim letter of the rank of an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +40,17 @@ class Parameter:
     group: str
     """embedding, attention, mlp, router, expert, norm or head."""
     layer: int = -1
-    """-1 = outside the layers."""
+    """Layer, counted from 0. -1 = outside the layers."""
     inside: bool = False
-    """Read within attention, an MLP or a mixture of experts. There a tp rank computes with its own heads, columns or
+    """Used within attention, an MLP or a mixture of experts. A tp rank there computes with its own heads, columns or
     experts only, or adds the bias for all."""
     trained: bool = True
-    """Whether it has a gradient and optimizer states; False = frozen, beside adapters."""
+    """It has a gradient and optimizer states. False = frozen, beside adapters."""
     scheme: str = ""
-    """Of a frozen matrix that is held as codes and scales: the name in spec/quantization_schemes.py."""
+    """Name in spec/quantization_schemes.py of a frozen matrix that is held as codes and scales. Empty = plain
+    numbers."""
     adapts: str = ""
-    """Of an adapter's part: the name of the matrix beside which it stands."""
+    """Name of the matrix that this part of an adapter belongs to. Empty = not an adapter."""
 
     @property
     def numel(self) -> int:
@@ -60,13 +59,16 @@ class Parameter:
 
     @property
     def decays(self) -> bool:
-        """Weight decay applies to matrices only."""
+        """Weight decay applies: to matrices only."""
         return len(self.shape) > 1 and not self.name.endswith("_bias")
 
     @property
     def matrices(self) -> tuple[int, int, int] | None:
-        """(number, rows, columns) of the matrices that Muon orthogonalizes, each by itself: the parameter, or each of
-        a stack of experts. None = it is no hidden matrix, or a thin one of an adapter."""
+        """(number, rows, columns) of the matrices that Muon orthogonalizes one by one.
+
+        These are the parameter itself, or each expert of a stack. None = not a hidden matrix, or a thin one of an
+        adapter.
+        """
         if self.group not in HIDDEN or len(self.shape) < 2 or self.adapts or self.name.endswith("_bias"):
             return None
         return prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
@@ -74,30 +76,31 @@ class Parameter:
 
 @lru_cache(maxsize=64)
 def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """Every parameter, in the order of the forward pass, an adapter's behind its matrix. A tied head is the embedding
-    and not listed again."""
+    """Return every parameter in forward order, adapters behind their matrices. A tied head is not listed again."""
     if shape.lora is None:
         return _parameters(shape)
-    found: list[Parameter] = []
+    listed: list[Parameter] = []
     whole = shape.unbuilt.whole.split(",") if shape.unbuilt else ()
-    for one in _parameters(shape.base):
-        codes = shape.lora.scheme is not None and one.matrices is not None
-        found.append(replace(one, trained=False, scheme=shape.lora.base if codes else ""))
-        if one.inside and one.matrices is not None and shape.lora.adapts(one.name):
-            found += _adapter(one, shape.lora)
-        if one.group in whole and one.decays:
-            found.append(replace(one, name=one.name.replace(".weight", ".whole.weight")))
-        if one.group == "embedding" and shape.tied and "head" in whole:
-            found.append(replace(one, name="head.whole.weight", group="head"))
-    return tuple(found)
+    for parameter in _parameters(shape.base):
+        codes = shape.lora.scheme is not None and parameter.matrices is not None
+        listed.append(replace(parameter, trained=False, scheme=shape.lora.base if codes else ""))
+        if parameter.inside and parameter.matrices is not None and shape.lora.adapts(parameter.name):
+            listed += _adapter(parameter, shape.lora)
+        if parameter.group in whole and parameter.decays:
+            listed.append(replace(parameter, name=parameter.name.replace(".weight", ".whole.weight")))
+        if parameter.group == "embedding" and shape.tied and "head" in whole:
+            listed.append(replace(parameter, name="head.whole.weight", group="head"))
+    return tuple(listed)
 
 
-def _adapter(one: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
-    """A, B and, with DoRA, the lengths of the rows, beside a matrix or a stack of them. What the matrix splits its
-    inputs by splits A's, and what it splits its outputs by B's: each rank's sum is then its part of the whole."""
-    (*stack, out, into), (*axes, by_out, by_in) = one.shape, one.axes
-    *stacked, rows, columns = list(one.dims)
-    prefix = adapter_prefix(one.name)
+def _adapter(matrix: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
+    """Yield A, B and, with DoRA, the row lengths of the adapter of a matrix or of a stack of matrices.
+
+    A is split like the inputs of the matrix and B like its outputs, so each rank's sum is its part of the whole.
+    """
+    (*stack, out, into), (*axes, by_out, by_in) = matrix.shape, matrix.axes
+    *stacked, rows, columns = list(matrix.dims)
+    prefix = adapter_prefix(matrix.name)
     sizes: list[tuple[str, list[str], list[int], list[str]]] = [
         ("a", [*stacked, ADAPTER_DIM, columns], [*stack, lora.rank, into], [*axes, "", by_in]),
         ("b", [*stacked, rows, ADAPTER_DIM], [*stack, out, lora.rank], [*axes, by_out, ""]),
@@ -106,64 +109,65 @@ def _adapter(one: Parameter, lora: LoRAShape) -> Iterator[Parameter]:
         sizes.append(("magnitude", [rows], [out], [by_out]))
     for name, dims, shape, split in sizes:
         yield replace(
-            one, name=prefix + name, dims="".join(dims), shape=tuple(shape), axes=tuple(split), adapts=one.name
+            matrix, name=prefix + name, dims="".join(dims), shape=tuple(shape), axes=tuple(split), adapts=matrix.name
         )
 
 
 def adapter_prefix(name: str) -> str:
-    """What the names of an adapter's parts begin with: those beside a layer's weight, or beside a stack of experts."""
+    """Return the name prefix of an adapter's parts, beside a layer's weight or a stack of experts."""
     return name.removesuffix(".weight") + (".lora." if name.endswith(".weight") else "_lora.")
 
 
 def adapter_parts(name: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """Of a matrix, or a stack of them: its adapter's a, b and magnitude, where there are any."""
+    """Return the parts a, b and magnitude of a matrix's adapter that exist among the tensors."""
     named = {part: adapter_prefix(name) + part for part in ("a", "b", "magnitude")}
     return {part: tensors[full] for part, full in named.items() if full in tensors}
 
 
 def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    found = list(_embedding(shape))
+    listed = list(_embedding(shape))
     for layer in range(shape.layers):
         prefix = f"layers.{layer}."
-        found += _norm(shape, prefix + "attention_norm", layer)
+        listed += _norm(shape, prefix + "attention_norm", layer)
         if shape.unbuilt is not None and shape.unbuilt.block_norms == 4:
-            found += [
+            listed += [
                 *_norm(shape, prefix + "attention_out_norm", layer),
                 *_norm(shape, prefix + "mlp_out_norm", layer),
             ]
         attention = _linear_attention if shape.linear_of(layer) else _mla if shape.mla else _attention
-        found += attention(shape, prefix + "attention.", layer)
-        found += _norm(shape, prefix + "mlp_norm", layer)
+        listed += attention(shape, prefix + "attention.", layer)
+        listed += _norm(shape, prefix + "mlp_norm", layer)
         if shape.is_moe_layer(layer):
-            found += _moe(shape, prefix + "mlp.", layer)
+            listed += _moe(shape, prefix + "mlp.", layer)
         else:
-            found += _mlp(shape, prefix + "mlp.", layer, shape.ffn, shape.mlp_bias)
-    found += _norm(shape, "norm", -1)
+            listed += _mlp(shape, prefix + "mlp.", layer, shape.ffn, shape.mlp_bias)
+    listed += _norm(shape, "norm", -1)
     if not shape.tied:
-        found.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
+        listed.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
+    # Each further token has a module like the last block, with norms and a projection in front.
     for number in range(shape.unbuilt.predicts if shape.unbuilt else 0):
         last, prefix = f"layers.{shape.layers - 1}.", f"{PREDICTOR}{number}."
         for name in ("hidden_norm", "embedding_norm", "norm"):
-            found += _norm(shape, prefix + name, -1)
+            listed += _norm(shape, prefix + name, -1)
         size = (shape.hidden, 2 * shape.hidden)
-        found += _linear(prefix + "projection", "DF", size, "", "attention", -1, False)
-        block = [one for one in found if one.layer == shape.layers - 1]
-        found += [replace(one, name=prefix + one.name.removeprefix(last), layer=-1) for one in block]
-    return tuple(found)
+        listed += _linear(prefix + "projection", "DF", size, "", "attention", -1, False)
+        block = [parameter for parameter in listed if parameter.layer == shape.layers - 1]
+        listed += [replace(parameter, name=prefix + parameter.name.removeprefix(last), layer=-1) for parameter in block]
+    return tuple(listed)
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """N: all parameters, embeddings included, a tied head counted once."""
+    """Return N: all parameters, embeddings included, a tied head counted once."""
     return sum(p.numel for p in parameters(shape))
 
 
 def num_trained_parameters(shape: ModelShape) -> int:
-    """Those of them that are trained: all, or the adapters."""
+    """Return the number of trained parameters: all, or those of the adapters."""
     return sum(p.numel for p in parameters(shape) if p.trained)
 
 
 def num_active_parameters(shape: ModelShape) -> int:
-    """Parameters one token meets: of the routed experts only top_k."""
+    """Return the number of parameters that one token meets: of the routed experts only top_k."""
     if shape.moe is None:
         return num_parameters(shape)
     top_k, experts = shape.moe.top_k, shape.moe.experts
@@ -171,8 +175,11 @@ def num_active_parameters(shape: ModelShape) -> int:
 
 
 def tp_holders(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
-    """How many neighbouring tp ranks hold the same part of a parameter: all where tp splits none of its dims, some
-    where it splits heads that are fewer than the ranks, else one. Experts spread over ep have other holders: one."""
+    """Return the number of neighbouring tp ranks that hold the same part of a parameter.
+
+    These are all ranks if tp splits no dim, several if it splits heads that are fewer than the ranks, and otherwise
+    one. Experts spread over ep are held once.
+    """
     if layout.ep > 1 and "ep" in parameter.axes:
         return 1
     split = next((letter for letter, axis in zip(parameter.dims, parameter.axes, strict=True) if axis == "tp"), "")
@@ -181,8 +188,7 @@ def tp_holders(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
 
 
 def tp_parts(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
-    """Of how many neighbouring tp ranks the gradients must be summed, once, to make the gradient of what each of them
-    holds; 1 = a rank's own is whole.
+    """Return the number of neighbouring tp ranks whose gradients must be summed. 1 = each rank's gradient is whole.
 
     Inside attention and MLP each holder has the part of its own heads or columns. Elsewhere (norms between the blocks,
     learned positions) all holders compute the same, unless sp gives each a slice of the sequence.
@@ -193,7 +199,7 @@ def tp_parts(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
 def _matrix(
     name: str, dims: str, sizes: tuple[int, ...], split: str, group: str, layer: int, inside: bool = False
 ) -> Parameter:
-    """`split` names the dim letters that tp splits; X (experts) is always split by ep."""
+    """Return a matrix whose dim letters in `split` are split by tp. X (experts) is always split by ep."""
     axes = tuple("ep" if d == "X" else "tp" if d in split else "" for d in dims)
     return Parameter(name=name, dims=dims, shape=sizes, axes=axes, group=group, layer=layer, inside=inside)
 
@@ -201,7 +207,6 @@ def _matrix(
 def _linear(
     name: str, dims: str, sizes: tuple[int, int], split: str, group: str, layer: int, bias: bool
 ) -> Iterator[Parameter]:
-    """One of attention or MLP."""
     yield _matrix(name + ".weight", dims, sizes, split, group, layer, inside=True)
     if bias:
         yield _matrix(name + ".bias", dims[0], sizes[:1], split, group, layer, inside=True)
@@ -220,7 +225,7 @@ def _embedding(shape: ModelShape) -> Iterator[Parameter]:
 
 
 def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
-    """H: query heads times head_dim; K: key heads times head_dim."""
+    """Yield the parameters of plain attention. H = query heads times head_dim, K = key heads times head_dim."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield from _linear(prefix + "q", "HD", (queries, shape.hidden), "H", "attention", layer, shape.qkv_bias)
     yield from _linear(prefix + "k", "KD", (keys, shape.hidden), "K", "attention", layer, shape.qkv_bias)
@@ -246,8 +251,11 @@ def _unbuilt_attention(shape: ModelShape, parts: UnbuiltParts, prefix: str, laye
 
 
 def _linear_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
-    """P: rows of query and key heads; U: of value heads, and of all channels; M: value heads. Gated delta rule: as
-    transformers' Qwen3NextGatedDeltaNet. Decay: as its MiniMaxLightningAttention, with a norm over all heads."""
+    """Yield the parameters of linear attention.
+
+    P = rows of query and key heads, U = those of value heads or of all channels, M = value heads. The gated delta rule
+    follows transformers' Qwen3NextGatedDeltaNet, decay its MiniMaxLightningAttention with a norm over all heads.
+    """
     linear = shape.linear_of(layer)
     assert linear is not None
     for name, letter, size in (("q", "P", linear.keys), ("k", "P", linear.keys), ("v", "U", linear.values)):
@@ -268,7 +276,7 @@ def _linear_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Pa
 
 
 def _mla(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
-    """Low-rank queries (R) and keys-values (C); up-projections are split by head, down-projections are whole."""
+    """Yield the parameters of latent attention. Up-projections are split by head, down-projections (R, C) are whole."""
     mla = shape.mla
     assert mla is not None
     queries = shape.heads * (mla.nope_dim + mla.rope_dim)
@@ -295,10 +303,10 @@ def _mlp(shape: ModelShape, prefix: str, layer: int, ffn: int, bias: bool) -> It
 
 
 def _moe(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
-    """Experts are stacked along X. Layout as for F.linear: (out, in) per expert."""
+    """Yield router and experts, which are stacked along X. Each expert is (out, in), as for F.linear."""
     moe = shape.moe
     assert moe is not None
-    yield Parameter(
+    yield Parameter(  # whole on every rank: tokens choose among all experts
         name=prefix + "router.weight",
         dims="XD",
         shape=(moe.experts, shape.hidden),

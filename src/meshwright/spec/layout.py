@@ -1,5 +1,4 @@
-"""Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO, schedule, recomputation, kernels,
-saving."""
+"""Layout: all settings that must not change the loss curve, such as degrees, micro-batch, ZeRO and recomputation."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -15,33 +14,31 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 Recompute = Literal["none", "norms", "selective", "all-but-attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 OFFLOADED: tuple[Recompute, ...] = ("none", "norms", "full")
-"""Policies under which all that a block keeps can be moved to host memory; the others keep some of it by themselves."""
+"""Policies under which all that a block stores can move to host memory. The others keep a part on the device."""
 
 
 PIECED = 2**25
-"""Elements of a sequence's hidden states from which on sending half of them takes longer than starting another
-collective."""
+"""Elements of hidden states from which sending one half takes longer than starting another collective."""
 NEAR = 8
-"""Ranks of one node: between nodes starting a collective takes longer."""
+"""Ranks of one node. Between nodes, starting a collective takes longer."""
 EXPERT_PIECE = 2**24
-"""Elements of the rows that a rank sends to experts, of each piece at the least: sending less costs more to start than
-it hides."""
+"""Fewest elements of rows per piece that a rank sends to experts. Smaller pieces cost more to start than they hide."""
 EXPERT_PIECES = (4, 2, 1)
-"""How many there can be, where no layout says it. Between nodes two hide as much as more do: sending takes longer than
-the experts."""
+"""Possible numbers of pieces if the layout gives none. Between nodes two hide as much as more: sending takes longer
+than the experts."""
 NEAR_ROWS, FAR_ROWS = 0.4, 0.04
-"""Rows that an expert gets from other ranks, of its inner width, from which on pieces pay inside a node and between
-nodes: what they make of the gradients of its matrices is put together by a pass over memory."""
+"""Rows that an expert receives from other ranks, relative to its inner width, from which pieces pay within a node and
+between nodes. The gradients of the pieces are combined by an extra pass over memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a step is laid over devices. Every degree is declared here; 1 = not used."""
+    """Distribution of a step over devices. Every degree is declared here. 1 = not used."""
 
     dp_replicate: int = 1
-    """Data parallel: replicas that hold the same shards; auto = what the number of processes leaves."""
+    """Data parallel: replicas that hold the same shards; auto = as many as the number of processes allows."""
     dp_shard: int = 1
-    """Data parallel: ranks that share one replica (ZeRO, FSDP); auto = what the number of processes leaves."""
+    """Data parallel: ranks that share one replica (ZeRO, FSDP); auto = as many as the number of processes allows."""
     tp: int = 1
     """Tensor parallel: ranks that share every matrix."""
     cp: int = 1
@@ -55,46 +52,48 @@ class Layout:
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO stage over dp_shard: 1 shards optimizer states, 2 also gradients, 3 also parameters (FSDP)."""
     sp: bool = False
-    """Sequence-sharded norms and dropout between TP blocks."""
+    """Sequence parallel: norms and dropout between TP blocks are sharded along the sequence."""
     tp_chunks: int = 0
-    """Pieces in which sequences pass the products of TP blocks, so that the collectives of one run beside the products
-    of the next; 0 = 2 on a GPU, from 2**25 elements of hidden states on and for at most 8 ranks; else 1."""
+    """Pieces of a sequence that pass the products of TP blocks one by one, so that the collectives of one piece overlap
+    with the products of the next; 0 = 2 on a GPU, from 2**25 elements of hidden states on and for at most 8 ranks; else
+    1."""
     ep_chunks: int = 0
-    """Pieces in which tokens go to the experts of other ranks and back, each to an equal part of a rank's experts, so
-    that those of one compute while the next travels; 0 = 4 on a GPU for at most 8 ranks, 2 for more, of at least 2**24
-    elements each, where experts have rows enough and the schedule splits no backward pass; else 1."""
+    """Pieces of the tokens that travel to the experts of other ranks and back. Each is for an equal part of a rank's
+    experts, so that one computes while the next travels. 0 = on a GPU 4 for at most 8 ranks and 2 for more, of at least
+    2**24 elements each; else 1. It is also 1 where experts have few rows or the schedule splits backward passes."""
     context: Literal["ring", "all-gather"] = "ring"
-    """How context-parallel ranks see each other's keys: passed round in a ring while computing, or gathered first."""
+    """Exchange of keys among context-parallel ranks: passed around a ring while computing, or gathered first."""
     context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
     """Positions of a context-parallel rank: a chunk from the front and one from the back (zigzag), every cp-th one
     (striped), or one chunk. The first two give causal attention even work."""
     schedule: ScheduleName = "1f1b"
     """Order of the pipeline's forward and backward passes."""
     stages: tuple[int, ...] = ()
-    """Layers of each pipeline stage, from the embedding to the head; [] = even, both ends counting as a layer."""
+    """Layers of each pipeline stage, from the embedding to the head; [] = even, embedding and head counting as a layer
+    each."""
     micro_batch: int = 0
-    """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
+    """Sequences of one forward pass on one rank; 0 = the rank's whole share of the global batch."""
     recompute: Recompute = "none"
-    """What the backward pass makes again. norms: what norms make; selective: the attention core, where it stores its
-    S x S weights (kernels=reference), else nothing; all-but-attention: all but the attention core; full: all but layer
-    borders."""
+    """Activations that the backward pass recomputes. norms: outputs of norms; selective: the attention core if it
+    stores its S x S weights (kernels=reference), else nothing; all-but-attention: all but the attention core; full: all
+    but the inputs of layers."""
     recompute_layers: int = 0
-    """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
+    """Layers of each pipeline stage that recompute, counted from its first; the others store everything. 0 = all."""
     offload: Literal["off", "activations"] = "off"
-    """activations: what a block keeps for its backward pass is held in host memory, except for each stage's last
+    """activations: what a block stores for its backward pass is held in host memory, except for each stage's last
     block. With recompute none, norms and full."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of each block: auto = on a GPU, where the planner finds the whole run faster so, or where nothing
-    else fits."""
+    """torch.compile of each block: auto = on a GPU, where the planner predicts a faster run, or where nothing else
+    fits."""
     cuda_graphs: Literal["auto", "off", "on"] = "auto"
     """on: a micro-batch's forward and backward pass is captured as a CUDA graph and launched in one call, for models
     whose kernels are shorter than their launches. On GPUs with data parallelism alone (zero=0). auto = where the
-    planner finds steps faster so by a twentieth."""
+    planner predicts steps at least a twentieth faster."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
     """auto = Triton's where they are better, on a GPU; eager = torch's own operations; triton = Triton's wherever they
-    can run; reference = the plain twins, for comparison."""
+    can run; reference = slow plain kernels, for comparison."""
     saving: Literal["auto", "async", "sync"] = "auto"
-    """async: a checkpoint is copied to host memory, then written while training goes on; auto = on a GPU only."""
+    """async: a checkpoint is copied to host memory, then written while training continues; auto = on a GPU only."""
 
     def __post_init__(self) -> None:
         for field in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp"):
@@ -116,7 +115,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree: how many ranks read different sequences."""
+        """Data-parallel degree: the number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -126,48 +125,53 @@ class Layout:
 
     @property
     def policies(self) -> tuple[Recompute, ...]:
-        """Those that it may have."""
+        """Recompute policies that this layout may have."""
         return RECOMPUTE if self.offload == "off" else OFFLOADED
 
     @property
     def writes_scores(self) -> bool:
-        """Whether this package's attention stores its S x S weights: that of the plain kernels, within a rank."""
+        """This package's attention stores its S x S weights: the reference kernels without context parallelism."""
         return self.kernels == "reference" and self.cp == 1
 
     @property
     def acting_recompute(self) -> Recompute:
-        """What this package's engine does: `selective` has nothing to drop where no S x S weights are stored."""
+        """Policy in effect in this package's engine: `selective` has nothing to drop if no S x S weights are stored."""
         return "none" if self.recompute == "selective" and not self.writes_scores else self.recompute
 
     def recomputed(self, layers: int) -> int:
-        """How many of a stage's so many layers recompute: its first ones."""
+        """Return how many of the `layers` of a stage recompute, counted from its first."""
         if self.recompute == "none":
             return 0
         return min(layers, self.recompute_layers or layers)
 
     def compiles(self, device: str) -> bool:
-        """Whether it has compiled blocks on a kind of device (cpu, cuda). auto is one of a search, which looks at what
-        holds least (planner/step/execution.py); an engine runs it plainly."""
+        """Return whether blocks are compiled on a kind of device (cpu, cuda).
+
+        auto belongs to a search, which tries the variant that stores least (planner/step/execution.py). An engine
+        treats it as given here.
+        """
         return self.compile == "on" or (self.compile == "auto" and device == "cuda")
 
     @property
     def plain(self) -> "Layout":
-        """The same with neither compiled blocks nor graphs, where it leaves them open."""
+        """The same layout with neither compiled blocks nor graphs if it leaves them open."""
         compiled = "off" if self.compile == "auto" else self.compile
         return replace(self, compile=compiled, cuda_graphs="off" if self.cuda_graphs == "auto" else self.cuda_graphs)
 
     def saves_behind(self, device: str) -> bool:
-        """Whether a thread writes the checkpoints of a program on a kind of device (cpu, cuda). On a CPU the copy would
-        take the memory and the write the cores that training has, so there only where it is asked for."""
+        """Return whether a thread writes the checkpoints on a kind of device (cpu, cuda).
+
+        On a CPU the copy would take memory and the write would take cores from training, so it must be asked for.
+        """
         return self.saving == "async" or (self.saving == "auto" and device == "cuda")
 
     def micro_batch_of(self, global_batch: int) -> int:
-        """Sequences of one forward pass on one rank, for a step of `global_batch`; the field caps it."""
+        """Return the sequences of one forward pass on one rank, for a step of `global_batch`. The field caps it."""
         per_rank = global_batch // self.dp
         return min(self.micro_batch, per_rank) if self.micro_batch else per_rank
 
     def micro_batches(self, global_batch: int) -> int:
-        """Forward passes of one rank in a step of `global_batch` sequences (the gradient accumulation)."""
+        """Return the forward passes of one rank in a step (gradient accumulation). Raises IllegalLayout if uneven."""
         per_rank = global_batch // self.dp
         size = self.micro_batch_of(global_batch)
         if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
@@ -175,13 +179,12 @@ class Layout:
         return per_rank // size
 
     def even_micro_batches(self, global_batch: int) -> int:
-        """As `micro_batches`; 0 where a rank's sequences do not come out even."""
+        """Return the same as `micro_batches`, or 0 when a rank's sequences cannot be cut evenly."""
         per_rank, size = global_batch // self.dp, self.micro_batch_of(global_batch)
         return 0 if not size or per_rank % size else per_rank // size
 
     def tp_pieces(self, positions: int, hidden: int, device: str) -> int:
-        """In how many pieces the positions of a rank's sequences pass tensor-parallel products on a kind of device.
-        Pieces are equal, and with sp each rank has an equal part of each; where that cannot be, it is one."""
+        """Return the equal pieces in which sequences pass tensor-parallel products. With sp, ranks share each piece."""
         if self.tp == 1:
             return 1
         pieces = self.tp_chunks or (2 if device == "cuda" and positions * hidden >= PIECED and self.tp <= NEAR else 1)
@@ -189,12 +192,11 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward pass leaves the gradients of weights for later."""
+        """Backward passes leave the gradients of weights for later."""
         return self.pp > 1 and self.schedule in SPLIT
 
     def ep_pieces(self, rows: int, hidden: int, moe: MoEShape, device: str) -> int:
-        """In how many pieces a rank's rows, each for one expert, travel on a kind of device. Each piece is for as many
-        experts of a rank."""
+        """Return the pieces in which a rank's rows travel to experts. Each serves an equal number of experts."""
         if self.ep == 1 or self.ep_chunks:
             return self.ep_chunks or 1
         local, near = moe.experts // self.ep, self.ep <= NEAR
@@ -206,7 +208,7 @@ class Layout:
 
     @property
     def sequence_parts(self) -> int:
-        """Equal parts that context parallelism cuts a sequence into; it is a multiple of them."""
+        """Equal parts into which context parallelism cuts a sequence, whose length is a multiple of them."""
         return self.cp * (2 if self.context_split == "zigzag" and self.cp > 1 else 1)
 
     def _batch_sentence(self, global_batch: int) -> str:
@@ -221,11 +223,11 @@ class Layout:
 WORDS: dict[str, tuple[object, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Layout).items() if get_origin(hint) is Literal
 }
-"""Fields of a layout that are one of a few words, and which."""
+"""Fields of a layout with a fixed set of words -> these words."""
 
 
 def known_word(field: str, value: object) -> None:
-    """Refuse a value that is not one of a field's words."""
+    """Raise IllegalLayout unless a value is one of a field's words."""
     if value not in WORDS[field]:
         words = ", ".join(map(str, WORDS[field]))
         raise IllegalLayout(f"layout.{field}={value!r} is unknown: take one of {words}")

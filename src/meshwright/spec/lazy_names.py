@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used."""
+"""Lazy imports: names of a package that are loaded on first use."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` (PEP 562), which takes each name from its home and keeps it.
+    """Return a module's `__getattr__` (PEP 562), which imports each name on first use and stores it.
 
-    `homes`: name -> module below `package`, in dots. AttributeError for other names.
+    `homes` maps a name to its module below `package`, in dots. Other names raise AttributeError.
     """
 
     def load(name: str) -> Any:

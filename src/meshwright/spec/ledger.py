@@ -1,8 +1,8 @@
-"""Kinds of memory: each package that counts, predicts or shows memory names it so, and so do ledgers of runs."""
+"""Kinds of memory, as all predictions, measurements and reports name them."""
 
 STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
-"""What a rank keeps from step to step; counters are the optimizer's step numbers, one for each tensor."""
+"""Memory that a rank keeps from step to step. Counters are the optimizer's step numbers, one per tensor."""
 KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
-"""All memory that tensors take, by what it is for."""
+"""Memory of tensors, by purpose."""
 PLANNED = (*KINDS, "reserve")
-"""And what the planner sets aside for what is no tensor."""
+"""The same, and the memory that the planner reserves for everything but tensors."""

@@ -1,5 +1,8 @@
-"""Which layouts a model and a recipe allow: every rule once, each refusal a sentence with the rule, the clashing
-numbers and the nearest legal change. The planner's search, the engine and the command line ask here."""
+"""Rules of layouts: which ones a model and a recipe allow.
+
+Every rule is stated once. A refusal is a sentence with the rule, the clashing numbers and the nearest legal change. The
+planner's search, the engine and the command line all apply these rules.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +14,6 @@ from meshwright.spec.fake_quantization_rules import fake_quantization_refusals
 from meshwright.spec.frozen_code_rules import frozen_code_refusals
 from meshwright.spec.inventory import parameters, tp_holders
 from meshwright.spec.layout import Layout
-from meshwright.spec.linear_attention_rules import linear_attention_refusals
 from meshwright.spec.optimizer_states import cut_blocks
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import refusal, stage_layers
@@ -20,19 +22,19 @@ from meshwright.spec.shape import ModelShape
 
 
 def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[str]:
-    """Why this layout is illegal; empty = legal."""
+    """List why this layout is illegal. Empty = legal."""
     return [sentence for rule in RULES for sentence in rule(shape, recipe, layout)]
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Ascending."""
+    """Return the divisors of a number in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(small + [number // d for d in reversed(small) if d * d != number])
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` nearest to `wanted`; of two equally near ones the smaller."""
+    """Return the divisor of `number` nearest to `wanted`, the smaller of two equally near ones."""
     return min(divisors(number), key=lambda d: (abs(d - wanted), d))
 
 
@@ -68,12 +70,12 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 def _deals_key_heads(shape: ModelShape, tp: int) -> bool:
-    """Whether tp ranks can have equally many key heads, or equally many ranks each of them."""
+    """Return whether each tp rank has equally many key heads, or each key head equally many ranks."""
     return shape.mla is not None or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
 
 
 def _nearest_tp(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
-    """The nearest degree that no rule refuses, as words for the command line."""
+    """Return the nearest degree that no rule refuses, in words of the command line."""
     moe, others, local = shape.moe, layout.dp_shard * layout.cp, recipe.sequence // layout.cp
     widest = min(shape.ffn, shape.vocab, moe.ffn if moe and layout.ep == 1 else shape.ffn)
     legal = [
@@ -90,12 +92,12 @@ def _nearest_tp(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
 
 
 def _unit(layout: Layout) -> int:
-    """What the sequence must be a multiple of."""
+    """Return the number that the sequence must be a multiple of."""
     return layout.sequence_parts * (layout.tp if layout.sp else 1)
 
 
 def _up(number: int, unit: int) -> int:
-    """The multiple of `unit` nearest to `number`, at least one unit."""
+    """Return the multiple of `unit` nearest to `number`, at least one unit."""
     return max(1, round(number / unit)) * unit
 
 
@@ -158,7 +160,7 @@ def _schedule(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
 
 
 def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
-    """The most pipeline ranks that the model has layers for and the schedule takes, as words for the command line."""
+    """Return the most pipeline ranks that layers and schedule allow, in words of the command line."""
     alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
     counts = [count for batch in set(recipe.global_batches) if (count := layout.even_micro_batches(batch))]
     legal: Iterator[dict[str, object]] = (
@@ -167,16 +169,15 @@ def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
         for pp in range(min(layout.pp, shape.layers // vp), 1, -1)
         if not any(refusal(schedule, pp, count, vp) for count in counts)
     )
-    one: dict[str, object] = {"pp": 1, "vp": 1}
-    found = next(legal, one)
+    unpiped: dict[str, object] = {"pp": 1, "vp": 1}
+    settings = next(legal, unpiped)
     if layout.stages:
-        found["stages"] = "[]"
-    return " ".join(f"layout.{key}={value}" for key, value in found.items() if getattr(layout, key) != value)
+        settings["stages"] = "[]"
+    return " ".join(f"layout.{key}={setting}" for key, setting in settings.items() if getattr(layout, key) != setting)
 
 
 def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
-    """Whether two stages of one rank have a matrix in common that data-parallel ranks share, too: no reduction knows
-    of both."""
+    """Return whether one rank holds both ends of a tied matrix that data-parallel ranks share, too."""
     return shape.tied and layout.pp > 1 and layout.schedule in V_PLACED and layout.dp * layout.cp > 1
 
 
@@ -220,11 +221,10 @@ def _data(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 
 NARROW_MULTIPLE = 16
-"""Of both dims of a matrix that 8-bit tensor cores multiply with."""
+"""Both dims of a matrix must be multiples of this for 8-bit tensor cores."""
 
 
 def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Products of 8 bits round bf16 operands, whose matrices have dims of multiples of 16 on each tp rank."""
     if recipe.products == "same":
         return
     if recipe.precision != "bf16":
@@ -243,7 +243,7 @@ def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
             ][-2:]
             if any(size % NARROW_MULTIPLE for size in sizes):
                 yield (
-                    f"recipe.products={recipe.products} wants matrices of multiples of {NARROW_MULTIPLE}, and "
+                    f"recipe.products={recipe.products} needs matrices of multiples of {NARROW_MULTIPLE}, and "
                     f"{parameter.name} is {sizes[0]} x {sizes[1]} on each of {layout.tp} tp ranks: take "
                     f"recipe.products={'fp8' if parameter.group == 'expert' else 'same'}"
                 )
@@ -254,7 +254,7 @@ def _recomputation(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterato
     if layout.recompute_layers and layout.recompute == "none":
         yield (
             f"layout.recompute_layers={layout.recompute_layers} says how many layers recompute, and "
-            "layout.recompute=none is nothing to do: take layout.recompute=full or layout.recompute_layers=0"
+            "layout.recompute=none recomputes nothing: take layout.recompute=full or layout.recompute_layers=0"
         )
     if layout.offload != "off" and layout.recompute not in layout.policies:
         yield (
@@ -267,12 +267,12 @@ def _recomputation(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterato
 def _randomness(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if recipe.dropout and layout.tp * layout.cp > 1:
         yield (
-            f"recipe.dropout={recipe.dropout} would draw otherwise with layout.tp={layout.tp} and "
+            f"recipe.dropout={recipe.dropout} would draw other numbers with layout.tp={layout.tp} and "
             f"layout.cp={layout.cp} than on one device: take recipe.dropout=0"
         )
     if shape.lora and shape.lora.dropout and layout.tp * layout.cp > 1:
         yield (
-            f"model.lora.dropout={shape.lora.dropout} would draw otherwise with layout.tp={layout.tp} and "
+            f"model.lora.dropout={shape.lora.dropout} would draw other numbers with layout.tp={layout.tp} and "
             f"layout.cp={layout.cp} than on one device: take model.lora.dropout=0"
         )
     if recipe.noise_scale_every and layout.world > 1:
@@ -283,7 +283,7 @@ def _randomness(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[s
 
 
 def _masters(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """No layout changes that. `plan` fills in a precision that was not named: a recipe alone cannot refuse it."""
+    """Yield a refusal that no layout resolves. `plan` fills in a precision, so the recipe alone cannot check this."""
     if recipe.master_weights == "none" and recipe.precision != "bf16":
         yield (
             f"recipe.master_weights=none rounds bf16 weights, and recipe.precision={recipe.precision}: "
@@ -292,15 +292,14 @@ def _masters(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]
 
 
 def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Only of layouts that are legal but for this."""
+    """Yield refusals of layouts that are legal otherwise."""
     tp, ep, ranks = layout.tp, layout.ep, layout.dp_shard * layout.cp
     experts = shape.moe.experts if shape.moe else 1
     if recipe.optimizer_states != "int8" or shape.heads % tp or experts % ep or ranks * tp % ep:
         return
     sharers = (ranks * tp // ep if ep > 1 else ranks) if layout.zero else 1
-    found = cut_blocks(shape, tp, ep, sharers if shape.moe else 1)
-    if found:
-        name, length, block = found
+    if cut := cut_blocks(shape, tp, ep, sharers if shape.moe else 1):
+        name, length, block = cut
         how = f"layout.tp={tp}" if tp > 1 else f"layout.zero={layout.zero}"
         yield (
             f"recipe.optimizer_states=int8 scales {name} in blocks of {block} elements of a row, and {how} leaves a "
@@ -308,8 +307,25 @@ def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
         )
 
 
+def _linear_attention(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield layouts and recipes that the planner does not count for linear attention, which is never trained here."""
+    linear = shape.unbuilt.linear if shape.unbuilt else None
+    if linear is None:
+        return
+    if linear.key_heads % layout.tp:
+        heads = f"{linear.key_heads} key heads of linear attention"
+        yield f"layout.tp={layout.tp} does not divide the {heads}: take layout.tp=1"
+    if layout.cp > 1:
+        yield (
+            f"layout.cp={layout.cp} shares a sequence among ranks, for which states of linear attention are not "
+            "counted: take layout.cp=1"
+        )
+    if recipe.optimizer == "muon":
+        yield "recipe.optimizer=muon is not counted for layers of linear attention: take recipe.optimizer=adamw"
+
+
 def batch_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Batches, also of a ramp, that the layout cannot cut into equal micro-batches."""
+    """Yield a refusal for each batch, also of a ramp, that cannot be cut into equal micro-batches."""
     for batch in recipe.global_batches:
         try:
             layout.micro_batches(batch)
@@ -318,7 +334,7 @@ def batch_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterato
 
 
 def position_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """A sequence longer than learned positions. No layout changes that."""
+    """Yield a refusal of a sequence longer than learned positions. No layout resolves it."""
     if shape.positions == "learned" and recipe.sequence > shape.max_positions:
         yield (
             f"recipe.sequence={recipe.sequence} exceeds the {shape.max_positions} learned positions "
@@ -329,8 +345,8 @@ def position_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iter
 Rule = Callable[[ModelShape, Recipe, Layout], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     _tensor, _context, _pipeline, _tied_ends, _schedule, _expert, _data, _recomputation, frozen_code_refusals,
-    linear_attention_refusals, fake_quantization_refusals, capturing_refusals, _randomness, _masters, _state_blocks,
+    _linear_attention, fake_quantization_refusals, capturing_refusals, _randomness, _masters, _state_blocks,
     _narrow_products,
 )  # fmt: skip
-"""What a layout is held against, in the order in which refusals are said. The explorer's page has a table of each
-(planner/explorer/legal_tables.py), made by calling it: a rule reads fields and properties, and copies neither."""
+"""Rules in the order in which refusals are reported. The explorer's page has a table of each
+(planner/explorer/legal_tables.py), made by calling it: a rule reads fields and properties and copies neither."""

@@ -1,7 +1,7 @@
-"""Linear attention as a shape has it: layers that keep a state of one size, in place of keys and values.
+"""Linear attention: layers that keep a state of fixed size instead of keys and values.
 
-Counted in chunks, as training kernels compute it: within a chunk by products of positions with positions, between
-chunks by the state. Letters: C positions of a chunk, A dims of a key head, V of a value head.
+Work is counted in chunks, as training kernels compute it: products of positions with positions within a chunk, and
+the state between chunks. Letters: C positions of a chunk, A dims of a key head, V dims of a value head.
 """
 
 from dataclasses import dataclass
@@ -20,10 +20,13 @@ FORWARD: dict[str, tuple[Size, ...]] = {
     ),
     "decay": (("C", "A", "C"), ("C", "C", "V"), ("C", "A", "V"), ("A", "C", "V")),
 }  # fmt: skip
-"""Products of a chunk and value head. gated-delta: flash-linear-attention, fla/ops/gated_delta_rule/chunk.py
-(chunk_scaled_dot_kkt_fwd, recompute_w_u_fwd, chunk_gated_delta_rule_fwd_h, chunk_fwd_o), and transformers'
-torch_chunk_gated_delta_rule; Yang et al. 2024, arXiv:2412.06464. decay: transformers' MiniMaxLightningAttention; Qin et
-al. 2024, arXiv:2405.17381. Solving the triangle of a chunk takes C / 3 per element more, 2 % of the others."""
+"""Products per chunk and value head.
+
+gated-delta: flash-linear-attention, fla/ops/gated_delta_rule/chunk.py (chunk_scaled_dot_kkt_fwd, recompute_w_u_fwd,
+chunk_gated_delta_rule_fwd_h, chunk_fwd_o), and transformers' torch_chunk_gated_delta_rule; Yang et al. 2024,
+arXiv:2412.06464. decay: transformers' MiniMaxLightningAttention; Qin et al. 2024, arXiv:2405.17381. Solving the
+triangle of a chunk takes C / 3 per element more, 2 % of the others.
+"""
 BACKWARD: dict[str, tuple[Size, ...]] = {
     "gated-delta": (
         *FORWARD["gated-delta"][1:5],  # recompute_w_u_fwd and chunk_gated_delta_rule_fwd_h again
@@ -39,17 +42,17 @@ BACKWARD: dict[str, tuple[Size, ...]] = {
         ("C", "C", "V"), ("C", "A", "V"), ("A", "C", "V"), ("A", "C", "V"),
     ),
 }  # fmt: skip
-"""The same of the backward pass. decay: the states again, then the gradient of each product of the forward pass."""
+"""Products of the backward pass. decay: the states again, then the gradient of each product of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttention:
-    """Of all layers but every n-th."""
+    """Linear attention in all layers but every n-th."""
 
     full_every: int
-    """Every n-th layer, counted from 1, has attention as model.heads say, the others are linear."""
+    """Every n-th layer, counted from 1, has attention as described by model.heads; the others are linear."""
     key_heads: int
-    """Heads of queries and of keys. A value head shares one with its neighbours."""
+    """Heads of queries and of keys. Neighbouring value heads share one."""
     value_heads: int
     """Each has a state of key_dim x value_dim."""
     key_dim: int = 128
@@ -57,12 +60,12 @@ class LinearAttention:
     value_dim: int = 128
     """Dims of a value head."""
     taps: int = 0
-    """Positions that a causal convolution of each channel of queries, keys and values sees; 0 = there is none."""
+    """Positions seen by a causal convolution of each channel of queries, keys and values; 0 = no convolution."""
     rule: Rule = "gated-delta"
-    """gated-delta: a key's old value is taken out before the new one is added, by rates that each token gives (gated
-    DeltaNet). decay: a fixed rate for each head (lightning attention)."""
+    """gated-delta: a key's old value is removed before the new one is added, at rates that each token gives (gated
+    DeltaNet). decay: a fixed rate per head (lightning attention)."""
     chunk: int = 64
-    """Positions that the kernels take at once."""
+    """Positions that the kernels process at once."""
 
     def __post_init__(self) -> None:
         for field in ("full_every", "key_heads", "value_heads", "key_dim", "value_dim", "chunk"):
@@ -75,18 +78,18 @@ class LinearAttention:
         if self.taps < 0:
             raise PlanError(f"model.unbuilt.linear.taps={self.taps} must be 0 (no convolution) or more")
 
-    def at(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, is one of them."""
+    def covers(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, is linear."""
         return (layer + 1) % self.full_every != 0
 
     @property
     def keys(self) -> int:
-        """Dims of all key heads, as many as of all query heads."""
+        """Dims of all key heads together, which equal those of all query heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Dims of all value heads."""
+        """Dims of all value heads together."""
         return self.value_heads * self.value_dim
 
     @property
@@ -96,21 +99,21 @@ class LinearAttention:
 
     @property
     def delta(self) -> bool:
-        """Whether each token gives two rates for each value head."""
+        """Each token gives two rates per value head."""
         return self.rule == "gated-delta"
 
     @property
     def state_elements(self) -> int:
-        """What a layer keeps of a sequence while it is served: states, and what the convolution still sees."""
+        """Elements that a layer keeps per sequence while serving: states, and inputs of the convolution."""
         return self.value_heads * self.key_dim * self.value_dim + max(0, self.taps - 1) * self.channels
 
     def products(self, *, backward: bool = False) -> tuple[tuple[int, int, int], ...]:
-        """(m, k, n) of every product of a chunk and value head."""
+        """Return (m, k, n) of every product per chunk and value head."""
         sizes = {"C": self.chunk, "A": self.key_dim, "V": self.value_dim}
-        found = BACKWARD[self.rule] if backward else FORWARD[self.rule]
-        return tuple((sizes[m], sizes[k], sizes[n]) for m, k, n in found)
+        products = BACKWARD[self.rule] if backward else FORWARD[self.rule]
+        return tuple((sizes[m], sizes[k], sizes[n]) for m, k, n in products)
 
     @property
     def token_flop(self) -> float:
-        """Of the rule's forward pass, for each token."""
+        """FLOP of the rule's forward pass per token."""
         return 2.0 * self.value_heads * sum(m * k * n for m, k, n in self.products()) / self.chunk

@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): which matrices have one, and what scales it.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): which matrices have one, and its scale.
 
     y = x W^T + s (x A^T) B^T        W (out, in) frozen; A (rank, in) and B (out, rank) trained; s = alpha / rank
 
-All else of the model is frozen. Read by the inventory, which lists A and B beside W.
+All other parameters of the model are frozen. The inventory lists A and B beside W.
 """
 
 import math
@@ -14,37 +14,38 @@ from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.scheme_names import scheme_named
 
 SAME = "same"
-"""As `base`: frozen matrices are held as all weights are."""
+"""Value of `base`: frozen matrices have the format of all weights."""
 LARGEST_RANK = 2**16
 NONE = "none"
-"""As `targets`: no matrix has an adapter. Of a teacher, whose matrices may be codes and are not trained."""
+"""Value of `targets`: no matrix has an adapter. Only for a teacher, whose matrices may be codes and are not trained."""
 NAMES = {
     "attention": ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up"),
     "mlp": ("gate", "up", "down"),
 }
-"""Groups of targets: the matrices of attention, plain or latent; and those of every MLP, experts included."""
+"""Groups of targets: the matrices of attention, plain or latent, and those of every MLP, experts included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAShape:
-    """Adapters in place of training the weights themselves."""
+    """Low-rank adapters, trained in place of the weights themselves."""
 
     rank: int
     """Rows of A and columns of B."""
     alpha: float = 32.0
-    """What the adapter adds is multiplied by alpha / rank."""
+    """Scale of the adapter's output: it is multiplied by alpha / rank."""
     targets: str = "all"
-    """Matrices with an adapter: `all`, `attention`, `mlp`, or names, as q,v (attention: q k v o, mlp: gate up down).
-    `none` is for a teacher, whose matrices `base` holds as codes."""
+    """Matrices with an adapter: `all`, `attention`, `mlp`, or names such as q,v (attention: q k v o, mlp: gate up
+    down). `none` is for a teacher whose matrices `base` holds as codes."""
     dropout: float = 0.0
     """Share of the adapter's input set to 0 while training."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, for large ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
     base: str = SAME
-    """How the frozen matrices are held: `same`, as all weights, or a scheme of quantization that restores them for each
-    product: nf4-double, nf4, int4-hqq ... (QLoRA), llm-int8, or the layout of a folder, as int4-g128-zeros-fp16."""
+    """Format of the frozen matrices: `same` as all weights, or a quantization scheme whose matrices are restored for
+    each product: nf4-double, nf4, int4-hqq ... (QLoRA), llm-int8, or the layout of a folder, such as
+    int4-g128-zeros-fp16."""
     dora: bool = False
-    """Train the length of each row of the sum apart from its direction (Liu et al. 2024, arXiv:2402.09353)."""
+    """Train the length of each row of the sum separately from its direction (Liu et al. 2024, arXiv:2402.09353)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank < LARGEST_RANK:
@@ -54,9 +55,9 @@ class LoRAShape:
         if not 0 <= self.dropout < 1:
             raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
         if self.base != SAME and (self.scheme is None or not self.scheme.trains_beside):
-            known_bases = [name for name in SCHEMES if (one := scheme_named(name)) and one.trains_beside]
+            known_bases = [name for name in SCHEMES if (scheme := scheme_named(name)) and scheme.trains_beside]
             raise PlanError(
-                f"model.lora.base={printable(self.base)} holds no matrices beside which adapters are trained: take "
+                f"model.lora.base={printable(self.base)} is no format beside which adapters can be trained: take "
                 f"same, {', '.join(known_bases)}, or a layout as int4-g128-zeros-fp16"
             )
         known = [name for names in NAMES.values() for name in names]
@@ -68,22 +69,22 @@ class LoRAShape:
                 )
 
     def without(self, matrices: Sequence[str]) -> list[str]:
-        """Names that were given and are not among a layer's matrices."""
+        """Return target names that are not among a layer's matrices."""
         groups = ("all", NONE, *NAMES)
         return [name for name in self.targets.split(",") if name not in groups and name not in matrices]
 
     @property
     def scheme(self) -> Scheme | None:
-        """Of frozen matrices; None = they are held as all weights are."""
+        """Scheme of the frozen matrices. None = they have the format of all weights."""
         return scheme_named(self.base)
 
     @property
     def scale(self) -> float:
-        """s."""
+        """Factor s of the adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapts(self, name: str) -> bool:
-        """Whether a matrix has an adapter, by its name: layers.3.attention.q.weight, layers.3.mlp.experts.up."""
-        own = name.removesuffix(".weight").rpartition(".")[2]
-        given = self.targets.split(",")
-        return "all" in given or own in given or any(own in NAMES.get(group, ()) for group in given)
+        """Return whether a matrix has an adapter, by its name: layers.3.attention.q.weight, layers.3.mlp.experts.up."""
+        matrix = name.removesuffix(".weight").rpartition(".")[2]
+        targets = self.targets.split(",")
+        return "all" in targets or matrix in targets or any(matrix in NAMES.get(group, ()) for group in targets)

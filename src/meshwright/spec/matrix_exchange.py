@@ -1,16 +1,16 @@
-"""Who orthogonalizes which matrix, and what travels there and back: Muon's work, dealt over a pipeline stage's ranks.
+"""Distribution of Muon's work over the ranks of a pipeline stage: which rank orthogonalizes which matrix.
 
 Muon needs a whole matrix, of which ZeRO, tp and ep leave each rank a piece. Every matrix of a stage
 (`Parameter.matrices`) has one owner among the stage's ranks (data, context and tensor parallel ones). The owner gathers
-the pieces of the direction, orthogonalizes, and gives each holder the piece that it updates:
+the pieces of the direction, orthogonalizes, and sends each holder the piece that it updates:
 
     ranks of a stage   piece of A   ->  owner of A: whole A, Newton-Schulz  ->  piece of A   every rank that holds it
                        piece of B   ->  owner of B                          ->  piece of B
 
-A matrix that a rank holds whole (an expert) is orthogonalized by one of those ranks and is not gathered. The others are
-dealt out so that all ranks have as much work. Matrices go in rounds, so that a rank never has many at once.
+A matrix that some ranks hold whole (an expert) is orthogonalized by one of them and not gathered. The others are dealt
+so that all ranks have equal work. Matrices go in rounds, to limit how many a rank has at once.
 
-Read by the engine (training/muon.py), which runs it, and by the planner, which counts its bytes.
+The engine runs this (training/muon.py), and the planner counts its bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,20 +29,20 @@ from meshwright.spec.shape import ModelShape
 STAGE = ("dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the ranks that hold the same layers."""
 ROUND_ELEMENTS = 2**24
-"""Elements of matrices that a rank has in a round, unless one alone is larger: 32 MiB in bf16."""
+"""Most elements of matrices that a rank has in a round, unless one matrix is larger: 32 MiB in bf16."""
 ITERATIONS = 5
-"""Of Newton-Schulz (Jordan et al. 2024)."""
+"""Iterations of Newton-Schulz (Jordan et al. 2024)."""
 WORK_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of an element that is orthogonalized and travels, by recipe.precision: bf16 but for fp32 runs, so that those agree
-under all layouts to the last digits. fp16 would lose small directions."""
+"""Bytes per element that is orthogonalized and exchanged, by recipe.precision. bf16, except that fp32 runs agree under
+all layouts to the last digits. fp16 would lose small directions."""
 
 
 class WholeMatrix(NamedTuple):
-    """One matrix that is orthogonalized: of a parameter, or of an expert of a stack."""
+    """One matrix to orthogonalize: a parameter, or one expert of a stack."""
 
     name: str
     expert: int
-    """0 where there is no stack."""
+    """Index in the stack. 0 = no stack."""
     rows: int
     columns: int
 
@@ -53,7 +53,7 @@ class WholeMatrix(NamedTuple):
 
 
 class MatrixPiece(NamedTuple):
-    """A part of a whole matrix: `rows` x `columns` elements from (`row`, `column`) on."""
+    """Part of a whole matrix: `rows` x `columns` elements from (`row`, `column`) on."""
 
     row: int
     column: int
@@ -67,25 +67,25 @@ class MatrixPiece(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, slice]:
-        """To cut the piece out of the whole."""
+        """Index that cuts the piece out of the whole matrix."""
         return slice(self.row, self.row + self.rows), slice(self.column, self.column + self.columns)
 
 
 Tiles = dict[MatrixPiece, tuple[int, ...]]
-"""The pieces of a matrix that have elements -> places of the ranks that hold each, ascending."""
+"""Non-empty pieces of a matrix -> stage indices of the ranks that hold each, ascending."""
 
 
 def flop(rows: int, columns: int) -> float:
-    """Of orthogonalizing one matrix: in each iteration X X', the square of that, and its product with X."""
+    """Return the FLOP of orthogonalizing one matrix. Each iteration takes X X', its square, and its product with X."""
     small, large = sorted((rows, columns))
     return ITERATIONS * (4.0 * small * small * large + 2.0 * small**3)
 
 
 class HeldPart(NamedTuple):
-    """A rank's own piece of a matrix of a round, as rows of what it holds of the parameter (R, columns)."""
+    """A rank's piece of a matrix of a round, as rows of its part of the parameter (R, columns)."""
 
     peer: int
-    """The owner."""
+    """Owner of the matrix."""
     matrix: WholeMatrix
     start: int
     rows: int
@@ -98,21 +98,21 @@ class HeldPart(NamedTuple):
 
 
 class OwnedPart(NamedTuple):
-    """A piece of a matrix that a rank owns; `peer` sends or receives it."""
+    """Piece of a matrix that this rank owns. `peer` sends or receives it."""
 
     peer: int
     owned: int
-    """Place of the matrix among those owned in the round."""
+    """Index of the matrix among those owned in the round."""
     piece: MatrixPiece
 
     @property
     def rows(self) -> int:
-        """Of the piece."""
+        """Rows of the piece."""
         return self.piece.rows
 
     @property
     def columns(self) -> int:
-        """Of the piece."""
+        """Columns of the piece."""
         return self.piece.columns
 
     @property
@@ -123,20 +123,20 @@ class OwnedPart(NamedTuple):
 
 @dataclass(slots=True)
 class ExchangeRound:
-    """One rank's part of a round. What goes to or comes from one rank is in the same order on both."""
+    """One rank's part of a round. Pieces between two ranks are in the same order on both."""
 
     gathers: bool = False
-    """Whether any rank gathers from another; then all take part in that exchange."""
+    """Any rank gathers from another. All ranks then take part in that exchange."""
     scatters: bool = False
     owned: list[WholeMatrix] = field(default_factory=list)
     held: list[HeldPart] = field(default_factory=list)
-    """By owner: what comes back."""
+    """Pieces that come back, by owner."""
     sent: list[HeldPart] = field(default_factory=list)
-    """By owner: of those, what this rank and none of its equals sends."""
+    """Those of the held pieces that this rank sends, among the ranks that hold the same, by owner."""
     gathered: list[OwnedPart] = field(default_factory=list)
-    """By sender."""
+    """Pieces that this rank receives as an owner, by sender."""
     scattered: list[OwnedPart] = field(default_factory=list)
-    """By receiver."""
+    """Pieces that this rank sends back as an owner, by receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,157 +149,161 @@ class DealtMatrix:
     round: int
 
     def sender(self, piece: MatrixPiece) -> int:
-        """Of the ranks that hold a piece, the owner itself or the nearest to it."""
-        return min(self.tiles[piece], key=lambda place: (abs(place - self.owner), place))
+        """Return the rank that sends a piece: the owner if it holds it, or else the nearest holder."""
+        return min(self.tiles[piece], key=lambda index: (abs(index - self.owner), index))
 
     @property
     def gathers(self) -> bool:
-        """Whether the owner lacks any of it."""
+        """The owner lacks a piece."""
         return any(self.owner not in holders for holders in self.tiles.values())
 
     @property
     def scatters(self) -> bool:
-        """Whether another rank holds any of it."""
+        """Another rank holds a piece."""
         return any(holders != (self.owner,) for holders in self.tiles.values())
 
 
 def stage_ranks(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The ranks with the same layers as a rank, this one included."""
+    """Return the ranks with the same layers as a rank, this one included."""
     return ranks_along(layout, STAGE, rank)
 
 
 @lru_cache(maxsize=8)
 def dealt(shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None) -> list[DealtMatrix]:
-    """All matrices of a rank's stage, the same on all its ranks, in the order in which they go. `trained`: names of the
-    parameters that learn; None = all."""
+    """Return all matrices of a rank's stage in order, the same on all its ranks. `trained` = None for all names."""
     ranks = stage_ranks(layout, rank)
     if rank != ranks[0]:
         return dealt(shape, layout, ranks[0], trained)
-    some = [one for one in parameters_of(shape, layout, rank) if trained is None or one.name in trained]
     known: dict[tuple[object, ...], list[Tiles]] = {}
     matrices: list[tuple[WholeMatrix, Tiles]] = []
-    for one in some:
-        if one.matrices is None:
+    for parameter in parameters_of(shape, layout, rank):
+        if parameter.matrices is None or (trained is not None and parameter.name not in trained):
             continue
-        kind = one.shape, one.dims, one.axes, one.group
+        kind = parameter.shape, parameter.dims, parameter.axes, parameter.group
         if kind not in known:
-            known[kind] = _tiles(one, shape, layout, ranks)
-        _, rows, columns = one.matrices
-        matrices += [(WholeMatrix(one.name, e, rows, columns), tiles) for e, tiles in enumerate(known[kind])]
+            known[kind] = _tiles(parameter, shape, layout, ranks)
+        _, rows, columns = parameter.matrices
+        matrices += [(WholeMatrix(parameter.name, e, rows, columns), tiles) for e, tiles in enumerate(known[kind])]
     return _in_rounds(_owned(matrices, len(ranks)))
 
 
 def _tiles(parameter: Parameter, shape: ModelShape, layout: Layout, ranks: Sequence[int]) -> list[Tiles]:
-    """Of each matrix of a parameter."""
     assert parameter.matrices is not None
-    found: list[dict[MatrixPiece, list[int]]] = [{} for _ in range(parameter.matrices[0])]
-    for place, rank in enumerate(ranks):
-        for expert, piece, _ in _own(parameter, shape, layout, rank):
-            found[expert].setdefault(piece, []).append(place)
-    return [{piece: tuple(places) for piece, places in tiles.items()} for tiles in found]
+    tiles_of: list[dict[MatrixPiece, list[int]]] = [{} for _ in range(parameter.matrices[0])]
+    for index, rank in enumerate(ranks):
+        for expert, piece, _ in _pieces_of(parameter, shape, layout, rank):
+            tiles_of[expert].setdefault(piece, []).append(index)
+    return [{piece: tuple(holders) for piece, holders in tiles.items()} for tiles in tiles_of]
 
 
-def _own(parameter: Parameter, shape: ModelShape, layout: Layout, rank: int) -> Iterator[tuple[int, MatrixPiece, int]]:
-    """(expert, piece, its first row in what the rank holds) of each matrix that a rank holds any of."""
-    [one] = held_of([parameter], shape, layout, rank)
-    box = one.own_box
+def _pieces_of(
+    parameter: Parameter, shape: ModelShape, layout: Layout, rank: int
+) -> Iterator[tuple[int, MatrixPiece, int]]:
+    """Yield (expert, piece, its first row in the held part) of each matrix of which a rank holds a piece."""
+    [part] = held_of([parameter], shape, layout, rank)
+    box = part.owned_box
     if not box.numel:
         return
     first, experts = (box.offsets[0], box.sizes[0]) if len(box.sizes) > 2 else (0, 1)
     piece = MatrixPiece(*box.offsets[-2:], *box.sizes[-2:])
-    for place in range(experts):
-        yield first + place, piece, place * piece.rows
+    for index in range(experts):
+        yield first + index, piece, index * piece.rows
 
 
 def _owned(matrices: list[tuple[WholeMatrix, Tiles]], ranks: int) -> list[tuple[WholeMatrix, Tiles, int]]:
-    """With the place of each owner: first those that some ranks hold whole, by one of these; then the others, the most
-    expensive first, each by the rank that has least to do."""
+    """Return the matrices with the stage index of each owner.
 
-    def able(tiles: Tiles) -> Sequence[int]:
+    Matrices that some ranks hold whole come first, each owned by one of these. The others follow, the most expensive
+    first, each owned by the rank with the least work.
+    """
+
+    def candidates(tiles: Tiles) -> Sequence[int]:
         return next(iter(tiles.values())) if len(tiles) == 1 else range(ranks)
 
-    order = sorted(matrices, key=lambda one: (len(able(one[1])), -flop(one[0].rows, one[0].columns)))
+    order = sorted(matrices, key=lambda entry: (len(candidates(entry[1])), -flop(entry[0].rows, entry[0].columns)))
+    # Owners with a choice follow in the queue of least work, which starts from the loads that experts leave.
     loads, queue = [0.0] * ranks, list[tuple[float, int]]()
-    found = []
+    owned = []
     for matrix, tiles in order:
-        places, work = able(tiles), flop(matrix.rows, matrix.columns)
-        if len(places) < ranks:
-            owner = min(places, key=lambda place: (loads[place], place))
+        owners, work = candidates(tiles), flop(matrix.rows, matrix.columns)
+        if len(owners) < ranks:
+            owner = min(owners, key=lambda index: (loads[index], index))
             loads[owner] += work
         else:
             if not queue:
-                queue = [(load, place) for place, load in enumerate(loads)]
+                queue = [(load, index) for index, load in enumerate(loads)]
                 heapify(queue)
             load, owner = queue[0]
             heapreplace(queue, (load + work, owner))
-        found.append((matrix, tiles, owner))
-    return found
+        owned.append((matrix, tiles, owner))
+    return owned
 
 
 def _in_rounds(matrices: list[tuple[WholeMatrix, Tiles, int]]) -> list[DealtMatrix]:
-    """Each owner's matrices in their order, as many in a round as there is room for."""
+    """Assign rounds: each owner's matrices in their order, as many per round as fit."""
     most = round_elements(
         max((matrix.numel for matrix, *_ in matrices), default=0),
         max((len(holders) for _, tiles, _ in matrices for holders in tiles.values()), default=1),
     )
     filled: dict[int, tuple[int, int]] = {}
-    found = []
+    dealt_matrices = []
     for matrix, tiles, owner in matrices:
         number, elements = filled.get(owner, (0, 0))
         if elements and elements + matrix.numel > most:
             number, elements = number + 1, 0
         filled[owner] = number, elements + matrix.numel
-        found.append(DealtMatrix(matrix, tiles, owner, number))
-    return sorted(found, key=lambda one: one.round)
+        dealt_matrices.append(DealtMatrix(matrix, tiles, owner, number))
+    return sorted(dealt_matrices, key=lambda entry: entry.round)
 
 
 def round_elements(largest: int, copies: int) -> int:
-    """Most elements of matrices that a rank owns in a round, of which each is given to so many ranks."""
+    """Return the most elements of matrices that a rank owns in a round, each sent to `copies` ranks."""
     return max(largest, ROUND_ELEMENTS // copies)
 
 
 def rounds(
     shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None
 ) -> tuple[ExchangeRound, ...]:
-    """What a rank does in each round; as many on all ranks of its stage."""
+    """Return the rounds of a rank. All ranks of its stage have equally many."""
     all_dealt = dealt(shape, layout, rank, trained)
     here = stage_ranks(layout, rank).index(rank)
-    own = _own_pieces(all_dealt, shape, layout, rank)
-    found = [ExchangeRound() for _ in range(max((one.round for one in all_dealt), default=-1) + 1)]
-    for one in all_dealt:
-        now = found[one.round]
-        now.gathers |= one.gathers
-        now.scatters |= one.scatters
-        held = own.get((one.matrix.name, one.matrix.expert))
+    pieces = _pieces_by_matrix(all_dealt, shape, layout, rank)
+    exchange_rounds = [ExchangeRound() for _ in range(max((entry.round for entry in all_dealt), default=-1) + 1)]
+    for entry in all_dealt:
+        current = exchange_rounds[entry.round]
+        current.gathers |= entry.gathers
+        current.scatters |= entry.scatters
+        held = pieces.get((entry.matrix.name, entry.matrix.expert))
         if held is not None:
             piece, start = held
-            part = HeldPart(one.owner, one.matrix, start, piece.rows, piece.columns)
-            now.held.append(part)
-            if one.sender(piece) == here:
-                now.sent.append(part)
-        if one.owner == here:
-            index = len(now.owned)
-            now.owned.append(one.matrix)
-            for piece, holders in one.tiles.items():
-                now.gathered.append(OwnedPart(one.sender(piece), index, piece))
-                now.scattered += [OwnedPart(place, index, piece) for place in holders]
+            part = HeldPart(entry.owner, entry.matrix, start, piece.rows, piece.columns)
+            current.held.append(part)
+            if entry.sender(piece) == here:
+                current.sent.append(part)
+        if entry.owner == here:
+            index = len(current.owned)
+            current.owned.append(entry.matrix)
+            for piece, holders in entry.tiles.items():
+                current.gathered.append(OwnedPart(entry.sender(piece), index, piece))
+                current.scattered += [OwnedPart(holder, index, piece) for holder in holders]
+    # Both sides of an exchange list their pieces in the order of the matrices: a stable sort by peer keeps it.
     by_peer = attrgetter("peer")
-    for now in found:
-        now.held.sort(key=by_peer)
-        now.sent.sort(key=by_peer)
-        now.gathered.sort(key=by_peer)
-        now.scattered.sort(key=by_peer)
-    return tuple(found)
+    for current in exchange_rounds:
+        current.held.sort(key=by_peer)
+        current.sent.sort(key=by_peer)
+        current.gathered.sort(key=by_peer)
+        current.scattered.sort(key=by_peer)
+    return tuple(exchange_rounds)
 
 
-def _own_pieces(
+def _pieces_by_matrix(
     matrices: Sequence[DealtMatrix], shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[str, int], tuple[MatrixPiece, int]]:
     """(name, expert) -> (piece, its first row) of what a rank holds."""
-    names = {one.matrix.name for one in matrices}
+    names = {entry.matrix.name for entry in matrices}
     return {
         (parameter.name, expert): (piece, start)
         for parameter in parameters_of(shape, layout, rank)
         if parameter.name in names
-        for expert, piece, start in _own(parameter, shape, layout, rank)
+        for expert, piece, start in _pieces_of(parameter, shape, layout, rank)
     }

@@ -1,4 +1,4 @@
-"""Objectives: what a recipe may minimize, what each reads, and what it reports beside its loss."""
+"""Objectives of a recipe: their names, inputs, and figures reported beside the loss."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,25 +7,27 @@ ObjectiveName = Literal["cross-entropy", "dpo", "ipo", "orpo", "distill"]
 CROSS_ENTROPY: ObjectiveName = "cross-entropy"
 DISTILL: ObjectiveName = "distill"
 FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "accuracy")
-"""Means over pairs: rewards of the better and of the other answer, their difference, and how often it is positive."""
+"""Means over pairs: rewards of the better and of the other answer, their difference, and the share of positive
+differences."""
 TAUGHT = ("divergence", "cross_entropy")
-"""Means over tokens: of the teacher's distribution and the student's, times T^2; and of the text itself."""
+"""Means over tokens: divergence of the student's distribution from the teacher's, times T^2, and cross-entropy of the
+text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveTraits:
-    """What the rest of the program must know of an objective."""
+    """Properties of an objective that other parts of the program depend on."""
 
     pairs: bool = False
     """It compares two answers to a prompt."""
     reference: bool = False
-    """It reads the answers' log-probabilities under the first weights of the run."""
+    """It reads the answers' log-probabilities under the initial weights of the run."""
     teacher: bool = False
     """It reads the distributions of a teacher."""
     smooths: bool = False
-    """It takes recipe.preference_smoothing."""
+    """It supports recipe.preference_smoothing."""
     figures: tuple[str, ...] = ()
-    """Names of what it reports beside the loss."""
+    """Names of the figures reported beside the loss."""
 
 
 TRAITS: dict[ObjectiveName, ObjectiveTraits] = {
@@ -36,10 +38,9 @@ TRAITS: dict[ObjectiveName, ObjectiveTraits] = {
     "distill": ObjectiveTraits(teacher=True, figures=TAUGHT),
 }
 PREFERENCES = tuple(name for name, traits in TRAITS.items() if traits.pairs)
-"""Those that compare."""
+"""Objectives that compare two answers."""
 
 
 def most_answers(sequence: int) -> int:
-    """The most answers that a row of so many tokens may hold: each has a token before the one that is trained, and
-    answers come in pairs."""
+    """Return the most answers in a row of `sequence` tokens: pairs of answers, each of two tokens or more."""
     return sequence // 4 * 2

@@ -1,7 +1,7 @@
-"""What memory is for, told by the part of the program that takes it: read where every storage is followed.
+"""Purpose of memory, declared by the part of the program that allocates it and read by trackers of storages.
 
-`@takes("buffers")` is put on what moves tensors between ranks, `@takes("logits")` on the loss. Each says it of what is
-made while it runs, by whatever it calls, in its own thread; the innermost one counts.
+`@takes("buffers")` decorates code that moves tensors between ranks, `@takes("logits")` the loss. It applies to all
+allocations while the function runs, in its own thread. The innermost decorator counts.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from typing import Literal, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 Purpose = Literal["", "buffers", "logits", "temporaries", "host"]
-"""Kinds of memory (spec.ledger.KINDS) that nothing but their maker can tell."""
+"""Kinds of memory (spec.ledger.KINDS) that only their allocator can tell."""
 _purpose: ContextVar[Purpose] = ContextVar("purpose", default="")
 
 
 def purpose() -> Purpose:
-    """Of the innermost part that runs; empty where none has said."""
+    """Return the purpose that the innermost running function declared. Empty = none."""
     return _purpose.get()
 
 
 def takes(kind: Purpose) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: what the function makes is of this kind."""
+    """Return a decorator: memory allocated by the function has this purpose."""
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -1,9 +1,9 @@
-"""Schemes of quantization: one declaration each, read by the verb, the sizes of files, the pages and the tests.
+"""Quantization schemes: one declaration each, read by the verb, the sizes of files, the pages and the tests.
 
     r = S (q - Z)        r a weight, q its code of a few bits, S a scale, Z the code of zero
 
-A scheme says how many bits a code has, which numbers codes stand for, how many inputs share S and Z, how these are
-found, and what happens to activations.
+A scheme has the number of bits and the meaning of a code, the inputs that share S and Z, the method that finds them,
+and the treatment of activations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,40 +15,40 @@ from typing import Literal
 from meshwright.spec.errors import PlanError
 
 FOLDER_FORMATS = ("meshwright", "compressed-tensors", "gptq", "awq", "bitsandbytes")
-"""Formats of quantized folders; each is the config's quant_method, too."""
+"""Formats of quantized folders, also values of the config's quant_method."""
 Codes = Literal["integer", "nf4", "fp4", "e4m3"]
 Method = Literal["absmax", "zero-point", "hqq", "gptq", "awq", "awq-gptq", "smooth"]
 CALIBRATED = ("gptq", "awq", "awq-gptq", "smooth")
-"""Methods that need text: what each matrix reads decides how it is rounded, or how inputs are scaled before."""
+"""Methods that need calibration text: the inputs of each matrix decide its rounding or scaling."""
 Zeros = Literal["fixed", "whole", "real"]
 Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
 Size = tuple[tuple[int, ...], str]
 """Dims of a tensor, and the name of its dtype in torch."""
 WIDTHS = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
-"""Bytes of an element, by the name of its dtype."""
+"""Bytes per element, by the name of the dtype."""
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128, 256)
-"""Inputs that may share a scale."""
+"""Possible numbers of inputs that share a scale."""
 
 
 def normal_float(bits: int = 4) -> tuple[float, ...]:
-    """The numbers of a normal float (Dettmers et al. 2023, arXiv:2305.14314, eq. 4 and appendix E): quantiles of the
-    standard normal distribution, evenly spaced in probability on both sides of zero, divided by the largest.
+    """Return the numbers of a normal float (Dettmers et al. 2023, arXiv:2305.14314, eq. 4 and appendix E).
 
-    One side has half of the codes, the other one less, and zero is exact. The outermost quantile is the mean of those
-    that both sides would have: 1 - (1 / 30 + 1 / 32) / 2 for 4 bits.
+    They are quantiles of the standard normal distribution, evenly spaced in probability on both sides of zero, divided
+    by the largest. One side has half of the codes, the other one less, and zero is exact. The outermost quantile is the
+    mean of those of both sides: 1 - (1 / 30 + 1 / 32) / 2 for 4 bits.
     """
     half = 2 ** (bits - 1)
     outermost = 1 - (1 / (2 * (2 * half - 1)) + 1 / (2 * 2 * half)) / 2
     quantile = NormalDist().inv_cdf
 
     def side(count: int) -> list[float]:
-        """`count` quantiles from the outermost one inwards; the next, at 1/2, would be zero."""
-        return [quantile(outermost + (0.5 - outermost) * place / count) for place in range(count)]
+        """Return `count` quantiles from the outermost one inwards. The next, at 1/2, would be zero."""
+        return [quantile(outermost + (0.5 - outermost) * index / count) for index in range(count)]
 
     above, below = side(half), side(half - 1)
-    return tuple(one / above[0] for one in sorted([*above, 0.0, *(-one for one in below)]))
+    return tuple(number / above[0] for number in sorted([*above, 0.0, *(-number for number in below)]))
 
 
 NF4 = (
@@ -56,54 +56,52 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""`normal_float(4)` as it was published, and as every file and kernel has it: other numbers in the seventh digit."""
+"""Published values, used by every file and kernel. They differ from `normal_float(4)` in the seventh digit."""
 FP4 = tuple(sign * number / 12 for sign in (1, -1) for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-"""bitsandbytes' 4-bit floating-point numbers by their codes: a sign, two bits of exponent, one of mantissa; the largest
-is 1 (https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type)."""
+"""bitsandbytes' 4-bit floating-point numbers by code: a sign, two bits of exponent, one of mantissa, the largest being
+1 (https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type)."""
 TABLES: Mapping[Codes, tuple[float, ...]] = {"nf4": NF4, "fp4": FP4}
-"""Codes that name numbers of a table."""
+"""Codes that index a table of numbers."""
 PIECE = 2**22
-"""Elements of a matrix that are quantized or restored at a time, so that what this takes beside the result stays
-small."""
+"""Elements of a matrix that are quantized or restored at a time, to limit temporary memory."""
 PUBLISHED_THRESHOLD = 6.0
-"""Of LLM.int8()'s outliers, and bitsandbytes' where none is given."""
+"""Outlier threshold of LLM.int8(), and the default of bitsandbytes."""
 DOUBLED = 256
-"""Scales that share a scale of their own, where these are codes, too (QLoRA, section 3)."""
+"""Scales that share an outer scale, in double quantization (QLoRA, section 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How the matrices of a model are quantized."""
+    """Quantization of the matrices of a model."""
 
     name: str
     about: str
-    """One line for people."""
+    """Description in one line."""
     bits: int
     codes: Codes = "integer"
-    """What codes stand for: whole numbers, quantiles of a normal distribution, or floating-point numbers of 4 bits or
-    8."""
+    """Meaning of codes: whole numbers, quantiles of a normal distribution, or floating-point numbers of 4 or 8 bits."""
     zeros: Zeros = "fixed"
-    """Z: the same everywhere, or one for each scale; a whole number, so that zero is exact, or a real one in fp16."""
+    """Z: constant, or one per scale, either a whole number, which keeps zero exact, or a real number in fp16."""
     group: int = 0
-    """Inputs of a row that share a scale; 0 = all of them."""
+    """Inputs of a row that share a scale. 0 = all of them."""
     method: Method = "absmax"
-    """How scales are found."""
+    """Method that finds the scales."""
     scales: Literal["bfloat16", "float16", "float32", "double"] = "bfloat16"
-    """Dtype of S: bf16 reaches as far as fp32, and codes are made for the rounded ones. `double`: S are codes of 8 bits
-    themselves, with a scale for each run of DOUBLED and one offset (double quantization, arXiv:2305.14314)."""
+    """Dtype of S. bf16 has the range of fp32, and codes are computed for the rounded scales. `double`: scales are 8-bit
+    codes themselves, with one scale per DOUBLED of them and one offset (double quantization, arXiv:2305.14314)."""
     activations: Activations = "same"
-    """What a product's input is rounded to, with a scale for each token; `same` = it is not."""
+    """Rounding of a product's input, with a scale per token. `same` = none."""
     outliers: Outliers = "none"
-    """Which columns stay in 16 bit: none; a set found on text before; or those above `threshold` in the batch at hand,
-    as the paper has it (Dettmers et al. 2022, arXiv:2208.07339)."""
+    """Columns that stay in 16 bits: none, a set calibrated on text, or those above `threshold` in the current batch, as
+    in the paper (Dettmers et al. 2022, arXiv:2208.07339)."""
     threshold: float = PUBLISHED_THRESHOLD
-    """Of an activation that is an outlier."""
+    """Smallest absolute activation that is an outlier."""
     expected_kl: tuple[float, float] = (0.0, 0.0)
-    """Nats per token between the model before and after: what is usual."""
+    """Usual range of the divergence from the original model, in nats per token."""
     max_kl: float = 0.1
-    """Above which the verb fails, unless another limit is given."""
+    """Divergence above which the verb fails, unless another limit is given."""
     ordered: bool = False
-    """Whether codes stand in an order of inputs of the matrix's own, as GPTQ with desc_act leaves them."""
+    """Codes are in an order of inputs of their own, as GPTQ with desc_act writes them."""
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.bits != {"integer": self.bits, "e4m3": 8}.get(self.codes, 4):
@@ -126,29 +124,32 @@ class Scheme:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs text."""
+        """It needs calibration text."""
         return self.method in CALIBRATED
 
     @property
     def scales_inputs(self) -> bool:
-        """Whether matrices are multiplied by scales that what comes before them is divided by."""
+        """Matrices are multiplied by scales by which the preceding operation is divided."""
         return self.method in ("awq", "awq-gptq", "smooth")
 
     @property
     def weighs_errors(self) -> bool:
-        """Whether rounding goes by what matrices read, of which it needs the mean products."""
+        """Rounding weighs errors by the mean products of the inputs."""
         return self.calibrated and self.method != "smooth"
 
     @property
     def packed(self) -> bool:
-        """Whether several codes share a byte."""
+        """Several codes share a byte."""
         return self.bits < 8
 
     @property
     def trains_beside(self) -> bool:
-        """Whether adapters can be trained beside such weights: products take restored weights and inputs as they are,
-        so that the gradient of an input is the one of what was computed; or they are LLM.int8()'s, with outliers of the
-        batch in 16 bit, whose gradient is that of the restored weights (Dettmers et al. 2022, appendix)."""
+        """Adapters can be trained beside such weights.
+
+        Either products take restored weights and unrounded inputs, so the gradient of an input matches the forward
+        pass. Or the scheme is LLM.int8() with outliers of the batch in 16 bits, whose gradient is that of the restored
+        weights (Dettmers et al. 2022, appendix).
+        """
         if self.calibrated or self.ordered:
             return False
         plain = self.activations == "same" and self.outliers == "none"
@@ -156,44 +157,46 @@ class Scheme:
         return plain or (rounded and self.threshold == PUBLISHED_THRESHOLD)
 
     def groups(self, columns: int) -> int:
-        """Scales of a row of so many inputs; the last group may be short."""
+        """Return the scales per row of `columns` inputs. The last group may be short."""
         return -(-columns // self.group) if self.group else 1
 
-    def sizes(self, rows: int, columns: int, stack: Sequence[int] = (), *, kept: int = 0) -> dict[str, Size]:
-        """The tensors that stand for a matrix (rows, columns), or for a stack of them, but for its columns that are
-        kept: `codes`, `scales`, of doubled ones `outer` and `offset`, and `zeros`. `kept`: of its columns, so many are
-        not quantized."""
+    def sizes(self, rows: int, columns: int, stack: Sequence[int] = (), *, outlier_columns: int = 0) -> dict[str, Size]:
+        """Return the tensors that represent a matrix (rows, columns), or a stack of them.
+
+        They are `codes`, `scales`, `outer` and `offset` of double scales, `zeros`, and `columns` and `order` where
+        used. `outlier_columns` is the number of columns that stay plain numbers, which are not included.
+        """
         lead, groups = tuple(stack), self.groups(columns)
         dtype = "uint8" if self.packed else "float8_e4m3fn" if self.codes == "e4m3" else "int8"
-        found: dict[str, Size] = {
+        sizes: dict[str, Size] = {
             "codes": ((*lead, rows, _bytes(columns, self.bits)), dtype),
             "scales": ((*lead, rows, groups), "uint8" if self.scales == "double" else self.scales),
         }
         if self.scales == "double":
-            found["outer"] = ((*lead, -(-rows * groups // DOUBLED)), "float32")
-            found["offset"] = ((*lead, 1), "float32")
+            sizes["outer"] = ((*lead, -(-rows * groups // DOUBLED)), "float32")
+            sizes["offset"] = ((*lead, 1), "float32")
         if self.zeros == "whole":
-            found["zeros"] = ((*lead, rows, _bytes(groups, self.bits)), "uint8")
+            sizes["zeros"] = ((*lead, rows, _bytes(groups, self.bits)), "uint8")
         if self.zeros == "real":
-            found["zeros"] = ((*lead, rows, groups), "float16")
-        if kept:
-            found["columns"] = ((kept,), "int32")
+            sizes["zeros"] = ((*lead, rows, groups), "float16")
+        if outlier_columns:
+            sizes["columns"] = ((outlier_columns,), "int32")
         if self.ordered:
-            found["order"] = ((*lead, columns), "int32")
-        return found
+            sizes["order"] = ((*lead, columns), "int32")
+        return sizes
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
-        """Of a matrix, its scales and zeros included."""
+        """Return the bits per weight of a matrix, scales and zeros included."""
         return 8 * self.nbytes((rows, columns)) / (rows * columns)
 
     def nbytes(self, size: Sequence[int]) -> int:
-        """Of all tensors that stand for a matrix (rows, columns), or for a stack of them."""
+        """Return the bytes of all tensors that represent a matrix (rows, columns), or a stack of them."""
         *stack, rows, columns = size
         return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in self.sizes(rows, columns, stack).values())
 
 
 def _bytes(count: int, bits: int) -> int:
-    """That hold so many codes, one after the other."""
+    """Return the bytes that hold `count` codes packed tightly."""
     return -(-count * bits // 8)
 
 
@@ -258,4 +261,4 @@ SCHEMES: Mapping[str, Scheme] = {
         ),
     )
 }  # fmt: skip
-"""By name. Ranges are of models between a million and eight billion parameters (docs/quantize.md)."""
+"""Schemes by name. Ranges hold for models of a million to eight billion parameters (docs/quantize.md)."""

@@ -1,4 +1,4 @@
-"""Plays a pipeline schedule without a model: can it run, how long does it take, what is alive, what is sent when."""
+"""Replay of a pipeline schedule without a model: deadlocks, duration, micro-batches in flight and transfers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from meshwright.spec.schedule import Action, Actions
 
 
 class Timed(Protocol):
-    """What has the seconds of one stage and one micro-batch, as Times."""
+    """Seconds of one stage and one micro-batch. `Times` is one implementation."""
 
     @property
     def forward_s(self) -> float: ...
@@ -22,7 +22,7 @@ class Timed(Protocol):
 
 
 class Times(NamedTuple):
-    """Seconds of one stage and one micro-batch; BW takes input_s + weight_s."""
+    """Seconds of one stage and one micro-batch. BW takes input_s + weight_s."""
 
     forward_s: float = 1.0
     input_s: float = 1.0
@@ -36,7 +36,7 @@ EVEN = Times()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionSpan:
-    """When an action runs."""
+    """Start and end of an action."""
 
     action: Action
     start_s: float
@@ -45,15 +45,15 @@ class ActionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a schedule does, for each rank."""
+    """Timing of a schedule on each rank."""
 
     spans: tuple[tuple[ActionSpan, ...], ...]
     in_flight: tuple[int, ...]
-    """Most micro-batches (of one stage each) whose forward pass began and whose W or BW did not end."""
+    """Most micro-batches (of one stage each) between the start of their forward pass and the end of their W or BW."""
 
     @property
     def total_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max((span.end_s for spans in self.spans for span in spans), default=0.0)
 
     @property
@@ -63,17 +63,17 @@ class Replay:
 
     @property
     def bubble(self) -> float:
-        """(total - ideal) / ideal; ideal = the busiest rank without a gap. AFAB and 1F1B: (p - 1) / m."""
+        """(total - ideal) / ideal. ideal = the busiest rank without a gap. AFAB and 1F1B: (p - 1) / m."""
         ideal = max(self.busy_s)
         return (self.total_s - ideal) / ideal
 
 
-Place = tuple[Literal["F", "B"], int, int]
-"""(pass, stage, micro-batch): a forward pass, or one that makes the gradient of a stage's input."""
+PassKey = tuple[Literal["F", "B"], int, int]
+"""(pass, stage, micro-batch): a forward pass, or one that computes the gradient of a stage's input."""
 
 
-def needs(action: Action, stages: int) -> tuple[Place, ...]:
-    """The results that an action reads: its own stage's, and its neighbour's."""
+def needs(action: Action, stages: int) -> tuple[PassKey, ...]:
+    """Return the results that an action reads: those of its own stage and of its neighbour."""
     stage, i = action.stage, action.micro_batch
     if action.kind == "F":
         return (("F", stage - 1, i),) if stage else ()
@@ -83,45 +83,50 @@ def needs(action: Action, stages: int) -> tuple[Place, ...]:
 
 
 class Turn(NamedTuple):
-    """An action of any rank, in one order of all ranks' actions in which each finds what it reads."""
+    """An action of any rank, in a common order in which each action follows those whose results it reads."""
 
     what: int
     """4 x stage + KINDS[kind]."""
     rank: int
     waits_for: int
-    """Place in the order of the action of another rank whose result it reads; -1: it reads of its own rank only."""
+    """Index in the order of the action of another rank whose result it reads. -1 = it reads from its own rank only."""
 
 
 KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
 def in_order(actions: Actions) -> tuple[Turn, ...]:
-    """The lists made ready to be played many times; IllegalLayout where ranks would deadlock."""
+    """Return the actions in an order that can be replayed often. Raises IllegalLayout if ranks would deadlock."""
     placement = placement_of(actions)
-    made: dict[Place, int] = {}
-    found: list[Turn] = []
-    nexts = [0] * len(actions)
-    before = -1
-    while before < len(found):
-        before = len(found)
-        for rank, own in enumerate(actions):
-            for action in own[nexts[rank] :]:
+    positions: dict[PassKey, int] = {}
+    turns: list[Turn] = []
+    next_index = [0] * len(actions)
+    previous = -1
+    # Every pass runs each rank until it waits. A pass without progress means that all wait for each other.
+    while previous < len(turns):
+        previous = len(turns)
+        for rank, rank_actions in enumerate(actions):
+            for action in rank_actions[next_index[rank] :]:
                 wanted = needs(action, len(placement))
-                if not all(map(made.__contains__, wanted)):
+                if not all(map(positions.__contains__, wanted)):
                     break
-                of_others = [made[place] for place in wanted if placement[place[1]] != rank]
+                foreign = [positions[needed] for needed in wanted if placement[needed[1]] != rank]
                 if action.kind != "W":
-                    made["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(found)
-                found.append(Turn(4 * action.stage + KINDS[action.kind], rank, max(of_others, default=-1)))
-                nexts[rank] += 1
-    stuck = [f"rank {r} at {own[n]}" for r, (own, n) in enumerate(zip(actions, nexts, strict=True)) if n < len(own)]
+                    positions["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(turns)
+                turns.append(Turn(4 * action.stage + KINDS[action.kind], rank, max(foreign, default=-1)))
+                next_index[rank] += 1
+    stuck = [
+        f"rank {r} at {rank_actions[n]}"
+        for r, (rank_actions, n) in enumerate(zip(actions, next_index, strict=True))
+        if n < len(rank_actions)
+    ]
     if stuck:
         raise IllegalLayout(f"the pipeline's lists wait for each other: {'; '.join(stuck)}")
-    return tuple(found)
+    return tuple(turns)
 
 
 def play(order: Sequence[Turn], stages: Sequence[Timed], send_s: float = 0.0) -> tuple[list[float], list[float]]:
-    """(start, end) in seconds of every action of `order`; `send_s`: from rank to rank."""
+    """Return (start, end) in seconds of every action of `order`. `send_s` is the time of a transfer between ranks."""
     lengths = [s for t in stages for s in (t.forward_s, t.input_s, t.weight_s, t.input_s + t.weight_s)]
     free = [0.0] * len(stages)
     starts: list[float] = []
@@ -137,54 +142,53 @@ def play(order: Sequence[Turn], stages: Sequence[Timed], send_s: float = 0.0) ->
 
 
 def replay(actions: Actions, times: Times | Sequence[Timed] = EVEN, send_s: float = 0.0) -> Replay:
-    """Play the lists; `times` of all stages or of each. IllegalLayout if an action is missing, done twice, on two
-    ranks, or ranks would deadlock."""
+    """Replay the lists. Raises IllegalLayout for missing, repeated or misplaced actions, and for deadlocks."""
     stages = len(placement_of(actions))
     _check_once(actions, stages)
     each = [times] * stages if isinstance(times, Times) else times
     spans: list[list[ActionSpan]] = [[] for _ in actions]
     for rank, span in _spans(actions, each, send_s):
         spans[rank].append(span)
-    return Replay(spans=tuple(map(tuple, spans)), in_flight=tuple(map(_peak, actions)))
+    return Replay(spans=tuple(map(tuple, spans)), in_flight=tuple(map(_most_in_flight, actions)))
 
 
 def _spans(actions: Actions, stages: Sequence[Timed], send_s: float = 0.0) -> Iterator[tuple[int, ActionSpan]]:
-    """(rank, span) of all actions."""
-    order, nexts = in_order(actions), [iter(own) for own in actions]
+    """Yield (rank, span) of all actions."""
+    order, nexts = in_order(actions), [iter(rank_actions) for rank_actions in actions]
     for turn, start, end in zip(order, *play(order, stages, send_s), strict=True):
         yield turn.rank, ActionSpan(action=next(nexts[turn.rank]), start_s=start, end_s=end)
 
 
 def placement_of(actions: Actions) -> tuple[int, ...]:
-    """The rank of each stage, as the lists say."""
-    found = {action.stage: rank for rank, own in enumerate(actions) for action in own}
-    missing = set(range(max(found, default=0))) - set(found)
-    if missing or not found:
+    """Return the rank of each stage, derived from the lists."""
+    ranks = {action.stage: rank for rank, rank_actions in enumerate(actions) for action in rank_actions}
+    missing = set(range(max(ranks, default=0))) - set(ranks)
+    if missing or not ranks:
         raise IllegalLayout(f"the pipeline's lists have no action of stage {min(missing, default=0)}")
-    return tuple(found[stage] for stage in range(len(found)))
+    return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
 def _check_once(actions: Actions, stages: int) -> None:
-    listed = [(action, rank) for rank, own in enumerate(actions) for action in own]
+    listed = [(action, rank) for rank, rank_actions in enumerate(actions) for action in rank_actions]
     done: dict[tuple[str, int, int], int] = {}
     holder: dict[int, int] = {}
     for action, rank in listed:
         if holder.setdefault(action.stage, rank) != rank:
             raise IllegalLayout(f"{action} is on pipeline rank {rank}, but its stage is on rank {holder[action.stage]}")
         for letter in action.kind:
-            place = letter, action.stage, action.micro_batch
-            if place in done:
+            key = letter, action.stage, action.micro_batch
+            if key in done:
                 raise IllegalLayout(f"pipeline rank {rank} has {action}, which was done already")
-            done[place] = rank
+            done[key] = rank
     micro_batches = 1 + max(action.micro_batch for action, _ in listed)
-    for place in ((k, s, i) for k in "FBW" for s in range(stages) for i in range(micro_batches)):
-        if place not in done:
-            raise IllegalLayout(f"the pipeline's lists lack {place[0]} of stage {place[1]}, micro-batch {place[2]}")
+    for key in ((k, s, i) for k in "FBW" for s in range(stages) for i in range(micro_batches)):
+        if key not in done:
+            raise IllegalLayout(f"the pipeline's lists lack {key[0]} of stage {key[1]}, micro-batch {key[2]}")
 
 
-def _peak(own: Sequence[Action]) -> int:
+def _most_in_flight(rank_actions: Sequence[Action]) -> int:
     alive = peak = 0
-    for action in own:
+    for action in rank_actions:
         alive += action.kind == "F"
         peak = max(peak, alive)
         alive -= action.kind in ("W", "BW")
@@ -193,7 +197,7 @@ def _peak(own: Sequence[Action]) -> int:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StageLink:
-    """What one pipeline rank sends another: activations (F) or gradients (B)."""
+    """Link between two pipeline ranks, for activations (F) or gradients (B)."""
 
     kind: Literal["F", "B"]
     source: int
@@ -202,7 +206,7 @@ class StageLink:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One tensor from rank to rank, for `stage`: the output of the stage before (F) or the next one's gradient (B)."""
+    """One tensor sent between ranks for `stage`: the output of the stage before (F), the gradient of the next (B)."""
 
     kind: Literal["F", "B"]
     stage: int
@@ -212,47 +216,47 @@ class Transfer:
 
     @property
     def link(self) -> StageLink:
-        """The link that it travels on."""
+        """Link that it travels on."""
         return StageLink(self.kind, self.source, self.target)
 
 
 def links(placement: Sequence[int]) -> tuple[StageLink, ...]:
-    """The links of a pipeline whose stages are on these ranks, each once.
+    """Return the links of a pipeline whose stages are on these ranks, each once.
 
-    All ranks connect their own in this order. Every second pair of neighbours comes first, so that pairs connect at the
-    same time instead of one after the other.
+    All ranks connect their own links in this order. Every second pair of neighbours comes first, so pairs connect at
+    the same time instead of one after the other.
     """
     ranks = 1 + max(placement)
-    found = {StageLink("F", a, b) for a, b in pairwise(placement) if a != b}
-    found |= {StageLink("B", link.target, link.source) for link in found}
+    stage_links = {StageLink("F", a, b) for a, b in pairwise(placement) if a != b}
+    stage_links |= {StageLink("B", link.target, link.source) for link in stage_links}
 
-    def place(link: StageLink) -> tuple[int, int, StageLink]:
+    def order(link: StageLink) -> tuple[int, int, StageLink]:
         first = link.source if (link.target - link.source) % ranks == 1 else link.target
         return first % 2, first, link
 
-    return tuple(sorted(found, key=place))
+    return tuple(sorted(stage_links, key=order))
 
 
 @lru_cache(maxsize=4)
 def numbered(actions: Actions) -> Mapping[Action, int]:
-    """The place of every action of all ranks in one order: by the time at which it ends, in unit times.
+    """Return the number of every action of all ranks in one order: by end time, in unit times.
 
-    What an action reads was made by an action with a smaller number. Ranks that wait, before an action, only for what
-    actions with smaller numbers make or read can never wait for each other in a circle, whatever the real times are.
-    Forward passes alone are numbered as well.
+    An action only reads results of actions with smaller numbers. If ranks wait, before an action, only for actions with
+    smaller numbers, they can never wait in a circle, whatever the real times are. Forward passes alone are numbered
+    too.
     """
     ends = [(span.end_s, rank, span.action) for rank, span in _spans(actions, [EVEN] * len(placement_of(actions)))]
-    return {action: number for number, (_, _, action) in enumerate(sorted(ends, key=lambda entry: entry[:2]))}
+    return {action: number for number, (_, _, action) in enumerate(sorted(ends, key=lambda end: end[:2]))}
 
 
 def transfers(actions: Actions) -> tuple[Transfer, ...]:
-    """All that is sent between ranks, in the order in which it is made (`numbered`)."""
+    """Return all transfers between ranks in the order in which the tensors are made (`numbered`)."""
     placement = placement_of(actions)
-    found: list[Transfer] = []
+    sent: list[Transfer] = []
     for action in numbered(actions):
         stage, rank = action.stage + (1 if action.kind == "F" else -1), placement[action.stage]
         if action.kind == "W" or not 0 <= stage < len(placement) or placement[stage] == rank:
             continue
         kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-        found.append(Transfer(kind, stage, action.micro_batch, rank, placement[stage]))
-    return tuple(found)
+        sent.append(Transfer(kind, stage, action.micro_batch, rank, placement[stage]))
+    return tuple(sent)

@@ -1,5 +1,7 @@
-"""What a student holds while it samples inside of training (recipe.distillation_on_policy): its cache of keys and
-values in blocks. The sampler makes it so large, and plan and dry run count it."""
+"""Memory of a student that samples during training (recipe.distillation_on_policy): its cache of keys and values.
+
+The sampler allocates it by these rules, and plan and dry run count it.
+"""
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
@@ -8,21 +10,20 @@ from meshwright.spec.shape import ModelShape
 BLOCK = 16
 """Positions of a block."""
 SPARE = 2
-"""Blocks that no answer has: of zeros, and one that nobody reads."""
+"""Blocks that belong to no answer: one of zeros, and one that is never read."""
 MOST_AT_ONCE = 64
-"""Answers that are made at once; others wait."""
+"""Answers that are sampled at once. Others wait."""
 MOST_BYTES = 2**30
-"""Of the cache."""
+"""Largest cache."""
 
 
 def at_once(recipe: Recipe, layout: Layout) -> int:
-    """Answers of a rank that are made at once: rows of a step, which may hold several."""
+    """Return the answers that a rank samples at once: the rows of its share of a step."""
     return min(MOST_AT_ONCE, max(1, recipe.largest.global_batch // layout.dp))
 
 
 def position_bytes(shape: ModelShape, width: int) -> int:
-    """Of keys and values of one position in all layers, `width` bytes a number. Latent attention keeps its low rank
-    alone, unless an adapter stands beside what makes keys of it."""
+    """Return the bytes of keys and values of one position in all layers, with `width` bytes per number."""
     if shape.mla is None:
         each = 2 * shape.kv_heads * shape.head_dim
     elif shape.lora is None:
@@ -33,7 +34,7 @@ def position_bytes(shape: ModelShape, width: int) -> int:
 
 
 def cache_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, width: int) -> int:
-    """Of a rank that samples."""
+    """Return the bytes of the cache of a rank that samples."""
     of_block = BLOCK * position_bytes(shape, width)
     wanted = at_once(recipe, layout) * -(-min(recipe.sequence, shape.max_positions) // BLOCK)
     return (max(1, min(wanted, MOST_BYTES // of_block)) + SPARE) * of_block

@@ -1,8 +1,9 @@
-"""The pipeline schedules, one entry each: the only list of them. Whoever needs their names, their stages or their order
-of passes reads it: the engine, the planner, the search, the matrices of `verify` and `doctor`, the explorer's page.
+"""Pipeline schedules, one entry each: the only list of their names, stages and orders of passes.
+
+Read by the engine, the planner, the search, the matrices of `verify` and `doctor`, and the explorer's page.
 
 Letters: p ranks, m micro-batches, v stages of one rank, r a rank. The order of a rank's passes is written in words
-(`Words`) or as rounds (`Rounds`); spec/schedule.py makes lists of actions of both.
+(`Words`) or as rounds (`Rounds`). spec/schedule.py expands both into lists of actions.
 """
 
 from collections.abc import Mapping
@@ -10,74 +11,78 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 ScheduleName = Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
-"""The words of layout.schedule: those of KINDS."""
+"""Words of layout.schedule: the keys of KINDS."""
 
 
 class Repeats(NamedTuple):
-    """How often: one + p * ranks + m * micro-batches + r * rank."""
+    """Number of repeats: base + p * ranks + m * micro-batches + r * rank."""
 
-    one: int = 0
+    base: int = 0
     p: int = 0
     m: int = 0
     r: int = 0
 
-    def of(self, ranks: int, micro_batches: int, rank: int) -> int:
-        """The number; below 1 it is never."""
-        return self.one + self.p * ranks + self.m * micro_batches + self.r * rank
+    def times(self, ranks: int, micro_batches: int, rank: int) -> int:
+        """Return the number. Below 1 the word is omitted."""
+        return self.base + self.p * ranks + self.m * micro_batches + self.r * rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """Words and how often each is said. A word is passes: F0, B1, W0 or BW1, the digit being the place among the rank's
-    stages. W alone is of the oldest B whose gradients of weights are left; `~` in place of a digit is 1, then 0, then
-    1. Each pass takes the next micro-batch of its stage."""
+    """Sequence of words with repeats, in which a word is a list of passes: F0, B1, W0 or BW1.
 
-    said: tuple[tuple[str, Repeats], ...]
+    The digit is the index among the rank's stages. W alone completes the oldest B whose weight gradients are still
+    missing. `~` in place of a digit is 1, then 0, then 1. Each pass takes the next micro-batch of its stage.
+    """
+
+    phrases: tuple[tuple[str, Repeats], ...]
     fewest: Repeats = field(default_factory=Repeats)
-    """For fewer micro-batches: the order for so many, without those that do not exist."""
+    """Fewest micro-batches of the order. For fewer, passes of the surplus ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Forward passes until the first gradient is back, then one of each, then what is left. Micro-batches go in rounds
-    of about p: a round passes all stages of the rank before the next begins."""
+    """Forward passes until the first gradient is back, then one of each, then the remaining backward passes.
+
+    Micro-batches go in rounds of about p. A round passes all stages of the rank before the next begins.
+    """
 
     hop: int = 1
-    """Forward passes more for each rank that is nearer to the front."""
+    """Additional early forward passes per rank towards the front."""
     late: bool = False
-    """W follows B after r others, so that every rank holds p micro-batches at most and has gradients of weights left
-    for its bubble; else backward passes are whole."""
+    """W follows B after r others. Every rank then holds at most p micro-batches and has weight gradients left for its
+    bubble. Otherwise backward passes are whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """What there is to know of a schedule."""
+    """Declaration of a schedule."""
 
     order: Words | Rounds
     stages: int = 1
-    """Of a rank, where layout.vp says nothing else."""
+    """Stages of a rank, unless layout.vp gives another number."""
     deeper: bool = False
-    """Whether layout.vp may say something else."""
+    """layout.vp may give another number."""
     in_v: bool = False
-    """Rank r holds the stages r and 2p-1-r; else stages go round and round."""
+    """Rank r holds the stages r and 2p-1-r. Otherwise stages go round and round."""
     splits: Literal["none", "some", "all"] = "none"
-    """Backward passes that take gradients of weights apart from those of the input."""
+    """Backward passes that separate gradients of weights from those of the input."""
     holds_all: bool = False
-    """Whether every micro-batch is in flight at once: there are no rounds that repeat."""
+    """Every micro-batch is in flight at once, without repeating rounds."""
     fewest: int = 0
-    """Micro-batches that each pipeline rank wants."""
+    """Fewest micro-batches per pipeline rank."""
     title: str
-    """As its paper calls it."""
+    """Name in its paper."""
     meaning: str
-    """In a sentence or two."""
+    """Description in a sentence or two."""
     formula: str
-    """Of its bubble, with F, B and W for the seconds of passes."""
+    """Bubble, with F, B and W for the seconds of passes."""
     source: str
 
 
 KINDS: Mapping[str, ScheduleKind] = {
     "afab": ScheduleKind(
-        order=Words(said=(("F0", Repeats(m=1)), ("BW0", Repeats(m=1)))),
+        order=Words(phrases=(("F0", Repeats(m=1)), ("BW0", Repeats(m=1)))),
         holds_all=True,
         title="All forward, all backward (GPipe)",
         meaning="All micro-batches go forward before the first comes back: every one is in flight.",
@@ -112,7 +117,7 @@ KINDS: Mapping[str, ScheduleKind] = {
     ),
     "zb-v": ScheduleKind(
         order=Words(
-            said=(
+            phrases=(
                 ("F0", Repeats(-1, p=2, r=-2)),
                 ("F1 F0", Repeats(r=1)),
                 ("F1 B1 W1", Repeats(p=1, r=-1)),
@@ -137,7 +142,7 @@ KINDS: Mapping[str, ScheduleKind] = {
         # The eight steps of github.com/deepseek-ai/DualPipe; where it overlaps F with BW, they follow one another. Of
         # the last 2 (r + 1) backward passes before the tail the second half is split.
         order=Words(
-            said=(
+            phrases=(
                 ("F0", Repeats(-2, p=2, r=-2)),
                 ("F0 F1", Repeats(1, r=1)),
                 ("B1 W F1", Repeats(-1, p=1, r=-1)),
@@ -166,11 +171,11 @@ assert get_args(ScheduleName) == NAMES
 V_PLACED = tuple(name for name, kind in KINDS.items() if kind.in_v)
 """Schedules whose rank r holds the stages r and 2p-1-r."""
 SPLIT = tuple(name for name, kind in KINDS.items() if kind.splits != "none")
-"""Schedules that take weight gradients apart from those of the input, in some passes or in all."""
+"""Schedules that separate weight gradients from those of the input, in some or all passes."""
 SPLIT_ALWAYS = tuple(name for name, kind in KINDS.items() if kind.splits == "all")
 
 
 def stage_numbers(name: str, ranks: int, layers: int) -> tuple[int, ...]:
-    """The stages of a rank that a schedule may have, for a model of so many layers: the usual number first."""
+    """Return the possible numbers of stages per rank for a model of `layers` layers, the usual one first."""
     kind = KINDS[name]
     return (kind.stages, *range(kind.stages + 1, layers // ranks + 1)) if kind.deeper else (kind.stages,)

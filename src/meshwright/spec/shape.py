@@ -10,13 +10,13 @@ from meshwright.spec.lora import NAMES, LoRAShape
 from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 LARGEST = 2**31
-"""No size of a tensor is as large; a bound keeps a slip of the finger from filling the memory."""
+"""Upper bound of sizes of tensors. It keeps a typing error from filling the memory."""
 MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length.
+    """Stretching of rotary frequencies beyond the trained length.
 
     `linear` divides every frequency by `factor`. `llama3` (Llama-3.1 report) keeps the fast ones, divides the slow
     ones, blends between. `yarn` (Peng et al. 2023, arXiv:2309.00071) blends by rotations and scales the attention.
@@ -25,7 +25,7 @@ class RopeScaling:
     kind: Literal["linear", "llama3", "yarn"]
     """linear, llama3 or yarn."""
     factor: float
-    """How many times longer than original_positions a sequence may be."""
+    """Ratio of the longest sequence to original_positions."""
     original_positions: int
     """Positions the unscaled model was trained on."""
     low_frequency_factor: float = 1.0
@@ -33,11 +33,11 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
     """llama3: a frequency with more rotations over original_positions is kept."""
     beta_fast: float = 32.0
-    """yarn: rotations over original_positions from which on a frequency is kept."""
+    """yarn: rotations over original_positions from which a frequency is kept."""
     beta_slow: float = 1.0
     """yarn: rotations up to which a frequency is divided by factor."""
     mscale: float = 0.0
-    """YaRN: numerator of the attention factor; 0 = not given (the paper's 0.1 ln(factor) + 1)."""
+    """YaRN: numerator of the attention factor; 0 = the paper's 0.1 ln(factor) + 1."""
     mscale_all_dim: float = 0.0
     """YaRN: its denominator; DeepSeek also multiplies the softmax scale by mscale_all_dim's value squared."""
 
@@ -59,7 +59,7 @@ class RopeScaling:
 
 
 def temperature(factor: float, weight: float) -> float:
-    """YaRN's (arXiv:2309.00071, section 3.4): 0.1 * weight * ln(factor) + 1."""
+    """Return YaRN's 0.1 * weight * ln(factor) + 1 (arXiv:2309.00071, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -78,17 +78,17 @@ class MoEShape:
     first_dense: int = 0
     """Number of leading layers that keep a dense MLP."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become scores."""
+    """Function that turns router logits into scores."""
     normalize_top_k: bool = True
     """The scores of the chosen experts are divided by their sum."""
     groups: int = 1
-    """Experts form groups; only those of the best `top_groups` may be chosen (DeepSeek-V3)."""
+    """Groups of experts; only experts of the best `top_groups` may be chosen (DeepSeek-V3)."""
     top_groups: int = 1
     """Groups a token may choose from."""
     routed_scale: float = 1.0
     """Factor on the sum of the routed experts."""
     correction_bias: bool = False
-    """A buffer, one number per expert, added to the score for choosing only (DeepSeek-V3)."""
+    """A buffer, one number per expert, is added to the scores for the choice only (DeepSeek-V3)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.experts:
@@ -114,9 +114,9 @@ class MLAShape:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values through a low rank."""
 
     q_rank: int
-    """0 = queries are projected directly."""
+    """Rank through which queries go; 0 = they are projected directly."""
     kv_rank: int
-    """Rank through which keys and values go; what the cache holds, beside rope_dim."""
+    """Rank through which keys and values go; the cache holds it and rope_dim."""
     nope_dim: int
     """Dims of a query and key head without rotation."""
     rope_dim: int
@@ -139,11 +139,11 @@ class ModelShape:
     """One transformer. Its letters (V vocab, L layers, D hidden, H heads, ...) are those of docs/notation.md."""
 
     name: str = "custom"
-    """What reports call it."""
+    """Name in reports."""
     family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2", "phi3"] = (
         "llama"
     )
-    """Whose Hugging Face layout it is written in."""
+    """Hugging Face layout in which it is written."""
     vocab: int
     """Rows of the embedding; at least as many as the tokenizer has tokens."""
     layers: int
@@ -153,11 +153,11 @@ class ModelShape:
     heads: int
     """Query heads."""
     kv_heads: int = 0
-    """0 = as many as heads (MHA); 1 = MQA; between = GQA."""
+    """Key and value heads; 0 = as many as heads (MHA); 1 = MQA; between = GQA."""
     head_dim: int = 0
     """Dims of a query or key head; 0 = hidden / heads, or nope_dim + rope_dim with mla."""
     ffn: int
-    """Inner width of the MLP (of the dense layers, where there are experts)."""
+    """Inner width of the MLP (of the dense layers, if there are experts)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """rmsnorm has a weight, layernorm a weight and a bias."""
     norm_eps: float = 1e-5
@@ -171,7 +171,7 @@ class ModelShape:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """How the frequencies are stretched; null = not."""
+    """Stretching of the frequencies; null = none."""
     rope_interleaved: bool = False
     """Rotary pairs are neighbours (x0, x1) as in DeepSeek, not halves (x0, x_{E/2})."""
     qkv_bias: bool = False
@@ -193,7 +193,7 @@ class ModelShape:
     mla: MLAShape | None = None
     """Multi-head latent attention; null = plain heads."""
     unbuilt: UnbuiltParts | None = None
-    """Parts that are planned with and not trained, for other families; null = the engine has all of it."""
+    """Parts of other families that can be planned but not trained; null = the engine supports all parts."""
     lora: LoRAShape | None = None
     """Low-rank adapters, which alone are trained; null = every weight is trained."""
 
@@ -235,8 +235,8 @@ class ModelShape:
             )
         if self.lora is not None and self.lora.dora and self.lora.dropout:
             raise PlanError(
-                "model.lora.dora=true scales all that a matrix makes, and model.lora.dropout is for what the adapter "
-                "adds: take model.lora.dropout=0"
+                "model.lora.dora=true scales the whole output of a matrix, and model.lora.dropout applies to the "
+                "adapter alone: take model.lora.dropout=0"
             )
         if self.lora and self.lora.dora and self.moe and any(map(self.lora.adapts, NAMES["mlp"])):
             raise PlanError(
@@ -254,7 +254,7 @@ class ModelShape:
             )
 
     def _check_latent(self) -> None:
-        """Fields of plain heads that latent attention has no place for."""
+        """Raise PlanError for fields of plain heads that latent attention does not have."""
         if self.kv_heads != self.heads:
             raise PlanError(
                 f"model.kv_heads={self.kv_heads} groups key heads, and model.mla makes those of all "
@@ -273,7 +273,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Names of a layer's matrices that an adapter can stand beside: of attention, then of MLPs."""
+        """Names of a layer's matrices that can have an adapter: those of attention, then those of MLPs."""
         latent = (*(("q_down", "q_up") if self.mla.q_rank else ("q",)), "kv_down", "kv_up") if self.mla else ()
         rates = (
             ("rate", "decay") if self.unbuilt is not None and self.unbuilt.linear and self.unbuilt.linear.delta else ()
@@ -283,50 +283,50 @@ class ModelShape:
 
     @property
     def base(self) -> "ModelShape":
-        """The same without adapters."""
+        """The same shape without adapters."""
         return replace(self, lora=None) if self.lora else self
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether this layer's MLP is a mixture of experts."""
+        """Return whether this layer's MLP is a mixture of experts."""
         if self.moe is None or layer < self.moe.first_dense:
             return False
         return self.unbuilt is None or (layer + 1) % self.unbuilt.routed_every == 0
 
     @property
     def routed_layers(self) -> int:
-        """How many layers are mixtures of experts."""
+        """Number of layers with a mixture of experts."""
         if self.unbuilt is not None and self.unbuilt.routed_every > 1:
             return sum(map(self.is_moe_layer, range(self.layers)))
         return max(0, self.layers - self.moe.first_dense) if self.moe else 0
 
     def linear_of(self, layer: int) -> LinearAttention | None:
-        """The linear attention of a layer; None = it keeps keys and values."""
+        """Return the linear attention of a layer. None = it has keys and values."""
         linear = self.unbuilt.linear if self.unbuilt else None
-        return linear if linear and linear.at(layer) else None
+        return linear if linear and linear.covers(layer) else None
 
     def window_of(self, layer: int) -> int:
-        """Sliding window of a layer in tokens; 0 = none."""
+        """Return the sliding window of a layer in tokens. 0 = none."""
         if self.unbuilt is not None and not self.unbuilt.windowed(layer):
             return 0
         return self.window if layer >= self.window_from_layer else 0
 
     @property
     def mixed_windows(self) -> bool:
-        """Whether some layers have a window and others none."""
+        """Some layers have a window and others none."""
         return bool(self.window and (self.window_from_layer or (self.unbuilt and self.unbuilt.full_every)))
 
     @property
     def freezes_head(self) -> bool:
-        """Whether the head has no gradient: beside adapters, unless it is trained whole."""
+        """The head has no gradient: beside adapters, unless it is trained whole."""
         return self.lora is not None and not (self.unbuilt and "head" in self.unbuilt.whole)
 
     @property
     def plan_only(self) -> str:
-        """Why the engine does not run it, as a sentence without its end; empty where it does."""
+        """Reason why the engine cannot run it, without a final period. Empty = it can."""
         parts = self.unbuilt.named() if self.unbuilt else ()
         return f"plan only: the engine does not have {', '.join(parts)}" if parts else ""
 
     @property
     def rope_dim(self) -> int:
-        """How many dims of a head are rotated."""
+        """Rotated dims of a head."""
         return self.mla.rope_dim if self.mla else self.head_dim

@@ -1,10 +1,10 @@
-"""What tensor-parallel ranks find together, so that a part of a matrix is rounded as the whole one (fake_quantize).
+"""Scales that tensor-parallel ranks find together to round a part of a matrix like the whole one (fake_quantize).
 
 A scale belongs to a run of inputs of one row: a group, or all of them. A rank that holds the whole run finds it alone.
-Where inputs are cut within runs (W_o, W_down), each finds how far its own numbers reach and the largest of all ranks
-count, which is exact. Scales that are codes themselves have a mean of all of the matrix: every rank needs all.
+If inputs are cut within runs (W_o, W_down), the ranks take the maximum of their own ranges, which is exact. Scales that
+are codes themselves have a mean over the whole matrix, so every rank needs all scales.
 
-Whole experts, spread over ep, and whatever ZeRO gathers in front of its use, need nothing of this.
+Whole experts, spread over ep, and matrices that ZeRO gathers before use need none of this.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from meshwright.spec.shape import ModelShape
 
 
 class SharedScales(NamedTuple):
-    """Of one matrix, or of a stack of experts."""
+    """Scales that ranks find together for one matrix, or for a stack of experts."""
 
     numbers: int = 0
-    """Whose largest the ranks take each time it is rounded, in fp32; 0 = each finds its own scales."""
+    """Numbers whose maximum the ranks take each time the matrix is rounded, in fp32. 0 = each finds its own scales."""
     rows: bool = False
-    """Whether each row of activations that it multiplies is cut, too."""
+    """Rows of the activations that it multiplies are cut, too."""
     within_groups: bool = False
-    """Whether runs are cut."""
+    """Runs of inputs that share a scale are cut."""
 
 
 NOTHING = SharedScales()
@@ -35,8 +35,10 @@ NOTHING = SharedScales()
 
 @lru_cache(maxsize=4096)
 def shared_scales(parameter: Parameter, shape: ModelShape, scheme: Scheme, tp: int, ep: int = 1) -> SharedScales:
-    """Of a matrix on so many ranks. All of them must say the same: what one of them reads of its own box may be
-    whole."""
+    """Return the scales of a matrix that `tp` ranks find together.
+
+    All ranks must get the same answer, although the box of one of them may be whole.
+    """
     if tp == 1 or "tp" not in parameter.axes or (ep > 1 and "ep" in parameter.axes):
         return NOTHING
     boxes = [boxes_of((parameter,), shape, Layout(tp=tp), rank)[parameter.name] for rank in range(tp)]
@@ -50,9 +52,9 @@ def shared_scales(parameter: Parameter, shape: ModelShape, scheme: Scheme, tp: i
 
 
 def rounded_matrices(shape: ModelShape) -> Iterator[Parameter]:
-    """One of each kind of matrix that schemes are for, whatever its layer."""
+    """Yield one matrix of each kind that schemes apply to, whatever its layer."""
     kinds: dict[tuple[str, tuple[int, ...]], Parameter] = {}
-    for one in parameters(shape):
-        if one.matrices is not None:
-            kinds.setdefault((one.name.removeprefix(f"layers.{one.layer}."), one.shape), one)
+    for parameter in parameters(shape):
+        if parameter.matrices is not None:
+            kinds.setdefault((parameter.name.removeprefix(f"layers.{parameter.layer}."), parameter.shape), parameter)
     yield from kinds.values()

@@ -1,6 +1,6 @@
-"""Parts of a shape that the planner counts and the engine does not compute: for plans only.
+"""Parts of a shape that the planner counts and the engine does not compute.
 
-Families differ by a few parts, and a shape names the parts, not the family. Where all are absent the engine trains it.
+Families differ by a few parts, and a shape names the parts, not the family. Without any, the engine can train it.
 """
 
 from collections.abc import Iterator
@@ -16,32 +16,33 @@ WHOLE = ("embedding", "head")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnbuiltParts:
-    """What blocks have beside, or in place of, those of docs/notation.md. A field at its default is not there."""
+    """Parts of blocks beside, or in place of, those of docs/notation.md. A field at its default is absent."""
 
     norms: Literal["before", "after", "both", "stream"] = "before"
-    """Where the norms of a block's two halves stand: OLMo 2 has them behind, Gemma 2 and 3 on both sides, MiniMax-01 on
-    the residual stream itself."""
+    """Position of the norms of a block's two halves: behind them in OLMo 2, on both sides in Gemma 2 and 3, on the
+    residual stream itself in MiniMax-01."""
     qk_norm: Literal["", "heads", "width"] = ""
-    """Norms of queries and keys that are not Qwen3's: as wide as all heads (OLMo 2), or of heads without a weight."""
+    """Norms of queries and keys other than Qwen3's: as wide as all heads (OLMo 2), or of heads without a weight."""
     full_every: int = 0
-    """Every n-th layer sees all before it and the others model.window; 0 = as model.window_from_layer says."""
+    """Every n-th layer sees all positions before it and the others model.window; 0 = as in model.window_from_layer."""
     activation: Literal["", "gelu", "relu2", "clamped"] = ""
     """In place of the MLP's own: GeGLU, squared ReLU, or SwiGLU with clamped operands (GPT-OSS)."""
     rotary_share: float = 1.0
-    """Share of a head's dims that rotary positions turn."""
+    """Share of a head's dims that are rotated."""
     long_rope: bool = False
     """Frequencies divided by a list of factors (LongRoPE, arXiv:2402.13753)."""
     unrotated_every: int = 0
     """Every n-th layer has no positions at all; 0 = none."""
     chunk: int = 0
-    """Queries see keys of their own chunk of so many tokens, in layers with positions (Llama 4); 0 = off."""
+    """Length of chunks in tokens: in layers with positions, queries see keys of their own chunk only (Llama 4); 0 =
+    off."""
     linear: LinearAttention | None = None
     """Layers of linear attention between those with keys and values (Qwen3-Next, MiniMax-01)."""
     gated_attention: bool = False
-    """A sigmoid of a further projection of each token weighs what attention makes, dim by dim (Qwen3-Next)."""
+    """A sigmoid of a further projection of each token weighs the output of attention, dim by dim (Qwen3-Next)."""
     predicts: int = 0
-    """Further tokens, each predicted by a module behind the last layer: a block like it, a projection of its input
-    beside the next token's embedding, and the head once more (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
+    """Further tokens, each predicted by a module behind the last layer: a block like it, a projection of its input and
+    the next token's embedding, and the head once more (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     sinks: bool = False
     """A trained number for each query head stands beside its scores (GPT-OSS)."""
     router_bias: bool = False
@@ -49,15 +50,15 @@ class UnbuiltParts:
     expert_bias: bool = False
     """Biases of every expert's matrices."""
     routed_every: int = 1
-    """Of the layers that may be mixtures of experts every n-th is one, counted from 1."""
+    """Every n-th of the layers that may be mixtures of experts is one, counted from 1."""
     shared_gate: bool = False
     """A sigmoid for each token weighs the shared expert."""
     scaled_embedding: bool = False
     """Embeddings are multiplied before the first layer."""
     soft_caps: bool = False
-    """Logits, or scores of attention, pass a tanh."""
+    """Logits, or scores of attention, pass through a tanh."""
     other_router: bool = False
-    """Experts are weighed in another way than by softmax or sigmoid over the chosen."""
+    """Experts are weighed in another way than by softmax or sigmoid over the chosen ones."""
     centred_norm: bool = False
     """The weight of a norm is 1 + what is trained."""
     whole: str = ""
@@ -83,11 +84,11 @@ class UnbuiltParts:
         return 4 if self.norms == "both" else 2
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer has the model's window."""
+        """Return whether a layer has the model's window."""
         return not self.full_every or (layer + 1) % self.full_every != 0
 
     def named(self) -> tuple[str, ...]:
-        """Each part in a few words, for a sentence."""
+        """Return each part in a few words, for a sentence."""
         return tuple(self._named())
 
     def _named(self) -> Iterator[str]:
@@ -122,4 +123,4 @@ class UnbuiltParts:
             "soft_caps": "capped logits", "other_router": "this family's weights of experts",
             "centred_norm": "norms around 1",
         }  # fmt: skip
-        yield from (said for field, said in words.items() if getattr(self, field))
+        yield from (phrase for field, phrase in words.items() if getattr(self, field))

@@ -1,4 +1,4 @@
-"""Units and how numbers are printed. Inside the program: bytes, seconds, FLOP, tokens."""
+"""Units and formats of printed numbers. Inside the program: bytes, seconds, FLOP, tokens."""
 
 from math import isfinite
 
@@ -8,31 +8,31 @@ GB = 10**9
 
 
 def gib(num_bytes: float) -> str:
-    """Memory for people: GiB (2**30), MiB below a tenth of one."""
+    """Format memory in GiB (2**30), or in MiB below a tenth of one."""
     if abs(num_bytes) < GIB / 10:
         return f"{num_bytes / MIB:.1f} MiB"
     return f"{num_bytes / GIB:.2f} GiB"
 
 
 def short_gib(num_bytes: float) -> str:
-    """The same with one decimal from 10 GiB on: figures of a plan are not known to the MiB."""
+    """Format memory as `gib` does, with one decimal from 10 GiB on: plans are not precise to the MiB."""
     return f"{num_bytes / GIB:,.1f} GiB" if abs(num_bytes) >= 9.995 * GIB else gib(num_bytes)
 
 
 def text_size(num_bytes: float) -> str:
-    """Of a text: MiB, KiB below one."""
+    """Format the size of a text in MiB, or in KiB below one."""
     return f"{num_bytes / MIB:.2f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:.1f} KiB"
 
 
 def step_time(seconds: float) -> str:
-    """Seconds of a step, four digits, so that layouts that differ by a tenth of a percent can be told apart."""
+    """Format seconds of a step with four digits, to tell layouts apart that differ by a tenth of a percent."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:#.4g} ms".replace(". ", " ")
     return f"{seconds:#.4g} s" if seconds < 999.95 else f"{seconds:,.0f} s"
 
 
 def count(number: float) -> str:
-    """A count with K, M, B, T (powers of 1000) and three digits: parameters, tokens, FLOP."""
+    """Format a count with K, M, B, T (powers of 1000) and three digits: parameters, tokens, FLOP."""
     if not isfinite(number):
         return str(number)
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
@@ -42,7 +42,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Time with its unit: 4.2 ms, 0.4 s, 12 s, 3 min 05 s, 2 h 04 min, 3 d 4 h; unknown where it is no number."""
+    """Format a time with its unit: 4.2 ms, 0.4 s, 12 s, 3 min 05 s, 2 h 04 min, 3 d 4 h, or unknown if not finite."""
     if not isfinite(seconds):
         return "unknown"
     if 0 < seconds < 0.0995:
@@ -62,6 +62,6 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def many(number: int, one: str, several: str = "") -> str:
-    """A number with its noun: `1 rank`, `3 ranks`; `several` where the plural is more than an s."""
-    return f"{number} {one if number == 1 else several or one + 's'}"
+def many(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 rank`, `3 ranks`. `plural` is needed if it is more than an added s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -1,4 +1,4 @@
-"""The user's cache folder, and a lock under which one process at a time fills a part of it."""
+"""User's cache folder, and a lock that admits one process at a time to a part of it."""
 
 import atexit
 import contextlib
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def default_root() -> Path:
-    """$XDG_CACHE_HOME/meshwright, by default ~/.cache/meshwright (XDG base directories)."""
+    """Return $XDG_CACHE_HOME/meshwright, by default ~/.cache/meshwright (XDG base directories)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
@@ -36,15 +36,19 @@ def _writable(root: Path) -> Path:
 
 
 def writable_root() -> Path:
-    """The user's cache, or a folder that this process removes at its end where nothing can be written there. The log
-    says which. A full disk is no such case: whoever writes says so."""
+    """Return the user's cache, or a temporary folder of this process if nothing can be written there.
+
+    The log tells which. A full disk does not count: it is reported when something is written.
+    """
     return _writable(default_root())
 
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[bool]:
-    """Let one process at a time make this folder: yields whether the system locks files. Without locks several
-    processes may make it, and the last one's stays."""
+    """Let one process at a time create this folder, and yield whether the system supports locks.
+
+    Without locks several processes may create it, and the last one's result remains.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as file:
         locked = False

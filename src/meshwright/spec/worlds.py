@@ -1,4 +1,4 @@
-"""Layouts and numbers of processes: which of either is nearest, where the two that were given do not go together."""
+"""Layouts and numbers of processes: the nearest of either when the given two do not match."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,28 +13,30 @@ from meshwright.spec.units import many
 PROPOSED = 2
 CHANGED_FIRST = ("dp_shard", "dp_replicate", "pp", "cp", "tp")
 FARTHEST = 64
-"""Numbers of processes are looked for so far up and down."""
+"""Largest distance, up and down, at which other numbers of processes are tried."""
 
 
 def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
-    """Why a plan cannot run on so many processes of so many nodes, with the nearest layouts and numbers that can;
-    None = it can."""
-    layout, found = plan.layout, plan.violations()
+    """Return why a plan cannot run on these processes and nodes, with the nearest layouts and numbers that can.
+
+    None = it can.
+    """
+    layout, violations = plan.layout, plan.violations()
     if layout.world == processes:
-        return _illegal(plan, found, processes) if found else None
+        return _illegal(plan, violations, processes) if violations else None
     factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
     ranks = many(layout.world, "rank")
     apart = f"the layout has {factors} = {ranks} and {processes} {'was' if processes == 1 else 'were'} started"
-    if not found:
+    if not violations:
         start = f"start {many(layout.world, 'process', 'processes')} ({_torchrun(plan, nodes)})"
         return f"{apart}: {start}{_instead(plan, processes, ', or take ')}"
     # So many processes would not help: the next refusal would be that of the plan.
     instead = _instead(plan, processes, ": take ")
-    return apart + instead if instead else _illegal(plan, found, processes)
+    return apart + instead if instead else _illegal(plan, violations, processes)
 
 
 def _torchrun(plan: Plan, nodes: int) -> str:
-    """The torchrun command that starts one process per rank of the layout; it takes the count of one node."""
+    """Return the torchrun command that starts one process per rank of the layout. It takes the count of one node."""
     world, cluster = plan.layout.world, plan.cluster
     if cluster.devices == world:
         nodes = cluster.nodes
@@ -45,25 +47,27 @@ def _torchrun(plan: Plan, nodes: int) -> str:
     return f"torchrun --nnodes {nodes} --nproc_per_node {world // nodes}, on each node"
 
 
-def _illegal(plan: Plan, found: Sequence[str], processes: int) -> str:
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+def _illegal(plan: Plan, violations: Sequence[str], processes: int) -> str:
+    more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
     return (
-        found[0] + more + (_instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
+        violations[0]
+        + more
+        + (_instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
     )
 
 
 def nearest_layouts(plan: Plan, processes: int) -> list[Layout]:
-    """The legal layouts of so many processes, those first whose degrees are nearest to the plan's."""
-    found = []
+    """Return the legal layouts for this number of processes, nearest to the plan's degrees first."""
+    layouts = []
     for degrees in _products(processes, len(AXES)):
         layout = _adapted(plan, dict(zip(AXES, degrees, strict=True)))
         if not replace(plan, layout=layout).violations():
-            found.append(layout)
-    return sorted(found, key=lambda layout: _distance(plan.layout, layout))
+            layouts.append(layout)
+    return sorted(layouts, key=lambda layout: _distance(plan.layout, layout))
 
 
 def _instead(plan: Plan, processes: int, lead: str) -> str:
-    """`LEAD layout.dp_shard=2, or layout.tp=2 layout.dp_shard=1`; or the numbers of processes that would do."""
+    """Return `LEAD layout.dp_shard=2, or layout.tp=2 layout.dp_shard=1`, or numbers of processes with legal layouts."""
     layouts = nearest_layouts(plan, processes)[:PROPOSED]
     if layouts:
         return lead + ", or ".join(differences(plan.layout, layout) for layout in layouts)
@@ -80,24 +84,24 @@ def _instead(plan: Plan, processes: int, lead: str) -> str:
 
 
 def differences(old: Layout, new: Layout) -> str:
-    """What makes one layout the other, as `key=value` words for the command line."""
+    """Return the changes from one layout to another, as `key=value` words of the command line."""
     changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
     return " ".join(f"layout.{name}={_written(getattr(new, name))}" for name in changed)
 
 
-def _written(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value).lower()
+def _written(setting: object) -> str:
+    return str(list(setting)) if isinstance(setting, tuple) else str(setting).lower()
 
 
 def _distance(old: Layout, new: Layout) -> tuple[float, int, int]:
-    """In doublings of degrees; then few changes, then those that cost least to communicate."""
+    """Return (doublings of degrees, number of changes, cost of communication), to sort by."""
     apart = sum(abs(math.log2(getattr(new, axis) / getattr(old, axis))) for axis in AXES)
     changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
     return round(apart, 6), len(changed), sum(CHANGED_FIRST.index(axis) for axis in changed if axis in AXES)
 
 
 def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:
-    """With these degrees; what has no meaning with them any more is put back to its default."""
+    """Return the layout with these degrees. Settings without meaning under them get their default."""
     changes: dict[str, Any] = dict(degrees)
     if degrees["dp_shard"] * degrees["cp"] == 1:
         changes["zero"] = 0
@@ -114,7 +118,7 @@ def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as so many factors, in order."""
+    """Yield all ways to write a number as an ordered product of `factors` factors."""
     if factors == 1:
         yield (number,)
         return

@@ -98,7 +98,7 @@ def save(
         if not isinstance(error, OSError):
             raise
         failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
-        failure.said_elsewhere = _rank(group) > 0
+        failure.reported_elsewhere = _rank(group) > 0
         raise failure from None
     if _rank(group) == 0:
         checkpoint_folder.keep(folder, step, keep_last)
@@ -331,5 +331,5 @@ def _also_said(
 ) -> CheckpointError:
     """Return `error` under another sentence, still attributed to the rank that raised it."""
     failure = kind(sentence)
-    failure.said_elsewhere = error.said_elsewhere or elsewhere
+    failure.reported_elsewhere = error.reported_elsewhere or elsewhere
     return failure

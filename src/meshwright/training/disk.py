@@ -18,7 +18,7 @@ def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
     storage, precision = recipe.storage, recipe.precision
     each = WIDTHS[precision].parameter + master_bytes(precision, storage)
     trained = (one for one in parameters(shape) if one.trained)
-    return sum(one.numel * each + storage.of(one).nbytes(one.shape) + COUNTER_BYTES for one in trained)
+    return sum(one.numel * each + storage.format_of(one).nbytes(one.shape) + COUNTER_BYTES for one in trained)
 
 
 OTHER_BYTES = 2 * MIB

@@ -74,7 +74,7 @@ class Optimizer:
     def of(cls, engine: Engine, recipe: Recipe) -> Self:
         """Over all parameters of a laid-out model."""
         known = {one.name: one for one in inventory(engine.model.shape)}
-        held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
+        held = {name: Held(box, recipe.storage.format_of(known[name])) for name, box in engine.local_boxes().items()}
         muon = muon_of(engine, recipe) if recipe.optimizer == "muon" else None
         prefer = engine.model.kernels.prefer
         return cls(engine.parameters.items(), recipe, held, prefer, muon, engine.gathered_dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.data.turn_ends import turn_end_ids
+from meshwright.data.chat_prompt import turn_end_ids
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import coded as codes_of
 from meshwright.kernels.weight_codes import quantize_matrix

@@ -24,8 +24,8 @@ from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import digest
 from meshwright.parallel.data import local, take_codes
 from meshwright.spec import Layout, ModelShape, Plan
-from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.errors import PlanError
+from meshwright.spec.objective_rules import teacher_layout
 from meshwright.spec.plan import RANDOM
 from meshwright.store.base_weights import BaseFolder, open_weights
 from meshwright.store.commit import NAME

@@ -61,7 +61,7 @@ def ask(
     together. A signal that any rank has ends the asking after a batch: the run then makes no step, since the signal
     stands, and what was asked stays. RunError where there is no room for it."""
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
-    assert isinstance(rows, Sampler | SampleRows), "spec.distillation_rules refuses mixtures"
+    assert isinstance(rows, Sampler | SampleRows), "spec.objective_rules refuses mixtures"
     assert plan.teacher is not None, "a distillation has one"
     kept = TeacherTables(folder=_place(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
     left = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows

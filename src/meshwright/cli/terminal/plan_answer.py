@@ -86,7 +86,7 @@ def headline(plan: Plan) -> Iterator[str]:
     cluster, recipe = plan.cluster, plan.recipe
     nodes = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
     parts = [
-        plan.model.name if plan.beside is None else f"{plan.model.name}, taught by {plan.beside.name}",
+        plan.model.name if plan.online_teacher is None else f"{plan.model.name}, taught by {plan.online_teacher.name}",
         f"{nodes}{cluster.devices_per_node} {cluster.device.name}",
         recipe.precision,
         f"{recipe.global_batch:,} x {recipe.sequence:,} tokens per step",

@@ -43,7 +43,9 @@ class NativeFormat:
                 continue
             *stack, rows, columns = size
             num_outliers = model.outlier_columns.get(name, 0)
-            for part, (dims, kind) in model.schemes[name].sizes(rows, columns, stack, kept=num_outliers).items():
+            for part, (dims, kind) in (
+                model.schemes[name].sizes(rows, columns, stack, outlier_columns=num_outliers).items()
+            ):
                 tensors.append(Planned(name=f"{name}.{part}", size=dims, dtype=getattr(torch, kind)))
             if num_outliers:
                 tensors.append(Planned(name=f"{name}.kept", size=(*stack, rows, num_outliers), dtype=model.dtype))

@@ -226,10 +226,10 @@ def _box_of(name: str, theirs: Mapping[str, HeldParameter], storage: StateStorag
     """Return the box of a weight or an optimizer state, by its name in a checkpoint."""
     weight = theirs.get(name.removeprefix("model."))
     if weight is not None:
-        return weight.own_box
+        return weight.owned_box
     _, state, parameter = (*name.split(".", 2), "", "")[:3]
     held = theirs.get(parameter)
-    return storage.of(held.parameter).box(state, held.own_box) if held else None
+    return storage.format_of(held.parameter).box(state, held.owned_box) if held else None
 
 
 _log = logging.getLogger("meshwright")

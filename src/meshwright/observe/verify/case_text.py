@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher
 from meshwright.observe.verify.one_device import Case
-from meshwright.spec.distillation_rules import distillation_violations
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
+from meshwright.spec.objective_rules import distillation_violations
 from meshwright.spec.presets import PARTS, suggested
 from meshwright.spec.shape import ModelShape
 

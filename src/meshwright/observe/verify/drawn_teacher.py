@@ -8,9 +8,9 @@ from torch import nn
 from meshwright.kernels.linear_divergence import Divergence
 from meshwright.parallel import Engine, Mesh
 from meshwright.parallel.data import local
-from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.layout import Layout
 from meshwright.spec.lora import NONE, SAME, LoRAShape
+from meshwright.spec.objective_rules import teacher_layout
 from meshwright.spec.shape import ModelShape
 from meshwright.training.distillation import Distillation
 from meshwright.training.step import CROSS_ENTROPY, Objective

@@ -74,7 +74,7 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
         kind = "norm" if parameter.name.startswith(PREDICTOR) else kind
         if parameter.layer >= 0 and parameter.layer != first[kind]:
             continue
-        size = box.sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, *codes
+        size = box.sizes, parameter.group == "expert", storage.format_of(parameter), parameter.trained, *codes
         groups.setdefault(kind, []).append(size)
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})

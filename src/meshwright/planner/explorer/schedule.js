@@ -1,10 +1,10 @@
 // Pipeline schedules as lists of actions, and what playing them shows. What a schedule is comes from Python
-// (spec/schedule_kinds.py): words and how often each is said, or rounds; here they are written out.
+// (spec/schedule_kinds.py): words and how often each repeats, or rounds; here they are written out.
 // p ranks, m micro-batches, v stages of a rank. An action is {kind: F, B, W or BW, stage, i}.
 
 // The actions of each rank.
 function schedule(kind, p, m, v) {
-  const write = kind.order.said ? spelled : inRounds;
+  const write = kind.order.phrases ? spelled : inRounds;
   return [...Array(p).keys()].map((rank) => write(kind.order, stagesOf(kind, p, v, rank), rank, p, m, v));
 }
 
@@ -31,15 +31,15 @@ function inRounds({hop, late}, stages, rank, p, m, v) {
   return found;
 }
 
-// How often: one + p * ranks + m * micro-batches + r * rank.
-const timesOf = ([one, ofRanks, ofMicroBatches, ofRank], p, m, rank) =>
-  one + ofRanks * p + ofMicroBatches * m + ofRank * rank;
+// How often: base + p * ranks + m * micro-batches + r * rank.
+const timesOf = ([base, ofRanks, ofMicroBatches, ofRank], p, m, rank) =>
+  base + ofRanks * p + ofMicroBatches * m + ofRank * rank;
 
 // A digit is the place in `stages`, ~ the places 1, 0, 1, ...; the micro-batch is the next one; W alone is the oldest left.
-function spelled({said, fewest}, stages, rank, p, m) {
+function spelled({phrases, fewest}, stages, rank, p, m) {
   const seen = {}, left = [], found = [], whole = Math.max(m, timesOf(fewest, p, m, rank));
   let oldest = 0, turn = 1;
-  for (const [word, times] of said)
+  for (const [word, times] of phrases)
     for (let again = timesOf(times, p, whole, rank); again > 0; again--)
       for (const letter of word.split(" ")) {
         if (letter === "W") {

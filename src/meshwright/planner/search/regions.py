@@ -11,9 +11,9 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from meshwright.spec.capturing_rules import CAPTURED
-from meshwright.spec.distillation_rules import SAMPLES_UNDER
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
+from meshwright.spec.objective_rules import SAMPLES_UNDER
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import refusal
@@ -154,7 +154,7 @@ def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
     for tp, sp, cp in _inside(plan, devices, fixed):
         for pp in allowed(fixed, "pp", divisors(devices // (tp * cp))):
             dp = devices // (tp * cp * pp)
-            if plan.beside is not None and pp > plan.beside.layers:
+            if plan.online_teacher is not None and pp > plan.online_teacher.layers:
                 continue
             if pp > shape.layers or batch % dp or not allowed(fixed, "dp", (dp,)):
                 continue
@@ -191,7 +191,7 @@ def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
 
 def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool, int]]:
     """Yield (tp, sp, cp) that the shape and the sequence allow."""
-    shapes = [plan.model] if plan.beside is None else [plan.model, plan.beside]
+    shapes = [plan.model] if plan.online_teacher is None else [plan.model, plan.online_teacher]
     recipe = replace(plan.recipe, noise_scale_every=0)
     split = plan.layout.context_split
     for tp in allowed(fixed, "tp", divisors(devices)):

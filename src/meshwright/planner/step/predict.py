@@ -347,7 +347,7 @@ def build_estimator(
             document_tokens=document_tokens,
         )  # fmt: skip
 
-    beside = None if plan.beside is None else build(plan.beside, teachers_recipe(plan.recipe))
+    beside = None if plan.online_teacher is None else build(plan.online_teacher, teachers_recipe(plan.recipe))
     return build(plan.model, plan.recipe, beside)
 
 

@@ -12,9 +12,9 @@ from meshwright.planner.cost.states import counts
 from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.time.timeline import StepTime
-from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
+from meshwright.spec.objective_rules import teacher_layout
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.places import own_stages
 from meshwright.spec.recipe import NO_SCHEME, Recipe

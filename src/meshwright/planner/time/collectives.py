@@ -338,7 +338,7 @@ def _shard_calls(
 
 def _common_gradient_calls(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
     """Yield sums that data parallelism leaves: of weights on several tp ranks, or on both ends of a pipeline."""
-    shares = {box.parameter.name: box.own for box in held(shape, layout, rank) if box.parameter.trained}
+    shares = {box.parameter.name: box.owned for box in held(shape, layout, rank) if box.parameter.trained}
     for group in common(shape, layout, rank):
         n, numel = len(group.ranks), sum(shares.get(name, 0) for name in group.names)
         if group.late and numel:

@@ -1,6 +1,6 @@
 """Presets: published models and known devices, as data. Every number stands in a TOML file beside its source.
 
-A model or device is added by adding a table to a file of `models/` or `devices/`; nothing else needs to change.
+To add a model or a device, add a table to a file of `models/` or `devices/`. Nothing else changes.
 """
 
 import inspect
@@ -28,23 +28,23 @@ PARTS: dict[str, type] = {
 }  # fmt: skip
 """Fields of a shape that are shapes themselves."""
 CLOSE = 0.6
-"""Likeness (difflib's ratio) from which on a name is taken for a slip of another."""
+"""Similarity (difflib's ratio) from which a name counts as a misspelling of another."""
 MOST_IN_NODE = 2**16
 USUAL_NODE, LARGEST_NODE = 8, 16
-"""Devices of a node as most are sold, and of the largest that is no rack (NVL72) or pod of TPUs."""
+"""Devices of a usual node, and of the largest that is not a rack (NVL72) or a pod of TPUs."""
 LISTED = 12
-"""Names that are listed where none is like the one that was given."""
+"""Names that are listed if none is similar."""
 MAKERS = frozenset(
     ("nvidia", "tesla", "geforce", "quadro", "amd", "instinct", "intel", "google", "gpu",
      "hbm2", "hbm2e", "hbm3", "hbm3e")
 )  # fmt: skip
-"""Words that shops and drivers put beside a device's name."""
+"""Words that shops and drivers add to a device's name."""
 COUNT_FIRST = re.compile(r"\s*(\d+)\s*[x\u00d7*]\s*(.*\S)\s*")
 COUNT_LAST = re.compile(r"\s*(.*\S)\s*(?:[x\u00d7*:]\s*|[\s_-]nvl)(\d+)\s*")
 LONGEST = 80
 """Characters of an unknown name that are compared and repeated."""
 UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
-"""Endings of keys in the files: what they become, and times what."""
+"""Suffix of a key in the files -> (suffix of the field, factor)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,82 +52,78 @@ class Machine:
     """A node that is sold under a name of its own."""
 
     names: tuple[str, ...]
-    """As its seller writes it, in lower case, and what is in use beside that."""
+    """Names by its seller, in lower case, and other common ones."""
     device: str
     """Preset of its devices."""
     devices: int
-    """In one machine."""
+    """Devices in one machine."""
     network_bytes_per_s: float
-    """To other machines, per device, one direction; 0 = not known."""
+    """Bandwidth to other machines, per device, one direction. 0 = unknown."""
     source: str
-    """Where the numbers stand."""
+    """Source of the numbers."""
     certainty: str = ""
-    """Whether they were read there or recalled."""
+    """Origin of the numbers: read from the source or recalled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What is known of a model: its fields, its parameter count as published, and where both stand."""
+    """Published facts about a model: its fields, its parameter count, and the sources of both."""
 
     name: str
     fields: Mapping[str, object]
-    """Fields of ModelShape as its source gives them: what it leaves out (kv_heads, head_dim) is left out here too."""
+    """Fields of ModelShape as in the source: omitted ones (kv_heads, head_dim) are omitted here too."""
     source: str
     parameters: int
     parameters_source: str
     active: str = ""
-    """Parameters one token meets, as printed by the publisher; empty = not published."""
+    """Parameters that one token meets, as printed by the publisher. Empty = not published."""
     active_without: str = ""
-    """Parameter group the publisher leaves out of `active`."""
+    """Parameter group that the publisher leaves out of `active`."""
     active_source: str = ""
 
 
 def model(name: str) -> ModelShape:
-    """The shape called `name` (or an alias); PlanError with the nearest names where there is none."""
+    """Return the shape called `name` (or an alias). Raises PlanError with the nearest names if it is unknown."""
     return shape_of(published(name).fields)
 
 
 def shape_of(fields: Mapping[str, Any]) -> ModelShape:
-    """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; PlanError with the nearest key for one
-    that is not known, else errors as ModelShape."""
-    given = {key: value for key, value in fields.items() if value is not None}
-    if (linear := given.get("unbuilt", {}).get("linear")) is not None:
-        given["unbuilt"] = {**given["unbuilt"], "linear": _made(LinearAttention, "unbuilt.linear", linear)}
-    parts: dict[str, Any] = {key: _made(part, key, given[key]) for key, part in PARTS.items() if key in given}
+    """Return a shape from plain fields. Raises PlanError with the nearest key, and the errors of ModelShape."""
+    present = {key: value for key, value in fields.items() if value is not None}
+    if (linear := present.get("unbuilt", {}).get("linear")) is not None:
+        present["unbuilt"] = {**present["unbuilt"], "linear": _made(LinearAttention, "unbuilt.linear", linear)}
+    parts: dict[str, Any] = {key: _made(part, key, present[key]) for key, part in PARTS.items() if key in present}
     return _made(ModelShape, "model", {**fields, **parts})
 
 
-def _made(kind: type[T], where: str, given: Mapping[str, Any]) -> T:
-    """A dataclass of these fields."""
+def _made(kind: type[T], where: str, present: Mapping[str, Any]) -> T:
     known = inspect.signature(kind).parameters
-    for key in given.keys() - known.keys():
+    for key in present.keys() - known.keys():
         raise PlanError(f"{where}.{key} is not known; {suggested(key, known)}")
     for key, field in known.items():
-        if field.default is field.empty and key not in given:
+        if field.default is field.empty and key not in present:
             raise PlanError(f"{where}.{key} is missing: give it")
-    return kind(**given)
+    return kind(**present)
 
 
 def model_names() -> tuple[str, ...]:
-    """Every model, without aliases, family by family."""
+    """Return every model without aliases, family by family."""
     return tuple(dict.fromkeys(known.name for known in _models().values()))
 
 
-def published(name: str, given: str = "") -> Published:
-    """The model called `name` with its published count and sources; errors as `model`, about what was `given`:
-    teacher='gpt2'."""
-    return _models()[_find(name, _models(), "model", given)]
+def published(name: str, argument: str = "") -> Published:
+    """Return the model called `name` with its published count and sources. Errors, as `model`, name `argument`."""
+    return _models()[_find(name, _models(), "model", argument)]
 
 
-def device(name: str, given: str = "") -> Device:
-    """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`, about what
-    was `given`: devices='h100'."""
-    given = given or f"cluster.device={name[:LONGEST]!r}"
-    return _devices()[_find(_device_key(name), _devices(), "cluster.device", given)]
+def device(name: str, argument: str = "") -> Device:
+    """Return the device called `name` (or an alias). `local` has no figures. Errors, as `model`, name `argument`."""
+    argument = argument or f"cluster.device={name[:LONGEST]!r}"
+    return _devices()[_find(_device_key(name), _devices(), "cluster.device", argument)]
 
 
 def device_names() -> tuple[str, ...]:
-    """Every device by its shortest name, without aliases; `local` first."""
+    """Return every device by its shortest name, without aliases, `local` first."""
     seen: dict[int, str] = {}
     for name, known in _devices().items():
         seen.setdefault(id(known), name)
@@ -135,29 +131,30 @@ def device_names() -> tuple[str, ...]:
 
 
 def cluster(name: str, nodes: int = 1) -> Cluster:
-    """`DEVICE`, `DEVICExN` (N of them in a node, as h100x8) or a machine (p5.48xlarge), `nodes` of them; errors as
-    `model`."""
+    """Return `nodes` of DEVICE, DEVICExN (N in a node, such as h100x8) or a machine (p5.48xlarge).
+
+    Errors as `model`.
+    """
     known, per_node = devices_in_node(name)
     return Cluster(device=known, devices_per_node=per_node, nodes=nodes)
 
 
 def devices_in_node(name: str) -> tuple[Device, int]:
-    """The device and how many of it a node has; errors as `model`."""
-    known, per_node = split_cluster(name)
-    if known not in _devices():
-        near = suggested(known, (*_devices(), *_machines()))
+    """Return the device and how many of it a node has. Errors as `model`."""
+    kind, per_node = split_cluster(name)
+    if kind not in _devices():
+        near = suggested(kind, (*_devices(), *_machines()))
         raise PlanError(f"cluster={name[:LONGEST]!r} is not known; {near}")
-    found = _devices()[known]
+    device = _devices()[kind]
     if (sold := machine(name)) is not None and sold.network_bytes_per_s:
-        found = replace(found, network_bytes_per_s=sold.network_bytes_per_s)
+        device = replace(device, network_bytes_per_s=sold.network_bytes_per_s)
     if not 1 <= per_node <= MOST_IN_NODE:
-        raise PlanError(f"cluster={name[:LONGEST]!r}: a node has 1 to {MOST_IN_NODE:,} devices, as {known}x8")
-    return found, per_node
+        raise PlanError(f"cluster={name[:LONGEST]!r}: a node has 1 to {MOST_IN_NODE:,} devices, as {kind}x8")
+    return device, per_node
 
 
 def split_cluster(name: str) -> tuple[str, int]:
-    """`h100x8`, `8xH100`, `4x RTX 4090`, `GB200 NVL72`, `p5.48xlarge` -> (device, its number in a node). Device names
-    may hold an x themselves (mi300x, rtx4090): a known one wins."""
+    """Split `h100x8`, `8xH100`, `GB200 NVL72` or `p5.48xlarge` into (device, number per node). Known names win."""
     if (sold := machine(name)) is not None:
         return sold.device, sold.devices
     name = name.lower()
@@ -170,13 +167,12 @@ def split_cluster(name: str) -> tuple[str, int]:
 
 
 def machine(name: str) -> Machine | None:
-    """The machine that is sold under this name: `p5.48xlarge`, `a3-highgpu-8g`, `DGX H100`; None where none is."""
+    """Return the machine sold as `p5.48xlarge`, `a3-highgpu-8g`, `DGX H100` ... None = there is none."""
     return _machines().get(re.sub(r"[\s_]+", "-", name.strip().lower()[:LONGEST]).removeprefix("standard-"))
 
 
 def _device_key(name: str) -> str:
-    """The preset that a device's name means, as shops and drivers spell it: `NVIDIA A100-SXM4-40GB`, `RTX 4090`,
-    `h200-141gb`. The name itself, in lower case, where it means none."""
+    """Return the preset of a device name as shops and drivers spell it, or the name in lower case."""
     words = _words_of(name)
     preset = _spellings().get("".join(sorted(words)))
     if preset is None and (sizes := [word for word in words if word.isdecimal()]):
@@ -188,7 +184,7 @@ def _device_key(name: str) -> str:
 
 
 def _words_of(name: str) -> list[str]:
-    """Of a device's name: makers left out, a socket without its generation, gigabytes as numbers."""
+    """Split a device's name into words, without makers, with sockets and gigabytes normalized."""
     words = re.split(r"[\s_-]+", name.strip().lower()[:LONGEST])
     words = [re.sub(r"^(\d+)(gb|gib)$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]
     return [word for word in words if word and word not in MAKERS and word not in ("gb", "gib")]
@@ -196,7 +192,7 @@ def _words_of(name: str) -> list[str]:
 
 @cache
 def _spellings() -> Mapping[str, str]:
-    """The words of each device's names and aliases, in one -> its preset; rtx4090 and rtx-4090 alike."""
+    """Map the joined words of each device's names and aliases to its preset. rtx4090 and rtx-4090 are equal."""
     presets: dict[str, str] = {}
     for key, known in reversed(list(_devices().items())):
         for spelled in (known.name, key):
@@ -206,14 +202,16 @@ def _spellings() -> Mapping[str, str]:
 
 
 def machines() -> tuple[Machine, ...]:
-    """Every machine, seller by seller."""
+    """Return every machine, seller by seller."""
     return tuple(dict.fromkeys(_machines().values()))
 
 
 def device_note(name: str, nodes: int = 1) -> str:
-    """Say what a cluster's name is taken for where that is not plain: a machine's, an alias of a GPU that is also sold
-    with less memory, a count that looks like all GPUs of several nodes, and nodes of one device where none was asked
-    for. Empty where the name is plain."""
+    """Return how a cluster's name is interpreted if that is not obvious. Empty = it is.
+
+    Notes are for machines, aliases of GPUs that are also sold with less memory, counts that look like all GPUs of
+    several nodes, and several nodes of one device.
+    """
     if (sold := machine(name)) is not None:
         network = f", with {sold.network_bytes_per_s / 1e9:g} GB/s of network each" if sold.network_bytes_per_s else ""
         return f"{name} is taken as {sold.devices} {device(sold.device).name}{network}."
@@ -225,6 +223,7 @@ def device_note(name: str, nodes: int = 1) -> str:
     is_sized = f"{known.memory_bytes / 2**30:.0f}" in _words_of(name)
     sizes = (other for other in device_names() if re.fullmatch(rf"{re.escape(kind)}-\d+", other))
     others = [other for other in sizes if _devices()[other].memory_bytes < known.memory_bytes]
+    # A bare name means the larger GPU, which matters to whoever rents the smaller one.
     if others and not is_sized:
         named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
         notes.append(f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}.")
@@ -242,12 +241,12 @@ def device_note(name: str, nodes: int = 1) -> str:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The names that are as like as CLOSE, best first; none where no name is."""
+    """Return the known names that are at least as similar as CLOSE, best first."""
     return get_close_matches(name[:LONGEST], list(known), most, CLOSE)
 
 
 def suggested(name: str, known: Iterable[str], most: int = 3) -> str:
-    """`nearest: a, b`; where no name is close, what there is: `known: a, b, c and 20 more`."""
+    """Return `nearest: a, b`, or `known: a, b, c and 20 more` if no name is similar."""
     names = list(known)
     if close := nearest(name, names, most):
         return f"nearest: {', '.join(close)}"
@@ -255,73 +254,73 @@ def suggested(name: str, known: Iterable[str], most: int = 3) -> str:
     return f"known: {', '.join(names[:LISTED])}{more}"
 
 
-def _find(name: str, known: Mapping[str, object], key: str, given: str = "") -> str:
+def _find(name: str, known: Mapping[str, object], key: str, argument: str = "") -> str:
     plain = _plain(name)
     if plain not in known:
-        given = given or f"{key}={name[:LONGEST]!r}"
-        raise PlanError(f"{given} is not known; {suggested(plain, known)}")
+        argument = argument or f"{key}={name[:LONGEST]!r}"
+        raise PlanError(f"{argument} is not known; {suggested(plain, known)}")
     return plain
 
 
 def _plain(name: str) -> str:
-    """`meta-llama/Llama-3.1-8B` and `llama_3.1_8b` are `llama-3.1-8b`."""
+    """Normalize a name: `meta-llama/Llama-3.1-8B` and `llama_3.1_8b` are `llama-3.1-8b`."""
     return name.rpartition("/")[2].strip().lower().replace("_", "-")
 
 
 def _tables(folder: str) -> list[dict[str, Any]]:
-    """The TOML files of a folder of this package, by name."""
-    found = [entry for entry in files(__name__).joinpath(folder).iterdir() if entry.name.endswith(".toml")]
-    return [tomllib.loads(entry.read_text(encoding="utf-8")) for entry in sorted(found, key=lambda entry: entry.name)]
+    """Read the TOML files of a folder of this package, by name."""
+    paths = [path for path in files(__name__).joinpath(folder).iterdir() if path.name.endswith(".toml")]
+    return [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(paths, key=lambda path: path.name)]
 
 
 @cache
 def _models() -> Mapping[str, Published]:
-    """Name or alias -> model."""
-    found: dict[str, Published] = {}
+    """Map names and aliases to models."""
+    models: dict[str, Published] = {}
     for table in _tables("models"):
         for name, entry in table["models"].items():
             parts = {part: entry.pop(part) for part in PARTS if part in entry}
             fields = {"name": name, **table.get("shape", {}), **entry.pop("shape"), **parts}
             names = [name, *entry.pop("aliases", [])]
-            _add(found, names, _made(Published, name, {"name": name, "fields": MappingProxyType(fields), **entry}))
-    return MappingProxyType(found)
+            _add(models, names, _made(Published, name, {"name": name, "fields": MappingProxyType(fields), **entry}))
+    return MappingProxyType(models)
 
 
 @cache
 def _devices() -> Mapping[str, Device]:
-    """Name or alias -> device; UNITS of the file become bytes, FLOP/s and bytes/s."""
-    found = {"local": Device(name="local")}
+    """Map names and aliases to devices. UNITS of the file become bytes, FLOP/s and bytes/s."""
+    devices = {"local": Device(name="local")}
     for table in _tables("devices"):
         for name, entry in table.items():
             names = [name, *entry.pop("aliases", [])]
-            _add(found, names, Device(**dict(converted(key, value) for key, value in entry.items())))
-    return MappingProxyType(found)
+            _add(devices, names, Device(**dict(converted(key, value) for key, value in entry.items())))
+    return MappingProxyType(devices)
 
 
 @cache
 def _machines() -> Mapping[str, Machine]:
-    """Name of a machine -> what it holds."""
-    found: dict[str, Machine] = {}
+    """Map names to machines."""
+    machines_by_name: dict[str, Machine] = {}
     for table in _tables("machines"):
         for seller in table.values():
             source = {key: seller[key] for key in ("source", "certainty")}
             for names, kind, count, gigabits in seller["machines"]:
                 sold = Machine(names=tuple(names.split()), device=kind, devices=count,
                                network_bytes_per_s=gigabits * 1e9 / 8 / count, **source)  # fmt: skip
-                _add(found, list(sold.names), sold)
-    return MappingProxyType(found)
+                _add(machines_by_name, list(sold.names), sold)
+    return MappingProxyType(machines_by_name)
 
 
 def converted(key: str, value: Any) -> tuple[str, Any]:
-    """A key of a device table and its number as the field of Device and its value."""
+    """Convert a key of a device table and its number to the field of Device and its value."""
     for ending, (unit, factor) in UNITS.items():
         if key.endswith(ending):
             return key.removesuffix(ending) + unit, value * factor
     return key, value
 
 
-def _add(found: dict[str, T], names: list[str], known: T) -> None:
-    taken = found.keys() & names
+def _add(table: dict[str, T], names: list[str], known: T) -> None:
+    taken = table.keys() & names
     if taken:
         raise ValueError(f"presets: {sorted(taken)} are defined twice")
-    found.update(dict.fromkeys(names, known))
+    table.update(dict.fromkeys(names, known))
