@@ -29,20 +29,20 @@ DENSE = KINDS[:6]
 
 def model(name: str, *, seed: int = 0, louder: float = 8.0, **options: object) -> Transformer:
     """A small model whose weights, `louder` times 0.02, are large enough that every part matters to its output."""
-    found = build(shrink(name), seed=seed, **options)  # type: ignore[arg-type]
-    louder *= 0.02 / width_deviation(found.shape.hidden)
+    shrunk_model = build(shrink(name), seed=seed, **options)  # type: ignore[arg-type]
+    louder *= 0.02 / width_deviation(shrunk_model.shape.hidden)
     with torch.no_grad():
-        for key, parameter in found.named_parameters():
+        for key, parameter in shrunk_model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(louder)
             elif key.endswith("bias"):
                 parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
             else:
                 parameter.mul_(torch.linspace(0.8, 1.2, len(parameter)))
-        for module in found.modules():
+        for module in shrunk_model.modules():
             if hasattr(module, "correction_bias"):
                 module.correction_bias.copy_(torch.linspace(-0.2, 0.2, len(module.correction_bias)))
-    return found
+    return shrunk_model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:

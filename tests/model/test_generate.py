@@ -23,12 +23,12 @@ from tests.operation_recorder import Recording
 PROMPT = [3, 14, 15, 9, 2, 6, 5]
 
 
-def greedy_by_whole_passes(found: Transformer, prompt: list[int], count: int) -> Generation:
+def greedy_by_whole_passes(transformer: Transformer, prompt: list[int], count: int) -> Generation:
     """Every token anew from all before it."""
     ids, logprobs = list(prompt), []
     with torch.no_grad():
         for _ in range(count):
-            logs = found(torch.tensor([ids]))[0, -1].float().log_softmax(0)
+            logs = transformer(torch.tensor([ids]))[0, -1].float().log_softmax(0)
             ids.append(int(logs.argmax()))
             logprobs.append(logs[ids[-1]].item())
     return Generation(ids=ids[len(prompt) :], logprobs=logprobs)
@@ -38,9 +38,9 @@ def greedy_by_whole_passes(found: Transformer, prompt: list[int], count: int) ->
 @pytest.mark.parametrize("prompt", [PROMPT[:1], PROMPT], ids=["one", "several"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_greedy_tokens_equal_whole_forward_passes(name: str, prompt: list[int], kernels: str) -> None:
-    found = model(name, kernels=kernels).eval()
-    right = greedy_by_whole_passes(found, prompt, 12)
-    made = generate(found, prompt, max_new_tokens=12)
+    transformer = model(name, kernels=kernels).eval()
+    right = greedy_by_whole_passes(transformer, prompt, 12)
+    made = generate(transformer, prompt, max_new_tokens=12)
     assert made.ids == right.ids
     assert made.logprobs == pytest.approx(right.logprobs, abs=1e-4)
 
@@ -48,10 +48,10 @@ def test_greedy_tokens_equal_whole_forward_passes(name: str, prompt: list[int], 
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_tokens_in_16_bit(name: str) -> None:
     """Probabilities to the precision of bf16; ids may differ only where two are as likely."""
-    found = model(name, louder=3.0, dtype=torch.bfloat16).eval()
-    made = generate(found, PROMPT, max_new_tokens=8)
+    transformer = model(name, louder=3.0, dtype=torch.bfloat16).eval()
+    made = generate(transformer, PROMPT, max_new_tokens=8)
     with torch.no_grad():
-        logs = found(torch.tensor([PROMPT + made.ids]))[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
+        logs = transformer(torch.tensor([PROMPT + made.ids]))[0, len(PROMPT) - 1 : -1].float().log_softmax(-1)
     chosen = logs.gather(1, torch.tensor(made.ids).unsqueeze(1)).squeeze(1)
     assert made.logprobs == pytest.approx(chosen.tolist(), abs=0.05)
     assert (logs.amax(1) - chosen).max() < 0.05
@@ -61,12 +61,12 @@ def test_greedy_tokens_in_16_bit(name: str) -> None:
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(cuts=st.lists(st.integers(1, 23), max_size=4, unique=True))
 def test_a_text_may_be_fed_in_any_pieces(name: str, cuts: list[int]) -> None:
-    found, row = MODELS[name], tokens(2, 24)
-    cache = Cache(found.shape.layers)
+    transformer, row = MODELS[name], tokens(2, 24)
+    cache = Cache(transformer.shape.layers)
     borders = [0, *sorted(cuts), 24]
     with torch.no_grad():
-        pieces = [found(row[:, a:b], cache=cache) for a, b in itertools.pairwise(borders)]
-        torch.testing.assert_close(torch.cat(pieces, 1), found(row), rtol=1e-4, atol=1e-4)
+        pieces = [transformer(row[:, a:b], cache=cache) for a, b in itertools.pairwise(borders)]
+        torch.testing.assert_close(torch.cat(pieces, 1), transformer(row), rtol=1e-4, atol=1e-4)
     assert cache.length == 24
 
 
@@ -74,39 +74,39 @@ MODELS = {name: model(name).eval() for name in KINDS}
 
 
 def test_the_cache_outgrows_its_first_buffer() -> None:
-    found = model("mistral-7b-v0.1").eval()
+    transformer = model("mistral-7b-v0.1").eval()
     row = tokens(1, 200)
-    cache = Cache(found.shape.layers)
+    cache = Cache(transformer.shape.layers)
     with torch.no_grad():
-        pieces = [found(row[:, a : a + 7], cache=cache) for a in range(0, 200, 7)]
-        torch.testing.assert_close(torch.cat(pieces, 1), found(row), rtol=1e-4, atol=1e-4)
+        pieces = [transformer(row[:, a : a + 7], cache=cache) for a in range(0, 200, 7)]
+        torch.testing.assert_close(torch.cat(pieces, 1), transformer(row), rtol=1e-4, atol=1e-4)
 
 
 def test_where_it_ends() -> None:
-    found = MODELS["llama-3.1-8b"]
-    assert generate(found, PROMPT, max_new_tokens=0) == Generation(ids=[], logprobs=[])
-    free = generate(found, PROMPT, max_new_tokens=12)
+    transformer = MODELS["llama-3.1-8b"]
+    assert generate(transformer, PROMPT, max_new_tokens=0) == Generation(ids=[], logprobs=[])
+    free = generate(transformer, PROMPT, max_new_tokens=12)
     assert len(free.ids) == len(free.logprobs) == 12
     stop = free.ids[4]
     first = free.ids.index(stop)
-    assert generate(found, PROMPT, max_new_tokens=12, stop_ids=[stop]).ids == free.ids[: first + 1]
-    assert len(generate(found, [1] * 60, max_new_tokens=12).ids) == 5, "64 positions: the fifth is never fed"
-    assert len(generate(found, [1] * 64, max_new_tokens=12).ids) == 1
+    assert generate(transformer, PROMPT, max_new_tokens=12, stop_ids=[stop]).ids == free.ids[: first + 1]
+    assert len(generate(transformer, [1] * 60, max_new_tokens=12).ids) == 5, "64 positions: the fifth is never fed"
+    assert len(generate(transformer, [1] * 64, max_new_tokens=12).ids) == 1
 
 
 def test_tokens_are_told_as_they_come_and_the_mode_is_put_back() -> None:
-    found = model("llama-3.1-8b", dropout=0.5)
+    transformer = model("llama-3.1-8b", dropout=0.5)
     heard: list[int] = []
-    made = generate(found, PROMPT, max_new_tokens=5, on_token=heard.append)
-    assert heard == made.ids and found.training
+    made = generate(transformer, PROMPT, max_new_tokens=5, on_token=heard.append)
+    assert heard == made.ids and transformer.training
     assert made == generate(MODELS["llama-3.1-8b"], PROMPT, max_new_tokens=5), "without dropout"
 
     def interrupted(token: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate(found, PROMPT, max_new_tokens=5, on_token=interrupted)
-    assert found.training
+        generate(transformer, PROMPT, max_new_tokens=5, on_token=interrupted)
+    assert transformer.training
 
 
 def test_nothing_else_draws_from_the_same_generator() -> None:
@@ -121,10 +121,10 @@ def test_nothing_else_draws_from_the_same_generator() -> None:
 
 
 def test_logprobs_are_the_models_own_whatever_the_temperature() -> None:
-    found = MODELS["llama-3.1-8b"]
-    made = generate(found, PROMPT, max_new_tokens=6, sampling=Sampling(temperature=2.0, top_k=5, seed=1))
+    transformer = MODELS["llama-3.1-8b"]
+    made = generate(transformer, PROMPT, max_new_tokens=6, sampling=Sampling(temperature=2.0, top_k=5, seed=1))
     with torch.no_grad():
-        logs = found(torch.tensor([PROMPT + made.ids]))[0].log_softmax(-1)
+        logs = transformer(torch.tensor([PROMPT + made.ids]))[0].log_softmax(-1)
     places = range(len(PROMPT) - 1, len(PROMPT) + 5)
     assert made.logprobs == pytest.approx([logs[p, i].item() for p, i in zip(places, made.ids, strict=True)], abs=1e-4)
 
@@ -142,9 +142,9 @@ def draws(count: int = 2000, **options: float) -> Counter[int]:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_temperature_gives_the_distribution_it_says(temperature: float) -> None:
     shares = (LOGITS / temperature).softmax(0).tolist()
-    found = draws(temperature=temperature)
+    counts = draws(temperature=temperature)
     for token, share in enumerate(shares):
-        assert abs(found[token] / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000), token
+        assert abs(counts[token] / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000), token
 
 
 def test_greedy_and_nearly_greedy() -> None:
@@ -157,9 +157,9 @@ def test_top_k_leaves_the_k_likeliest_in_their_proportion() -> None:
     assert set(draws(200, top_k=1)) == {0}
     assert set(draws(top_k=3)) == {0, 4, 2}
     assert set(draws(top_k=5)) == set(draws(top_k=99)) == set(range(5))
-    found = draws(top_k=2)
+    counts = draws(top_k=2)
     share = 1 / (1 + math.exp(-0.5))
-    assert set(found) == {0, 4} and abs(found[0] / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000)
+    assert set(counts) == {0, 4} and abs(counts[0] / 2000 - share) < 4 * math.sqrt(share * (1 - share) / 2000)
 
 
 def test_top_p_leaves_the_fewest_that_reach_p() -> None:
@@ -214,12 +214,12 @@ def test_impossible_requests_are_refused(prompt: list[int], count: int, words: s
 
 
 def test_weights_that_are_no_numbers_are_told() -> None:
-    found = model("llama-3.1-8b")
+    transformer = model("llama-3.1-8b")
     with torch.no_grad():
-        found.norm.weight[3] = torch.nan
+        transformer.norm.weight[3] = torch.nan
     for temperature in (0.0, 1.0):
         with pytest.raises(RunError, match="no numbers"):
-            generate(found, PROMPT, max_new_tokens=2, sampling=Sampling(temperature=temperature))
+            generate(transformer, PROMPT, max_new_tokens=2, sampling=Sampling(temperature=temperature))
 
 
 PAGE = 4
@@ -241,7 +241,7 @@ class Paged:
         return False
 
     def attend(
-        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *given: Any, scale: float
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float
     ) -> Tensor:
         for at in range(k.shape[1]):
             new = k[:, at : at + 1], v[:, at : at + 1]
@@ -249,17 +249,17 @@ class Paged:
                 new = tuple(torch.cat(both, 1) for both in zip(self.pages.pop(), new, strict=True))  # type: ignore[assignment]
             self.pages.append(new)
         keys, values = (torch.cat(parts, 1) for parts in zip(*self.pages, strict=True))
-        return attend(q, keys, values, *given, scale=scale)
+        return attend(q, keys, values, *rest, scale=scale)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_another_cache_is_another_way_to_keep_the_same(name: str) -> None:
-    found, row = model(name).eval(), tokens(2, 11)
+    transformer, row = model(name).eval(), tokens(2, 11)
     kinds: list[Callable[[], Past]] = [Paged, LayerCache]
-    caches = [Cache(found.shape.layers, kind) for kind in kinds]
+    caches = [Cache(transformer.shape.layers, kind) for kind in kinds]
     with torch.no_grad():
         for piece in row.split((6, 1, 4), 1):
-            paged, plain = (found.hidden(piece, cache=cache)[0] for cache in caches)
+            paged, plain = (transformer.hidden(piece, cache=cache)[0] for cache in caches)
             assert torch.equal(paged, plain)
     assert caches[0].length == 11 and [len(keys[0]) for keys, _ in caches[0].layers[0].pages] == [4, 4, 3]  # type: ignore[attr-defined]
 
@@ -272,7 +272,7 @@ def test_where_16_bit_products_are_emulated_keys_are_folded_in_fp32(monkeypatch:
     """torch's own are 10 to 20 times as slow there."""
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     monkeypatch.setattr(compat, "HAS_VECTORS", False)
-    found = model("deepseek-v3").bfloat16().eval()
+    transformer = model("deepseek-v3").bfloat16().eval()
     with torch.no_grad(), Recording() as recording:
-        found.hidden(tokens(2, 3), cache=Cache(found.shape.layers, LowRank))
+        transformer.hidden(tokens(2, 3), cache=Cache(transformer.shape.layers, LowRank))
     assert recording.products() == {torch.float32}

@@ -55,13 +55,13 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     length = gguf_bytes(KEYS, TENSORS)
     path = tmp_path / "model.gguf"
     path.write_bytes(raw + bytes(length - len(raw)))
-    found = read_gguf_header(path)
-    assert dict(found.keys) == KEYS and is_gguf(path)
-    assert [(name, one.size, one.kind) for name, one in found.tensors.items()] == [
-        (one.name, one.size, one.kind) for one in TENSORS
+    header = read_gguf_header(path)
+    assert dict(header.keys) == KEYS and is_gguf(path)
+    assert [(name, tensor.size, tensor.kind) for name, tensor in header.tensors.items()] == [
+        (tensor.name, tensor.size, tensor.kind) for tensor in TENSORS
     ]
-    starts = [one.start for one in found.tensors.values()]
-    assert starts[0] == len(raw) and all(one % 32 == 0 for one in starts)
+    starts = [tensor.start for tensor in header.tensors.values()]
+    assert starts[0] == len(raw) and all(tensor % 32 == 0 for tensor in starts)
     assert starts[-1] + TENSORS[-1].num_bytes <= length < starts[-1] + TENSORS[-1].num_bytes + 32
 
 
@@ -111,11 +111,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_a_hostile_file_claims_is_checked_before_it_is_believed(name: str, tmp_path: Path) -> None:
-    raw, said = HOSTILE[name]
+    raw, message = HOSTILE[name]
     (tmp_path / "bad.gguf").write_bytes(raw)
     tracemalloc.start()
     try:
-        with pytest.raises(HubError, match=said) as caught:
+        with pytest.raises(HubError, match=message) as caught:
             read_gguf_header(tmp_path / "bad.gguf")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -143,10 +143,10 @@ def test_counts_are_limited_in_a_large_file_too(tmp_path: Path) -> None:
 def test_no_changed_byte_ends_in_anything_but_a_line(change: Callable[[int], int], tmp_path: Path) -> None:
     raw = header_bytes(KEYS, TENSORS)
     length, path = gguf_bytes(KEYS, TENSORS), tmp_path / "changed.gguf"
-    for place in range(len(raw)):
-        found = bytearray(raw + bytes(length - len(raw)))
-        found[place] = change(found[place])
-        path.write_bytes(found)
+    for position in range(len(raw)):
+        damaged = bytearray(raw + bytes(length - len(raw)))
+        damaged[position] = change(damaged[position])
+        path.write_bytes(damaged)
         try:
             read_gguf_header(path)
         except HubError as error:

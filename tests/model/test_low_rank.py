@@ -29,33 +29,33 @@ SCALED = LoRAShape(rank=3, alpha=1.5, dora=True)
 def adapted(name: str, lora: LoRAShape = PLAIN) -> tuple[Transformer, Transformer]:
     """A model with adapters that say something, and one with the same matrices put together."""
     base = model(name)
-    found = build(replace(base.shape, lora=lora))
+    adapted_model = build(replace(base.shape, lora=lora))
     whole = build(base.shape, initialize=False)
-    own, places = dict(found.named_parameters()), whole.state_dict()
+    by_name, places = dict(adapted_model.named_parameters()), whole.state_dict()
     torch.manual_seed(0)
     with torch.no_grad():
         for key, tensor in base.state_dict().items():
-            found.state_dict()[key].copy_(tensor)
-        for key, parameter in own.items():
+            adapted_model.state_dict()[key].copy_(tensor)
+        for key, parameter in by_name.items():
             if key.endswith("lora.b"):
                 parameter.normal_(0.0, 1.0)
             if key.endswith("magnitude"):
                 parameter.uniform_(0.5, 2.0)
         for key, tensor in base.state_dict().items():
-            low = adapter_parts(key, own)
+            low = adapter_parts(key, by_name)
             places[key].copy_(merged(tensor, low, lora) if low else tensor)
-    return found, whole
+    return adapted_model, whole
 
 
-def right_gradients(found: Transformer, whole: Transformer) -> dict[str, Tensor]:
+def right_gradients(adapted_model: Transformer, whole: Transformer) -> dict[str, Tensor]:
     """By the chain rule from those of the matrices put together."""
     right, scale = {}, PLAIN.scale
-    for one in parameters(found.shape):
-        if one.adapts and one.name.endswith("lora.a"):
-            gradient = whole.get_parameter(one.adapts).grad
+    for parameter in parameters(adapted_model.shape):
+        if parameter.adapts and parameter.name.endswith("lora.a"):
+            gradient = whole.get_parameter(parameter.adapts).grad
             assert gradient is not None
-            prefix = one.name.removesuffix("a")
-            a, b = (found.get_parameter(prefix + part) for part in "ab")
+            prefix = parameter.name.removesuffix("a")
+            a, b = (adapted_model.get_parameter(prefix + part) for part in "ab")
             right[prefix + "a"] = scale * b.mT @ gradient
             right[prefix + "b"] = scale * gradient @ a.mT
     return right
@@ -65,63 +65,65 @@ def right_gradients(found: Transformer, whole: Transformer) -> dict[str, Tensor]
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_and_learns_as_the_sum(name: str, split: bool) -> None:
     """Also where products with weights are left for later, as zero-bubble pipelines do."""
-    found, whole = adapted(name)
-    given = tokens(2, 13)
-    expected = whole.loss(given[:, :-1], given[:, 1:]).cross_entropy
+    adapted_model, whole = adapted(name)
+    ids = tokens(2, 13)
+    expected = whole.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
     expected.backward()
     if split:
         with splitting():
-            loss = found.loss(given[:, :-1], given[:, 1:]).cross_entropy
+            loss = adapted_model.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
             with WeightGradients() as queue:
                 loss.backward()
             assert len(queue)
             queue.run()
     else:
-        loss = found.loss(given[:, :-1], given[:, 1:]).cross_entropy
+        loss = adapted_model.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
         loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    right = right_gradients(found, whole)
-    own = dict(found.named_parameters())
-    assert {name for name, parameter in own.items() if parameter.grad is not None} == set(right)
+    right = right_gradients(adapted_model, whole)
+    by_name = dict(adapted_model.named_parameters())
+    assert {name for name, parameter in by_name.items() if parameter.grad is not None} == set(right)
     for key, gradient in right.items():
-        mine = own[key].grad
+        mine = by_name[key].grad
         assert mine is not None and relative(mine, gradient) < 1e-4, key
 
 
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_with_lengths_of_rows_it_computes_as_the_sum(name: str) -> None:
-    found, whole = adapted(name, SCALED)
-    given = tokens(2, 13)
-    expected = whole.loss(given[:, :-1], given[:, 1:]).cross_entropy
-    loss = found.loss(given[:, :-1], given[:, 1:]).cross_entropy
+    adapted_model, whole = adapted(name, SCALED)
+    ids = tokens(2, 13)
+    expected = whole.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
+    loss = adapted_model.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    trained = {one.name for one in parameters(found.shape) if one.trained}
-    assert {key for key, one in found.named_parameters() if one.grad is not None} == trained
+    trained = {parameter.name for parameter in parameters(adapted_model.shape) if parameter.trained}
+    assert {key for key, parameter in adapted_model.named_parameters() if parameter.grad is not None} == trained
 
 
 def test_a_row_of_zeros_has_a_length_that_divides() -> None:
     """Pruning leaves such rows: their outputs are 0, and so are their gradients."""
-    found = adapted("llama-3.1-8b", SCALED)[0]
-    layer = next(one for one in found.modules() if isinstance(one, Linear) and isinstance(one.lora, LoRA))
+    adapted_model = adapted("llama-3.1-8b", SCALED)[0]
+    layer = next(part for part in adapted_model.modules() if isinstance(part, Linear) and isinstance(part.lora, LoRA))
     assert isinstance(layer.lora, LoRA)
     with torch.no_grad():
-        for one in (layer.weight, layer.lora.b, layer.lora.magnitude):
-            one[1] = 0.0
+        for part in (layer.weight, layer.lora.b, layer.lora.magnitude):
+            part[1] = 0.0
     x = torch.randn(3, layer.in_features)
-    given = layer(x)
+    output = layer(x)
     low = dict(layer.lora.named_parameters())
-    torch.testing.assert_close(given, x @ merged(layer.weight, low, SCALED).T)
-    given.square().sum().backward()
-    assert not given[:, 1].any() and all(
-        bool(one.grad.isfinite().all()) for one in low.values() if one.grad is not None
+    torch.testing.assert_close(output, x @ merged(layer.weight, low, SCALED).T)
+    output.square().sum().backward()
+    assert not output[:, 1].any() and all(
+        bool(part.grad.isfinite().all()) for part in low.values() if part.grad is not None
     )
 
 
 def test_where_16_bit_products_are_emulated_lengths_of_rows_are_made_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
-    found = adapted("llama-3.1-8b", SCALED)[0].bfloat16()
-    layer = next(one for one in found.modules() if isinstance(one, Linear) and isinstance(one.lora, LoRA))
+    adapted_model = adapted("llama-3.1-8b", SCALED)[0].bfloat16()
+    layer = next(
+        module for module in adapted_model.modules() if isinstance(module, Linear) and isinstance(module.lora, LoRA)
+    )
     assert isinstance(layer.lora, LoRA)
     with Recording() as recording:
         lengths = layer.lora.norms(layer.weight)
@@ -131,45 +133,45 @@ def test_where_16_bit_products_are_emulated_lengths_of_rows_are_made_in_fp32(mon
 
 
 def test_a_frozen_weight_costs_its_bytes_and_stays() -> None:
-    found, _ = adapted("llama-3.1-8b")
-    before = weights(found)
-    _, optimizer = trained(found, batch(4, 10), 2)
-    own = {name for name in before if ".lora." in name}
-    assert set(optimizer.masters) == own and set(optimizer.parameters) == own
-    assert {name.partition(".")[2] for name in optimizer.tensors()} == own
-    for name, value in weights(found).items():
-        assert torch.equal(value, before[name]) == (name not in own), name
+    adapted_model, _ = adapted("llama-3.1-8b")
+    before = weights(adapted_model)
+    _, optimizer = trained(adapted_model, batch(4, 10), 2)
+    adapter_names = {name for name in before if ".lora." in name}
+    assert set(optimizer.masters) == adapter_names and set(optimizer.parameters) == adapter_names
+    assert {name.partition(".")[2] for name in optimizer.tensors()} == adapter_names
+    for name, value in weights(adapted_model).items():
+        assert torch.equal(value, before[name]) == (name not in adapter_names), name
 
 
 def test_dropout_is_of_the_adapter_alone() -> None:
     """Without one's sum the model says the same whatever is dropped; in evaluation nothing is."""
     lora = replace(PLAIN, dropout=0.5)
-    found, whole = adapted("llama-3.1-8b", lora)
-    given = tokens(2, 13)
-    right = whole.loss(given[:, :-1], given[:, 1:]).cross_entropy.item()
-    found.train()
+    adapted_model, whole = adapted("llama-3.1-8b", lora)
+    ids = tokens(2, 13)
+    right = whole.loss(ids[:, :-1], ids[:, 1:]).cross_entropy.item()
+    adapted_model.train()
     torch.manual_seed(1)
-    dropped = found.loss(given[:, :-1], given[:, 1:]).cross_entropy.item()
+    dropped = adapted_model.loss(ids[:, :-1], ids[:, 1:]).cross_entropy.item()
     assert abs(dropped - right) > 1e-3
-    found.eval()
-    assert found.loss(given[:, :-1], given[:, 1:]).cross_entropy.item() == pytest.approx(right, rel=1e-5)
-    found.train()
+    adapted_model.eval()
+    assert adapted_model.loss(ids[:, :-1], ids[:, 1:]).cross_entropy.item() == pytest.approx(right, rel=1e-5)
+    adapted_model.train()
     with torch.no_grad():
-        for key, parameter in found.named_parameters():
+        for key, parameter in adapted_model.named_parameters():
             if key.endswith("lora.b"):
                 parameter.zero_()
-    losses = {found.loss(given[:, :-1], given[:, 1:]).cross_entropy.item() for _ in range(3)}
+    losses = {adapted_model.loss(ids[:, :-1], ids[:, 1:]).cross_entropy.item() for _ in range(3)}
     assert len(losses) == 1
 
 
 def test_an_adapter_begins_as_nothing() -> None:
     shape = shrink("llama-3.1-8b")
-    given = tokens(2, 13)
-    found = build(replace(shape, lora=PLAIN))
-    assert torch.equal(found(given), build(shape)(given))
-    a = [one for key, one in found.named_parameters() if key.endswith("lora.a")]
-    for one in a:
-        assert one.std().item() == pytest.approx((3 * one.shape[1]) ** -0.5, rel=0.3)
+    ids = tokens(2, 13)
+    adapted_model = build(replace(shape, lora=PLAIN))
+    assert torch.equal(adapted_model(ids), build(shape)(ids))
+    a = [matrix for key, matrix in adapted_model.named_parameters() if key.endswith("lora.a")]
+    for matrix in a:
+        assert matrix.std().item() == pytest.approx((3 * matrix.shape[1]) ** -0.5, rel=0.3)
 
 
 def test_targets_choose_matrices() -> None:
@@ -189,7 +191,7 @@ def test_targets_choose_matrices() -> None:
 
 def test_nothing_to_train_is_legal() -> None:
     """A pipeline's rank may hold frozen layers only."""
-    found = model("llama-3.1-8b").requires_grad_(False)
-    optimizer = Optimizer(found.named_parameters(), RECIPE)
+    adapted_model = model("llama-3.1-8b").requires_grad_(False)
+    optimizer = Optimizer(adapted_model.named_parameters(), RECIPE)
     optimizer.step(1e-2, divide_by=torch.ones(()), skip=torch.zeros(()))
     assert optimizer.tensors() == {}

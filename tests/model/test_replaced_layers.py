@@ -33,10 +33,10 @@ def test_a_subclass_is_called_beside_layers_of_ours() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "o"])
 def test_hooks_are_called_on_every_layer_of_attention(name: str) -> None:
-    found, seen = model("llama-3.1-8b"), []
-    layer = getattr(next(iter(found.layers.values())).attention, name)
+    transformer, seen = model("llama-3.1-8b"), []
+    layer = getattr(next(iter(transformer.layers.values())).attention, name)
     layer.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
-    found(tokens(1, 8))
+    transformer(tokens(1, 8))
     assert len(seen) == 1
 
 

@@ -40,22 +40,22 @@ def test_llama3_keeps_fast_ones_divides_slow_ones_and_blends() -> None:
         turns = rotations(frequency, 8192)
         share = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
         expected.append(frequency * (share + (1 - share) / 8))
-    found = frequencies(shape).tolist()
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert {1.0, 0.125} <= {round(f / p, 6) for f, p in zip(found, plain(shape), strict=True)}
+    scaled = frequencies(shape).tolist()
+    assert scaled == pytest.approx(expected, rel=1e-5)
+    assert {1.0, 0.125} <= {round(f / p, 6) for f, p in zip(scaled, plain(shape), strict=True)}
     assert table_factor(shape) == 1
 
 
 def test_yarn_of_deepseek() -> None:
     """Factor 40 over 4096: pairs below `low` stay, above `high` are divided, a ramp of pairs between (paper, 3.2)."""
     shape = presets.model("deepseek-v3")
-    found, before = frequencies(shape).tolist(), plain(shape)
+    scaled, before = frequencies(shape).tolist(), plain(shape)
     pair = [64 * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000)) for turns in (32, 1)]
     low, high = math.floor(pair[0]), math.ceil(pair[1])
-    for i, (after, frequency) in enumerate(zip(found, before, strict=True)):
+    for i, (after, frequency) in enumerate(zip(scaled, before, strict=True)):
         divided = min(1.0, max(0.0, (i - low) / (high - low)))
         assert after == pytest.approx(frequency * (1 - divided) + frequency / 40 * divided, rel=1e-5)
-    assert found[0] == before[0] == 1.0 and found[-1] == pytest.approx(before[-1] / 40)
+    assert scaled[0] == before[0] == 1.0 and scaled[-1] == pytest.approx(before[-1] / 40)
     assert table_factor(shape) == 1.0, "mscale and mscale_all_dim are equal"
     assert softmax_factor(shape) == pytest.approx((0.1 * math.log(40) + 1) ** 2)
 
@@ -73,7 +73,7 @@ def test_tables_by_position() -> None:
     inverse = torch.tensor([1.0, 0.01])
     cos, sin = tables(inverse, torch.tensor([[0, 5, 100_000]]), 1.0)
     assert cos.shape == sin.shape == (1, 3, 1, 2) and cos.dtype == torch.float32
-    for place, position in enumerate((0, 5, 100_000)):
+    for index, position in enumerate((0, 5, 100_000)):
         for i, frequency in enumerate((1.0, float(torch.tensor(0.01)))):
-            assert cos[0, place, 0, i].item() == pytest.approx(math.cos(position * frequency), abs=1e-4)
-            assert sin[0, place, 0, i].item() == pytest.approx(math.sin(position * frequency), abs=1e-4)
+            assert cos[0, index, 0, i].item() == pytest.approx(math.cos(position * frequency), abs=1e-4)
+            assert sin[0, index, 0, i].item() == pytest.approx(math.sin(position * frequency), abs=1e-4)

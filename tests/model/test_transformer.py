@@ -19,13 +19,15 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield request.param
 
 
-def loss_and_gradients(found: Transformer, *, rows: int = 2, length: int = 20, mask: bool = False) -> list[Tensor]:
-    given = tokens(rows, length + 1)
+def loss_and_gradients(
+    transformer: Transformer, *, rows: int = 2, length: int = 20, mask: bool = False
+) -> list[Tensor]:
+    ids = tokens(rows, length + 1)
     documents, positions = packed((7, 1, length - 8), rows) if mask else (None, None)
-    loss = found.loss(given[:, :-1], given[:, 1:], documents=documents, positions=positions)
+    loss = transformer.loss(ids[:, :-1], ids[:, 1:], documents=documents, positions=positions)
     total = loss.cross_entropy if loss.balance is None else loss.cross_entropy + loss.balance.sum()
     total.backward()
-    return [total.detach(), *(p.grad for p in found.parameters() if p.grad is not None)]
+    return [total.detach(), *(p.grad for p in transformer.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -34,20 +36,20 @@ def test_fast_kernels_give_what_the_plain_ones_give(name: str, mask: bool, path:
     fast = loss_and_gradients(model(name), mask=mask)
     plain = loss_and_gradients(model(name, kernels="reference"), mask=mask)
     assert len(fast) == len(plain) == 1 + len(list(model(name).parameters()))
-    for found, right in zip(fast, plain, strict=True):
-        assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6
+    for fast_values, right in zip(fast, plain, strict=True):
+        assert (fast_values - right).norm() <= 2e-5 * right.norm() + 1e-6
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_models_stay_close_and_keep_their_dtype(name: str, dtype: torch.dtype) -> None:
     wide, narrow = model(name, louder=2.0), model(name, louder=2.0, dtype=dtype)
-    given = tokens(2, 20)
+    ids = tokens(2, 20)
     with torch.no_grad():
-        found = narrow(given)
-        assert found.dtype == dtype
-        assert (found.float() - wide(given)).norm() < 0.05 * wide(given).norm()
-    loss = narrow.loss(given[:, :-1], given[:, 1:]).cross_entropy
+        logits = narrow(ids)
+        assert logits.dtype == dtype
+        assert (logits.float() - wide(ids)).norm() < 0.05 * wide(ids).norm()
+    loss = narrow.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
     loss.backward()
     assert loss.dtype == torch.float32
     assert all(
@@ -57,52 +59,52 @@ def test_16_bit_models_stay_close_and_keep_their_dtype(name: str, dtype: torch.d
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_token_sees_a_later_one(name: str) -> None:
-    found = model(name)
-    given = tokens(2, 20)
+    transformer = model(name)
+    ids = tokens(2, 20)
     with torch.no_grad():
-        before = found(given)
-        given[:, 12:] = (given[:, 12:] + 1) % found.shape.vocab
-        after = found(given)
+        before = transformer(ids)
+        ids[:, 12:] = (ids[:, 12:] + 1) % transformer.shape.vocab
+        after = transformer(ids)
     torch.testing.assert_close(after[:, :12], before[:, :12], rtol=1e-5, atol=1e-5)
     assert (after[:, 12:] - before[:, 12:]).abs().amax(-1).min() > 1e-3, "and every later one changes"
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "deepseek-v3", "gpt2-124m"])
 def test_every_token_of_the_past_matters(name: str) -> None:
-    found = model(name)
-    given = tokens(1, 12)
+    transformer = model(name)
+    ids = tokens(1, 12)
     with torch.no_grad():
-        before = found(given)[0, -1]
-        for place in range(12):
-            other = given.clone()
-            other[0, place] = (other[0, place] + 1) % found.shape.vocab
-            assert (found(other)[0, -1] - before).abs().max() > 1e-4, place
+        before = transformer(ids)[0, -1]
+        for position in range(12):
+            other = ids.clone()
+            other[0, position] = (other[0, position] + 1) % transformer.shape.vocab
+            assert (transformer(other)[0, -1] - before).abs().max() > 1e-4, position
 
 
 def test_a_window_limits_how_far_a_layer_looks() -> None:
     """Three layers of window 5 reach 3 x 4 tokens back and not one more; without a window everything is reached."""
-    found = model("mistral-7b-v0.1")
-    assert found.shape.window == 5 and found.shape.layers == 3
-    given = tokens(1, 30)
+    transformer = model("mistral-7b-v0.1")
+    assert transformer.shape.window == 5 and transformer.shape.layers == 3
+    ids = tokens(1, 30)
     with torch.no_grad():
-        before = found(given)[0, -1]
+        before = transformer(ids)[0, -1]
         changed = []
-        for place in range(30):
-            other = given.clone()
-            other[0, place] = (other[0, place] + 1) % found.shape.vocab
-            changed.append((found(other)[0, -1] - before).abs().max().item() > 1e-6)
-    assert changed == [place >= 29 - 12 for place in range(30)]
+        for position in range(30):
+            other = ids.clone()
+            other[0, position] = (other[0, position] + 1) % transformer.shape.vocab
+            changed.append((transformer(other)[0, -1] - before).abs().max().item() > 1e-6)
+    assert changed == [position >= 29 - 12 for position in range(30)]
 
 
 def test_loss_is_the_sum_over_valid_targets_of_the_logits() -> None:
-    found = model("llama-3.1-8b")
-    given = tokens(2, 21)
-    targets = given[:, 1:].clone()
+    transformer = model("llama-3.1-8b")
+    ids = tokens(2, 21)
+    targets = ids[:, 1:].clone()
     targets[0, 3:9] = -100
     with torch.no_grad():
-        logs = found(given[:, :-1]).log_softmax(-1)
-        loss = found.loss(given[:, :-1], targets)
-        scaled = found.loss(given[:, :-1], targets, scale=torch.tensor(0.25))
+        logs = transformer(ids[:, :-1]).log_softmax(-1)
+        loss = transformer.loss(ids[:, :-1], targets)
+        scaled = transformer.loss(ids[:, :-1], targets, scale=torch.tensor(0.25))
     chosen = logs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(loss.cross_entropy, -chosen[targets >= 0].sum())
     torch.testing.assert_close(scaled.cross_entropy, loss.cross_entropy / 4)
@@ -111,21 +113,21 @@ def test_loss_is_the_sum_over_valid_targets_of_the_logits() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3"])
 def test_dropout_is_there_in_training_and_gone_in_evaluation(name: str) -> None:
-    found, plain = model(name, dropout=0.3), model(name)
-    given = tokens(2, 20)
+    transformer, plain = model(name, dropout=0.3), model(name)
+    ids = tokens(2, 20)
     with torch.no_grad():
-        found.train()
+        transformer.train()
         torch.manual_seed(0)
-        first = found(given)
-        assert not torch.allclose(first, found(given), atol=1e-3), "another draw"
+        first = transformer(ids)
+        assert not torch.allclose(first, transformer(ids), atol=1e-3), "another draw"
         torch.manual_seed(0)
-        assert torch.equal(first, found(given)), "the same draw"
-        found.eval()
-        assert torch.equal(found(given), plain(given))
+        assert torch.equal(first, transformer(ids)), "the same draw"
+        transformer.eval()
+        assert torch.equal(transformer(ids), plain(ids))
 
 
 def test_dropout_reaches_embedding_attention_and_both_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = model("gpt2-124m", dropout=0.3)
+    transformer = model("gpt2-124m", dropout=0.3)
     drawn: list[tuple[int, ...]] = []
     real = torch.native_dropout
 
@@ -143,24 +145,24 @@ def test_dropout_reaches_embedding_attention_and_both_branches(monkeypatch: pyte
         return attend(q, k, v, form)
 
     monkeypatch.setattr(varlen, "attend", watch)
-    found(tokens(2, 10))
+    transformer(tokens(2, 10))
     assert drawn == [(2, 10, 24)] * (1 + 2 * 3) and weights == [0.3] * 3
 
 
 def test_a_tied_head_is_the_embedding() -> None:
-    found = model("qwen2.5-0.5b")
-    assert found.shape.tied and found.head_weight is found.embed.weight
-    assert not any(name.startswith("head") for name, _ in found.named_parameters())
-    loss = found.loss(tokens(1, 5), tokens(1, 5, seed=1)).cross_entropy
+    transformer = model("qwen2.5-0.5b")
+    assert transformer.shape.tied and transformer.head_weight is transformer.embed.weight
+    assert not any(name.startswith("head") for name, _ in transformer.named_parameters())
+    loss = transformer.loss(tokens(1, 5), tokens(1, 5, seed=1)).cross_entropy
     loss.backward()
-    unused = sorted(set(range(found.shape.vocab)) - set(tokens(1, 5).flatten().tolist()))
-    assert found.embed.weight.grad is not None and found.embed.weight.grad[unused].abs().min() > 0
+    unused = sorted(set(range(transformer.shape.vocab)) - set(tokens(1, 5).flatten().tolist()))
+    assert transformer.embed.weight.grad is not None and transformer.embed.weight.grad[unused].abs().min() > 0
 
 
 def test_rows_do_not_see_each_other() -> None:
-    found = model("llama-3.1-8b")
-    given = tokens(3, 20)
+    transformer = model("llama-3.1-8b")
+    ids = tokens(3, 20)
     with torch.no_grad():
-        together = found(given)
+        together = transformer(ids)
         for row in range(3):
-            torch.testing.assert_close(found(given[row : row + 1])[0], together[row], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(transformer(ids[row : row + 1])[0], together[row], rtol=1e-5, atol=1e-5)

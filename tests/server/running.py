@@ -36,7 +36,7 @@ END = 95
 
 def letters() -> Tokenizer:
     """A token for each printable letter of ASCII, and one that ends a text."""
-    vocab = {letter: place for place, letter in enumerate(byte_alphabet()[32:127])}
+    vocab = {letter: index for index, letter in enumerate(byte_alphabet()[32:127])}
     library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     library.decoder = decoders.ByteLevel()
@@ -88,7 +88,7 @@ class Running:
         assert self.server.front is not None
         front = self.server.front.pid
         paths = Path(f"/proc/{front}/task").glob("*/children")
-        return [front, *(int(one) for path in paths for one in path.read_text().split())]
+        return [front, *(int(process) for path in paths for process in path.read_text().split())]
 
     @property
     def open_requests(self) -> int:
@@ -163,13 +163,13 @@ def asked_once(server: HttpServer, *questions: tuple[str, Any]) -> list[Any]:
     thread.start()
     try:
         assert ready.wait(300)
-        found = [Running(server).ask(path, body, key=None) for path, body in questions]
+        answers = [Running(server).ask(path, body, key=None) for path, body in questions]
     finally:
         server.stop()
         server.stop()
         thread.join(300)
-    assert all(status == 200 for status, *_ in found), found
-    return [content for *_, content in found]
+    assert all(status == 200 for status, *_ in answers), answers
+    return [content for *_, content in answers]
 
 
 @cache

@@ -31,7 +31,11 @@ def write(folder: Path, seed: int, rank: int = 3, **changed: Any) -> Path:
     folder.mkdir(parents=True)
     shape = replace(small().model.shape, lora=LoRAShape(rank=rank, targets="attention"))
     chance = torch.Generator().manual_seed(seed)
-    low = {one.name: torch.randn(one.shape, generator=chance) for one in parameters(shape) if one.adapts}
+    low = {
+        parameter.name: torch.randn(parameter.shape, generator=chance)
+        for parameter in parameters(shape)
+        if parameter.adapts
+    }
     save_adapter(folder, low, shape, base="small", dtype=torch.float32)
     if changed:
         config = folder / "adapter_config.json"
@@ -42,37 +46,37 @@ def write(folder: Path, seed: int, rank: int = 3, **changed: Any) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In `in`: a, b, c and others; beside it one that nobody may load."""
-    found = tmp_path_factory.mktemp("adapters")
+    root = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("a", "b", "group/c")):
-        write(found / "in" / name, seed)
-    write(found / "in" / "wide", 3, rank=9)
-    write(found / "in" / "false", 4, r=2)
-    write(found / "in" / "dora", 5, use_dora=True)
-    write(found / "beside", 6)
-    (found / "in" / "leads_out").symlink_to(found / "beside")
-    linked = found / "in" / "linked"
+        write(root / "in" / name, seed)
+    write(root / "in" / "wide", 3, rank=9)
+    write(root / "in" / "false", 4, r=2)
+    write(root / "in" / "dora", 5, use_dora=True)
+    write(root / "beside", 6)
+    (root / "in" / "leads_out").symlink_to(root / "beside")
+    linked = root / "in" / "linked"
     linked.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (linked / name).symlink_to(found / "beside" / name)
-    damaged = write(found / "in" / "damaged", 7) / "adapter_model.safetensors"
+        (linked / name).symlink_to(root / "beside" / name)
+    damaged = write(root / "in" / "damaged", 7) / "adapter_model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:90])
-    large = write(found / "in" / "large", 8) / "adapter_model.safetensors"
+    large = write(root / "in" / "large", 8) / "adapter_model.safetensors"
     large.write_bytes(large.read_bytes() + bytes(2**17))
-    (found / "in" / "empty").mkdir()
-    return found
+    (root / "in" / "empty").mkdir()
+    return root
 
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Running]:
     hosted = replace(small(), open_adapter=partial(peft_adapter, small().model))
-    with running(hosted=hosted, limits=LIMITS, adapter_folder=folder / "in") as one:
-        yield one
+    with running(hosted=hosted, limits=LIMITS, adapter_folder=folder / "in") as served:
+        yield served
 
 
-def right(place: Path | None, tokens: int = 12) -> list[int]:
-    given = {} if place is None else {"own": peft_adapter(small().model, place)}
-    engine = ServingEngine(small().model, EXACT, end_ids=small().end_ids, adapters=given)
-    options = RequestOptions(max_new_tokens=tokens, adapter=next(iter(given), None))
+def right(adapter_folder: Path | None, tokens: int = 12) -> list[int]:
+    adapters = {} if adapter_folder is None else {"own": peft_adapter(small().model, adapter_folder)}
+    engine = ServingEngine(small().model, EXACT, end_ids=small().end_ids, adapters=adapters)
+    options = RequestOptions(max_new_tokens=tokens, adapter=next(iter(adapters), None))
     asked = engine.add(PROMPT, options)
     engine.run([asked])
     return asked.answers[0].ids
@@ -81,18 +85,18 @@ def right(place: Path | None, tokens: int = 12) -> list[int]:
 def answer(server: Running, name: str, tokens: int = 12) -> tuple[list[int], int]:
     """Token ids, and how many of the prompt were cached."""
     body = {"model": name, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "return_token_ids": True}
-    status, _, found = server.ask("/v1/completions", body)
-    assert status == 200, found
-    return found["choices"][0]["token_ids"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    status, _, document = server.ask("/v1/completions", body)
+    assert status == 200, document
+    return document["choices"][0]["token_ids"], document["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def code(server: Running, path: str, **body: Any) -> tuple[int, str]:
-    status, _, found = server.ask(path, body)
-    return status, found["error"]["code"] if status != 200 else ""
+    status, _, document = server.ask(path, body)
+    return status, document["error"]["code"] if status != 200 else ""
 
 
 def models(server: Running) -> list[str]:
-    return [one["id"] for one in server.ask("/v1/models")[2]["data"]]
+    return [entry["id"] for entry in server.ask("/v1/models")[2]["data"]]
 
 
 def test_a_name_means_what_was_loaded_last(server: Running, folder: Path) -> None:
@@ -138,8 +142,8 @@ def test_metrics_tell_of_adapters_that_are_here(server: Running) -> None:
 def test_an_answer_in_flight_keeps_its_adapter(server: Running, folder: Path) -> None:
     before, after = right(folder / "in" / "a", 150), right(folder / "in" / "b")  # the server has the same model
     code(server, LOAD, lora_name="mine", lora_path="a")
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(answer(server, "mine", 150)[0]))
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(answer(server, "mine", 150)[0]))
     thread.start()
     until(lambda: not server.engine.idle)
     assert code(server, UNLOAD, lora_name="mine") == (200, "")
@@ -147,12 +151,12 @@ def test_an_answer_in_flight_keeps_its_adapter(server: Running, folder: Path) ->
     code(server, LOAD, lora_name="mine", lora_path="b")
     assert answer(server, "mine")[0] == after
     thread.join(300)
-    assert found == [before]
+    assert answers == [before]
     assert held == 1 and server.engine.adapters.held == 1
 
 
 @pytest.mark.parametrize(
-    ("path", "status", "said"),
+    ("path", "status", "expected_code"),
     [
         ("../beside", 403, "outside_adapter_dir"),
         ("/etc", 403, "outside_adapter_dir"),
@@ -173,28 +177,28 @@ def test_an_answer_in_flight_keeps_its_adapter(server: Running, folder: Path) ->
     ],
 )
 def test_what_is_no_adapter_here_is_refused(
-    shared: Running, folder: Path, path: str, status: int, said: str
+    shared: Running, folder: Path, path: str, status: int, expected_code: str
 ) -> None:  # fmt: skip
     refused = shared.ask(LOAD, {"lora_name": "mine", "lora_path": path})
-    assert (refused[0], refused[2]["error"]["code"]) == (status, said), refused
+    assert (refused[0], refused[2]["error"]["code"]) == (status, expected_code), refused
     assert str(folder) not in refused[2]["error"]["message"] or path.startswith("/")
     assert models(shared) == [NAME] and shared.engine.adapters.held == 0
 
 
 def test_a_file_that_cannot_be_read_is_the_requests_fault_and_names_no_place(folder: Path) -> None:
-    def gone(place: Path, _: int) -> Any:
-        return (place / "not.safetensors").read_bytes()
+    def gone(folder_path: Path, _: int) -> Any:
+        return (folder_path / "not.safetensors").read_bytes()
 
     with running(hosted=replace(small(), open_adapter=gone), limits=LIMITS, adapter_folder=folder / "in") as server:
-        status, _, found = server.ask(LOAD, {"lora_name": "mine", "lora_path": "a"})
-        assert status == 400 and found["error"]["message"] == "lora_path cannot be read"
+        status, _, document = server.ask(LOAD, {"lora_name": "mine", "lora_path": "a"})
+        assert status == 400 and document["error"]["message"] == "lora_path cannot be read"
 
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Running]:
     hosted = replace(small(), open_adapter=partial(peft_adapter, small().model))
-    with running(hosted=hosted, limits=LIMITS, adapter_folder=folder / "in") as one:
-        yield one
+    with running(hosted=hosted, limits=LIMITS, adapter_folder=folder / "in") as served:
+        yield served
 
 
 @pytest.mark.parametrize("name", [NAME, "", "a b", "../x", "x" * 129, "a\n", 3, None])
@@ -217,10 +221,10 @@ def test_so_many_take_memory_and_no_more(server: Running) -> None:
         threading.Thread(target=lambda: statuses.append(code(server, LOAD, lora_name="same", lora_path="b")[0]))
         for _ in range(4)
     ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(300)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
     assert sorted(statuses) == [200, 400, 400, 400] and models(server) == [NAME, "two", "same"]
 
 

@@ -28,41 +28,44 @@ PROMPT = [7, 9, 11, 7, 9, 20, 31, 7, 9, 11, 7, 9, 20, 31, 7, 9, 11]
 
 
 def adapted() -> HostedModel:
-    found = {}
+    served_adapters = {}
     for seed, called in enumerate(("poet", "group/lawyer")):
         lora = LoRAShape(rank=3 + seed, targets="attention")
         chance = torch.Generator().manual_seed(seed)
-        low = [one for one in parameters(replace(small().model.shape, lora=lora)) if one.adapts]
-        found[called] = ServedAdapter(lora, {one.name: torch.randn(one.shape, generator=chance) for one in low})
-    return replace(small(), adapters=found)
+        low = [parameter for parameter in parameters(replace(small().model.shape, lora=lora)) if parameter.adapts]
+        served_adapters[called] = ServedAdapter(
+            lora, {parameter.name: torch.randn(parameter.shape, generator=chance) for parameter in low}
+        )
+    return replace(small(), adapters=served_adapters)
 
 
 def test_each_is_a_model_of_its_own() -> None:
     hosted = adapted()
-    own = ServingEngine(hosted.model, EXACT, end_ids=hosted.end_ids, adapters=hosted.adapters)
+    engine = ServingEngine(hosted.model, EXACT, end_ids=hosted.end_ids, adapters=hosted.adapters)
     called = [NAME, "poet", "group/lawyer"]
     asked = [
-        own.add(PROMPT, mw.RequestOptions(max_new_tokens=12, adapter=None if one == NAME else one)) for one in called
-    ]  # fmt: skip
-    own.run(asked)
-    right = {one: request.answers[0].ids for one, request in zip(called, asked, strict=True)}
-    assert len({tuple(one) for one in right.values()}) == 3
+        engine.add(PROMPT, mw.RequestOptions(max_new_tokens=12, adapter=None if adapter == NAME else adapter))
+        for adapter in called
+    ]
+    engine.run(asked)
+    right = {adapter: request.answers[0].ids for adapter, request in zip(called, asked, strict=True)}
+    assert len({tuple(adapter) for adapter in right.values()}) == 3
     with running(hosted=hosted) as server:
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
 
         def ask(model: str) -> Any:
-            status, _, found = server.ask("/v1/completions", {**body, "model": model})
-            assert status == 200 and found["model"] == model
-            return found
+            status, _, document = server.ask("/v1/completions", {**body, "model": model})
+            assert status == 200 and document["model"] == model
+            return document
 
         with ThreadPoolExecutor(6) as clients:
             answers = list(clients.map(ask, called * 2))
-        for name, found in zip(called * 2, answers, strict=True):
-            assert found["choices"][0]["token_ids"] == right[name]
+        for name, document in zip(called * 2, answers, strict=True):
+            assert document["choices"][0]["token_ids"] == right[name]
         assert ask("poet")["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
         assert server.ask("/v1/completions", body)[2]["model"] == NAME
-        status, _, found = server.ask("/v1/completions", {**body, "model": "painter"})
-        assert status == 404 and found["error"]["message"].endswith("take small or poet or group/lawyer")
+        status, _, document = server.ask("/v1/completions", {**body, "model": "painter"})
+        assert status == 404 and document["error"]["message"].endswith("take small or poet or group/lawyer")
         metrics = server.ask("/metrics")[2].decode()
         assert 'request_success_total{finished_reason="length",model_name="poet"}' in metrics
 
@@ -71,18 +74,20 @@ def test_lists_chats_and_scores() -> None:
     hosted = adapted()
     with running(hosted=hosted) as server:
         listed = server.ask("/v1/models")[2]["data"]
-        assert [(one["id"], one.get("parent")) for one in listed] == [
+        assert [(first_scores["id"], first_scores.get("parent")) for first_scores in listed] == [
             (NAME, None), ("poet", NAME), ("group/lawyer", NAME),
         ]  # fmt: skip
         assert server.ask("/v1/models/group/lawyer")[2]["parent"] == NAME
         assert server.ask("/tokenize", {"model": "poet", "prompt": "ab"})[2]["count"] == 2
         scored = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
-        one, other = (
+        first_scores, second_scores = (
             server.ask("/v1/completions", {**scored, "model": name})[2]["choices"][0]["logprobs"]["token_logprobs"]
             for name in (NAME, "poet")
         )
         right = ServingEngine(hosted.model, adapters=hosted.adapters).score(PROMPT, 1, "poet").logprobs
-        assert other[1:] == pytest.approx(right, abs=1e-3) and one[1:] != pytest.approx(other[1:], abs=1e-2)
+        assert second_scores[1:] == pytest.approx(right, abs=1e-3) and first_scores[1:] != pytest.approx(
+            second_scores[1:], abs=1e-2
+        )
         client = server.client(KEYS[1])
         stream = client.completions.create(model="poet", prompt=PROMPT, max_tokens=6, temperature=0, stream=True)
         assert {event.model for event in stream} == {"poet"}
@@ -112,13 +117,13 @@ def test_adapters_of_runs_are_those_that_are_merged(runs: Path) -> None:
     base, prompts = mw.load(runs / "base"), ["def f1(", "class C", "    return"]
     adapters = {"first": runs / "first", "second": runs / "second", "peft": runs / "peft"}
     called = [*adapters, None]
-    asked = [mw.RequestOptions(adapter=one, max_new_tokens=16) for one in called for _ in prompts]
-    found = base.generate_many(prompts * 4, asked, adapters=adapters)
+    asked = [mw.RequestOptions(adapter=adapter, max_new_tokens=16) for adapter in called for _ in prompts]
+    generated = base.generate_many(prompts * 4, asked, adapters=adapters)
     merged = {"first": "first", "second": "second", "peft": "first", None: "base"}
-    for number, one in enumerate(called):
-        right = mw.load(runs / merged[one]).generate_many(prompts, mw.RequestOptions(max_new_tokens=16))
-        assert [each.ids for each in found[3 * number : 3 * number + 3]] == [each.ids for each in right]
-    assert len({found[0].ids, found[3].ids, found[9].ids}) == 3
+    for number, adapter in enumerate(called):
+        right = mw.load(runs / merged[adapter]).generate_many(prompts, mw.RequestOptions(max_new_tokens=16))
+        assert [each.ids for each in generated[3 * number : 3 * number + 3]] == [each.ids for each in right]
+    assert len({generated[0].ids, generated[3].ids, generated[9].ids}) == 3
 
 
 def test_one_adapter_of_generate_and_chat(
@@ -135,8 +140,12 @@ def test_one_adapter_of_generate_and_chat(
     for more in ([], ["--samples", "2"]):
         capsys.readouterr()
         assert main([*words, *more, "--adapter", str(runs / "first")]) == 0
-        said = capsys.readouterr().out
-        rows = [json.loads(line)["text"] for line in said.splitlines()] if more else [said.removeprefix("def f1(")[:-1]]
+        printed = capsys.readouterr().out
+        rows = (
+            [json.loads(line)["text"] for line in printed.splitlines()]
+            if more
+            else [printed.removeprefix("def f1(")[:-1]]
+        )
         assert rows == [right.text] * (1 + bool(more))
     answers = []
     for folder, more in (("first", []), ("base", ["--adapter", str(runs / "peft")]), ("base", [])):
@@ -155,8 +164,8 @@ def test_the_command_line(
     asked = [("/v1/completions", {**body, "model": name}) for name in ("base", "first", "other")]
     answers = list[Any]()
     monkeypatch.setattr(serving, "run", lambda server: answers.extend(asked_once(server, *asked)))
-    given = ("--adapter", f"first={runs / 'first'}", "--adapter", f"other={runs / 'second'}", "--exact")
-    assert main(["serve", str(runs / "base"), "--port", "0", *given, "--guess-tokens", "4"]) == 0
+    options = ("--adapter", f"first={runs / 'first'}", "--adapter", f"other={runs / 'second'}", "--exact")
+    assert main(["serve", str(runs / "base"), "--port", "0", *options, "--guess-tokens", "4"]) == 0
     assert "first, other" in capsys.readouterr().out
     for answer, path in zip(answers, ("base", "first", "second"), strict=True):
         right = mw.load(runs / path).generate("def f1(", max_new_tokens=12, temperature=0.0)
@@ -178,8 +187,8 @@ def test_what_is_no_adapter_is_refused(
     runs: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(runs)
-    given = [word for one in words for word in ("--adapter", one)]
-    assert expected in refused(capsys, "serve", "base", "--port", "0", *given).replace("--adapter", "adapter")
+    options = [word for value in words for word in ("--adapter", value)]
+    assert expected in refused(capsys, "serve", "base", "--port", "0", *options).replace("--adapter", "adapter")
 
 
 def test_an_adapter_of_other_weights(runs: Path) -> None:

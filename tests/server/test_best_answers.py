@@ -21,8 +21,8 @@ SWITCHED = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(hosted=replace(small(), tokenizer=switched())) as one:
-        yield one
+    with running(hosted=replace(small(), tokenizer=switched())) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def switched() -> Tokenizer:
     return letters().with_template(SWITCHED)
 
 
-def own(**options: Any) -> list[Any]:
+def engine_answers(**options: Any) -> list[Any]:
     return answers(letters().begin(PROMPT), **{"max_new_tokens": 8, **options})
 
 
@@ -50,19 +50,19 @@ BEAMS: tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], ...] = (
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("case", range(len(BEAMS)))
 def test_beams_are_the_engines(client: openai.OpenAI, stream: bool, case: int) -> None:
-    given, more, options = BEAMS[case]
-    found = client.completions.create(
-        prompt=PROMPT, stream=stream, **ASKED, **given, extra_body={"use_beam_search": True, **more}
+    fields, more, options = BEAMS[case]
+    completion = client.completions.create(
+        prompt=PROMPT, stream=stream, **ASKED, **fields, extra_body={"use_beam_search": True, **more}
     )
-    choices = [one for event in found for one in event.choices] if stream else found.choices
-    right = own(**options)
+    choices = [choice for event in completion for choice in event.choices] if stream else completion.choices
+    right = engine_answers(**options)
     made = [""] * len(right)
-    for one in choices:
-        made[one.index] += one.text
-    assert made == [one.text for one in right]
+    for choice in choices:
+        made[choice.index] += choice.text
+    assert made == [choice.text for choice in right]
     if not stream:
-        assert [one.finish_reason for one in choices] == [one.ending for one in right]
-    if "logprobs" in given and not stream:
+        assert [choice.finish_reason for choice in choices] == [choice.ending for choice in right]
+    if "logprobs" in fields and not stream:
         assert choices[0].logprobs.token_logprobs == pytest.approx(right[0].logprobs, abs=1e-5)
 
 
@@ -74,40 +74,42 @@ def test_beams_leave_no_block_behind(server: Running, client: openai.OpenAI) -> 
 
 def test_the_best_of_several_are_the_likeliest(client: openai.OpenAI) -> None:
     """By the mean of their tokens' log-probabilities; all that were made are counted."""
-    found = client.completions.create(
+    completion = client.completions.create(
         prompt=[PROMPT, "a"], n=2, best_of=5, temperature=1.5, seed=4, logprobs=0, echo=True, **ASKED
     )
     for begin, prompt in ((0, PROMPT), (2, "a")):
         every = answers(letters().begin(prompt), max_new_tokens=8, n=5, temperature=1.5, seed=4)
-        right = sorted(every, key=lambda one: -sum(one.logprobs) / len(one.logprobs))[:2]
-        assert [one.text for one in found.choices[begin : begin + 2]] == [prompt + one.text for one in right]
-    assert [one.index for one in found.choices] == [0, 1, 2, 3] and found.usage is not None
-    assert found.usage.completion_tokens > 4 * 8 / 2
+        right = sorted(every, key=lambda choice: -sum(choice.logprobs) / len(choice.logprobs))[:2]
+        assert [choice.text for choice in completion.choices[begin : begin + 2]] == [
+            prompt + choice.text for choice in right
+        ]
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3] and completion.usage is not None
+    assert completion.usage.completion_tokens > 4 * 8 / 2
 
 
 def test_one_of_several_texts(client: openai.OpenAI) -> None:
     texts = ["yes", "no (never)", "a+b\\c|d"]
     for seed in range(4):
-        found = client.completions.create(
+        completion = client.completions.create(
             prompt=PROMPT, temperature=1.0, seed=seed, model=NAME, max_tokens=20,
             extra_body={"structured_outputs": {"choice": texts}},
         )  # fmt: skip
-        assert found.choices[0].text in texts and found.choices[0].finish_reason == "stop"
+        assert completion.choices[0].text in texts and completion.choices[0].finish_reason == "stop"
 
 
 def test_a_template_is_told_what_a_request_says(server: Running, client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Hello"}]
-    for settings, said in (({}, "Hello>"), ({"loud": True}, "Hello!!>"), ({"loud": False, "bos_token": 5}, "Hello>")):
+    for settings, text in (({}, "Hello>"), ({"loud": True}, "Hello!!>"), ({"loud": False, "bos_token": 5}, "Hello>")):
         body = {"messages": messages, "chat_template_kwargs": settings}
-        status, _, found = server.ask("/tokenize", body)
-        assert status == 200 and found["tokens"] == letters().encode(said).tolist()
-        assert found["tokens"] == chat_prompt(switched(), template_of(switched()), messages, settings=settings)
+        status, _, document = server.ask("/tokenize", body)
+        assert status == 200 and document["tokens"] == letters().encode(text).tolist()
+        assert document["tokens"] == chat_prompt(switched(), template_of(switched()), messages, settings=settings)
         answer = client.chat.completions.create(
             messages=messages,
             **ASKED,
             extra_body={"chat_template_kwargs": settings},  # type: ignore[arg-type]
         )
-        assert answer.usage is not None and answer.usage.prompt_tokens == len(said)
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(text)
 
 
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
@@ -128,12 +130,12 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.parametrize("case", range(len(REFUSED)))
 def test_what_contradicts_itself_is_refused_by_name(server: Running, case: int) -> None:
     fields, name = REFUSED[case]
-    status, _, found = server.ask("/v1/completions", {"prompt": "a", **fields})
-    assert status == 400 and name in found["error"]["message"]
+    status, _, document = server.ask("/v1/completions", {"prompt": "a", **fields})
+    assert status == 400 and name in document["error"]["message"]
 
 
 def test_a_template_is_not_told_what_other_fields_say(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"messages": []}}
     for path in ("/v1/chat/completions", "/tokenize"):
-        status, _, found = server.ask(path, body)
-        assert status == 400 and found["error"]["param"] == "chat_template_kwargs"
+        status, _, document = server.ask(path, body)
+        assert status == 400 and document["error"]["param"] == "chat_template_kwargs"

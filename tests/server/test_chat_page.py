@@ -19,14 +19,14 @@ MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as chromium:
+        yield chromium
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(limits=ServerLimits(drain_seconds=0.1)) as one:
-        yield one
+    with running(limits=ServerLimits(drain_seconds=0.1)) as served:
+        yield served
 
 
 def until(holds: Callable[[], bool], seconds: float = 200.0) -> None:
@@ -41,22 +41,22 @@ def opened(browser: Browser, server: Running, width: int = 900, *, dark: bool = 
     browser.complaints.clear()
     browser.requested.clear()
     browser.ask("Page.navigate", url=server.server.address + "/")
-    until(lambda: browser.evaluate("document.readyState") == "complete" and said(browser, "model") != "")
+    until(lambda: browser.evaluate("document.readyState") == "complete" and shown_text(browser, "model") != "")
     if key:
-        until(lambda: "asks for an API key" in said(browser, "notice"))
+        until(lambda: "asks for an API key" in shown_text(browser, "notice"))
         browser.complaints.clear()  # the refusal without a key is there by intent
         browser.evaluate(f"at('key').value = {key!r}; at('key').dispatchEvent(new Event('change'))")
-        until(lambda: said(browser, "model") == NAME)
+        until(lambda: shown_text(browser, "model") == NAME)
     return browser
 
 
-def said(browser: Browser, id: str) -> str:
+def shown_text(browser: Browser, id: str) -> str:
     return str(browser.evaluate(f"document.getElementById({id!r})?.textContent ?? ''"))
 
 
 def turns(browser: Browser) -> list[str]:
-    found = browser.evaluate("[...document.querySelectorAll('.turn span')].map((one) => one.textContent)")
-    return [str(one) for one in found]
+    texts = browser.evaluate("[...document.querySelectorAll('.turn span')].map((one) => one.textContent)")
+    return [str(text) for text in texts]
 
 
 def write(browser: Browser, text: str) -> None:
@@ -91,14 +91,14 @@ def test_a_conversation(browser: Browser, server: Running) -> None:
     messages = [{"role": "user", "content": "Hello."}]
     asked = {"messages": messages, "max_tokens": 20, "temperature": 0}
     right = server.ask("/v1/chat/completions", asked)[2]["choices"][0]["message"]["content"]
-    assert turns(browser) == ["Hello.", right] and "tokens in" in said(browser, "notice")
+    assert turns(browser) == ["Hello.", right] and "tokens in" in shown_text(browser, "notice")
     write(browser, "Again.")
     until(lambda: len(turns(browser)) == 4 and idle(browser))
     messages += [{"role": "assistant", "content": right}, {"role": "user", "content": "Again."}]
     right = server.ask("/v1/chat/completions", {**asked, "messages": messages})[2]["choices"][0]["message"]["content"]
     assert turns(browser)[3] == right, "it remembers what was said"
     assert browser.complaints == []
-    assert all(one.startswith((server.server.address, "data:")) for one in browser.requested)
+    assert all(url.startswith((server.server.address, "data:")) for url in browser.requested)
     assert browser.evaluate("localStorage.length + sessionStorage.length") == 0 and not browser.evaluate(
         "document.cookie"
     )
@@ -113,15 +113,15 @@ def test_what_is_said_is_text(browser: Browser, server: Running) -> None:
     endless = replace(model, end_ids=())  # what is drawn may be an end, before it is made the next of the markup
     with running(hosted=endless, limits=ServerLimits(drain_seconds=0.1)) as other:
         engine = other.engine
-        own = engine.step
+        engine_step = engine.step
         made: dict[int, int] = {}
 
         def step() -> list[object]:
-            grown = own()
+            grown = engine_step()
             for answer in grown:
-                place = made[id(answer)] = made.get(id(answer), -1) + 1
-                answer.ids[-1] = ids[place % len(ids)]
-                answer.text = MARKUP[: place + 1]
+                index = made[id(answer)] = made.get(id(answer), -1) + 1
+                answer.ids[-1] = ids[index % len(ids)]
+                answer.text = MARKUP[: index + 1]
             return list(grown)
 
         engine.step = step  # type: ignore[method-assign,assignment]
@@ -173,8 +173,8 @@ def test_all_of_it_is_reached_by_the_keyboard(browser: Browser, server: Running)
 def test_stop_ends_the_request(browser: Browser, monkeypatch: pytest.MonkeyPatch, by_key: bool) -> None:
     endless = replace(small(), end_ids=())  # ids are drawn: one of them could be an end, before anyone presses stop
     with running(hosted=endless, limits=ServerLimits(drain_seconds=0.1)) as server:
-        own = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.03), own())[1])
+        engine_step = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.03), engine_step())[1])
         opened(browser, server)
         browser.evaluate("at('tokens').value = 200")
         write(browser, "Count.")
@@ -186,7 +186,7 @@ def test_stop_ends_the_request(browser: Browser, monkeypatch: pytest.MonkeyPatch
             browser.evaluate("at('stop').click()")
         until(lambda: idle(browser))
         until(lambda: server.engine.idle)
-        assert said(browser, "notice") == "Stopped." and len(turns(browser)[1]) < 200
+        assert shown_text(browser, "notice") == "Stopped." and len(turns(browser)[1]) < 200
         browser.evaluate("at('clear').click()")
         assert turns(browser) == []
 
@@ -196,10 +196,10 @@ def test_refusals_are_shown(browser: Browser, server: Running) -> None:
     opened(browser, server)
     browser.evaluate("at('tokens').value = 100000")
     write(browser, "Too long.")
-    until(lambda: "max_tokens=100,000" in said(browser, "notice"))
+    until(lambda: "max_tokens=100,000" in shown_text(browser, "notice"))
     assert turns(browser) == [] and browser.evaluate("at('said').value") == "Too long."
     browser.evaluate("at('key').value = 'wrong'; at('key').dispatchEvent(new Event('change'))")
-    until(lambda: "asks for an API key" in said(browser, "notice"))
+    until(lambda: "asks for an API key" in shown_text(browser, "notice"))
 
 
 @in_browser
@@ -223,8 +223,8 @@ def test_it_fits(browser: Browser, server: Running, width: int, dark: bool) -> N
         "for (; one && ground === 'rgba(0, 0, 0, 0)'; one = one.parentElement)"
         "ground = getComputedStyle(one).backgroundColor; return [place, ink, ground]; })"
     )
-    for place, ink, ground in pairs:
-        assert contrast(*(_hex(one) for one in (ink, ground))) >= 4.5, place
+    for element, ink, ground in pairs:
+        assert contrast(*(_hex(colour) for colour in (ink, ground))) >= 4.5, element
 
 
 def _hex(colour: str) -> str:

@@ -47,8 +47,8 @@ def body(kind: type[CompletionFields] | type[ChatFields]) -> st.SearchStrategy[d
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(limits=LIMITS) as one:
-        yield one
+    with running(limits=LIMITS) as served:
+        yield served
 
 
 @contextlib.contextmanager
@@ -59,10 +59,10 @@ def others_are_right(server: Running) -> Iterator[None]:
 
     def ask() -> None:
         while not stop.is_set() or not asked[0]:
-            status, _, found = server.ask("/v1/completions", {"prompt": "other", "max_tokens": 8, "temperature": 0})
+            status, _, document = server.ask("/v1/completions", {"prompt": "other", "max_tokens": 8, "temperature": 0})
             asked[0] += 1
-            if status != 200 or found["choices"][0]["text"] != right:
-                faults.append(f"{status}: {found}")
+            if status != 200 or document["choices"][0]["text"] != right:
+                faults.append(f"{status}: {document}")
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -87,24 +87,24 @@ def test_wrong_values(server: Running, kind: Any) -> None:
 
     @QUIET
     @given(body(kind))
-    def one(document: dict[str, Any]) -> None:
-        status, _, found = server.ask(path, document)
-        assert status in (200, 400, 404), found
+    def send(document: dict[str, Any]) -> None:
+        status, _, answer = server.ask(path, document)
+        assert status in (200, 400, 404), answer
         if status != 200:
-            assert found["error"]["message"] and found["error"]["type"] == "invalid_request_error"
+            assert answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
 
     with others_are_right(server):
-        one()
+        send()
 
 
 def test_bytes_that_are_no_json(server: Running) -> None:
     @QUIET
     @given(st.binary(max_size=200) | st.text(max_size=50).map(lambda text: json.dumps(text).encode()))
-    def one(data: bytes) -> None:
+    def send(data: bytes) -> None:
         for path in ("/v1/completions", "/tokenize", "/detokenize"):
             assert server.ask(path, data, method="POST")[0] == 400
 
-    one()
+    send()
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_bytes_that_are_no_json(server: Running) -> None:
 )
 def test_bodies_made_to_be_slow(server: Running, data: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
-        status, _, found = server.ask(path, data, method="POST")
-        assert status == 400, found
+        status, _, document = server.ask(path, data, method="POST")
+        assert status == 400, document
 
 
 def rubbish(server: Running, chance: random.Random) -> None:
@@ -146,10 +146,10 @@ def rubbish(server: Running, chance: random.Random) -> None:
         lambda: b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
         lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ]  # fmt: skip
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as one, contextlib.suppress(OSError):
-        one.sendall(chance.choice(ways)())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection, contextlib.suppress(OSError):
+        connection.sendall(chance.choice(ways)())
         if chance.random() < 0.5:
-            one.recv(chance.choice((1, 1 << 16)))
+            connection.recv(chance.choice((1, 1 << 16)))
 
 
 @pytest.mark.long

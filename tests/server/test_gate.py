@@ -19,14 +19,14 @@ from tests.server.running import KEYS, NAME, Running, running
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running() as one:
-        yield one
+    with running() as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
 def keyless() -> Iterator[Running]:
-    with running(keys=()) as one:
-        yield one
+    with running(keys=()) as served:
+        yield served
 
 
 def every_route(server: Running) -> list[tuple[str, str]]:
@@ -34,9 +34,9 @@ def every_route(server: Running) -> list[tuple[str, str]]:
     service: Any = SimpleNamespace(metrics=ServerMetrics(NAME))
     gate: Any = application(service, server.server.options)
     assert isinstance(gate._app, Starlette)
-    routes = [one for one in gate._app.routes if isinstance(one, Route)]
+    routes = [route for route in gate._app.routes if isinstance(route, Route)]
     assert len(routes) == len(gate._app.routes) >= 9
-    methods = [(method, one.path) for one in routes for method in one.methods or ()]
+    methods = [(method, route.path) for route in routes for method in route.methods or ()]
     return [(method, path.replace("{name:path}", NAME)) for method, path in methods]
 
 
@@ -130,9 +130,9 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     right = hmac.compare_digest
 
-    def compare(one: bytes, other: bytes) -> bool:
-        compared.append((one, other))
-        return right(one, other)
+    def compare(left: bytes, right_digest: bytes) -> bool:
+        compared.append((left, right_digest))
+        return right(left, right_digest)
 
     ring = Keyring(["a", "bb", "ccc"])
     monkeypatch.setattr(hmac, "compare_digest", compare)
@@ -140,12 +140,12 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         compared.clear()
         tenant = ring.tenant(header)
         assert (tenant and tenant.name) == name
-        assert len(compared) == 3 and all(len(one) == len(other) == 32 for one, other in compared)
+        assert len(compared) == 3 and all(len(left) == len(right_digest) == 32 for left, right_digest in compared)
 
 
 def test_keys_share_no_prefix_in_the_cache() -> None:
     ring, again = Keyring(KEYS), Keyring(KEYS)
-    salts = [one.tenant(f"Bearer {key}".encode()).salt for one in (ring, again) for key in KEYS]  # type: ignore[union-attr]
+    salts = [keyring.tenant(f"Bearer {key}".encode()).salt for keyring in (ring, again) for key in KEYS]  # type: ignore[union-attr]
     assert len(set(salts)) == 4, "nor with those of another start"
 
 

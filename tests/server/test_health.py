@@ -82,12 +82,12 @@ def test_a_request_that_the_engine_cannot_take_ends_alone(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with running() as server:
-        own = server.engine.add
+        engine_add = server.engine.add
 
         def fails(prompt: Any, options: Any) -> Any:
             if options.priority == 7:
                 raise ValueError("a defect of a library")
-            return own(prompt, options)
+            return engine_add(prompt, options)
 
         monkeypatch.setattr(server.engine, "add", fails)
         status, _, document = server.ask("/v1/completions", {**ASKED, "priority": 7})
@@ -99,8 +99,8 @@ def test_a_request_that_the_engine_cannot_take_ends_alone(
 
 def test_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(limits=ServerLimits(step_seconds=0.2, drain_seconds=0.1)) as server:
-        own, go = server.engine.step, threading.Event()
-        monkeypatch.setattr(server.engine, "step", lambda: (go.wait(60), own())[1])
+        engine_step, go = server.engine.step, threading.Event()
+        monkeypatch.setattr(server.engine, "step", lambda: (go.wait(60), engine_step())[1])
         stream = raw(server, {**LONG, "stream": True})
         until(lambda: _health(server) == (503, "stuck"))
         go.set()
@@ -113,9 +113,9 @@ def test_ranks_whose_step_outlasts_the_server_are_given_up(monkeypatch: pytest.M
     monkeypatch.setattr(http_server, "LAST_SECONDS", 0.2)
     ranks, begun, go = SimpleNamespace(broken=False), threading.Event(), threading.Event()
     with running(limits=ServerLimits(drain_seconds=0.1)) as server:
-        own = server.engine.step
+        engine_step = server.engine.step
         server.engine_thread.hosted = replace(small(), ranks=cast(Any, ranks))
-        monkeypatch.setattr(server.engine, "step", lambda: (begun.set(), go.wait(60), own())[2])
+        monkeypatch.setattr(server.engine, "step", lambda: (begun.set(), go.wait(60), engine_step())[2])
         stream = raw(server, {**LONG, "stream": True})
         assert begun.wait(60)
         stream.close()

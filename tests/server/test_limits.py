@@ -30,14 +30,14 @@ def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
 
 def raw(server: Running, body: dict[str, Any], *, buffer: int = 0) -> socket.socket:
     """A connection that has sent a request, and has read nothing."""
-    found = socket.socket()
+    connection = socket.socket()
     if buffer:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    found.connect(("127.0.0.1", server.port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect(("127.0.0.1", server.port))
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Length: {len(data)}"
-    found.sendall(head.encode() + b"\r\n\r\n" + data)
-    return found
+    connection.sendall(head.encode() + b"\r\n\r\n" + data)
+    return connection
 
 
 def free(server: Running) -> bool:
@@ -48,12 +48,12 @@ def free(server: Running) -> bool:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_blocks_within_a_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
-        steps, own = [0], server.engine.step
+        steps, engine_step = [0], server.engine.step
 
         def counted() -> Any:
             steps[0] += 1
             time.sleep(0.02)
-            return own()
+            return engine_step()
 
         monkeypatch.setattr(server.engine, "step", counted)
         connection = raw(server, {**LONG, "n": 4, "stream": stream})
@@ -78,8 +78,8 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(stream: bool, monke
 
 def test_a_client_that_leaves_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(engine=EngineOptions(cache_bytes=2**22, most_sequences=1, most_tokens=64)) as server:
-        own = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
+        engine_step = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), engine_step())[1])
         first = raw(server, {**LONG, "stream": True})
         until(lambda: bool(server.engine.scheduler.running))
         second = raw(server, LONG)
@@ -92,8 +92,10 @@ def test_a_client_that_leaves_while_it_waits(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(engine=SLOW, limits=ServerLimits(max_queue=2, drain_seconds=0.1)) as server:
-        own = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.1), own())[1])  # none ends before the others
+        engine_step = server.engine.step
+        monkeypatch.setattr(
+            server.engine, "step", lambda: (time.sleep(0.1), engine_step())[1]
+        )  # none ends before the others
         open_ones = [raw(server, LONG) for _ in range(2)]
         until(lambda: len(server.engine.scheduler.running) == 2)
         open_ones += [raw(server, LONG) for _ in range(2)]
@@ -103,8 +105,8 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.Monkey
         assert int(headers["retry-after"]) >= 1
         for name in ("running", "waiting"):  # as the step says in which these two came
             until(lambda: f'num_requests_{name}{{model_name="small"}} 2.0' in server.ask("/metrics")[2].decode())  # noqa: B023
-        for one in open_ones:
-            one.close()
+        for connection in open_ones:
+            connection.close()
         until(lambda: free(server))
         assert server.ask("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
 
@@ -124,12 +126,12 @@ def test_requests_of_a_key_at_once() -> None:
 
 def test_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(limits=ServerLimits(max_request_seconds=0.4, drain_seconds=0.1)) as server:
-        own = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
+        engine_step = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), engine_step())[1])
         status, _, document = server.ask("/v1/completions", LONG)
         assert (status, document["error"]["code"]) == (504, "deadline_exceeded")
         content = server.ask("/v1/completions", {**LONG, "stream": True})[2].decode()
-        events = [json.loads(one.removeprefix("data: ")) for one in content.strip().split("\n\n")]
+        events = [json.loads(event.removeprefix("data: ")) for event in content.strip().split("\n\n")]
         assert events[0]["choices"][0]["text"] and events[-1]["error"]["code"] == "deadline_exceeded"
         until(lambda: free(server))
 
@@ -165,8 +167,8 @@ def test_a_deadline_counts_from_the_arrival() -> None:
     ],
 )
 def test_bodies(limited: Running, body: bytes, headers: dict[str, str], status: int, code: str | None) -> None:
-    found, _, document = limited.ask("/v1/completions", body, headers=headers, method="POST")
-    assert found == status
+    actual, _, document = limited.ask("/v1/completions", body, headers=headers, method="POST")
+    assert actual == status
     assert code is None or document["error"]["code"] == code
 
 
@@ -198,38 +200,38 @@ def test_limits_of_a_request(limited: Running, change: dict[str, Any], param: st
 
 def test_a_chunked_body_is_counted(limited: Running) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
-    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
-        one.sendall(
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
+        connection.sendall(
             (head + "Transfer-Encoding: chunked\r\n\r\n").encode() + (b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 5
         )  # at once: the server may close early
-        assert b" 413 " in one.recv(4096)
+        assert b" 413 " in connection.recv(4096)
 
 
 def test_a_body_that_never_comes(limited: Running) -> None:
-    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
-        one.sendall(
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
+        connection.sendall(
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
             "Content-Length: 100\r\n\r\n{".encode()
         )
-        assert b" 408 " in one.recv(4096)
-        while one.recv(4096):
+        assert b" 408 " in connection.recv(4096)
+        while connection.recv(4096):
             pass  # the server closes it
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
 def test_headers_that_never_come(limited: Running, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
-        one.sendall(sent)
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
+        connection.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
-            assert one.recv(4096) == b""
+            assert connection.recv(4096) == b""
 
 
 def test_a_flood_of_headers(limited: Running) -> None:
-    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as connection:
         try:
             for _ in range(100):
-                one.sendall(b"GET /health HTTP/1.1\r\n" if _ == 0 else b"x-y: " + b"z" * 1000 + b"\r\n")
-            assert b" 400 " in one.recv(4096)
+                connection.sendall(b"GET /health HTTP/1.1\r\n" if _ == 0 else b"x-y: " + b"z" * 1000 + b"\r\n")
+            assert b" 400 " in connection.recv(4096)
         except (BrokenPipeError, ConnectionResetError):
             pass
     assert limited.ask("/health")[0] == 200
@@ -243,12 +245,12 @@ def test_a_reader_that_stops_is_cut_off_and_costs_no_memory() -> None:
         stuck = [raw(server, many, buffer=2048) for _ in range(2)]
         right = answers(letters().begin("hello"), max_new_tokens=8)[0].text
         for _ in range(5):
-            found = server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 8, "temperature": 0})[2]
-            assert found["choices"][0]["text"] == right
+            document = server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 8, "temperature": 0})[2]
+            assert document["choices"][0]["text"] == right
         until(lambda: server.open_requests == 0, 60)
         until(lambda: free(server))
-        for one in stuck:
-            one.close()
+        for connection in stuck:
+            connection.close()
 
 
 def test_a_slow_reader_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +277,7 @@ def test_a_slow_reader_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         right = answers(
             letters().begin("x"), max_new_tokens=200, ignore_end=True, n=4, temperature=1.0, seed=1
         )  # fmt: skip
-        assert made == [one.text for one in right]
+        assert made == [answer.text for answer in right]
 
 
 def test_a_prompt_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,8 +306,8 @@ def test_a_model_without_a_tokenizer() -> None:
 
     with running(hosted=replace(small(), tokenizer=None)) as server:
         asked = {"prompt": [70, 71, 72], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-        found = server.ask("/v1/completions", asked)[2]["choices"][0]
-        assert found["token_ids"] == answers([70, 71, 72], max_new_tokens=8)[0].ids and found["text"] == ""
+        choice = server.ask("/v1/completions", asked)[2]["choices"][0]
+        assert choice["token_ids"] == answers([70, 71, 72], max_new_tokens=8)[0].ids and choice["text"] == ""
         for path, body in (
             ("/v1/completions", {"prompt": "text"}), ("/v1/completions", {**asked, "stop": "a"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -364,14 +366,14 @@ def test_figures_of_prometheus() -> None:
         until(lambda: _figures(server)["num_requests_running"] == 0)
         until(lambda: _figures(server)["requests_refused_total"] == 1)
         until(lambda: _figures(server)["e2e_request_latency_seconds_count"] == 2)
-        found = _figures(server)
-        assert found["prompt_tokens_total"] == 80 and found["generation_tokens_total"] == 8
-        assert found["prefix_cache_hits_total"] == 32 and found["prefix_cache_queries_total"] >= 80
-        assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
-        assert found["inter_token_latency_seconds_count"] == 6 and found["request_queue_time_seconds_count"] == 2
-        assert found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
-        assert found["request_success_total"] == 2 and found["requests_refused_total"] == 1
-        assert found["num_preemptions_total"] == 0
+        figures = _figures(server)
+        assert figures["prompt_tokens_total"] == 80 and figures["generation_tokens_total"] == 8
+        assert figures["prefix_cache_hits_total"] == 32 and figures["prefix_cache_queries_total"] >= 80
+        assert figures["time_to_first_token_seconds_count"] == figures["e2e_request_latency_seconds_count"] == 2
+        assert figures["inter_token_latency_seconds_count"] == 6 and figures["request_queue_time_seconds_count"] == 2
+        assert figures["num_requests_running"] == figures["num_requests_waiting"] == figures["kv_cache_usage_perc"] == 0
+        assert figures["request_success_total"] == 2 and figures["requests_refused_total"] == 1
+        assert figures["num_preemptions_total"] == 0
 
 
 def test_threads_and_processes_end_with_the_server() -> None:

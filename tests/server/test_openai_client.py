@@ -24,8 +24,8 @@ TOKENIZER = letters()
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running() as one:
-        yield one
+    with running() as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ EXTRA = {
 
 
 def texts(answer: Any) -> list[str]:
-    return [one.text if hasattr(one, "text") else one.message.content for one in answer.choices]
+    return [choice.text if hasattr(choice, "text") else choice.message.content for choice in answer.choices]
 
 
-def own(kind: str, **options: Any) -> list[Any]:
+def engine_answers(kind: str, **options: Any) -> list[Any]:
     """What an engine of its own answers."""
     return answers(ids_of(kind), **{"max_new_tokens": 8, **options})
 
@@ -93,14 +93,14 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_parameter_changes_the_answer_as_in_the_engine(client: openai.OpenAI, kind: str, name: str) -> None:
     asked, options = CHANGES[name]
-    found, right = ask(client, kind, **asked), own(kind, **options)
-    assert texts(found) == [one.text for one in right]
-    assert [one.finish_reason for one in found.choices] == [one.ending for one in right]
-    assert found.usage.completion_tokens == sum(len(one.ids) for one in right)
-    plain = own(kind, max_new_tokens=40 if name.endswith("y_penalty") else 8)[0]
-    assert [one.ids for one in right] != [plain.ids], "the parameter shows"
+    answer, right = ask(client, kind, **asked), engine_answers(kind, **options)
+    assert texts(answer) == [item.text for item in right]
+    assert [item.finish_reason for item in answer.choices] == [item.ending for item in right]
+    assert answer.usage.completion_tokens == sum(len(item.ids) for item in right)
+    plain = engine_answers(kind, max_new_tokens=40 if name.endswith("y_penalty") else 8)[0]
+    assert [item.ids for item in right] != [plain.ids], "the parameter shows"
     if name in ("top_p", "top_k", "min_p", "seed"):
-        assert right[0].ids != own(kind, temperature=1.5, seed=7)[0].ids
+        assert right[0].ids != engine_answers(kind, temperature=1.5, seed=7)[0].ids
 
 
 SCHEMA = {
@@ -126,13 +126,14 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_answers_of_a_form(client: openai.OpenAI, kind: str, stream: bool, name: str) -> None:
     asked, options = FORMS[name]
-    found = ask(client, kind, max_tokens=60, temperature=1.0, seed=1, stream=stream, **asked)
-    right = own(kind, max_new_tokens=60, temperature=1.0, seed=1, **options)[0]
-    choices = [choice for chunk in found for choice in chunk.choices] if stream else found.choices
-    said = [
-        one.text if kind == "completion" else (one.delta if stream else one.message).content or "" for one in choices
+    answer = ask(client, kind, max_tokens=60, temperature=1.0, seed=1, stream=stream, **asked)
+    right = engine_answers(kind, max_new_tokens=60, temperature=1.0, seed=1, **options)[0]
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    texts_of_choices = [
+        choice.text if kind == "completion" else (choice.delta if stream else choice.message).content or ""
+        for choice in choices
     ]
-    assert "".join(said) == right.text and choices[-1].finish_reason == right.ending
+    assert "".join(texts_of_choices) == right.text and choices[-1].finish_reason == right.ending
     if name in ("schema", "structured"):
         person = json.loads(right.text)
         assert person.keys() == {"name", "age"} and person["name"] in ("ann", "bob") and person["age"] <= 99
@@ -143,27 +144,27 @@ def test_answers_of_a_form(client: openai.OpenAI, kind: str, stream: bool, name:
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_is_the_model_itself(client: openai.OpenAI, kind: str) -> None:
     right = generate(small().model, ids_of(kind), max_new_tokens=8).ids
-    found = ask(client, kind)
-    assert texts(found) == [TOKENIZER.decode(right)]
-    assert found.object == ("text_completion" if kind == "completion" else "chat.completion")
-    assert found.model == NAME and found.choices[0].index == 0
-    assert found.usage.prompt_tokens == len(ids_of(kind)) and found.usage.total_tokens == len(ids_of(kind)) + 8
+    answer = ask(client, kind)
+    assert texts(answer) == [TOKENIZER.decode(right)]
+    assert answer.object == ("text_completion" if kind == "completion" else "chat.completion")
+    assert answer.model == NAME and answer.choices[0].index == 0
+    assert answer.usage.prompt_tokens == len(ids_of(kind)) and answer.usage.total_tokens == len(ids_of(kind)) + 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("many", [False, True])
 def test_stop_strings(client: openai.OpenAI, kind: str, many: bool) -> None:
-    text = own(kind)[0].text
-    found = ask(client, kind, stop=["\n\n\n", text[3:5]] if many else text[3:5])
-    assert texts(found) == [text[: text.index(text[3:5])]] and found.choices[0].finish_reason == "stop"
+    text = engine_answers(kind)[0].text
+    answer = ask(client, kind, stop=["\n\n\n", text[3:5]] if many else text[3:5])
+    assert texts(answer) == [text[: text.index(text[3:5])]] and answer.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_tokens(client: openai.OpenAI, kind: str) -> None:
-    right = own(kind)[0]
-    found = ask(client, kind, stop_token_ids=[right.ids[2]])
-    assert found.choices[0].finish_reason == "stop"
-    assert found.usage.completion_tokens == right.ids.index(right.ids[2]) + 1
+    right = engine_answers(kind)[0]
+    answer = ask(client, kind, stop_token_ids=[right.ids[2]])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == right.ids.index(right.ids[2]) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,11 +184,11 @@ def test_a_stream_gives_the_same_text(client: openai.OpenAI, kind: str, stops: b
             assert not reasons[choice.index], "the reason comes last"
             made[choice.index] += choice.text if kind == "completion" else choice.delta.content or ""
             reasons[choice.index] = choice.finish_reason or ""
-    assert made == texts(whole) and reasons == [one.finish_reason for one in whole.choices]
+    assert made == texts(whole) and reasons == [choice.finish_reason for choice in whole.choices]
     assert len({chunk.id for chunk in chunks}) == 1
     if kind == "chat":
         first = {choice.index: choice for chunk in reversed(chunks) for choice in chunk.choices}
-        assert all(one.delta.role == "assistant" and one.delta.content == "" for one in first.values())
+        assert all(choice.delta.role == "assistant" and choice.delta.content == "" for choice in first.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,10 +201,10 @@ def test_a_stream_ends_with_usage_where_it_is_asked_for(client: openai.OpenAI, k
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_token_ids(client: openai.OpenAI, kind: str, stream: bool) -> None:
-    found = ask(client, kind, return_token_ids=True, stream=stream)
-    choices = [choice for chunk in found for choice in chunk.choices] if stream else found.choices
-    listed = [token for one in choices for token in getattr(one, "token_ids", ())]
-    assert listed == own(kind)[0].ids and choices[-1].prompt_token_ids == ids_of(kind)
+    answer = ask(client, kind, return_token_ids=True, stream=stream)
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    listed = [token for choice in choices for token in getattr(choice, "token_ids", ())]
+    assert listed == engine_answers(kind)[0].ids and choices[-1].prompt_token_ids == ids_of(kind)
 
 
 def near(right: Any) -> Any:
@@ -214,15 +215,20 @@ def near(right: Any) -> Any:
 @pytest.mark.parametrize("top", [0, 1, 5])
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_completions(client: openai.OpenAI, top: int, stream: bool) -> None:
-    found, right = ask(client, "completion", logprobs=top, stream=stream), own("completion", logprobs=top)[0]
-    parts = [choice.logprobs for chunk in found for choice in chunk.choices] if stream else [found.choices[0].logprobs]
+    answer, right = (
+        ask(client, "completion", logprobs=top, stream=stream),
+        engine_answers("completion", logprobs=top)[0],
+    )
+    parts = (
+        [choice.logprobs for chunk in answer for choice in chunk.choices] if stream else [answer.choices[0].logprobs]
+    )
     joined = {
-        key: [one for part in parts for one in getattr(part, key)]
+        key: [choice for part in parts for choice in getattr(part, key)]
         for key in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
     }
     spelled = [TOKENIZER.spell(token) for token in right.ids]
     assert joined["tokens"] == spelled and joined["token_logprobs"] == near(right.logprobs)
-    assert joined["text_offset"] == [len("".join(spelled[:place])) for place in range(8)]
+    assert joined["text_offset"] == [len("".join(spelled[:position])) for position in range(8)]
     wanted = [near({TOKENIZER.spell(token): value for token, value in row}) for row in right.top] if top else []
     assert joined["top_logprobs"] == wanted, "greedy tokens are the likeliest themselves"
 
@@ -231,41 +237,47 @@ def test_logprobs_of_completions(client: openai.OpenAI, top: int, stream: bool) 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_chats(client: openai.OpenAI, top: int | None, stream: bool) -> None:
     options = {} if top is None else {"top_logprobs": top}
-    found, right = ask(client, "chat", logprobs=True, stream=stream, **options), own("chat", logprobs=top or 0)[0]
-    choices = [choice for chunk in found for choice in chunk.choices] if stream else found.choices
-    rows = [row for one in choices if one.logprobs for row in one.logprobs.content]
+    answer, right = (
+        ask(client, "chat", logprobs=True, stream=stream, **options),
+        engine_answers("chat", logprobs=top or 0)[0],
+    )
+    choices = [choice for chunk in answer for choice in chunk.choices] if stream else answer.choices
+    rows = [row for choice in choices if choice.logprobs for row in choice.logprobs.content]
     assert [row.token for row in rows] == [TOKENIZER.spell(token) for token in right.ids]
     assert [row.logprob for row in rows] == near(right.logprobs)
     assert [bytes(row.bytes).decode() for row in rows] == [row.token for row in rows]
-    assert [{one.token: one.logprob for one in row.top_logprobs} for row in rows] == [
-        near({TOKENIZER.spell(token): value for token, value in some}) for some in right.top
+    assert [{choice.token: choice.logprob for choice in row.top_logprobs} for row in rows] == [
+        near({TOKENIZER.spell(token): value for token, value in likeliest}) for likeliest in right.top
     ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("given", ["text", "ids"])
-def test_echo(client: openai.OpenAI, stream: bool, given: str) -> None:
-    prompt = PROMPT if given == "text" else TOKENIZER.begin(PROMPT)
-    found = ask(client, "completion", echo=True, prompt=prompt, n=2, temperature=1.0, seed=1, stream=stream)
+@pytest.mark.parametrize("kind_of_prompt", ["text", "ids"])
+def test_echo(client: openai.OpenAI, stream: bool, kind_of_prompt: str) -> None:
+    prompt = PROMPT if kind_of_prompt == "text" else TOKENIZER.begin(PROMPT)
+    answer = ask(client, "completion", echo=True, prompt=prompt, n=2, temperature=1.0, seed=1, stream=stream)
     made = ["", ""]
-    for choice in (choice for chunk in found for choice in chunk.choices) if stream else found.choices:
+    for choice in (choice for chunk in answer for choice in chunk.choices) if stream else answer.choices:
         made[choice.index] += choice.text
-    assert made == [PROMPT + one.text for one in own("completion", n=2, temperature=1.0, seed=1)]
+    assert made == [PROMPT + choice.text for choice in engine_answers("completion", n=2, temperature=1.0, seed=1)]
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
     """As evaluation harnesses ask: no new token, and log-probabilities of what is there."""
-    found = ask(client, "completion", echo=True, max_tokens=0, logprobs=1).choices[0]
+    choice = ask(client, "completion", echo=True, max_tokens=0, logprobs=1).choices[0]
     ids = TOKENIZER.begin(PROMPT)
-    assert found.text == PROMPT and found.finish_reason == "length" and len(found.logprobs.tokens) == len(ids)
-    assert found.logprobs.token_logprobs[0] is None and found.logprobs.top_logprobs[0] is None
-    for place in range(1, len(ids)):
-        right = answers(ids[:place], max_new_tokens=1, logit_bias={ids[place]: 100.0})[0]
-        assert right.ids == [ids[place]]
-        assert found.logprobs.token_logprobs[place] == pytest.approx(right.logprobs[0], abs=1e-4)
+    assert choice.text == PROMPT and choice.finish_reason == "length" and len(choice.logprobs.tokens) == len(ids)
+    assert choice.logprobs.token_logprobs[0] is None and choice.logprobs.top_logprobs[0] is None
+    for position in range(1, len(ids)):
+        right = answers(ids[:position], max_new_tokens=1, logit_bias={ids[position]: 100.0})[0]
+        assert right.ids == [ids[position]]
+        assert choice.logprobs.token_logprobs[position] == pytest.approx(right.logprobs[0], abs=1e-4)
     more = ask(client, "completion", echo=True, logprobs=1).choices[0].logprobs
-    assert more.tokens == [*found.logprobs.tokens, *(TOKENIZER.spell(token) for token in own("completion")[0].ids)]
-    assert more.text_offset == [len("".join(more.tokens[:place])) for place in range(len(more.tokens))]
+    assert more.tokens == [
+        *choice.logprobs.tokens,
+        *(TOKENIZER.spell(token) for token in engine_answers("completion")[0].ids),
+    ]
+    assert more.text_offset == [len("".join(more.tokens[:position])) for position in range(len(more.tokens))]
 
 
 def test_a_stream_repeats_the_prompt_with_its_scores(client: openai.OpenAI) -> None:
@@ -274,25 +286,25 @@ def test_a_stream_repeats_the_prompt_with_its_scores(client: openai.OpenAI) -> N
     parts = [choice for chunk in ask(client, "completion", **asked, stream=True) for choice in chunk.choices]
     assert "".join(part.text for part in parts) == whole.text
     for key in ("tokens", "text_offset", "token_logprobs"):
-        joined = [one for part in parts if part.logprobs for one in getattr(part.logprobs, key)]
+        joined = [choice for part in parts if part.logprobs for choice in getattr(part.logprobs, key)]
         right = getattr(whole.logprobs, key)
         assert joined == (near(right) if key == "token_logprobs" else right)
 
 
 @pytest.mark.parametrize("prompt", [["a", "bb"], [[65, 66], [67]], [70, 71]], ids=["texts", "lists", "ids"])
 def test_several_prompts(client: openai.OpenAI, prompt: Any) -> None:
-    found = ask(client, "completion", prompt=prompt, n=2, temperature=1.0, seed=5)
+    answer = ask(client, "completion", prompt=prompt, n=2, temperature=1.0, seed=5)
     each = [prompt] if isinstance(prompt[0], int) else prompt
-    ids = [TOKENIZER.begin(one) if isinstance(one, str) else one for one in each]
-    right = [one.text for prompt in ids for one in answers(prompt, max_new_tokens=8, n=2, temperature=1.0, seed=5)]
-    assert texts(found) == right and [one.index for one in found.choices] == list(range(len(right)))
-    assert found.usage.prompt_tokens == sum(map(len, ids))
+    ids = [TOKENIZER.begin(item) if isinstance(item, str) else item for item in each]
+    right = [item.text for prompt in ids for item in answers(prompt, max_new_tokens=8, n=2, temperature=1.0, seed=5)]
+    assert texts(answer) == right and [item.index for item in answer.choices] == list(range(len(right)))
+    assert answer.usage.prompt_tokens == sum(map(len, ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampling_without_a_seed_differs_each_time(client: openai.OpenAI, kind: str) -> None:
-    found = {texts(ask(client, kind, temperature=2.0, max_tokens=16))[0] for _ in range(3)}
-    assert len(found) > 1
+    texts_seen = {texts(ask(client, kind, temperature=2.0, max_tokens=16))[0] for _ in range(3)}
+    assert len(texts_seen) > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,17 +326,17 @@ def test_a_priority_goes_first() -> None:
     options = EngineOptions(exact=True, cache_bytes=2**22, most_sequences=1, most_tokens=64)
     ended, go = list[int](), threading.Event()
     with running(engine=options) as server, ThreadPoolExecutor(4) as pool:
-        own, commands = server.engine.step, server.engine_thread._commands
-        server.engine.step = lambda: (go.wait(300), own())[1]  # type: ignore[method-assign]
+        engine_step, commands = server.engine.step, server.engine_thread._commands
+        server.engine.step = lambda: (go.wait(300), engine_step())[1]  # type: ignore[method-assign]
 
-        def one(priority: int) -> None:
+        def ask_one(priority: int) -> None:
             ask(server.client(), "completion", priority=priority, max_tokens=60, ignore_eos=True)
             ended.append(priority)
 
-        jobs = [pool.submit(one, 5)]
+        jobs = [pool.submit(ask_one, 5)]
         while not server.engine.scheduler.waiting:
             time.sleep(0.01)
-        jobs += [pool.submit(one, priority) for priority in (9, 8, 1)]
+        jobs += [pool.submit(ask_one, priority) for priority in (9, 8, 1)]
         while commands.qsize() < 3:
             time.sleep(0.01)
         go.set()
@@ -347,25 +359,25 @@ def test_messages(client: openai.OpenAI, message: dict[str, Any]) -> None:
     rows = {"developer": ("system", "Be kind."), "user": ("user", "Hello"), "assistant": ("assistant", "Earlier.")}
     role, content = rows[message["role"]]
     ids = chat_prompt(TOKENIZER, template_of(TOKENIZER), [{"role": role, "content": content}, *MESSAGES[1:]])
-    found = ask(client, "chat", messages=[message, *MESSAGES[1:]])
-    assert texts(found) == [answers(ids, max_new_tokens=8)[0].text]
+    answer = ask(client, "chat", messages=[message, *MESSAGES[1:]])
+    assert texts(answer) == [answers(ids, max_new_tokens=8)[0].text]
 
 
 def test_a_chat_may_be_as_long_as_the_context(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model=NAME,
         messages=MESSAGES,
         temperature=0,
         extra_body={"ignore_eos": True},  # type: ignore[arg-type]
     )
-    assert found.choices[0].finish_reason == "length"
-    assert found.usage is not None and found.usage.total_tokens == small().model.shape.max_positions + 1
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None and answer.usage.total_tokens == small().model.shape.max_positions + 1
     short = client.chat.completions.create(model=NAME, messages=MESSAGES, max_completion_tokens=5)  # type: ignore[arg-type]
     assert short.usage is not None and short.usage.completion_tokens <= 5
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [one.id for one in client.models.list()] == [NAME]
+    assert [entry.id for entry in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "meshwright"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
@@ -443,9 +455,9 @@ def test_what_makes_no_sense_is_refused_by_name(client: openai.OpenAI, kind: str
         return
     with pytest.raises(openai.BadRequestError) as refusal:
         ask(client, kind, stream=stream, **options)
-    found = refusal.value
-    assert (found.code, found.type) == (code, "invalid_request_error")
-    assert found.param == (param or None) and found.body["message"]  # type: ignore[index]
+    error = refusal.value
+    assert (error.code, error.type) == (code, "invalid_request_error")
+    assert error.param == (param or None) and error.body["message"]  # type: ignore[index]
 
 
 def test_values_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
@@ -477,7 +489,7 @@ def test_the_asynchronous_client(server: Running) -> None:
                 client.completions.create(model=NAME, prompt="p" * length, max_tokens=8, temperature=0)
                 for length in range(1, 9)
             ]
-            return [one.choices[0].text for one in await asyncio.gather(*asked)]
+            return [completion.choices[0].text for completion in await asyncio.gather(*asked)]
 
     right = [answers(TOKENIZER.begin("p" * length), max_new_tokens=8)[0].text for length in range(1, 9)]
     assert asyncio.run(main()) == right

@@ -58,8 +58,8 @@ def test_the_length_of_a_chat_that_says_none() -> None:
 def test_values_are_those_that_transformers_reads() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.GenerationConfig(**GENERATION).to_dict()
-    found = sampling_defaults(GENERATION)
-    assert found == {name: theirs[name] for name in (*SAID, "max_new_tokens")}
+    defaults = sampling_defaults(GENERATION)
+    assert defaults == {name: theirs[name] for name in (*SAID, "max_new_tokens")}
     assert sampling_defaults({"temperature": "hot", "top_p": 3.0, "top_k": True, "max_new_tokens": None}) == {}
 
 

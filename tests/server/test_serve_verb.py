@@ -74,14 +74,14 @@ def started(*words: str | Path, **environment: str) -> Iterator[Started]:
 LONG = {"prompt": "def ", "max_tokens": 90, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
-def streamed(server: Started, body: dict[str, Any], found: list[str], begun: threading.Event) -> None:
+def streamed(server: Started, body: dict[str, Any], lines: list[str], begun: threading.Event) -> None:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.request("POST", "/v1/completions", json.dumps(body))
     answer = connection.getresponse()
-    found.append(str(answer.status))
+    lines.append(str(answer.status))
     for line in answer:
         if line.strip():
-            found.append(line.decode().strip())
+            lines.append(line.decode().strip())
             begun.set()
     connection.close()
 
@@ -93,8 +93,8 @@ def test_sigterm(run: Path, ends: str) -> None:
     seconds = "60" if ends == "drained" else "1" if ends == "deadline" else "100"
     with started(run, "--drain-seconds", seconds, "--max-answer-tokens", "200000") as server:
         body = {**LONG, "max_tokens": 60, "n": 2} if ends == "drained" else {**LONG, "prompt": ["def "] * 64, "n": 16}
-        found, begun = list[str](), threading.Event()
-        thread = threading.Thread(target=streamed, args=(server, body, found, begun))
+        lines, begun = list[str](), threading.Event()
+        thread = threading.Thread(target=streamed, args=(server, body, lines, begun))
         assert server.ask("/health") == (200, {"status": "ok"})
         thread.start()
         assert begun.wait(120)
@@ -108,11 +108,11 @@ def test_sigterm(run: Path, ends: str) -> None:
             server.process.send_signal(signal.SIGTERM)
         thread.join(120)
         assert server.process.wait(60) == 0
-    assert found[0] == "200"
+    assert lines[0] == "200"
     if ends == "drained":
-        assert found[-1] == "data: [DONE]"
+        assert lines[-1] == "data: [DONE]"
     else:
-        assert json.loads(found[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
 
 
 def _try(server: Started) -> tuple[int, Any]:
@@ -132,8 +132,8 @@ def test_ctrl_c_is_130_and_a_run_is_served_as_it_is(run: Path) -> None:
         assert "sesame" not in Path(f"/proc/{server.process.pid}/cmdline").read_text()
         assert server.ask("/v1/models")[0] == 401
         body = {"model": "toy", "prompt": "def ", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-        status, found = server.ask("/v1/completions", body, "sesame")
-        assert status == 200 and found["choices"][0]["token_ids"] == list(right.ids)
+        status, document = server.ask("/v1/completions", body, "sesame")
+        assert status == 200 and document["choices"][0]["token_ids"] == list(right.ids)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 130
         assert server.process.stderr is not None
@@ -147,10 +147,10 @@ def test_two_ranks_behind_one_address(run: Path) -> None:
     with started(run, "--tp", "2") as server:
         assert any("tp=2" in line for line in server.lines)
         body = {"prompt": "def ", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-        status, found = server.ask("/v1/completions", body)
-        assert status == 200 and found["choices"][0]["token_ids"] == list(right.ids)
-        status, found = server.ask("/v1/completions", {**body, "echo": True, "logprobs": 1})
-        assert status == 400 and "leave out echo" in found["error"]["message"]
+        status, document = server.ask("/v1/completions", body)
+        assert status == 200 and document["choices"][0]["token_ids"] == list(right.ids)
+        status, document = server.ask("/v1/completions", {**body, "echo": True, "logprobs": 1})
+        assert status == 400 and "leave out echo" in document["error"]["message"]
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 130
 
@@ -161,21 +161,21 @@ def test_adapters_of_two_ranks_come_and_go(run: Path, tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "two")):
         shape = replace(base.model.shape, lora=LoRAShape(rank=3 + seed, targets="all"))
         chance = torch.Generator().manual_seed(seed)
-        low = {one.name: torch.randn(one.shape, generator=chance) * 0.1 for one in parameters(shape) if one.adapts}
+        low = {item.name: torch.randn(item.shape, generator=chance) * 0.1 for item in parameters(shape) if item.adapts}
         (tmp_path / name).mkdir()
         save_adapter(tmp_path / name, low, shape, base=str(run), dtype=torch.float32)
     folders = {name: tmp_path / name for name in ("one", "two")}
     asked = [mw.RequestOptions(adapter=name, max_new_tokens=12) for name in (*folders, None)]
-    right = [list(one.ids) for one in base.generate_many(["def "] * 3, asked, adapters=folders)]
+    right = [list(item.ids) for item in base.generate_many(["def "] * 3, asked, adapters=folders)]
     assert right[0] != right[1] != right[2]
     body = {"prompt": "def ", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-    given = ("--adapter", f"mine={tmp_path / 'one'}", "--adapter-dir", str(tmp_path), "--exact")
-    with started(run, "--tp", "2", *given) as server:
+    options = ("--adapter", f"mine={tmp_path / 'one'}", "--adapter-dir", str(tmp_path), "--exact")
+    with started(run, "--tp", "2", *options) as server:
 
         def answered(name: str) -> list[int]:
-            status, found = server.ask("/v1/completions", {**body, "model": name})
-            assert status == 200, found
-            return list(found["choices"][0]["token_ids"])
+            status, document = server.ask("/v1/completions", {**body, "model": name})
+            assert status == 200, document
+            return list(document["choices"][0]["token_ids"])
 
         assert answered("mine") == right[0]
         assert server.ask("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "two"})[0] == 200
@@ -203,11 +203,11 @@ def test_health_tells_that_a_rank_is_gone_before_anybody_asks(run: Path) -> None
 def _forked(process: int) -> list[int]:
     """Grandchildren: those that the server of forks has made."""
     servers = (child for child in _children(process) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes())
-    return [one for child in servers for one in _children(child)]
+    return [pid for child in servers for pid in _children(child)]
 
 
 def _children(process: int) -> list[int]:
-    return [int(one) for path in Path(f"/proc/{process}/task").glob("*/children") for one in path.read_text().split()]
+    return [int(pid) for path in Path(f"/proc/{process}/task").glob("*/children") for pid in path.read_text().split()]
 
 
 def test_an_address_that_is_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

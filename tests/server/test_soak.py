@@ -8,16 +8,16 @@ REQUESTS = 1000
 
 
 def test_a_few_requests() -> None:
-    found = soak(40)
-    assert found["requests"] == 40 and found["wrong"] == found["lost_blocks"] == 0
-    assert len(found["ways"]) == 5, "each kind of client was there"
+    figures = soak(40)
+    assert figures["requests"] == 40 and figures["wrong"] == figures["lost_blocks"] == 0
+    assert len(figures["ways"]) == 5, "each kind of client was there"
 
 
 @pytest.mark.slow
 def test_many_requests() -> None:
-    found = soak(REQUESTS)
-    assert found["requests"] == REQUESTS and found["wrong"] == found["lost_blocks"] == 0
-    assert found["bytes_per_request"] < 10_000
+    figures = soak(REQUESTS)
+    assert figures["requests"] == REQUESTS and figures["wrong"] == figures["lost_blocks"] == 0
+    assert figures["bytes_per_request"] < 10_000
 
 
 def test_growth_is_found() -> None:

@@ -29,12 +29,12 @@ def model() -> HostedModel:
 
 @cache
 def answered() -> list[Any]:
-    said = [{"role": "user", "content": PROMPT}]
+    messages = [{"role": "user", "content": PROMPT}]
     server = HttpServer(NAME, model, ServerOptions(port=0), EXACT)
     return asked_once(
         server,
         ("/v1/completions", {**ASKED, "prompt": PROMPT, "echo": True, "logprobs": 20}),
-        ("/v1/chat/completions", {**ASKED, "messages": said, "logprobs": True, "top_logprobs": 20}),
+        ("/v1/chat/completions", {**ASKED, "messages": messages, "logprobs": True, "top_logprobs": 20}),
     )
 
 
@@ -46,13 +46,13 @@ def utf8(token: int) -> bytes:
 
 def test_tokens_stand_where_their_offsets_say() -> None:
     [choice] = answered()[0]["choices"]
-    found, text = choice["logprobs"], choice["text"]
+    logprobs, text = choice["logprobs"], choice["text"]
     ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
     assert choice["prompt_token_ids"] == TOKENIZER.begin(PROMPT) and text.startswith(PROMPT)
-    borders = [*found["text_offset"], len(text)]
+    borders = [*logprobs["text_offset"], len(text)]
     assert borders == sorted(borders) and borders[:3] == [0, 0, 0], "no bos is in the text, and no first space"
     spaces = 0
-    for token, spelled, begin in zip(ids, found["tokens"], found["text_offset"], strict=True):
+    for token, spelled, begin in zip(ids, logprobs["tokens"], logprobs["text_offset"], strict=True):
         if token < 259:
             assert spelled in ("<s>", "</s>", f"bytes:\\x{token - 3:02x}", chr(max(0, token - 3)))
         elif begin:
@@ -63,8 +63,8 @@ def test_tokens_stand_where_their_offsets_say() -> None:
 
 def test_no_two_bytes_have_one_name() -> None:
     [choice] = answered()[0]["choices"]
-    for place, likeliest in enumerate(choice["logprobs"]["top_logprobs"][1:], start=1):
-        assert len(likeliest) >= 19, place  # a letter and its byte are one text
+    for position, likeliest in enumerate(choice["logprobs"]["top_logprobs"][1:], start=1):
+        assert len(likeliest) >= 19, position  # a letter and its byte are one text
 
 
 def test_bytes_of_chats_are_known() -> None:
@@ -72,7 +72,7 @@ def test_bytes_of_chats_are_known() -> None:
     rows = choice["logprobs"]["content"]
     assert [bytes(row["bytes"]) for row in rows] == [utf8(token) for token in choice["token_ids"]]
     assert any(len(row["bytes"]) == 1 and row["bytes"][0] > 127 for row in rows)
-    assert all(one["bytes"] for row in rows for one in row["top_logprobs"])
+    assert all(token["bytes"] for row in rows for token in row["top_logprobs"])
 
 
 @pytest.mark.parametrize("ids", [[262, 259, 270], [3 + 0xE6, 3 + 0x97, 3 + 0xA5]])
@@ -82,11 +82,11 @@ def test_spelled_behind_others(ids: list[int]) -> None:
 
 def test_special_tokens_are_left_out_of_texts_unless_they_are_wanted() -> None:
     """As vLLM's skip_special_tokens, which is true by default; `tokenizers` says which tokens those are."""
-    said = [{"role": "user", "content": PROMPT}]
+    messages = [{"role": "user", "content": PROMPT}]
     drawn = {**ASKED, "logit_bias": {"1": 4}}  # <s> is drawn often
     bodies: dict[str, Any] = {
         "/v1/completions": {"prompt": PROMPT, "logprobs": 0},
-        "/v1/chat/completions": {"messages": said},
+        "/v1/chat/completions": {"messages": messages},
     }
     more: tuple[dict[str, Any], ...] = ({}, {"skip_special_tokens": False})
     asked = [(path, {**drawn, **body, **field}) for path, body in bodies.items() for field in more]

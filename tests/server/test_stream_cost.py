@@ -129,12 +129,12 @@ async def _front(chat: bool) -> None:
         numbers = [AddedPrompt.decode(parts).first_answer for kind, parts in sent.frames if kind is FrameKind.ADD]
         assert len(numbers) == STREAMS
 
-        def step(place: int) -> bytes:
-            news = StepNews(at=place * 0.004 + 1, answers=numbers, tokens=drawn[place : place + STREAMS])
+        def step(index: int) -> bytes:
+            news = StepNews(at=index * 0.004 + 1, answers=numbers, tokens=drawn[index : index + STREAMS])
             return encode_frame(FrameKind.STEP, news.encode())
 
-        for place in range(1, 4):
-            link.data_received(step(place))
+        for index in range(1, 4):
+            link.data_received(step(index))
         before = [len(pieces) for pieces in written_to]
         frame = step(4)
         made = calls(lambda: link.data_received(frame))
@@ -142,8 +142,8 @@ async def _front(chat: bool) -> None:
         assert [len(pieces) for pieces in written_to] == [count + 1 for count in before], "one write for each client"
         link.data_received(step(5) + step(6))
         assert [len(pieces) for pieces in written_to] == [count + 2 for count in before], "what has come goes at once"
-        for place, pieces in enumerate(written_to):
-            tokens = [drawn[step_place + place] for step_place in range(1, 7)]
+        for index, pieces in enumerate(written_to):
+            tokens = [drawn[step_place + index] for step_place in range(1, 7)]
             assert _text(pieces, chat) == tokenizer.decode(tokens)
 
 

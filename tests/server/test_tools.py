@@ -26,14 +26,14 @@ CALL = r'<tool_call>\{"name": "time", "arguments": \{"zone": "(UTC|CET)"\}\}</to
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    with running(hosted=replace(small(), tokenizer=TOKENIZER), limits=ServerLimits(drain_seconds=0.1)) as one:
-        yield one.client()
+    with running(hosted=replace(small(), tokenizer=TOKENIZER), limits=ServerLimits(drain_seconds=0.1)) as served:
+        yield served.client()
 
 
 def asked(client: openai.OpenAI, **options: Any) -> Any:
     extra = {"structured_outputs": {"regex": options.pop("regex")}} if "regex" in options else {}
-    given = {"model": NAME, "messages": MESSAGES, "max_tokens": 150, "tools": TOOLS, "seed": 1, **options}
-    return client.chat.completions.create(**given, extra_body=extra)
+    fields = {"model": NAME, "messages": MESSAGES, "max_tokens": 150, "tools": TOOLS, "seed": 1, **options}
+    return client.chat.completions.create(**fields, extra_body=extra)
 
 
 def joined(chunks: Any) -> tuple[str, list[dict[str, Any]], str]:
@@ -45,7 +45,7 @@ def joined(chunks: Any) -> tuple[str, list[dict[str, Any]], str]:
             assert call.index not in calls and call.id and call.type == "function"
             calls[call.index] = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
         reason = choice.finish_reason or reason
-    return content, [calls[place] for place in sorted(calls)], reason
+    return content, [calls[index] for index in sorted(calls)], reason
 
 
 def whole(answer: Any) -> tuple[str, list[dict[str, Any]], str]:
@@ -53,9 +53,9 @@ def whole(answer: Any) -> tuple[str, list[dict[str, Any]], str]:
     message = answer.choices[0].message
     calls = message.tool_calls or ()
     assert message.content or calls
-    listed = [{"name": one.function.name, "arguments": json.loads(one.function.arguments)} for one in calls]
-    assert len({one.id for one in calls}) == len(calls)
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", one.id) for one in calls), "as Mistral's templates want them"
+    listed = [{"name": call.function.name, "arguments": json.loads(call.function.arguments)} for call in calls]
+    assert len({call.id for call in calls}) == len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call.id) for call in calls), "as Mistral's templates want them"
     return message.content or "", listed, answer.choices[0].finish_reason
 
 
@@ -63,25 +63,25 @@ def whole(answer: Any) -> tuple[str, list[dict[str, Any]], str]:
 def test_a_model_that_calls(client: openai.OpenAI, stream: bool) -> None:
     """As it wants: held by a regular expression to one call, two, and words before them."""
     for regex, number in ((CALL, 1), (CALL + CALL, 2), ("(yes|no) " + CALL, 1)):
-        found = asked(client, regex=regex, stream=stream)
-        content, calls, reason = joined(found) if stream else whole(found)
+        answer = asked(client, regex=regex, stream=stream)
+        content, calls, reason = joined(answer) if stream else whole(answer)
         assert reason == "tool_calls" and len(calls) == number
-        assert all(one["name"] == "time" and one["arguments"]["zone"] in ("UTC", "CET") for one in calls)
+        assert all(call["name"] == "time" and call["arguments"]["zone"] in ("UTC", "CET") for call in calls)
         assert content in (("yes", "no") if "yes" in regex else ("",))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_says_something(client: openai.OpenAI, stream: bool) -> None:
-    found = asked(client, regex="<tool is no call", stream=stream)
-    assert (joined(found) if stream else whole(found)) == ("<tool is no call", [], "stop")
+    answer = asked(client, regex="<tool is no call", stream=stream)
+    assert (joined(answer) if stream else whole(answer)) == ("<tool is no call", [], "stop")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", "weather", "time"])
 def test_a_call_that_must_be(client: openai.OpenAI, choice: str, stream: bool) -> None:
     named = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
-    found = asked(client, tool_choice=named, stream=stream)
-    content, calls, reason = joined(found) if stream else whole(found)
+    answer = asked(client, tool_choice=named, stream=stream)
+    content, calls, reason = joined(answer) if stream else whole(answer)
     assert (content, len(calls), reason) == ("", 1, "tool_calls")
     assert calls[0]["name"] in (("weather", "time") if choice == "required" else (choice,))
     assert set(calls[0]["arguments"]) == ({"town", "at"} if calls[0]["name"] == "weather" else {"zone"})
@@ -89,8 +89,8 @@ def test_a_call_that_must_be(client: openai.OpenAI, choice: str, stream: bool) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_off_is_content(client: openai.OpenAI, stream: bool) -> None:
-    found = asked(client, tool_choice="required", max_tokens=5, stream=stream)
-    content, calls, reason = joined(found) if stream else whole(found)
+    answer = asked(client, tool_choice="required", max_tokens=5, stream=stream)
+    content, calls, reason = joined(answer) if stream else whole(answer)
     assert content.startswith("{") and not calls and reason == "length"
 
 
@@ -117,8 +117,8 @@ def test_what_the_template_reads(client: openai.OpenAI) -> None:
         ids = chat_prompt(TOKENIZER, template_of(TOKENIZER), rows, tools)
         assert ("weather time" in TOKENIZER.decode(ids)) == (tools is not None)
         assert "time:UTC[tool]noon" in TOKENIZER.decode(ids)
-        found = asked(client, messages=sent, max_tokens=1, tool_choice=choice)
-        assert found.usage.prompt_tokens == len(ids)
+        answer = asked(client, messages=sent, max_tokens=1, tool_choice=choice)
+        assert answer.usage.prompt_tokens == len(ids)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_one_answer_of_several_is_stopped_and_the_others_go_on(monkeypatch: pyte
         _let_say(server, words, monkeypatch)
         body = {**LONG, "max_tokens": 19, "stop": "END", "n": 2}
         choices = server.ask("/v1/completions", body)[2]["choices"]
-        assert [(one["text"], one["finish_reason"]) for one in choices] == [
+        assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [
             ("one two ", "stop"), ("four five six seven", "length"),
         ]  # fmt: skip
         until(lambda: free(server))
@@ -165,7 +165,7 @@ def _speaker() -> Any:
 
 def _let_say(server: Running, words: str | dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each answer be these words, byte by byte; of several by the number of the answer."""
-    own, made = server.engine.step, dict[int, int]()
+    engine_step, made = server.engine.step, dict[int, int]()
     tokenizer = Tokenizer.bytes()
     ids = {
         number: tokenizer.encode(text).tolist()
@@ -173,12 +173,12 @@ def _let_say(server: Running, words: str | dict[int, str], monkeypatch: pytest.M
     }
 
     def step() -> list[Any]:
-        grown = own()
+        grown = engine_step()
         for answer in grown:
-            place = made[id(answer)] = made.get(id(answer), -1) + 1
+            index = made[id(answer)] = made.get(id(answer), -1) + 1
             number = answer.row.seed - answer.options.seed
             spoken = ids.get(number, ids[0])
-            answer.ids[-1] = spoken[place % len(spoken)]
+            answer.ids[-1] = spoken[index % len(spoken)]
         return list(grown)
 
     monkeypatch.setattr(server.engine, "step", step)
@@ -188,7 +188,7 @@ def test_a_long_prompt_crosses_whole() -> None:
     """More bytes than the channel holds, while another answer grows."""
     with null_server(4, 0.001) as started:
         server = Running(started)
-        ids = [100 + place % 500 for place in range(8000)]
+        ids = [100 + index % 500 for index in range(8000)]
         body = {"prompt": [ids] * 16, "max_tokens": 2, "ignore_eos": True}
         status, _, answer = server.ask("/v1/completions", body, key=None)
         assert status == 200 and answer["usage"]["prompt_tokens"] == 16 * 8000

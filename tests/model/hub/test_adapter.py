@@ -31,24 +31,24 @@ FORMS: dict[str, dict[str, Any]] = {
 def written(folder: Path, name: str, **form: Any) -> Transformer:
     """A small model with an adapter that says something: its base in folder/base, the adapter in folder/adapter."""
     shape = replace(shrink(name), lora=LoRAShape(rank=4, alpha=8.0, **form))
-    found = build(shape)
+    adapted_model = build(shape)
     torch.manual_seed(0)
     with torch.no_grad():
-        for key, parameter in found.named_parameters():
+        for key, parameter in adapted_model.named_parameters():
             if key.endswith("lora.b"):
                 parameter.normal_(0.0, 0.3)
             if key.endswith("magnitude"):
                 parameter.uniform_(0.5, 1.5)
-    base = {key: tensor for key, tensor in found.state_dict().items() if "lora." not in key}
-    given: dict[str, Any] = {"shape": shape, "tokenizer": None, "dtype": torch.float32}
-    export_folder(folder / "base", model_tensors=base.items(), **given)
+    base = {key: tensor for key, tensor in adapted_model.state_dict().items() if "lora." not in key}
+    options: dict[str, Any] = {"shape": shape, "tokenizer": None, "dtype": torch.float32}
+    export_folder(folder / "base", model_tensors=base.items(), **options)
     (folder / "adapter").mkdir()
-    save_adapter(folder / "adapter", adapters(found), shape, base=str(folder / "base"), dtype=torch.float32)
-    return found
+    save_adapter(folder / "adapter", adapters(adapted_model), shape, base=str(folder / "base"), dtype=torch.float32)
+    return adapted_model
 
 
-def adapters(found: Transformer) -> dict[str, Tensor]:
-    return {key: parameter.detach() for key, parameter in found.named_parameters() if parameter.requires_grad}
+def adapters(adapted_model: Transformer) -> dict[str, Tensor]:
+    return {key: parameter.detach() for key, parameter in adapted_model.named_parameters() if parameter.requires_grad}
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT's and transformers' own
@@ -57,12 +57,12 @@ def adapters(found: Transformer) -> dict[str, Tensor]:
 def test_peft_gives_the_same_logits(tmp_path: Path, name: str, form: str) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     ours = written(tmp_path, name, **FORMS[form])
-    given = tokens(2, 13)
+    ids = tokens(2, 13)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    plain = base(given).logits
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(given).logits
+    plain = base(ids).logits
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(ids).logits
     assert (theirs - plain).abs().max() > 1e-2
-    torch.testing.assert_close(ours(given), theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours(ids), theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,29 +70,29 @@ def test_peft_gives_the_same_logits(tmp_path: Path, name: str, form: str) -> Non
 def test_what_is_written_is_read_again(tmp_path: Path, name: str, form: str) -> None:
     """As the same matrices B A: modules that are several of ours come back with a larger rank."""
     ours = written(tmp_path, name, **FORMS[form])
-    shape, found = load_adapter(tmp_path / "adapter", ours.shape.base)
+    shape, loaded = load_adapter(tmp_path / "adapter", ours.shape.base)
     assert shape.lora is not None and ours.shape.lora is not None
-    own = adapters(ours)
-    for key in {key.rpartition(".")[0] for key in own}:
+    trained = adapters(ours)
+    for key in {key.rpartition(".")[0] for key in trained}:
         matrix = key.removesuffix(".lora") + ".weight" if key.endswith(".lora") else key.removesuffix("_lora")
         weight = ours.get_parameter(matrix).detach()
-        back = merged(weight, adapter_parts(matrix, found), shape.lora)
-        right = merged(weight, adapter_parts(matrix, own), ours.shape.lora)
+        back = merged(weight, adapter_parts(matrix, loaded), shape.lora)
+        right = merged(weight, adapter_parts(matrix, trained), ours.shape.lora)
         torch.testing.assert_close(back, right, rtol=1e-5, atol=1e-6)
-    assert {key.rpartition(".")[0] for key in found} == {key.rpartition(".")[0] for key in own}
+    assert {key.rpartition(".")[0] for key in loaded} == {key.rpartition(".")[0] for key in trained}
 
 
 @pytest.mark.parametrize(
     ("name", "targets"), [("mixtral-8x7b", "gate,up"), ("qwen3-30b-a3b", "gate"), ("deepseek-v3", "all")]
 )
 def test_what_peft_would_read_as_another_adapter_is_not_written(tmp_path: Path, name: str, targets: str) -> None:
-    found = written(tmp_path, name, targets=targets)
-    given: dict[str, Any] = {"base": str(tmp_path / "base"), "dtype": torch.float32}
+    adapted_model = written(tmp_path, name, targets=targets)
+    options: dict[str, Any] = {"base": str(tmp_path / "base"), "dtype": torch.float32}
     with pytest.raises(HubError, match=r"PEFT would read other adapters of experts .* export the merged model"):
-        export_adapter(tmp_path / "out", adapters(found), found.shape, **given)
+        export_adapter(tmp_path / "out", adapters(adapted_model), adapted_model.shape, **options)
     assert not (tmp_path / "out").exists()
     for right in ("attention", "down") if name != "deepseek-v3" else ("attention",):
-        assert not misread(replace(found.shape, lora=LoRAShape(rank=4, targets=right)))
+        assert not misread(replace(adapted_model.shape, lora=LoRAShape(rank=4, targets=right)))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_what_peft_would_read_as_another_adapter_is_not_written(tmp_path: Path, 
     ],
 )
 def test_what_an_adapter_has_beside_is_named(tmp_path: Path, tensor: str, sentence: str) -> None:
-    found = written(tmp_path, "qwen3-30b-a3b")
+    adapted_model = written(tmp_path, "qwen3-30b-a3b")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     stored[f"base_model.model.{tensor}"] = torch.zeros(4, 4)
     save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(HubError, match=sentence):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
 
 
 def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_a_fused_module_of_another_size_is_refused(tmp_path: Path, form: str) ->
 
 
 def test_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
-    found = written(tmp_path, "qwen3-30b-a3b")
+    adapted_model = written(tmp_path, "qwen3-30b-a3b")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     expert = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_"
     stored[f"{expert}A.weight"], stored[f"{expert}B.weight"] = torch.zeros(2, 24), torch.zeros(40, 2)
     save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(HubError, match=r"lora_A.weight of .*experts.1.up_proj.weight is \[2, 24\]"):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
 
 
 @pytest.mark.parametrize(
@@ -179,49 +179,49 @@ def test_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
 def test_what_a_config_asks_for_and_is_not_there_is_refused(
     tmp_path: Path, entry: dict[str, Any], sentence: str
 ) -> None:  # fmt: skip
-    found = written(tmp_path, "llama-3.1-8b")
+    adapted_model = written(tmp_path, "llama-3.1-8b")
     path = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | entry))
     with pytest.raises(HubError, match=sentence):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     path.write_text(json.dumps(config))
     with pytest.raises(HubError, match=r"has no adapter_model.safetensors"):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '{"a": ' + "[" * 200_000, ""])
 def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    found = written(tmp_path, "llama-3.1-8b")
+    adapted_model = written(tmp_path, "llama-3.1-8b")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(text)
     with pytest.raises(HubError, match=r"adapter_config\.json (must hold a JSON object|is not JSON)"):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
     path.unlink()
     with pytest.raises(HubError, match=r"has no adapter_config\.json"):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
 
 
 @pytest.mark.parametrize("sizes", [((0, 24), (24, 0)), ((), (24, 4))], ids=str)
 def test_a_module_without_a_rank_is_refused(tmp_path: Path, sizes: tuple[tuple[int, ...], ...]) -> None:
-    found = written(tmp_path, "llama-3.1-8b")
+    adapted_model = written(tmp_path, "llama-3.1-8b")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     for part, size in zip("AB", sizes, strict=True):
         stored[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"] = torch.zeros(size)
     save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(HubError, match=r"q_proj\.weight has rank 0, and adapter_config\.json 1 to 4"):
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
 
 
 def test_patterns_of_modules_are_matched_as_peft_matches_them(tmp_path: Path) -> None:
     """By their ends, or as patterns: of the first that fits."""
-    found = written(tmp_path, "llama-3.1-8b")
+    adapted_model = written(tmp_path, "llama-3.1-8b")
     path = tmp_path / "adapter" / "adapter_config.json"
-    plain = load_adapter(tmp_path / "adapter", found.shape.base)[1]
+    plain = load_adapter(tmp_path / "adapter", adapted_model.shape.base)[1]
     pattern = {r"layers\.(0|7)\..*q_proj": 16.0, "^model.layers.1.self_attn.q_proj": 24.0, "q_proj": 1.0, "k_proj": 32}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": pattern}))
-    changed = load_adapter(tmp_path / "adapter", found.shape.base)[1]
+    changed = load_adapter(tmp_path / "adapter", adapted_model.shape.base)[1]
     for name, times in {"layers.0.attention.q": 2, "layers.1.attention.q": 3, "layers.0.attention.k": 4}.items():
         torch.testing.assert_close(changed[f"{name}.lora.b"], times * plain[f"{name}.lora.b"])
 
@@ -233,14 +233,14 @@ def test_part_of_a_fused_module_cannot_be_written(tmp_path: Path) -> None:
 
 def test_an_adapter_that_would_grow_many_times_is_not_taken_from_others(tmp_path: Path) -> None:
     """Its parts have one rank in memory: a config that names another one asks for room that no file holds."""
-    found = written(tmp_path, "llama-3.1-8b")
+    adapted_model = written(tmp_path, "llama-3.1-8b")
     path = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
     for rank, fits in ((16, True), (64, False)):
         path.write_text(json.dumps(config | {"rank_pattern": {"another": rank}}))
-        load_adapter(tmp_path / "adapter", found.shape.base)
+        load_adapter(tmp_path / "adapter", adapted_model.shape.base)
         if fits:
-            load_adapter(tmp_path / "adapter", found.shape.base, widest=256)
+            load_adapter(tmp_path / "adapter", adapted_model.shape.base, widest=256)
             continue
         with pytest.raises(HubError, match=rf"with rank {rank} everywhere it has .* numbers, and adapter_model"):
-            load_adapter(tmp_path / "adapter", found.shape.base, widest=256)
+            load_adapter(tmp_path / "adapter", adapted_model.shape.base, widest=256)

@@ -46,9 +46,13 @@ def tiny(**changes: Any) -> ModelShape:
 
 def v5(config: dict[str, Any]) -> dict[str, Any]:
     """The same in the keys of v5 alone."""
-    found = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    others = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     scaling = config.get("rope_scaling") or {"rope_type": "default"}
-    return {**found, "dtype": config["torch_dtype"], "rope_parameters": {**scaling, "rope_theta": config["rope_theta"]}}
+    return {
+        **others,
+        "dtype": config["torch_dtype"],
+        "rope_parameters": {**scaling, "rope_theta": config["rope_theta"]},
+    }
 
 
 @pytest.mark.parametrize("config", [LLAMA_31, v5(LLAMA_31)], ids=["v4", "v5"])

@@ -27,8 +27,12 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['cont
 
 def exported(folder: Path, shape: ModelShape = SHAPE, **options: Any) -> dict[str, Tensor]:
     tensors = random_tensors(shape)
-    given: dict[str, Any] = {"model_tensors": tensors.items(), "tokenizer": Tokenizer.shipped(), "dtype": torch.float32}
-    export_folder(folder, shape=shape, **{**given, **options})
+    defaults: dict[str, Any] = {
+        "model_tensors": tensors.items(),
+        "tokenizer": Tokenizer.shipped(),
+        "dtype": torch.float32,
+    }
+    export_folder(folder, shape=shape, **{**defaults, **options})
     return tensors
 
 
@@ -37,8 +41,8 @@ def names(folder: Path) -> set[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
 
 
 def test_a_tokenizer_without_a_first_mark_is_given_none(tmp_path: Path) -> None:
@@ -49,10 +53,10 @@ def test_a_tokenizer_without_a_first_mark_is_given_none(tmp_path: Path) -> None:
     config = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "tokenizer_class": "TokenizersBackend"}
     (theirs / "tokenizer_config.json").write_text(json.dumps(config))
     exported(tmp_path / "out", tokenizer=Tokenizer.load(theirs))
-    found = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert (found.bos_token, found.eos_token, found.pad_token) == (None, "<|endoftext|>", "<|endoftext|>")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (None, "<|endoftext|>", "<|endoftext|>")
     ids = read(tmp_path / "out" / "config.json")
-    assert ids["bos_token_id"] is None and ids["eos_token_id"] == ids["pad_token_id"] == found.eos_token_id
+    assert ids["bos_token_id"] is None and ids["eos_token_id"] == ids["pad_token_id"] == tokenizer.eos_token_id
     assert "bos_token_id" not in read(tmp_path / "out" / "generation_config.json")
 
 
@@ -75,11 +79,11 @@ def test_what_a_directory_holds(tmp_path: Path) -> None:
     tokenizer = read(folder / "tokenizer_config.json")
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (tokenizer["eos_token"], tokenizer["model_max_length"]) == ("<|endoftext|>", 64)
-    found = import_folder(folder)
-    assert (found.shape.name, found.dtype, found.chat_template) == ("out", torch.bfloat16, TEMPLATE)
-    assert found.tokenizer == folder / "tokenizer.json" and found.generation["eos_token_id"] == eos
+    imported = import_folder(folder)
+    assert (imported.shape.name, imported.dtype, imported.chat_template) == ("out", torch.bfloat16, TEMPLATE)
+    assert imported.tokenizer == folder / "tokenizer.json" and imported.generation["eos_token_id"] == eos
     weights: dict[str, Tensor] = {}
-    found.load(lambda name, tensor: weights.update({name: tensor}))
+    imported.load(lambda name, tensor: weights.update({name: tensor}))
     assert_same(weights, {name: tensor.bfloat16() for name, tensor in tensors.items()})
 
 
@@ -127,10 +131,10 @@ def test_templates_inside_the_tokenizer_config_are_found(template: object, tmp_p
     exported(tmp_path / "out")
     (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     (tmp_path / "out" / "generation_config.json").unlink()
-    found = import_folder(tmp_path / "out")
+    imported = import_folder(tmp_path / "out")
     eos = Tokenizer.shipped().eos
-    assert found.chat_template == TEMPLATE
-    assert found.generation == {"bos_token_id": eos, "eos_token_id": eos}
+    assert imported.chat_template == TEMPLATE
+    assert imported.generation == {"bos_token_id": eos, "eos_token_id": eos}
 
 
 def test_a_tokenizer_config_of_its_own_is_kept(tmp_path: Path) -> None:
@@ -172,10 +176,10 @@ def test_folders_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> Non
     before = import_folder(tmp_path / "out").fingerprint()
     assert import_folder(tmp_path / "out").fingerprint() == before
     name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "out" / "model.safetensors"
-    one = stored_tensors(tmp_path / "out")[name]
-    assert one.start > 2**20 and one.start + one.num_bytes < file.stat().st_size - 2**20
+    tensor = stored_tensors(tmp_path / "out")[name]
+    assert tensor.start > 2**20 and tensor.start + tensor.num_bytes < file.stat().st_size - 2**20
     raw = bytearray(file.read_bytes())
-    raw[one.start : one.start + one.num_bytes] = bytes(one.num_bytes)
+    raw[tensor.start : tensor.start + tensor.num_bytes] = bytes(tensor.num_bytes)
     file.write_bytes(raw)
     assert import_folder(tmp_path / "out").fingerprint() != before
 

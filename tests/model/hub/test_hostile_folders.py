@@ -47,8 +47,8 @@ def header(make: Callable[[Header, int], Header | bytes], more: int = 0) -> Chan
         raw = (folder / WEIGHTS).read_bytes()
         size = int.from_bytes(raw[:8], "little")
         data = raw[8 + size :] + bytes(more)
-        found = make(json.loads(raw[8 : 8 + size]), len(data))
-        text = found if isinstance(found, bytes) else json.dumps(found).encode()
+        changed = make(json.loads(raw[8 : 8 + size]), len(data))
+        text = changed if isinstance(changed, bytes) else json.dumps(changed).encode()
         (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data)
 
     return change
@@ -57,18 +57,18 @@ def header(make: Callable[[Header, int], Header | bytes], more: int = 0) -> Chan
 def first(key: str, value: Any) -> Change:
     """Of the first tensor."""
 
-    def make(found: Header, _: int) -> Header:
-        next(one for name, one in found.items() if name != "__metadata__")[key] = value
-        return found
+    def make(entries: Header, _: int) -> Header:
+        next(entry for name, entry in entries.items() if name != "__metadata__")[key] = value
+        return entries
 
     return header(make)
 
 
-def overlapping(found: Header, _: int) -> Header:
+def overlapping(entries: Header, _: int) -> Header:
     """Two tensors at one place: the file is as long as its header says."""
-    one, other = (name for name in found if name.endswith("layernorm.weight"))
-    found[other]["data_offsets"] = found[one]["data_offsets"]
-    return found
+    first_norm, second_norm = (name for name in entries if name.endswith("layernorm.weight"))
+    entries[second_norm]["data_offsets"] = entries[first_norm]["data_offsets"]
+    return entries
 
 
 def tensor(size: list[int], start: int, stop: int) -> Header:
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Change, str]] = {
         config(quantization_config={"quant_method": "gptq", "bits": [[[[[4]]]]]}),
         r"quantization_config: bits=\[\[|holds codes, by 'gptq'",
     ),
-    "a deep header": (header(lambda found, _: b'{"a": ' + b"[" * DEEP), "damaged header .maximum recursion"),
+    "a deep header": (header(lambda entries, _: b'{"a": ' + b"[" * DEEP), "damaged header .maximum recursion"),
     "an infinite dim": (first("shape", [float("inf"), 1]), "must be whole numbers"),
     "a dim that is text": (first("shape", ["2048", "8"]), "must be whole numbers"),
     "half a row": (first("shape", [2048.5, 8]), "must be whole numbers"),
@@ -107,11 +107,14 @@ CASES: dict[str, tuple[Change, str]] = {
     "offsets below": (first("data_offsets", [-65536, 0]), "do not fit the shape"),
     "tensors in one place": (header(overlapping), "begins at .* and what is before it ends at"),
     "bytes between tensors": (
-        header(lambda found, size: found | {"x": tensor([4], size - 16, size)}, more=400),
+        header(lambda entries, size: entries | {"x": tensor([4], size - 16, size)}, more=400),
         "x begins at",
     ),
-    "a tensor outside": (header(lambda found, size: found | {"x": tensor([2**40], size, size + 2**42)}), "truncated"),
-    "a header of a list": (header(lambda found, _: b"[1, 2]"), "damaged header"),
+    "a tensor outside": (
+        header(lambda entries, size: entries | {"x": tensor([2**40], size, size + 2**42)}),
+        "truncated",
+    ),
+    "a header of a list": (header(lambda entries, _: b"[1, 2]"), "damaged header"),
     "wide": (config(hidden_size=10**9), "describes .* numbers, and the files hold 33,336"),
     "many words": (config(vocab_size=10**9), "describes 16,000,000,568 numbers"),
     "many heads": (config(num_attention_heads=2**30), "describes .* numbers"),
@@ -132,7 +135,7 @@ CASES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_claimed_is_checked_before_it_is_believed(name: str, tmp_path: Path) -> None:
-    change, said = CASES[name]
+    change, message = CASES[name]
     folder = tmp_path / "hostile"
     exported(folder)
     change(folder)
@@ -140,7 +143,7 @@ def test_what_is_claimed_is_checked_before_it_is_believed(name: str, tmp_path: P
     begun = perf_counter()
     try:
         for take in (lambda: mw.load(folder), lambda: import_hf(folder, tmp_path / "run")):
-            with pytest.raises(HubError, match=said) as caught:
+            with pytest.raises(HubError, match=message) as caught:
                 take()
             assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
         peak = tracemalloc.get_traced_memory()[1]
@@ -165,7 +168,11 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(3, 5), "b": torch.zeros(0, 4), "c": torch.ones((), dtype=torch.int8)}, tmp_path / "a")
-    assert {name: one.size for name, one in read_header(tmp_path / "a").items()} == {"a": (3, 5), "b": (0, 4), "c": ()}
+    assert {name: tensor.size for name, tensor in read_header(tmp_path / "a").items()} == {
+        "a": (3, 5),
+        "b": (0, 4),
+        "c": (),
+    }
 
 
 VALUES = (None, [], {}, -1, 0, 10**30, "x", 1.5, float("inf"), [[]], True, {"a": 1})
@@ -179,19 +186,25 @@ WAYS = {
 }
 
 
-def places(found: Any) -> Iterator[tuple[Any, ...]]:
+def places(document: Any) -> Iterator[tuple[Any, ...]]:
     """Where entries of a document stand, of lists the first three."""
-    rows = list(found.items() if isinstance(found, dict) else enumerate(found[:3]) if isinstance(found, list) else ())
+    rows = list(
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document[:3])
+        if isinstance(document, list)
+        else ()
+    )
     for key, value in rows:
         yield (key,)
         yield from ((key, *rest) for rest in places(value))
 
 
-def damaged(found: Any, place: tuple[Any, ...], value: Any) -> str:
-    whole = inner = copy.deepcopy(found)
-    for key in place[:-1]:
+def damaged(document: Any, path: tuple[Any, ...], value: Any) -> str:
+    whole = inner = copy.deepcopy(document)
+    for key in path[:-1]:
         inner = inner[key]
-    inner[place[-1]] = value
+    inner[path[-1]] = value
     return json.dumps(whole)
 
 
@@ -204,9 +217,9 @@ def test_an_entry_of_any_other_kind_is_read_or_refused(name: str, tmp_path: Path
     if name in WAYS:
         folder = tmp_path / "codes"
         mw.quantize(tmp_path / "hf", WAYS[name], folder, quality=False, format=name)
-    found = json.loads((folder / file).read_text())
-    for place, value in product(places(found), VALUES):
-        (folder / file).write_text(damaged(found, place, value))
+    document = json.loads((folder / file).read_text())
+    for path, value in product(places(document), VALUES):
+        (folder / file).write_text(damaged(document, path, value))
         with suppress(MeshwrightError):
             mw.load(folder)
 
@@ -220,7 +233,7 @@ def test_numbers_of_8_bits_without_a_scale_are_refused(name: str, tmp_path: Path
     exported(tmp_path / "hf", WIDE)
     mw.quantize(tmp_path / "hf", WAYS[name], tmp_path / "codes", quality=False, format=name)
     tensors = load_file(tmp_path / "codes" / WEIGHTS)
-    norm = next(one for one in tensors if "norm" in one)
+    norm = next(name for name in tensors if "norm" in name)
     tensors[norm] = tensors[norm].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "codes" / WEIGHTS)
     with pytest.raises(HubError, match=rf"{norm} is \[128\] torch.float8_e4m3fn where"):
@@ -251,9 +264,9 @@ def test_a_matrix_of_8_bits_that_lost_its_scales_is_refused_by_name(damage: str,
 def test_a_scheme_in_words_that_are_not_known_is_refused(key: str, value: str, tmp_path: Path) -> None:
     exported(tmp_path / "hf")
     mw.quantize(tmp_path / "hf", "int4-rtn", tmp_path / "codes", quality=False)
-    found = json.loads((tmp_path / "codes" / "config.json").read_text())
-    place = ("quantization_config", "schemes", "int4-rtn", key)
-    (tmp_path / "codes" / "config.json").write_text(damaged(found, place, value))
+    document = json.loads((tmp_path / "codes" / "config.json").read_text())
+    path = ("quantization_config", "schemes", "int4-rtn", key)
+    (tmp_path / "codes" / "config.json").write_text(damaged(document, path, value))
     with pytest.raises(HubError, match=f"damaged quantization_config .*{key}='{value}'"):
         mw.load(tmp_path / "codes")
 

@@ -25,10 +25,10 @@ def quiet() -> None:
     transformers.logging.disable_progress_bar()
 
 
-def loaded(found: HubFolder) -> Transformer:
-    model = build(found.shape, initialize=False).eval()
+def loaded(folder: HubFolder) -> Transformer:
+    model = build(folder.shape, initialize=False).eval()
     targets = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
-    found.load(lambda name, tensor: targets.pop(name).copy_(tensor))
+    folder.load(lambda name, tensor: targets.pop(name).copy_(tensor))
     assert not targets, "weights that nothing was read for"
     return model
 
@@ -44,10 +44,10 @@ def continued(model: Transformer, prompt: Tensor, count: int) -> Tensor:
 def test_directory_of_transformers_gives_the_same_logits_here(name: str, tmp_path: Path) -> None:
     theirs = peer(name)
     theirs.save_pretrained(tmp_path)
-    found = import_folder(tmp_path)
-    assert found.shape.family == PEERS[name][0]
-    assert found.dtype == torch.float32
-    assert relative_error(loaded(found)(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
+    folder = import_folder(tmp_path)
+    assert folder.shape.family == PEERS[name][0]
+    assert folder.dtype == torch.float32
+    assert relative_error(loaded(folder)(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -87,9 +87,9 @@ def test_positions_of_training_beside_the_rotary_settings(
     config[spelling] = {key: value for key, value in rope.items() if value is not None}
     file.write_text(json.dumps({**config, "original_max_position_embeddings": 8}))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    found = import_folder(tmp_path)
-    assert found.shape.rope_scaling is not None and found.shape.rope_scaling.original_positions == 8
-    assert relative_error(loaded(found)(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
+    folder = import_folder(tmp_path)
+    assert folder.shape.rope_scaling is not None and folder.shape.rope_scaling.original_positions == 8
+    assert relative_error(loaded(folder)(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
 
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
@@ -111,8 +111,8 @@ def test_neighbouring_rotary_pairs_become_halves_there(tmp_path: Path) -> None:
     shape = replace(import_folder(tmp_path / "theirs").shape, rope_interleaved=True)
     ours = build(shape).eval()
     shake(tensors_of(ours), seed=3)
-    given = {"shape": shape, "tokenizer": None, "dtype": torch.float32}
-    export_folder(tmp_path / "ours", model_tensors=tensors_of(ours).items(), **given)
+    options = {"shape": shape, "tokenizer": None, "dtype": torch.float32}
+    export_folder(tmp_path / "ours", model_tensors=tensors_of(ours).items(), **options)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert relative_error(ours(tokens()), back(tokens()).logits) <= LARGEST_ERROR
 
@@ -129,8 +129,8 @@ def test_a_trained_export_generates_the_same_greedy_text_there(tmp_path: Path) -
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    given = {"shape": shape, "tokenizer": tokenizer, "dtype": torch.float32, "max_shard_bytes": 100_000}
-    export_folder(tmp_path / "out", model_tensors=tensors_of(ours).items(), **given)
+    options = {"shape": shape, "tokenizer": tokenizer, "dtype": torch.float32, "max_shard_bytes": 100_000}
+    export_folder(tmp_path / "out", model_tensors=tensors_of(ours).items(), **options)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     prompt = theirs("def area(", return_tensors="pt")["input_ids"]
@@ -148,8 +148,8 @@ def test_the_exported_tokenizer_gives_the_same_ids_there(family: str, tokenizer:
     peer(family).save_pretrained(tmp_path / "theirs")
     shape = replace(import_folder(tmp_path / "theirs").shape, vocab=tokenizer.vocab)
     template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-    given = {"shape": shape, "tokenizer": tokenizer, "dtype": torch.float32, "chat_template": template}
-    export_folder(tmp_path / "out", model_tensors=tensors_of(build(shape)).items(), **given)
+    options = {"shape": shape, "tokenizer": tokenizer, "dtype": torch.float32, "chat_template": template}
+    export_folder(tmp_path / "out", model_tensors=tensors_of(build(shape)).items(), **options)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "def f(x):\n    return x + '\u00e9t\u00e9'  # \u65e5\u672c<|endoftext|>\n\n\nclass A: pass  "
     assert theirs(text)["input_ids"] == tokenizer.encode(text, special=True).tolist()

@@ -171,11 +171,11 @@ def test_what_differs_is_named() -> None:
     assert "attention sinks" in planned_shape(GPT_OSS).plan_only
     assert planned_shape(PHI_3).plan_only == planned_shape(KIMI).plan_only == ""
     assert "LongRoPE" in planned_shape(PHI_3_LONG).plan_only
-    assert [is_planned(one) for one in (PHI_3, PHI_3_LONG, OLMO_2, KIMI)] == [False, True, True, False]
+    assert [is_planned(config) for config in (PHI_3, PHI_3_LONG, OLMO_2, KIMI)] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"model_type": "mamba2"}, "model_type='mamba2' is not known to the planner"),
         ({**QWEN_NEXT, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
@@ -197,10 +197,10 @@ def test_what_differs_is_named() -> None:
         ({**OLMO_2, "num_hidden_layers": 10**9}, "must be at most 10000"),
     ],
 )
-def test_what_is_not_known_is_refused_by_its_key(config: dict[str, Any], said: str) -> None:
+def test_what_is_not_known_is_refused_by_its_key(config: dict[str, Any], message: str) -> None:
     with pytest.raises(HubError) as error:
         planned_shape(config)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *(kind for kind in PLANNED if not kind.startswith("minimax"))])
@@ -319,7 +319,7 @@ def test_a_small_one_counts_as_transformers_does(kind: str) -> None:
         config = transformers.AutoConfig.for_model(kind, **SMALL, **ours, **marks)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    counted = sum({id(one): one.numel() for one in model.parameters()}.values())
+    counted = sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
     assert num_parameters(planned_shape(json.loads(config.to_json_string(use_diff=False)))) == counted
 
 
@@ -344,10 +344,10 @@ def test_a_folder_and_a_file_are_planned_and_training_refuses_at_once(
         answer = planning.plan(str(path), cluster="h100", recipe=["sequence=512", "global_batch=8"])
         assert "norms behind" in answer.plan.model.plan_only
         assert answer.plan.model.name == ("other" if path.suffix and path.stem == "other" else "olmo")
-        assert any(one.startswith("Plan only:") for one in answer.to_dict()["caveats"])
-    said = "plan only: the engine does not have norms behind a block's halves"
+        assert any(caveat.startswith("Plan only:") for caveat in answer.to_dict()["caveats"])
+    message = "plan only: the engine does not have norms behind a block's halves"
     assert main(["train", f"model={folder}", "model.init=random", f"run={tmp_path / 'run'}", "recipe.steps=1"]) != 0
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     (folder / "config.json").write_text(json.dumps({**small, "new_gate_rank": 4}))
     assert main(["plan", str(folder), "--cluster", "h100"]) != 0
     assert f"{folder}/config.json: new_gate_rank=4 is not known" in capsys.readouterr().err

@@ -58,9 +58,9 @@ def random_tensors(shape: ModelShape) -> dict[str, Tensor]:
 
 
 def loaded(folder: Path, shape: ModelShape) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    load_weights(folder, shape, lambda name, tensor: found.update({name: tensor}))
-    return found
+    read_tensors: dict[str, Tensor] = {}
+    load_weights(folder, shape, lambda name, tensor: read_tensors.update({name: tensor}))
+    return read_tensors
 
 
 def saved(folder: Path, shape: ModelShape = LLAMA, **options: Any) -> dict[str, Tensor]:
@@ -71,9 +71,9 @@ def saved(folder: Path, shape: ModelShape = LLAMA, **options: Any) -> dict[str, 
     return tensors
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -154,16 +154,16 @@ def test_order_does_not_matter_and_no_tensor_waits_in_memory(tmp_path: Path) -> 
             del fresh
 
     save_weights(tmp_path, stream(), SHAPES["qwen3_moe"], dtype=torch.float32, max_shard_bytes=2000)
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     alive.clear()
 
     def put(name: str, tensor: Tensor) -> None:
         assert sum(reference() is not None for reference in alive) <= 1, "an earlier tensor is still held"
         alive.append(weakref.ref(tensor))
-        found[name] = tensor.double().sum().item()
+        sums[name] = tensor.double().sum().item()
 
     load_weights(tmp_path, SHAPES["qwen3_moe"], put)
-    assert found == {name: tensor.double().sum().item() for name, tensor in tensors.items()}
+    assert sums == {name: tensor.double().sum().item() for name, tensor in tensors.items()}
 
 
 def test_names_without_the_prefix_of_the_body_are_read(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_a_tied_head_is_not_written_and_accepted_when_equal(tmp_path: Path) -> N
     both = {**tensors, "head.weight": tensors["embed.weight"]}
     save_weights(tmp_path, both.items(), shape, dtype=torch.float32)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    rewritten(tmp_path, lambda found: found.update({"lm_head.weight": tensors["embed.weight"].clone()}))
+    rewritten(tmp_path, lambda stored: stored.update({"lm_head.weight": tensors["embed.weight"].clone()}))
     assert_same(loaded(tmp_path, shape), tensors)
-    rewritten(tmp_path, lambda found: found["lm_head.weight"].add_(1))
+    rewritten(tmp_path, lambda stored: stored["lm_head.weight"].add_(1))
     with pytest.raises(HubError, match=r"lm_head\.weight differs .* tie_word_embeddings=true"):
         loaded(tmp_path, shape)
 
@@ -196,10 +196,10 @@ def test_tables_of_old_directories_and_prediction_layers_are_passed_over(tmp_pat
     extra = ("eh_proj.weight", "enorm.weight", "embed_tokens.weight", "mlp.gate.weight")
     more = {f"model.layers.2.{name}": torch.zeros(2) for name in extra}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
-    rewritten(tmp_path, lambda found: found.update(more))
+    rewritten(tmp_path, lambda stored: stored.update(more))
     assert_same(loaded(tmp_path, SHAPES["deepseek_v3"]), wanted)
     wanted = saved(tmp_path, SHAPES["gpt2"])
-    rewritten(tmp_path, lambda found: found.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}))
+    rewritten(tmp_path, lambda stored: stored.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4)}))
     assert_same(loaded(tmp_path, SHAPES["gpt2"]), wanted)
 
 
@@ -215,14 +215,14 @@ def test_fp8_by_blocks_is_read_with_its_scales(tmp_path: Path) -> None:
 
     rewritten(tmp_path, quantize)
     stored = load_file(tmp_path / "model.safetensors")
-    found = loaded(tmp_path, shape)
-    ours = found.pop("layers.0.attention.o.weight")
+    read_tensors = loaded(tmp_path, shape)
+    ours = read_tensors.pop("layers.0.attention.o.weight")
     for row in range(20):
         for column in range(24):
             scale = stored[name + "_scale_inv"][row // 8, column // 16]
             assert ours[row, column] == stored[name][row, column].float() * scale
     wanted.pop("layers.0.attention.o.weight")
-    assert_same(found, wanted)
+    assert_same(read_tensors, wanted)
     for size in ([0, 16], [-8, 16], ["8", 16], [8.5, 16], [8], None):
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": size}}))
         with pytest.raises(HubError, match="weight_block_size for its fp8 weights"):
