@@ -42,10 +42,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(weight: Tensor, scheme: Scheme, part: MatrixPart | None = None) -> Tensor:
-    """Return a matrix (N, K), or a stack of them, written in a scheme and read back in its own dtype.
-
-    Differentiable. `part` describes a part of a matrix that is rounded as a whole.
-    """
+    """Round a matrix (N, K), or a `part` of one, to a scheme and back, in its dtype. Differentiable."""
     code = part.coded if part else lambda whole: coded(whole, scheme)
     restored: Tensor = _StraightThrough.apply(weight, code)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return stand_for(restored, weight)
@@ -66,10 +63,7 @@ class _RoundedRows(torch.autograd.Function):
 
 
 def rounded_rows(x: Tensor, largest: Largest | None = None) -> Tensor:
-    """Round activations (..., K) as 8-bit products do: integers with a scale per row, in the dtype of x.
-
-    Differentiable. `largest` finds the maximum of rows of which other ranks hold parts.
-    """
+    """Round activations (..., K) to integers with a scale per row, over ranks with `largest`. Differentiable."""
     rounded: Tensor = _RoundedRows.apply(x, largest)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rounded
 

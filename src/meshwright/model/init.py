@@ -24,10 +24,7 @@ def width_deviation(hidden: int) -> float:
 
 
 ZERO = ("lora.b", "lora.magnitude")
-"""Adapter parameters that start at zero: B, so an adapter starts as nothing, and the magnitudes.
-
-Magnitudes are measured later (parallel/apply.py). A has the deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
-"""
+"""Adapter parameters that start at zero: B, so an adapter is nothing at first, and magnitudes, measured later."""
 
 
 def standard_deviation(name: str, shape: ModelShape) -> float | None:
@@ -43,17 +40,11 @@ def standard_deviation(name: str, shape: ModelShape) -> float | None:
 
 
 BLOCK_ELEMENTS = 2**20
-"""Approximate number of elements drawn at a time, in whole rows.
-
-Each such block has its own generator, so a rank that holds some rows draws little more than those.
-"""
+"""Elements drawn at a time, in whole rows. Each block has its own generator, so a rank can draw only its rows."""
 
 
 LAUNCH_ELEMENTS = 2**15
-"""Elements drawn per launch on a GPU.
-
-A generator gives each thread of a launch its own numbers. No GPU splits a launch of this size, so all draw the same.
-"""
+"""Elements drawn per launch on a GPU. No GPU splits such a launch, so all GPUs draw the same numbers."""
 
 
 def generator_for(seed: int, name: str, block: int = 0, device: torch.device | None = None) -> torch.Generator:
@@ -64,7 +55,6 @@ def generator_for(seed: int, name: str, block: int = 0, device: torch.device | N
 
 
 def _normal(size: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
-    """Return normal numbers in fp32, on the generator's device."""
     whole = torch.empty(size, device=generator.device)
     pieces = (whole,) if whole.device.type == "cpu" else whole.view(-1).split(LAUNCH_ELEMENTS)
     for piece in pieces:
@@ -75,10 +65,7 @@ def _normal(size: Sequence[int], deviation: float, generator: torch.Generator) -
 def fill_initial(
     part: Tensor, name: str, shape: ModelShape, seed: int, *, whole: Sequence[int], offsets: Sequence[int] | None = None
 ) -> None:
-    """Fill `part`, the box at `offsets` of a parameter of size `whole`, with its initial values.
-
-    They are drawn on its device. At most one block of rows is allocated beside it.
-    """
+    """Fill `part`, the box at `offsets` of a parameter of size `whole`, with initial values, block by block."""
     deviation = standard_deviation(name, shape)
     if deviation is None:
         part.fill_(0.0 if name.endswith((".bias", *ZERO)) else 1.0)

@@ -17,10 +17,7 @@ class Past(Protocol):
 
     @property
     def low_rank(self) -> bool:
-        """True if latent attention stores its low rank here: one key head for all, whose first dims are the values.
-
-        Otherwise the keys and values of every head are stored.
-        """
+        """True if latent attention stores its low rank here, as one key head that all query heads share."""
 
     @property
     def length(self) -> int:

@@ -66,10 +66,7 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """Last layer: returns logits, or what is computed from them.
-
-    Called for both, so its weight is used in its own call.
-    """
+    """Last layer: returns logits, or what is computed from them in its own call."""
 
     def forward(self, x: Tensor, use: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Map x (..., D) to logits (..., V), or return use(x, weight (V, D))."""
@@ -85,10 +82,7 @@ def held_rows(layer: nn.Module, whole: int) -> int:
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
-    """Return True if a kernel may use the layer's matrix without calling the layer.
-
-    It may not where another module or weight replaces it, or where the layer has hooks.
-    """
+    """Return True if a kernel may use the layer's matrix without a call: no hooks, no other module or weight."""
     return is_ours(layer) and layer.lora is None and layer.quantized is None
 
 

@@ -35,10 +35,7 @@ class Router(nn.Module):
             self.register_buffer("correction_bias", torch.zeros(moe.experts, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens x (N, D).
-
-        Returns weights (N, k) fp32, experts (N, k) int64 and all scores (N, X) fp32, which sum to 1 per token.
-        """
+        """Map x (N, D) to weights (N, k) fp32, experts (N, k) int64 and scores (N, X) fp32 that sum to 1."""
         logits = x.float() @ self.weight.float().t()
         scores = logits.softmax(-1) if self.moe.scoring == "softmax" else logits.sigmoid()
         experts = self._choose(scores)
@@ -85,10 +82,7 @@ class Experts(nn.Module):
         return self.seams.dispatch.compute(self, *sent)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Map rows (N k, D), sorted by expert, to (N k, D) where all experts are here.
-
-        counts (X,) are the rows of each expert.
-        """
+        """Map rows (N k, D), sorted by expert, and counts (X,) per expert, to (N k, D). All experts are here."""
         if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
@@ -110,10 +104,7 @@ class Experts(nn.Module):
         return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
 
     def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
-        """Map rows (R, D), sorted by expert, to (R, D) with all experts held here, or with those of `stacks`.
-
-        `counts` are the rows of each expert.
-        """
+        """Map sorted rows (R, D) and counts per expert to (R, D), by all experts here or those of `stacks`."""
         *first, down = stacks or self.stacks()[0]
         more = None
         if self.beside is not None:

@@ -108,10 +108,7 @@ class Predictions:
         return self.model.seams.whole_sums(sums)
 
     def logits_at(self, positions: Tensor) -> Tensor:
-        """Return logits (B, V) fp32 at one position (B,) of each row.
-
-        Where the vocabulary is shared among ranks, they cover this rank's part.
-        """
+        """Return logits (B, V) fp32 at one position (B,) of each row, for this rank's part of the vocabulary."""
         first = torch.arange(len(positions), device=positions.device) * self._x.shape[1]
         linear = self.model.kernels.linear
         return self._at_head(lambda x, weight: linear(x[first + positions], weight).float())

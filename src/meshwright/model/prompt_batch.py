@@ -73,8 +73,7 @@ def score(
 ) -> list[list[ContinuationScore]]:
     """Score each continuation (one token at least) of each prompt. A prompt is read once for all its continuations.
 
-    Raises PlanError when a token is outside the vocabulary, or a prompt and its continuation (without the last token)
-    exceed the model's positions.
+    Raises PlanError for a token outside the vocabulary, or a text longer than the model's positions.
     """
     _check(model, prompts, continuations)
     batch = PromptBatch(model, prompts)
@@ -128,10 +127,7 @@ def _check(
 def greedy(
     model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Return the likeliest new tokens of each prompt, as `generate` finds them one prompt at a time.
-
-    Raises PlanError, and RunError when the logits are not numbers.
-    """
+    """Return the likeliest new tokens of each prompt, as `generate` does. Raises PlanError, RunError."""
     batch = PromptBatch(model, prompts)
     room = [min(max_new_tokens, model.shape.max_positions - len(prompt) + 1) for prompt in prompts]
     generated: list[list[int]] = [[] for _ in prompts]

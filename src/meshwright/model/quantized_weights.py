@@ -27,10 +27,7 @@ class QuantizedWeight(nn.Module):
 
     codes: Tensor
     run: nn.Parameter | None
-    """Parameter (lines of LINE_BYTES, width) whose bytes the tensors are views of. None = they are buffers.
-
-    Its dtype says nothing about its content.
-    """
+    """Parameter (lines of LINE_BYTES, width) whose bytes the tensors are views of. None = they are buffers."""
 
     def __init__(
         self,
@@ -66,10 +63,7 @@ class QuantizedWeight(nn.Module):
             self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind), device=self.codes.device))
 
     def put_into_run(self, dtype: torch.dtype) -> None:
-        """Replace the tensors by one frozen parameter, before they have memory.
-
-        `dtype` is that of the parameters beside it, so all of them travel together.
-        """
+        """Replace the tensors by one frozen parameter, without memory yet, of the dtype of those beside it."""
         size = lines(self.held.values()), LINE_BYTES // dtype.itemsize
         self.run = nn.Parameter(torch.empty(size, dtype=dtype, device=self.codes.device), requires_grad=False)
         for name in self.held:
@@ -101,10 +95,7 @@ class QuantizedWeight(nn.Module):
         return self._made[1]
 
     def take(self, matrix: QuantizedMatrix, share: Tensor | None = None, first: int = 0) -> None:
-        """Copy the tensors of a matrix of the same scheme and size, or this part of them.
-
-        `share` is the part of a run that is held here, from line `first` on.
-        """
+        """Copy the tensors of a matrix, or its part. `share` is the run's part held here, from line `first` on."""
         self._made = None  # it was made from the old tensors
         matrix = matrix if self.part is None else cut(matrix, self.part)
         if self.run is None:
@@ -141,10 +132,7 @@ def is_run(name: str) -> bool:
 
 
 def quantizable(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return name and size of every matrix that schemes apply to: those between hidden states.
-
-    Embeddings, head, norms, biases and routers are not among them.
-    """
+    """Return name and size of every matrix between hidden states, except routers. Schemes apply to these."""
     return {parameter.name: parameter.shape for parameter in parameters(shape.base) if parameter.matrices is not None}
 
 

@@ -23,10 +23,7 @@ def frequencies(shape: ModelShape) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the frequencies of waves longer than original/low and keep those shorter than original/high.
-
-    Frequencies between are blended.
-    """
+    """Divide frequencies of waves longer than original/low, keep those shorter than original/high, and blend."""
     wave = 2 * math.pi / plain
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     blend = ((scaling.original_positions / wave - low) / (high - low)).clamp(0, 1)

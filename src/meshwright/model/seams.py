@@ -39,8 +39,7 @@ def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
 def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
     """Return tables of counts (T, X) as lists. The host waits for the device. `rows` is the sum of the first table.
 
-    Only here does the host learn how tokens were routed, once per layer. A dry run, whose tensors have no values,
-    replaces this function.
+    Only here does the host learn how tokens were routed, once per layer. A dry run, without values, replaces it.
     """
     known: list[list[int]] = counts.tolist()
     return known
@@ -55,10 +54,7 @@ class Border:
     gathers: bool = False
     """True if `read` gathers its input from other ranks, so products alone cannot replace it."""
     enter: Callable[[Tensor], Tensor] = same
-    """Residual stream (B, S, D) -> input of the part, where it does not begin with products of `read`.
-
-    Products with codes are among these exceptions.
-    """
+    """Residual stream (B, S, D) -> input of the part, where `read` does not enter it: for codes, or other layers."""
     leave: Callable[[Tensor], Tensor] = same
     """Output of the part -> residual stream (B, S, D)."""
     write: SummedProduct | None = None

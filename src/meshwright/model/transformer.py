@@ -147,10 +147,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Loss:
-        """Return the summed loss of a batch.
-
-        Cross-entropy is in nats over targets (B, S) that are not -100, times scale. The balance loss is (B,).
-        """
+        """Return summed cross-entropy in nats over targets (B, S) not -100, times scale, and balance loss (B,)."""
         return self.stage(None, tokens, targets, scale=scale, positions=positions, documents=documents)[1]
 
     def stage(
@@ -225,8 +222,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Run x (B, S, D) through all layers held here and return it with the balance loss (B,).
 
-        The balance loss is divided by the number of routed layers in the whole shape, so pipeline stages add up to the
-        mean.
+        It is divided by the routed layers of the whole shape, so pipeline stages add up to the mean.
         """
         balances: list[Tensor] = []
         for index, block in enumerate(self.blocks):
@@ -243,10 +239,7 @@ class Transformer(nn.Module):
         spans: DocumentSpans = UNKNOWN,
         padding: Tensor | None = None,
     ) -> dict[int, AttentionMetadata]:
-        """Build what each kind of layer needs to know about positions, by window size. Called once per pass.
-
-        positions are (B, S), documents (B, keys).
-        """
+        """Build what layers need to know about positions (B, S) and documents (B, keys), by window size."""
         cos = sin = None
         if self.shape.positions == "rope":
             cos, sin = tables(self.inverse, positions, table_factor(self.shape))
@@ -272,10 +265,7 @@ Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
 def skeleton(
     shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto", products: str = SAME
 ) -> Transformer:  # fmt: skip
-    """Build the whole model without memory: every parameter is on the meta device.
-
-    Raises PlanError when the shape has parts that can only be planned.
-    """
+    """Build the whole model on the meta device, without memory. Raises PlanError for a shape that is plan-only."""
     if shape.plan_only:
         raise PlanError(f"{shape.name}: {shape.plan_only}; `meshwright plan` answers for it")
     with torch.device("meta"):
@@ -299,10 +289,7 @@ def shrink(
 
 
 def materialize(model: Transformer, device: torch.device | str) -> None:
-    """Allocate a skeleton's tensors. Parameters stay unset, and buffers get their initial values.
-
-    Of parameters under fully_shard, only this rank's shards are allocated.
-    """
+    """Allocate a skeleton's tensors: unset parameters (only this rank's shards), and buffers with their values."""
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
@@ -320,10 +307,7 @@ def build(
     kernels: str = "auto",
     initialize: bool = True,
 ) -> Transformer:
-    """Build a model with initial weights that depend on (seed, parameter name).
-
-    `initialize=False` leaves them unset for a loader.
-    """
+    """Build a model with initial weights of (seed, parameter name). `initialize=False` leaves them to a loader."""
     model = skeleton(shape, dropout=dropout, kernels=kernels)
     shrink(model, dtype)
     materialize(model, device)

@@ -39,10 +39,7 @@ class Keyring:
         return bool(self._known)
 
     def tenant(self, header: bytes | None) -> Tenant | None:
-        """Return the tenant of an Authorization header, or None for an unknown key.
-
-        All keys are compared, each in a time that does not depend on where it differs.
-        """
+        """Return the tenant of an Authorization header, or None. The comparison takes the same time for any key."""
         if not self._known:
             return self._nobody
         scheme, _, key = (header or b"").partition(b" ")

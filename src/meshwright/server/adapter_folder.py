@@ -93,11 +93,7 @@ def _open_adapter(name: str, path: str, thread: EngineThread, options: ServerOpt
 
 
 def _resolve_folder(root: Path, path: str, most_bytes: int) -> Path:
-    """Return the folder of an adapter.
-
-    Raises ApiError when the path, or a link, leads out of the server's folder of adapters, to no adapter, or to one
-    that is too large.
-    """
+    """Return an adapter's folder. Raises ApiError outside the server's folder, without adapter, or too large."""
     root = root.resolve()
     folder = (root / path).resolve()
     files = {folder / CONFIG: MOST_CONFIG_BYTES, folder / WEIGHTS: most_bytes}

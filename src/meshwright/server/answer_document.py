@@ -46,20 +46,14 @@ class AnswerDocument:
         return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage(answering.tasks)}
 
     def _best_parts(self, answering: Answering) -> Iterator[AnswerPart]:
-        """Yield the best answers of each prompt, by the mean log-probability of their tokens.
-
-        They are sorted only if some are left out.
-        """
+        """Yield each prompt's best answers by mean log-probability, sorted only if some are left out."""
         parts = list(answering.parts())
         for task in answering.tasks:
             task_parts, parts = parts[: task.options.n], parts[task.options.n :]
             yield from task_parts if self._best >= len(task_parts) else sorted(task_parts, key=_mean_loss)[: self._best]
 
     def events(self, answering: Answering) -> bytes:
-        """Return the events of everything new.
-
-        An event that differs from the last one only in its text reuses the bytes around the text.
-        """
+        """Return the events of everything new, reusing the bytes around texts where nothing else changed."""
         events = list[bytes]()
         for choice, answer in list(answering.unread.items()):
             envelope = self._envelopes.get(choice)

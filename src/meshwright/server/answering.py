@@ -98,10 +98,7 @@ class Answering:
         return not growing
 
     async def wait_for_news(self) -> None:
-        """Wait for news or, with `on_growth`, until all answers are complete.
-
-        Raises ApiError, ClientGone.
-        """
+        """Wait for news or, with `on_growth`, for the end of all answers. Raises ApiError, ClientGone."""
         try:
             async with asyncio.timeout_at(self._until):
                 await self._news.wait()

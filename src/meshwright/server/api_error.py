@@ -32,10 +32,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer.
-
-        A body that was not read would be taken for the next request, so such connections close.
-        """
+        """Headers of the answer. Connections close where a body stayed unread: it would be the next request."""
         headers = {"Retry-After": str(self.retry_seconds)} if self.retry_seconds is not None else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -1,7 +1,4 @@
-"""ASGI application: the gate that every request passes, and the routes behind it.
-
-The gate checks sizes, hosts, origins and keys, and sets headers of every answer.
-"""
+"""ASGI application: a gate that checks sizes, hosts, origins and keys, and the routes behind it."""
 
 from collections.abc import Awaitable, Callable
 
@@ -62,7 +59,6 @@ def application(service: Service, options: ServerOptions) -> ASGIApp:
 
 def _health_route(service: Service) -> Callable[[Request], Awaitable[Response]]:
     async def health(request: Request) -> Response:
-        """Answer 200 while requests are answered, else 503."""
         state = service.health
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
@@ -71,21 +67,18 @@ def _health_route(service: Service) -> Callable[[Request], Awaitable[Response]]:
 
 def _metrics_route(service: Service) -> Callable[[Request], Awaitable[Response]]:
     async def metrics(request: Request) -> Response:
-        """Answer in Prometheus' format."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return metrics
 
 
 async def _page(request: Request) -> Response:
-    """Answer with the chat page."""
     return HTMLResponse(
         chat_page(), headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY, "Cache-Control": "no-store"}
     )
 
 
 async def _unknown_path(request: Request, error: Exception) -> Response:
-    """Answer a path or method that no route has."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     message = f"{error.detail.lower()}: {request.method} {request.url.path[:80]}; routes: {', '.join(ROUTES)}"
@@ -133,10 +126,7 @@ class Gate:
         scope["state"]["tenant"] = tenant
 
     def _check_host(self, scope: Scope) -> None:
-        """Refuse requests that pages of other sites send through a browser on this machine.
-
-        Their origin differs or, where a name of theirs resolves to this machine, their host.
-        """
+        """Refuse requests of other sites' pages through a local browser, by origin, or by host if a name leads here."""
         host = (single_header(scope, b"host") or b"").decode("latin-1").lower()
         origin = single_header(scope, b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:

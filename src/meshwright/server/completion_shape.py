@@ -10,10 +10,7 @@ from meshwright.server.engine_task import EngineTask
 
 
 def spell(tokenizer: Tokenizer | None, token: int) -> str:
-    r"""Return a token as text.
-
-    Part of a character becomes `bytes:\xe6\x97` as in OpenAI's API, so no two parts look alike.
-    """
+    r"""Return a token as text, or part of a character as `bytes:\xe6\x97` (OpenAI), so no two parts look alike."""
     if tokenizer is None:
         return f"token_id:{token}"
     spelled = tokenizer.token_bytes(token)

@@ -194,10 +194,7 @@ class EngineLink(asyncio.Protocol):
         self._metrics.count(news.figures, self.adapters)
 
     def _record_growth(self, new_tokens: dict[GrowingAnswer, int], at: float, now: float) -> None:
-        """Mark the listeners of answers that grew, and record the time between tokens.
-
-        Most answers also grew in the step before, so they are counted together.
-        """
+        """Mark the listeners of answers that grew, and count the times between tokens, equal ones together."""
         since, touched = dict[tuple[float, int], int](), self._touched
         for answer, new in new_tokens.items():
             task = answer.task

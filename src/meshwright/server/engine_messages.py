@@ -1,7 +1,4 @@
-"""Messages between the HTTP process and the engine's process, as parts of frames.
-
-Tokens are arrays of numbers, since each answer has one per step. Rare contents are JSON.
-"""
+"""Messages between the HTTP process and the engine's process as parts of frames: arrays of tokens, JSON otherwise."""
 
 import json
 import struct

@@ -21,10 +21,7 @@ from meshwright.server.hosted_model import HostedModel, OpenModel
 from meshwright.spec.errors import MeshwrightError, RunError
 
 EngineChange = Callable[[ServingEngine | None], None]
-"""Function called between two steps.
-
-Its argument is None when the engine has failed. An exception in it ends the engine.
-"""
+"""Function called between two steps, with None after the engine has failed. An exception in it ends the engine."""
 Command = AddedPrompt | CancelledAnswers | EngineChange
 """Request of another thread."""
 
@@ -74,10 +71,7 @@ class EngineThread:
         self._commands.put(command)
 
     def stop(self, wait_s: float) -> None:
-        """End the thread after its step.
-
-        Ranks whose step takes longer are abandoned: a message would not reach them, and waiting for it would never end.
-        """
+        """End the thread after its step. Ranks in a longer step are abandoned: they would not read a message."""
         self._commands.put(None)
         self._thread.join(wait_s)
         if self._thread.is_alive() and self.hosted is not None and self.hosted.ranks is not None:

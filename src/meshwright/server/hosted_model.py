@@ -31,10 +31,7 @@ class HostedModel:
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
     """Adapters at the start of the server, by the names that requests give in the model's place."""
     open_adapter: Callable[[Path, int], ServedAdapter] | None = None
-    """Function (folder, largest rank) that reads an adapter in PEFT's format while the server runs.
-
-    None = impossible.
-    """
+    """Function (folder, largest rank) that reads an adapter while the server runs. None = impossible."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Defaults of requests: `sampling_defaults`."""
     draft: Transformer | None = None
@@ -48,10 +45,7 @@ class HostedModel:
             raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
 
     def engine(self, options: EngineOptions) -> ServingEngine:
-        """Start an engine. It has answered once, so the first request does not wait for one-time work.
-
-        It generates no text: the HTTP process does.
-        """
+        """Start an engine that has answered once, so the first request does not wait for one-time work."""
         if options.speculation is not None and options.speculation.draft is None:
             options = replace(options, speculation=replace(options.speculation, draft=self.draft))
         engine = ServingEngine(

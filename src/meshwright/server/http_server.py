@@ -83,10 +83,7 @@ class HttpServer:
         return None if self._thread is None else self._thread.engine
 
     def run(self) -> None:
-        """Answer until stopped.
-
-        Raises what opening the model or its engine raises, and RunError when the HTTP process has ended.
-        """
+        """Answer until stopped. Raises as opening does, and RunError when the HTTP process has ended."""
         with self._signals():
             front, channel = self._start_front()
             thread = self._thread = EngineThread(self._open, self._engine_options, channel)
@@ -110,10 +107,7 @@ class HttpServer:
         self._events.put("stop")
 
     def _start_front(self) -> tuple["subprocess.Popen[bytes]", Channel]:
-        """Start the HTTP process, with signals blocked.
-
-        A signal goes to a whole group of processes. The HTTP process ends when this one tells it to, or is gone.
-        """
+        """Start the HTTP process with signals blocked, since a signal reaches a whole group of processes."""
         own_end, front_end = socket.socketpair()
         for end in (own_end, front_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -158,7 +152,6 @@ class HttpServer:
         return True
 
     def _receive_frames(self, channel: Channel, thread: EngineThread) -> None:
-        """Handle the frames of the HTTP process until it is gone."""
         last: Event = "lost"
         try:
             for kind, parts in channel.frames():

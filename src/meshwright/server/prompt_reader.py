@@ -34,10 +34,7 @@ class PromptReader:
         self._children = set[subprocess.Popen[bytes]]()
 
     async def start(self) -> None:
-        """Start the first process, so no prompt waits for it.
-
-        Another starts when two prompts come at once. Raises ApiError.
-        """
+        """Start the first process, so no prompt waits for it. Others start on demand. Raises ApiError."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_child)
 
     async def text(self, text: str) -> list[int]:
@@ -51,11 +48,7 @@ class PromptReader:
         answer_start: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a conversation, up to where the model answers.
-
-        `answer_start` is the beginning of the answer, `settings` are those of `chat_prompt`. Raises ApiError when the
-        template fails.
-        """
+        """Return the ids of a conversation and the start of its answer. Raises ApiError when the template fails."""
         return await self._ask(
             {
                 "messages": list(messages),
@@ -76,7 +69,6 @@ class PromptReader:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, encoded)
 
     def _answer(self, request: bytes) -> list[int]:
-        """Ask the child of this thread."""
         child = self._thread_child()
         assert child.stdin is not None and child.stdout is not None
         timer = threading.Timer(self._limit_s, child.kill)

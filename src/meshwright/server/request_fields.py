@@ -225,5 +225,4 @@ def _check_best(fields: AnswerFields) -> None:
 
 
 def _literal(text: str) -> str:
-    """Return a regular expression that matches exactly this text."""
     return "".join(f"\\{character}" if character in r"\.+*?()|[]{}^$" else character for character in text)

@@ -150,10 +150,7 @@ class Call:
 
 
 async def read_body(request: Request, limits: ServerLimits) -> Mapping[str, Any]:
-    """Read the body as a JSON object, within limits of size and time.
-
-    Raises ApiError, ClientDisconnect if it never completes.
-    """
+    """Read the body as a JSON object, within limits of size and time. Raises ApiError, ClientDisconnect."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise ApiError(415, "content-encoding is not supported: send the body as it is", code="unsupported_encoding")

@@ -84,10 +84,7 @@ class ServerMetrics:
             self._adapter_labels.add((adapter, reason))
 
     def count(self, figures: EngineFigures, adapters: Sequence[str]) -> None:
-        """Add the figures of the engine.
-
-        Counters of unloaded adapters are removed, so names that come and go do not fill memory.
-        """
+        """Add the figures of the engine. Counters of unloaded adapters go, so they do not fill memory."""
         before, self._figures = self._figures, figures
         if figures[-len(self._counted) :] != before[-len(self._counted) :]:  # counters are the last fields
             for name, counter in self._counted.items():

@@ -32,10 +32,7 @@ class ToolUse:
 
 
 def tool_use(fields: ChatFields, template: ChatTemplate) -> ToolUse | None:
-    """Return the tools of a request. None = the model is offered none.
-
-    Raises ApiError when the model knows no tools, or when the request is contradictory.
-    """
+    """Return the tools of a request, or None. Raises ApiError when the model or the request cannot use them."""
     if not fields.tools or fields.tool_choice == "none":
         return None
     choice = fields.tool_choice

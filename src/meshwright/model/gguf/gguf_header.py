@@ -58,10 +58,7 @@ class StoredBlocks:
         return self.kind.num_bytes(self.size)
 
     def read(self) -> "Tensor":
-        """Read the bytes (..., bytes of a row) uint8 into new memory.
-
-        Raises HubError when the file has been truncated.
-        """
+        """Read the bytes (..., bytes of a row) uint8. Raises HubError when the file was truncated."""
         import torch
 
         raw = torch.empty(self.num_bytes, dtype=torch.uint8)
@@ -90,10 +87,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read the header of one file, which may be a part of several.
-
-    Raises HubError for a missing, damaged, truncated or big-endian file, or another version.
-    """
+    """Read the header of one file, which may be a part. Raises HubError for an unreadable or other file."""
     if not path.is_file():
         raise HubError(f"{path} is no file: give a .gguf")
     with open(path, "rb") as file:
@@ -136,7 +130,6 @@ def read_gguf_parts(path: Path) -> GGUFHeader:
 
 
 def _read_part(path: Path, index: int, count: int, known: Mapping[str, StoredBlocks]) -> Mapping[str, StoredBlocks]:
-    """Return the tensors of one more part."""
     header = read_gguf_header(path)
     stated = int_or(header.keys.get(NUMBER_KEY), -1), int_or(header.keys.get(COUNT_KEY), -1)
     if stated != (index, count):
@@ -239,7 +232,6 @@ class _HeaderReader:
         return list(struct.unpack(f"<{count}{NUMBERS[kind]}", self.take(count * width, name)))
 
     def tensor(self, name: str) -> tuple[tuple[int, ...], BlockType, int]:
-        """Read size, type and offset."""
         count = self.number("I", f"the dims of {name}")
         if not 1 <= count <= MOST_DIMS:
             raise self.damaged(f"tensor {name} has {count} dims, and 1 to {MOST_DIMS} are possible")

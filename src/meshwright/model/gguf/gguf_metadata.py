@@ -33,10 +33,7 @@ GREATEST_ERROR = 1e-5
 
 
 def context_of(shape: ModelShape) -> int:
-    """Return the longest sequence that llama.cpp computes as we do.
-
-    It has no sliding window in these architectures. Up to the length of the window there is no difference.
-    """
+    """Return the longest sequence without a sliding window, which llama.cpp lacks in these architectures."""
     windowed = shape.window and shape.window_from_layer < shape.layers
     return min(shape.max_positions, shape.window) if windowed else shape.max_positions
 
@@ -99,10 +96,7 @@ def frequency_factors(shape: ModelShape) -> Tensor | None:
 
 
 def shape_of(header: GGUFHeader) -> ModelShape:
-    """Read the shape of a file.
-
-    Raises HubError for an unsupported architecture, and for a key that is missing, wrong, or changes the model.
-    """
+    """Read the shape of a file. Raises HubError for an unsupported architecture or key."""
     known = ", ".join(ARCHITECTURES)
     name = required_value(header, "general.architecture", lambda value: isinstance(value, str), f"one of {known}")
     if name not in ARCHITECTURES:

@@ -66,10 +66,7 @@ class GGUFModel:
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter by our names, layer after layer, restored from codes in fp32 and cast to `dtype`.
-
-        Raises HubError for codes that restore to infinite numbers or NaN.
-        """
+        """Yield every parameter by our names, restored and cast. Raises HubError unless all numbers are finite."""
         for binding in self.bound:
             stored = [self.header.tensors[name] for name in binding.theirs]
             tensors = [decode(blocks.kind.name, blocks.read()).view(blocks.size) for blocks in stored]
@@ -85,11 +82,7 @@ class GGUFModel:
 
 
 def open_gguf(path: Path) -> GGUFModel:
-    """Read everything but the weights. A file in parts is opened by its first.
-
-    Raises HubError for a damaged file, for an unsupported architecture or type of tensor, and for tensors that do not
-    fit the shape in its keys.
-    """
+    """Read everything but the weights. Raises HubError for a damaged, unsupported or inconsistent file."""
     header = read_gguf_parts(path)
     shape = shape_of(header)
     model = GGUFModel(

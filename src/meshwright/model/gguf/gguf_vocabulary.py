@@ -151,10 +151,7 @@ def _merge_scores(words: Mapping[int, str], kinds: list[int], merges: list[str],
 
 
 def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
-    """Return the tokenizer of a file. None = it has none, or its rules are not known here.
-
-    Raises HubError when its parts do not fit.
-    """
+    """Return the tokenizer, or None if there is none with known rules. Raises HubError when its parts do not fit."""
     keys = header.keys
     tokens = keys.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
@@ -176,7 +173,6 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
 
 
 def _begin_with(token: str, id: int) -> dict[str, Any]:
-    """Return the post-processor that begins a text with a token."""
     mark = {"SpecialToken": {"id": token, "type_id": 0}}
     sides = [{"Sequence": {"id": side, "type_id": 0}} for side in "AB"]
     return {
@@ -232,10 +228,7 @@ def _rebuild_byte_level(header: GGUFHeader, vocab: Mapping[str, int]) -> dict[st
 
 
 def _rebuild_marked(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[Any]) -> dict[str, Any]:
-    """Rebuild the model `llama`.
-
-    Every split of a token into two tokens is a merge, in the order of the tokens' scores.
-    """
+    """Rebuild the model `llama`. Every split of a token into two tokens is a merge, in the order of their scores."""
     scores = header.keys.get("tokenizer.ggml.scores")
     if (
         not isinstance(scores, list)

@@ -133,7 +133,6 @@ def choose_rule(tokenizer: Mapping[str, Any]) -> ChosenRule:
 
 
 def _token_borders(tokenizer: Mapping[str, Any]) -> set[int]:
-    """Return the positions where tokens of the sample end."""
     encoding = tokenizers.Tokenizer.from_str(json.dumps(tokenizer)).encode(SAMPLE, add_special_tokens=False)
     return {end for _, end in encoding.offsets}
 

@@ -93,10 +93,7 @@ def _scalar(value: bool | int | float | str, kind: int) -> bytes:
 
 
 def _array(values: list[bool | int | float | str]) -> bytes:
-    """Return an array of one type.
-
-    Whole numbers are signed with 32 bits, as readers expect; an empty array has texts.
-    """
+    """Return an array of one type. Readers expect signed integers; an empty array has texts."""
     kind = _value_type(values[0]) if values else STRING
     kind = INT32 if kind in (UINT32, UINT64) else kind
     return struct.pack("<IQ", kind, len(values)) + b"".join(_scalar(value, kind) for value in values)
@@ -143,10 +140,7 @@ class GGUFWriter:
 
 @contextmanager
 def fresh_file(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` that is renamed to it at the end, durably, or removed on any error.
-
-    Raises HubError when `path` exists.
-    """
+    """Yield a temporary path that becomes `path` at the end, or is removed on error. HubError when `path` exists."""
     if path.exists():
         raise HubError(f"{path} is there already: take another name, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -35,10 +35,7 @@ PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 def save_adapter(
     folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, *, base: str, dtype: torch.dtype
 ) -> None:  # fmt: skip
-    """Write an adapter, given by our names, into an existing folder.
-
-    `base` is the path of the model's folder in the config.
-    """
+    """Write an adapter, given by our names, into an existing folder. Its config names `base` as the model."""
     lora = shape.lora
     assert lora is not None
     adapted: dict[str, dict[str, Tensor]] = {}
@@ -108,10 +105,7 @@ def misread(shape: ModelShape) -> str:
 
 
 def base_folder(folder: Path) -> Path:
-    """Return the folder of the model that an adapter is for, relative to here or to the adapter.
-
-    Raises HubError when it does not exist.
-    """
+    """Return the folder of an adapter's model, relative to here or to the adapter. Raises HubError."""
     named = str(adapter_config(folder).get("base_model_name_or_path") or "")
     for candidate in (Path(named), folder / named):
         if named and candidate.is_dir():
@@ -129,7 +123,6 @@ def _target_modules(adapted: list[str], others: list[str]) -> list[str]:
 
 
 def _export_parts(binding: Binding, low: list[dict[str, Tensor]], shape: ModelShape) -> dict[str, dict[str, Tensor]]:
-    """Return their modules with their parts, from one binding."""
     names = [name.removesuffix(".weight") for name in binding.theirs]
     if binding.transform is STACKED:
         return {name: {part: x[expert] for part, x in low[0].items()} for expert, name in enumerate(names)}
@@ -153,7 +146,6 @@ def _join_parts(binding: Binding, low: list[dict[str, Tensor]]) -> dict[str, Ten
 
 def _peft_config(lora: LoRAShape, ranks: Mapping[str, int], base: str) -> dict[str, Any]:
     def alpha(rank: int) -> float:
-        """Return the alpha that gives a module of another rank the same scale."""
         return lora.scale * (math.sqrt(rank) if lora.rslora else rank)
 
     return {
@@ -269,7 +261,6 @@ def _missing_module(config: Mapping[str, Any], shape: ModelShape, tensors: Mappi
 
 
 def _unread_reason(name: str, shape: ModelShape) -> str:
-    """Return why a tensor of an adapter is not read."""
     module, _, part = name.partition(".lora_")
     if f"lora_{part}" not in PARTS.values() and not module.endswith("experts"):
         return f"{name} is no tensor of a LoRA or DoRA adapter (supported: {', '.join(PARTS.values())})"

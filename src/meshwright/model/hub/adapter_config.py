@@ -21,17 +21,11 @@ BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError, re.error, PlanError)
 """Exceptions that malformed entries lead to."""
 REPEATS, MOST_REPEATS, LONGEST = re.compile(r"[*+?{]"), 2, 256
-"""Limits of a pattern for module names: repeat characters, their number, and length.
-
-Matching a longer one could take hours, in which no other thread runs.
-"""
+"""Limits of a pattern for module names. Matching a longer one could take hours, in which no other thread runs."""
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """Read the config of an adapter whose weights are beside it.
-
-    Raises HubError when there is none, or when it asks for something that is not supported.
-    """
+    """Read the config of an adapter whose weights are beside it. Raises HubError for an unsupported one."""
     try:
         config = read_json(folder / CONFIG)
     except OSError as error:

@@ -18,11 +18,7 @@ Other software that knew the type would skip the codes with a warning, and open 
 
 
 def shape_from_config(config: Mapping[str, object]) -> ModelShape:
-    """Read the shape that a config.json describes, in v4 or v5 spelling.
-
-    Raises HubError when it is not a causal language model of a known family, when a value is missing or wrong, or when
-    an option is not supported.
-    """
+    """Read the shape that a config.json describes, in v4 or v5 spelling. Raises HubError when unsupported."""
     entries = Entries(config)
     name = entries.text("model_type").removeprefix(CODED)
     if name not in FAMILIES:
@@ -83,10 +79,7 @@ def written_keys(shape: ModelShape) -> frozenset[str]:
 
 
 def unwritable(shape: ModelShape) -> str:
-    """Return why the shape cannot be written as a directory of its family, as a sentence. Empty = it can.
-
-    One rule holds for all families: what would be read back as something else cannot be written.
-    """
+    """Return why the shape would not be read back unchanged from a directory of its family. Empty = it would."""
     loss = _first_loss(shape)
     if not loss:
         return ""

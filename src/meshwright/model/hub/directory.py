@@ -31,10 +31,7 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
 ENDS_BYTES, MIDDLE_BYTES = 2**20, 2**14
-"""Bytes read for a fingerprint: from each end of a file, and from the middle of each tensor.
-
-Merging an adapter changes neither end of a file.
-"""
+"""Bytes of a fingerprint: from both ends of a file, and from each tensor, since merging an adapter keeps the ends."""
 
 
 class HubTokenizer(Protocol):
@@ -118,11 +115,7 @@ def _safe_headers(path: Path) -> Iterable[Stored]:
 
 
 def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
-    """Read everything but the weights of a directory.
-
-    With `quantized` the caller reads the config's quantization itself. Raises HubError when it is not a supported
-    directory.
-    """
+    """Read everything but the weights of a directory. With `quantized`, ignore the config's quantization."""
     config, shape, dtype = read_config(folder, quantized=quantized)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
     hub_folder = HubFolder(
@@ -192,7 +185,7 @@ def _write_tokenizer(
 ) -> dict[str, int]:
     """Write the tokenizer's files, complete its config, and return the ids of the marks named there.
 
-    A tokenizer without a mark for the beginning gets none: a template that names it would build another prompt than in
+    Without a mark for the beginning none is added: a template that names it would build another prompt than in
     training.
     """
     tokenizer.save(folder)
@@ -264,7 +257,6 @@ def partial_of(path: Path) -> Path:
 
 
 def _is_running(process: str) -> bool:
-    """Return True if another process of this number is alive, or may be."""
     if process == str(os.getpid()):
         return False
     try:

@@ -14,20 +14,16 @@ CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokeni
 QUANTIZATION = "quantization_config"
 """Key of a config that describes how weights are quantized."""
 MOST_JSON_BYTES = 2**24
-"""Largest file read beside the weights.
-
-The largest published config has 2**18 bytes; in memory it takes 20 times that.
-"""
+"""Largest file read beside the weights. The largest published config has 2**18 bytes."""
 MOST_TOKENIZER_BYTES = 2**27
 """Largest tokenizer read. One of 262,144 words has 2**25 bytes."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any], ModelShape, str]:
-    """Return the config of a directory, the shape that it describes, and the name of its weights' dtype.
+    """Return the config of a directory, its shape, and the name of its weights' dtype. Raises HubError.
 
-    With `quantized` the caller reads the config's quantization itself. Raises HubError when `folder` is not such a
-    directory or its model is not supported.
+    With `quantized` the caller reads the config's quantization itself.
     """
     if not folder.is_dir():
         instead = "a Hugging Face directory with config.json and *.safetensors"

@@ -24,10 +24,7 @@ def rope(theta: float = 10000.0) -> ConfigPart:
 
 
 def heads(kv_heads: int | None = None, head_dim: int | None = None) -> ConfigPart:
-    """Return the part of key heads and head width.
-
-    An absent key stands for the family's number, null for heads and for hidden / heads.
-    """
+    """Return the part of key heads and head width. null stands for heads, and for hidden / heads."""
     return ConfigPart(
         read=lambda entries: {
             "kv_heads": entries.maybe_integer("num_key_value_heads", kv_heads) or 0,

@@ -115,10 +115,7 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
 
 
 def _unknown_keys(config: Mapping[str, object], understood: Iterable[str]) -> dict[str, object]:
-    """Return the config entries that no reader handles and that are not known to be harmless.
-
-    null, false and empty values switch off what they configure, so they are left out.
-    """
+    """Return the entries that no reader handles and that are not harmless. null, false and empty ones switch off."""
     known = _HARMLESS_KEYS | set(understood)
     return {
         key: value

@@ -71,10 +71,7 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a directory by name, over all its shards.
-
-    Raises HubError when there is no safetensors file, several without an index, a missing shard, or a damaged file.
-    """
+    """Return every tensor of a directory by name, over all its shards. Raises HubError for missing or damaged files."""
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
     index = folder / INDEX

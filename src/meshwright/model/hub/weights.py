@@ -78,10 +78,7 @@ def check_weights(
 
 
 def check_numbers(folder: Path, shape: ModelShape, held: int) -> None:
-    """Raise HubError if a config describes many times as many numbers as files hold.
-
-    Then nothing of that size is built, not even a list of names.
-    """
+    """Raise HubError if a config describes far more numbers than files hold, before even names are listed."""
     described = num_parameters(shape.base)
     if described > TOO_MANY * held:
         raise HubError(

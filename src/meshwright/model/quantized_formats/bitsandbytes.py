@@ -221,7 +221,6 @@ def _holds_codes(stored: Mapping[str, Stored], name: str) -> bool:
 
 
 def _swap_halves(packed: Tensor) -> Tensor:
-    """Swap the halves of bytes of two codes."""
     return packed << 4 | packed >> 4
 
 
@@ -247,7 +246,6 @@ def _encode_matrix(binding: Binding, matrix: QuantizedMatrix, model: QuantizedMo
 
 
 def _skipped_modules(model: QuantizedModel) -> list[str]:
-    """Return linear layers that are not quantized: the head, and skipped matrices."""
     modules = ["lm_head"]
     for binding in bindings(model.shape):
         if next(iter(binding.ours)) in model.skipped:

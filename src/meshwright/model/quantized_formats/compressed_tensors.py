@@ -268,7 +268,6 @@ def _expand_scales(stored: Mapping[str, Stored], name: str, rows: int, groups: i
 
 
 def _ignored_modules(model: QuantizedModel) -> list[str]:
-    """Return linear layers that are not quantized: head, routers, and skipped matrices."""
     parts = ["lm_head"]  # even a tied one, since readers make a layer of it
     for binding in bindings(model.shape):
         ours = next(iter(binding.ours))
@@ -280,7 +279,7 @@ def _ignored_modules(model: QuantizedModel) -> list[str]:
 def _matching_scheme(
     entries: Entries, schemes: Sequence[Scheme], stored: Mapping[str, Stored], name: str, size: tuple[int, ...]
 ) -> Scheme:
-    """Return the scheme of a matrix: that of the group whose tensors match those in the file.
+    """Return the scheme of the group whose tensors match those in the file.
 
     Regular expressions of an untrusted file are never run: their time can grow exponentially.
     """
@@ -318,7 +317,6 @@ def group_schemes(entries: Entries) -> list[Scheme]:
 
 
 def _group_scheme(group: Entries, layout: str) -> Scheme:
-    """Return the scheme of one group. Raises HubError for unsupported entries."""
     if layout not in LAYOUTS:
         held = f" holds {UNREAD[layout]}, which" if layout in UNREAD else ""
         raise group.fail(f"format={layout!r}{held} is not read; {REMEDY}")

@@ -63,10 +63,7 @@ class QuantizedFormat(Protocol):
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
-        """Read from the config and the headers of a folder which matrix has which scheme.
-
-        Raises HubError when they do not fit.
-        """
+        """Read from a folder which matrix has which scheme. Raises HubError when its files do not fit."""
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every

@@ -28,10 +28,7 @@ NUMBERS = "fp8"
 
 
 def quantization(path: Path) -> dict[str, Any]:
-    """Return a folder's entry about quantization, from config.json or the file that its writer put beside it.
-
-    Empty = it has none.
-    """
+    """Return a folder's entry about quantization, from config.json or a file beside it. Empty = none."""
     config = (read_json(path / CONFIG) or {}).get(QUANTIZATION)
     if isinstance(config, dict) and config:
         layout = AUTO_ROUND.get(str(config.get("packing_format")))
@@ -52,10 +49,7 @@ def quantization(path: Path) -> dict[str, Any]:
 
 
 def _fp8_strategy(config: Mapping[str, Any]) -> str:
-    """Return which weights share a scale, in layouts that equal compressed-tensors' float-quantized.
-
-    They are the FP8 layouts of AutoFP8, ModelOpt and FBGEMM. Empty = it is none of them.
-    """
+    """Return which weights share a scale in AutoFP8's, ModelOpt's and FBGEMM's FP8 layouts. Empty = another layout."""
     method = config.get("quant_method")
     if method == "fbgemm_fp8":
         return "channel"
@@ -64,7 +58,6 @@ def _fp8_strategy(config: Mapping[str, Any]) -> str:
 
 
 def _as_compressed_tensors(strategy: str) -> dict[str, Any]:
-    """Return a config of 8-bit numbers whose inputs are rounded too."""
     facts = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     group = {"weights": facts | {"strategy": strategy}, "input_activations": facts | {"strategy": "tensor"}}
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}

@@ -119,10 +119,7 @@ class GPTQFiles(PackedLinears):
     def scheme_of_matrix(
         self, parts: Mapping[str, Stored], size: tuple[int, ...], scheme: Scheme, entries: Entries
     ) -> Scheme:
-        """Return the scheme of one matrix, by the sizes of its tensors.
-
-        Sizes that differ from the config follow from rules of `dynamic`, or are refused later.
-        """
+        """Return the scheme of one matrix. Sizes unlike the config follow from `dynamic`, or are refused later."""
         if any(part not in parts or len(parts[part].size) != 2 for part in ("qweight", "scales")):
             return scheme
         columns, words, groups = size[1], parts["qweight"].size[0], parts["scales"].size[0]
@@ -138,7 +135,6 @@ class GPTQFiles(PackedLinears):
 
 
 def _scheme_name(bits: int, second: bool) -> str:
-    """Return the name of a scheme. `second`: of version 2."""
     return f"int{bits}-gptq{V2 if second else ''}"
 
 

@@ -1,7 +1,4 @@
-"""Common rules of formats under Hugging Face's names: the tensors of a model's files, and their order.
-
-A format decides how a quantized matrix is stored.
-"""
+"""Tensors of a model's files under Hugging Face's names, and their order. A format decides how a matrix is stored."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,10 +66,7 @@ def tensors_of_model(
 def restored_parts(
     binding: Binding, matrices_of_theirs: Sequence[dict[str, Tensor]], shape: ModelShape
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield our matrices by name, from the parts of their matrices that hold them.
-
-    When rows are cut apart, parts that belong to columns go to each.
-    """
+    """Yield our matrices by name from parts of theirs. Where rows are cut apart, parts for columns go to each."""
     rows = [size[0] for size in binding.ours.values()]
     ours_by_name: list[dict[str, Tensor]] = [{} for _ in binding.ours]
     for part in matrices_of_theirs[0]:

@@ -64,10 +64,7 @@ def open_quantized(folder: HubFolder) -> QuantizedModel:
 def decoded_weights(
     folder: Path, model: QuantizedModel, wanted: Wanted = every
 ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-    """Yield parameters by our names, layer after layer, with matrices as the codes in the files.
-
-    Tensors that are stored together are skipped when none of them is `wanted`. Raises HubError for a damaged file.
-    """
+    """Yield parameters like decoded_parts, with each matrix as a QuantizedMatrix."""
     sizes = quantizable(model.shape)
     for name, weight in decoded_parts(folder, model, wanted):
         if isinstance(weight, Tensor):
@@ -80,10 +77,10 @@ def decoded_weights(
 def decoded_parts(
     folder: Path, model: QuantizedModel, wanted: Wanted = every
 ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:  # fmt: skip
-    """Yield parameters like decoded_weights, with the tensors of a matrix by name.
+    """Yield parameters by our names, layer after layer, with the tensors of a matrix by name. Skips unwanted files.
 
-    Raises HubError also for infinite numbers and NaN. Short sequences hide these, since torch's attention turns NaN
-    queries into numbers.
+    Raises HubError for damaged files, infinite numbers and NaN. Short sequences hide these, since torch's attention
+    turns NaN queries into numbers.
     """
     for name, weight in _formats()[quant_method(folder)].decoded(folder, model, wanted):
         for part, tensor in weight.items() if isinstance(weight, dict) else ():
@@ -100,10 +97,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def base_of(folder: HubFolder, model: QuantizedModel) -> str:
-    """Return the `model.lora.base` under which the codes are held beside adapters.
-
-    Raises HubError when nothing can be trained beside them, or when matrices have codes of several layouts.
-    """
+    """Return the `model.lora.base` of the codes. Raises HubError when no adapter can be trained beside them."""
     held: dict[Scheme, str] = {}
     for name, scheme in model.schemes.items():
         held.setdefault(layout(scheme), name)
