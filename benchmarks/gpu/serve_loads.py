@@ -20,8 +20,8 @@ from benchmarks.gpu.timing import Timer
 from benchmarks.serve_peers import vllm_engine
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
-from meshwright.model.quantized_model import build_quantized
 from meshwright.model.quantized_weights import quantizable, quantized_name
+from meshwright.model.transformer import build_quantized
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine

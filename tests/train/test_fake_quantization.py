@@ -18,8 +18,8 @@ from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
 from meshwright.model.linear import Linear
 from meshwright.model.quantized_formats.folder_format import fill
-from meshwright.model.quantized_model import build_quantized
 from meshwright.model.quantized_weights import quantizable
+from meshwright.model.transformer import build_quantized
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.one_device import BANDS, Case, first_difference, outcome

@@ -18,8 +18,7 @@ from meshwright.model.low_rank import merged
 from meshwright.model.quantized_formats.folder_format import fill
 from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.model.quantized_formats.quantized_folder import decoded_parts, open_quantized
-from meshwright.model.quantized_model import build_quantized
-from meshwright.model.transformer import skeleton
+from meshwright.model.transformer import build_quantized, skeleton
 from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder

@@ -86,43 +86,32 @@ def generate(
     restores the model's mode afterwards. Raises PlanError, and RunError as `pick` does.
     """
     check_prompt(model, prompt_ids, max_new_tokens)
-    training = model.training
-    model.eval()
-    try:
-        return _continue(model, prompt_ids, max_new_tokens, sampling or Sampling(), stop_ids, on_token)
-    finally:
-        model.train(training)
-
-
-def _continue(
-    model: Transformer,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-    sampling: Sampling,
-    stop_ids: Sequence[int],
-    on_token: Callable[[int], None] | None,
-) -> Generation:
-    device = model.embed.weight.device
+    sampling, device, training = sampling or Sampling(), model.embed.weight.device, model.training
     generator = torch.Generator().manual_seed(sampling.seed)
     cache = Cache(model.shape.layers)
     fed = torch.tensor([list(prompt_ids)], device=device)
     generation = Generation(ids=[], logprobs=[])
+    # The last new token is not fed again, so it needs no position.
     room = model.shape.max_positions - len(prompt_ids) + 1
-    for _ in range(min(max_new_tokens, room)):
-        x, _ = model.hidden(fed, cache=cache)
-        logits = model.kernels.linear(x[:, -1], model.head_weight)[0].float()
-        token = pick(logits, sampling, generator)
-        logprob = float(logits.log_softmax(0)[token])
-        if math.isnan(logprob):
-            raise broken()
-        generation.ids.append(token)
-        generation.logprobs.append(logprob)
-        if on_token:
-            on_token(token)
-        if token in stop_ids:
-            break
-        fed = torch.tensor([[token]], device=device)
-    return generation
+    model.eval()
+    try:
+        for _ in range(min(max_new_tokens, room)):
+            x, _ = model.hidden(fed, cache=cache)
+            logits = model.kernels.linear(x[:, -1], model.head_weight)[0].float()
+            token = pick(logits, sampling, generator)
+            logprob = float(logits.log_softmax(0)[token])
+            if math.isnan(logprob):
+                raise broken()
+            generation.ids.append(token)
+            generation.logprobs.append(logprob)
+            if on_token:
+                on_token(token)
+            if token in stop_ids:
+                break
+            fed = torch.tensor([[token]], device=device)
+        return generation
+    finally:
+        model.train(training)
 
 
 def check_prompt(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int = 0) -> None:

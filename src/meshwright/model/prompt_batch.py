@@ -81,11 +81,13 @@ def score(
     texts = [list(continuation) for row_continuations in continuations for continuation in row_continuations]
     longest, device = max(map(len, texts)), model.embed.weight.device
     rows = torch.tensor(owners, device=device)
+    # The prompt's last state scores the first token of each of its continuations.
     states = batch.last[rows].unsqueeze(1)
     if longest > 1:
         batch.select(rows)
         fed = torch.tensor([text[:-1] + [0] * (longest - len(text)) for text in texts], device=device)
         states = torch.cat((states, batch.feed(fed)), dim=1)
+    # Continuations are padded behind, where padding influences nothing before it.
     real = torch.tensor([[position < len(text) for position in range(longest)] for text in texts], device=device)
     targets = torch.tensor([token for text in texts for token in text], device=device)
     logprobs, likeliest = _score_tokens(model, states[real], targets)

@@ -24,9 +24,11 @@ from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
 from meshwright.model.predictions import Output, Predictions
+from meshwright.model.quantized_weights import put_quantized
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.model.seams import Seams
 from meshwright.spec.errors import PlanError
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
 
 
@@ -315,3 +317,23 @@ def build(
         for name, parameter in model.named_parameters() if initialize else ():
             fill_initial(parameter, name, shape, seed, whole=parameter.shape)
     return model
+
+
+def build_quantized(
+    shape: ModelShape,
+    schemes: Mapping[str, Scheme],
+    *,
+    outlier_columns: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    kernels: str = "auto",
+) -> Transformer:
+    """Build a model with room for codes of the matrices that have a scheme. Everything is unset and frozen.
+
+    All other tensors are in `dtype`. `outlier_columns` counts the columns of each matrix that are in `dtype` too.
+    """
+    model = skeleton(shape, kernels=kernels)
+    put_quantized(model, shape, schemes, outlier_columns, dtype)
+    shrink(model, dtype)
+    materialize(model, device)
+    return model.requires_grad_(False)

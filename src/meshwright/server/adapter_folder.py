@@ -38,6 +38,7 @@ def _answer_call(call: AdapterCall, thread: EngineThread, options: ServerOptions
         channel.send(FrameKind.CHANGED, AdapterReply(call.call, _names(thread.engine), error).encode())
         return
 
+    # Runs in the engine's thread. A RunError of a living engine is raised again, which ends that engine.
     def change(engine: ServingEngine | None) -> None:
         error: ApiError | None = None
         try:

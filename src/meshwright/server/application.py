@@ -46,30 +46,25 @@ HEADERS = [
 
 def application(service: Service, options: ServerOptions) -> ASGIApp:
     """Build the ASGI application behind the socket."""
+
+    async def health(request: Request) -> Response:
+        state = service.health
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
     plain: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
-        ("/health", _health_route(service)), ("/metrics", _metrics_route(service)), ("/", _page),
-    ]  # fmt: skip
+        ("/health", health),
+        ("/metrics", metrics),
+        ("/", _page),
+    ]
     routes_with_endpoints = [Route(path, answer, methods=["GET"]) for path, answer in plain]
     routes_with_endpoints += [
         Route(path, Endpoint(service, answer), methods=[method]) for method, path, answer in ANSWERED
     ]
     inner = Starlette(routes=routes_with_endpoints, exception_handlers={HTTPException: _unknown_path})
     return Gate(inner, options, Keyring(options.keys), service.metrics.refusals.inc)
-
-
-def _health_route(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    async def health(request: Request) -> Response:
-        state = service.health
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
-
-    return health
-
-
-def _metrics_route(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return metrics
 
 
 async def _page(request: Request) -> Response:

@@ -70,14 +70,13 @@ def _first_fault(error: ValidationError) -> ApiError:
     """Return the error for the first fault. Of a field with several types, the deepest fault counts."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     name = str(faults[0]["loc"][0]) if faults[0]["loc"] else ""
-    first = max((fault for fault in faults if str(fault["loc"][:1]) == str(faults[0]["loc"][:1])), key=_depth)
+    first = max(
+        (fault for fault in faults if str(fault["loc"][:1]) == str(faults[0]["loc"][:1])),
+        key=lambda fault: len(fault["loc"]),
+    )
     path = ".".join(str(step) for step in first["loc"] if not (isinstance(step, str) and not step.isidentifier()))
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return bad_request(f"{name} is missing", name, "missing_required_parameter")
     if first["type"] == "extra_forbidden":
         return bad_request(f"{printable(path)[:80]} is not known", name, "unknown_parameter")
     return bad_request(f"{printable(path)[:80]}: {first['msg'][:1].lower()}{first['msg'][1:]}", name)
-
-
-def _depth(fault: Any) -> int:
-    return len(fault["loc"])

@@ -169,6 +169,7 @@ class EngineLink(asyncio.Protocol):
             if answer is not None and not answer.ending:
                 answer.take(token)
                 new_tokens[answer] = new_tokens.get(answer, 0) + 1
+        # An answer that a stop string ended takes no more scores than tokens.
         for index, logprob, top in zip(news.scored, news.logprobs, news.top, strict=True):
             scored = growing.get(news.answers[index])
             if scored is not None and len(scored.logprobs) < len(scored.ids):
@@ -182,6 +183,7 @@ class EngineLink(asyncio.Protocol):
             if (task := self._tasks.get(number)) is not None:
                 task.cached = cached
         self._record_growth(new_tokens, news.at, now)
+        # Endings come last, so an answer has all its tokens when it ends.
         for number, ending in news.ended:
             if (answer := growing.get(number)) is not None:
                 answer.end(ending)

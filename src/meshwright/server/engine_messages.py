@@ -4,9 +4,9 @@ import json
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from meshwright.serve.request_options import RequestOptions
 from meshwright.server.api_error import ApiError
@@ -183,40 +183,36 @@ def decode_setup(parts: Sequence[bytes]) -> tuple[str, ServerOptions]:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelledAnswers:
+class _JSONMessage:
+    """Message whose fields JSON can hold."""
+
+    def encode(self) -> list[bytes]:
+        """Encode it as parts of a frame."""
+        return [json.dumps(astuple(self)).encode()]
+
+    @classmethod
+    def decode(cls, parts: Sequence[bytes]) -> Self:
+        """Decode the parts that `encode` wrote."""
+        return cls(*json.loads(parts[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledAnswers(_JSONMessage):
     """Answers of one task that are no longer needed."""
 
     task: int
     answers: Sequence[int] | None = None
     """Numbers of the answers. None = all that grow."""
 
-    def encode(self) -> list[bytes]:
-        """Encode it as parts of a frame."""
-        return [json.dumps([self.task, self.answers]).encode()]
-
-    @classmethod
-    def decode(cls, parts: Sequence[bytes]) -> "CancelledAnswers":
-        """Decode the parts that `encode` wrote."""
-        return cls(*json.loads(parts[0]))
-
 
 @dataclass(frozen=True, slots=True)
-class AdapterCall:
+class AdapterCall(_JSONMessage):
     """Call to load an adapter from a folder, or to unload it."""
 
     call: int
     name: str
     path: str | None
     """Folder. None = unload."""
-
-    def encode(self) -> list[bytes]:
-        """Encode it as parts of a frame."""
-        return [json.dumps([self.call, self.name, self.path]).encode()]
-
-    @classmethod
-    def decode(cls, parts: Sequence[bytes]) -> "AdapterCall":
-        """Decode the parts that `encode` wrote."""
-        return cls(*json.loads(parts[0]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,7 @@ class EngineThread:
         for answer in grown:
             known, ids = sent[answer], answer.ids
             new = len(ids) - known.tokens
+            # One token is by far the most frequent case; it skips two slices.
             if new == 1:
                 answers.append(known.number)
                 tokens.append(ids[-1])

@@ -31,15 +31,11 @@ def watch_client(answering: Answering, receive: Receive) -> Iterator[None]:
 
 async def wait_for_all(answering: Answering) -> None:
     """Wait until all answers have ended. Raises ApiError, ClientGone."""
-    answering.on_growth = _ignore_growth
+    answering.on_growth = lambda: None  # complete answers are read when they have ended
     while True:  # an answer that ended before this call may have failed
         await answering.wait_for_news()
         if answering.ended:
             return
-
-
-def _ignore_growth() -> None:
-    """Do nothing: complete answers are read when they have ended."""
 
 
 async def send_events(answering: Answering, document: AnswerDocument, scope: Scope, send: Send) -> ApiError | None:
@@ -50,6 +46,7 @@ async def send_events(answering: Answering, document: AnswerDocument, scope: Sco
     Between the first event and the last ones, answers are written whenever they grow, without a task that wakes for it.
     A slow peer gets nothing until it has read what it has: then fewer and longer events.
     """
+    # Errors before the first event can still have an HTTP status, so the response starts only with one.
     piece = b""
     while not piece:
         await answering.wait_for_news()

@@ -71,6 +71,7 @@ class PromptReader:
     def _answer(self, request: bytes) -> list[int]:
         child = self._thread_child()
         assert child.stdin is not None and child.stdout is not None
+        # Killing the child closes its pipe, which ends the read below.
         timer = threading.Timer(self._limit_s, child.kill)
         answer = None
         timer.start()

@@ -34,7 +34,10 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     setup = read_frame(source)
     if setup is None:
         return
-    _bound_memory()
+    with contextlib.suppress(ImportError, OSError, ValueError):  # where the system knows no such limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     tokenizer = Tokenizer(**json.loads(setup[0]))
     prompt_ids(tokenizer, b'"a"')
     write_frame(sink, [READY])
@@ -58,10 +61,3 @@ def prompt_ids(tokenizer: Tokenizer, request: bytes) -> list[int]:
         return tokenizer.begin(prompt)
     template, names = template_of(tokenizer), ("messages", "tools", "answer_start", "settings")
     return chat_prompt(tokenizer, template, *(prompt[name] for name in names))
-
-
-def _bound_memory() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))

@@ -117,6 +117,7 @@ def _request_options(
             logprobs=fields.likeliest or 0,
             priority=fields.priority,
             adapter=adapter,
+            # The salt keeps the prefixes of tenants apart in the cache.
             salt=f"{tenant.salt}\0{fields.cache_salt}",
         )
     except MeshwrightError as error:

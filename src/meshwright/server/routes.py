@@ -201,6 +201,7 @@ async def completions(call: Call) -> Response | None:
     if fields.stops and card.tokenizer is None:
         raise bad_request("stop needs a tokenizer, and the model has none: give stop_token_ids", "stop")
     ids = [prompt if isinstance(prompt, list) else await call.service.text_reader().text(prompt) for prompt in prompts]
+    # A prompt of ids is echoed as text.
     decode = card.tokenizer.decode if card.tokenizer else lambda _: ""
 
     def shape(tasks: list[EngineTask]) -> CompletionShape:

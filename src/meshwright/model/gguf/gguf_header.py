@@ -105,6 +105,7 @@ def read_gguf_parts(path: Path) -> GGUFHeader:
     count = int_or(first.keys.get(COUNT_KEY), 1)
     if count <= 1:
         return first
+    # The names of the other parts follow from this one, so it must be in llama-gguf-split's form.
     name_match = PART_NAME.fullmatch(path.name)
     number = int_or(first.keys.get(NUMBER_KEY), 0)
     if name_match is None or int(name_match["count"]) != count or int(name_match["number"]) != number + 1:
@@ -243,6 +244,7 @@ class _HeaderReader:
             if known is None:
                 raise self.damaged(f"tensor {name} has type {number}, which does not exist")
             raise HubError(f"{self.path}: tensor {name} is {known}, which is not read: {', '.join(BLOCK_TYPES)} are")
+        # Python integers do not overflow, so a product of hostile dims is caught here.
         total = 1
         for dim in dims:
             total *= dim
@@ -271,6 +273,7 @@ class _HeaderReader:
         """Compute the location of each tensor. None may end after the file or overlap another."""
         base = padded(self.file.tell(), alignment)
         tensors, before, end = {}, "the header", 0
+        # In order of offsets, one comparison with the tensor before finds every overlap.
         for name, (size, kind, offset) in sorted(declared.items(), key=lambda item: item[1][2]):
             if offset % alignment:
                 raise self.damaged(f"tensor {name} is at {offset}, no multiple of {alignment}")

@@ -63,6 +63,7 @@ def shape_keys(shape: ModelShape) -> dict[str, Value]:
         keys_of_shape |= {"expert_count": shape.moe.experts, "expert_used_count": shape.moe.top_k}
         keys_of_shape |= {} if shape.family == "mixtral" else {"expert_feed_forward_length": shape.moe.ffn}
     keys: dict[str, Value] = {f"{architecture.name}.{name}": value for name, value in keys_of_shape.items()}
+    # llama.cpp has one architecture for several families, and derives Llama-3's factors from a tensor.
     keys[OURS + "family"] = shape.family
     if shape.rope_scaling is not None and shape.rope_scaling.kind == "llama3":
         keys |= {f"{OURS}rope.{name}": float(getattr(shape.rope_scaling, name)) for name in LLAMA3}

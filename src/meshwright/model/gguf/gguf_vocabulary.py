@@ -74,6 +74,7 @@ def vocabulary_keys(
     words = {int(id): token for token, id in model["vocab"].items()} | {
         id: entry["content"] for id, entry in added.items()
     }
+    # The model may have more rows than tokens (padding), not fewer.
     if max(words) >= vocab:
         raise PlanError(f"the tokenizer has {max(words) + 1} tokens, and the model {vocab} rows for them")
     byte_level = "ByteLevel" in json.dumps(tokenizer.get("pre_tokenizer"))
@@ -94,6 +95,7 @@ def vocabulary_keys(
     else:
         keys |= {"tokenizer.ggml.pre": "default", **_space_keys(tokenizer)}
         keys["tokenizer.ggml.scores"] = _merge_scores(words, kinds, merges, vocab)
+    # llama.cpp wants a unique text for every row.
     tokens = [words.get(id, f"[PAD{id}]") for id in range(vocab)]
     if len(set(tokens)) < vocab:
         raise PlanError("two tokens of the tokenizer are spelled alike, which llama.cpp refuses")
@@ -103,6 +105,7 @@ def vocabulary_keys(
         keys["tokenizer.ggml.merges"] = list(merges)
     ids = {"bos": bos, "eos": eos, "unknown": _find_id(words, model.get("unk_token"))}
     keys |= {f"tokenizer.ggml.{mark}_token_id": id for mark, id in ids.items() if id is not None}
+    # The format has a key for one more end.
     other = next((id for id in ends if id != eos), None)
     keys |= {} if other is None else {"tokenizer.ggml.eot_token_id": other}
     keys |= {"tokenizer.ggml.add_bos_token": bool(begins) and begins == (bos,), "tokenizer.ggml.add_eos_token": False}

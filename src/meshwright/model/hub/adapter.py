@@ -41,6 +41,7 @@ def save_adapter(
     adapted: dict[str, dict[str, Tensor]] = {}
     others: list[str] = []
     for binding in bindings(shape):
+        # Modules without adapter matter too: PEFT must not match them by their last names.
         low = [parts for name in binding.ours if (parts := adapter_parts(name, tensors))]
         if low:
             adapted |= _export_parts(binding, low, shape)

@@ -63,14 +63,6 @@ def _bias(entries: Entries) -> Fields:
     return {"qkv_bias": bias, "out_bias": bias}
 
 
-def _gemma2(entries: Entries) -> Fields:
-    return _gemma(entries, 2, soft_caps=True)
-
-
-def _gemma3(entries: Entries) -> Fields:
-    return {**_gemma(entries, 6), "qk_norm": True}
-
-
 def _gemma1(entries: Entries) -> Fields:
     unbuilt = UnbuiltParts(activation="gelu", scaled_embedding=True, centred_norm=True)
     return {"unbuilt": unbuilt, **_bias(entries)}
@@ -104,10 +96,6 @@ def _qwen2_moe(entries: Entries) -> Fields:
     entries.allow("use_sliding_window", (False, None))
     moe = _experts_beside_a_gate(entries, 60, 4, ffn=1408, shared=5632, normalize=False)
     return {"moe": moe, "unbuilt": UnbuiltParts(shared_gate=True), "qkv_bias": entries.flag("qkv_bias", True)}
-
-
-def _olmo2(entries: Entries) -> Fields:
-    return {"unbuilt": _OLMO, **_bias(entries)}
 
 
 def _phi3(entries: Entries) -> Fields:
@@ -287,12 +275,12 @@ _MINIMAX_01 = PlannedFamily(
 )  # fmt: skip
 PLANNED: Mapping[str, PlannedFamily] = {
     "gemma2": PlannedFamily(
-        parts=_gemma2, activations=_GELU,
+        parts=lambda entries: _gemma(entries, 2, soft_caps=True), activations=_GELU,
         defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256},
         read=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3_text": PlannedFamily(
-        parts=_gemma3, activations=_GELU,
+        parts=lambda entries: {**_gemma(entries, 6), "qk_norm": True}, activations=_GELU,
         defaults={
             "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256, "vocab_size": 262208,
             "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
@@ -312,7 +300,7 @@ PLANNED: Mapping[str, PlannedFamily] = {
     ),
     "qwen2_moe": PlannedFamily(parts=_qwen2_moe, defaults={"rms_norm_eps": 1e-6}, read=(*_UNUSED, "layer_types")),
     "olmo3": PlannedFamily(parts=_olmo3, defaults={"rms_norm_eps": 1e-5}),
-    "olmo2": PlannedFamily(parts=_olmo2, defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": PlannedFamily(parts=lambda entries: {"unbuilt": _OLMO, **_bias(entries)}, defaults={"rms_norm_eps": 1e-5}),
     "phi3": PlannedFamily(
         parts=_phi3, defaults={"rms_norm_eps": 1e-5},
         read=("original_max_position_embeddings", "full_attn_mod", "interpolate_factor")

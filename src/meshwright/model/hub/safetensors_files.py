@@ -86,6 +86,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         raise HubError(
             f"{folder} lacks {len(missing)} of {len(files)} shards, first {missing[0]}: copy or download it again"
         )
+    # All headers are read before any tensor, so a damaged shard fails early.
     headers = {file: read_header(folder / file) for file in files}
     for name, file in file_of.items():
         if name not in headers[file]:
@@ -106,17 +107,13 @@ def _find_only_file(folder: Path) -> Path:
                 f"{folder} has neither {SINGLE} nor {INDEX}, and {len(names)} other files, as {names[0].name}: "
                 "download the index, or leave one file"
             )
-    raise HubError(_no_weights(folder))
-
-
-def _no_weights(folder: Path) -> str:
     pickles = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
     if pickles:
-        return (
+        raise HubError(
             f"{folder} holds its weights only as pickles ({pickles[0].name}), which may run code when loaded: "
             "get its safetensors, or convert them first"
         )
-    return f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to read"
+    raise HubError(f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to read")
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
@@ -148,6 +145,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         _check_order(tensors, 8 + size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"{path} has a damaged header ({error}): copy or download it again") from error
+    # Tensors are contiguous (checked above), so the last end must be the end of the file.
     end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=8 + size)
     if end != length:
         raise HubError(

@@ -116,24 +116,17 @@ def save_weights(
         for name, tensor in tensors:
             if shape.tied and name == "head.weight":
                 continue
-            _check_ours(name, tensor, binding_of)
+            if name not in binding_of:
+                raise HubError(f"{name} is no parameter of this shape")
+            binding = binding_of[name]
+            if tuple(tensor.shape) != binding.ours[name]:
+                raise HubError(f"{name} is {list(tensor.shape)} where this shape has {list(binding.ours[name])}")
+            # Tensors that are stored fused wait until the last of them has come.
             pending[name] = tensor
-            if all(other in pending for other in binding_of[name].ours):
-                _write_bound(writer, binding_of[name], pending, shape)
-
-
-def _write_bound(writer: ShardWriter, binding: Binding, pending: dict[str, Tensor], shape: ModelShape) -> None:
-    theirs = binding.transform.export([pending.pop(name) for name in binding.ours], shape)
-    for name, tensor in zip(binding.theirs, theirs, strict=True):
-        writer.write(name, tensor)
-
-
-def _check_ours(name: str, tensor: Tensor, binding_of: dict[str, Binding]) -> None:
-    if name not in binding_of:
-        raise HubError(f"{name} is no parameter of this shape")
-    size = binding_of[name].ours[name]
-    if tuple(tensor.shape) != size:
-        raise HubError(f"{name} is {list(tensor.shape)} where this shape has {list(size)}")
+            if all(other in pending for other in binding.ours):
+                theirs = binding.transform.export([pending.pop(ours) for ours in binding.ours], shape)
+                for their, stored in zip(binding.theirs, theirs, strict=True):
+                    writer.write(their, stored)
 
 
 def _with_prefix(stored: dict[str, Stored], shape: ModelShape) -> dict[str, Stored]:
@@ -142,17 +135,13 @@ def _with_prefix(stored: dict[str, Stored], shape: ModelShape) -> dict[str, Stor
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name == HEAD else prefix + name: tensor for name, tensor in stored.items()}
     extra = [name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")]
-    beyond = tuple(start for start in extra if _layer(start) >= shape.layers)
+    numbers = {start: re.search(r"\.(\d+)\.", start) for start in extra}
+    beyond = tuple(start for start, match in numbers.items() if match and int(match[1]) >= shape.layers)
     return {
         name: tensor
         for name, tensor in stored.items()
         if not IGNORED.fullmatch(name) and not (beyond and name.startswith(beyond))
     }
-
-
-def _layer(name: str) -> int:
-    match = re.search(r"\.(\d+)\.", name)
-    return int(match.group(1)) if match else -1
 
 
 def _check_tensors(folder: Path, shape: ModelShape, bound: list[Binding], stored: dict[str, Stored]) -> None:

@@ -114,6 +114,7 @@ class BitsAndBytes:
             raise HubError(f"{folder}: {why}")
         planned = _adapt_to_files(self.planned(model), stored)
         check_tensors(folder, planned, tensors_of_model(folder, shape, planned, stored))
+        # Doubled scales run through all rows, so they cannot be cut with the rows of fused matrices.
         fused = [name for binding in bindings(shape) if binding.transform is FUSED for name in binding.ours]
         plain = {name: replace(schemes[name], scales="float32") for name in fused if name in schemes}
         return replace(model, schemes=schemes | plain)
@@ -129,9 +130,15 @@ class BitsAndBytes:
 def _unreadable(model: QuantizedModel) -> str:
     """Return why the codes cannot even be read. Empty = they can."""
     for name, scheme in model.schemes.items():
-        why = _unfit_blocks(scheme, name, quantizable(model.shape)[name][-1])
-        if why:
-            return f"bitsandbytes cannot hold {why}"
+        if scheme.codes not in TABLES:
+            continue
+        if scheme.group not in BLOCKS:
+            return f"bitsandbytes cannot hold blocks of {scheme.group}: take group=64 or format=meshwright"
+        if (columns := quantizable(model.shape)[name][-1]) % scheme.group:
+            return (
+                f"bitsandbytes cannot hold {name}: its {columns} inputs are no multiple of group={scheme.group}; "
+                "take format=meshwright"
+            )
     quantized = [binding for binding in bindings(model.shape) if next(iter(binding.ours)) in model.schemes]
     if any(binding.transform is CONV1D for binding in quantized):
         return f"bitsandbytes holds {model.shape.family}'s matrices transposed, whose blocks are not read"
@@ -147,16 +154,6 @@ def _unsupported(scheme: Scheme) -> str:
     if scheme.outliers == "calibrated":
         return f"{scheme.name} with columns in 16 bit: take outliers=threshold, scheme=int8 or format=meshwright"
     return f"{scheme.name}: it has normal floats and 8-bit weights alone; take scheme=nf4 or format=meshwright"
-
-
-def _unfit_blocks(scheme: Scheme, name: str, columns: int) -> str:
-    if scheme.codes not in TABLES:
-        return ""
-    if scheme.group not in BLOCKS:
-        return f"blocks of {scheme.group}: take group=64 or format=meshwright"
-    if columns % scheme.group:
-        return f"{name}: its {columns} inputs are no multiple of group={scheme.group}; take format=meshwright"
-    return ""
 
 
 def _plan_matrix(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
@@ -303,6 +300,7 @@ def _decode_matrix(stored: Mapping[str, Stored], name: str, size: tuple[int, ...
             raise HubError(f"{order.file}: {name} has codes in tiles of a GPU: save the model again with bitsandbytes")
         scales = stored[_sibling(name, "SCB")].read() / LARGEST_CODE
         return {"codes": stored[name].read(), "scales": scales.unsqueeze(1)}
+    # Codes are indices: another table would silently stand for other numbers.
     _check_table(stored, f"{name}.quant_map", TABLES[scheme.codes])
     parts = {
         "codes": _swap_halves(stored[name].read().view(torch.uint8)).view(rows, columns // 2),

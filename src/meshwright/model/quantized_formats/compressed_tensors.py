@@ -116,6 +116,7 @@ class CompressedTensors:
         """Read from the config and the headers of a folder which matrix has which scheme."""
         entries = Entries(config, f"{folder}/config.json, quantization_config")
         groups, stored = group_schemes(entries), stored_tensors(folder)
+        # Calibrated scales of inputs and of the cache have no use here, and would be unknown tensors.
         stored = {name: tensor for name, tensor in stored.items() if not name.endswith(BESIDE)}
         schemes = dict[str, Scheme]()
         for binding in bindings(shape):

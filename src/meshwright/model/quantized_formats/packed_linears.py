@@ -160,6 +160,7 @@ class PackedLinears(ABC):
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no qweight")
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
+        # Sizes are compared before anything is read, so a hostile file cannot make a large tensor.
         planned = self._as_stored(self.planned(model), stored)
         check_tensors(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model

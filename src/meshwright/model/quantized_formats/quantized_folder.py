@@ -100,6 +100,7 @@ def base_of(folder: HubFolder, model: QuantizedModel) -> str:
     """Return the `model.lora.base` of the codes. Raises HubError when no adapter can be trained beside them."""
     held: dict[Scheme, str] = {}
     for name, scheme in model.schemes.items():
+        # Names and expectations of schemes differ between writers; layouts decide.
         held.setdefault(layout(scheme), name)
         if scheme.ordered:
             raise HubError(
