@@ -183,10 +183,10 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytearray], None]:
 
 STATE = "q_proj.weight.quant_state.bitsandbytes__nf4"
 DAMAGE: dict[str, tuple[str, Callable[[bytearray], None], str]] = {
-    "huge": (STATE, replaced(b"[64, 64]", b"[9999,9]"), r"shape=\[9999, 9\] where \[64, 64\] is read"),
+    "huge": (STATE, replaced(b"[64, 64]", b"[9999,9]"), r"shape=\[9999, 9\] .supported: \[64, 64\]"),
     "blocks": (STATE, replaced(b'"blocksize": 64', b'"blocksize": 48'), "blocks of 48"),
     "wider": (STATE, replaced(b'"blocksize": 64', b'"blocksize": 32'), r"absmax is \[64\] .* where \[128\]"),
-    "kind": (STATE, replaced(b'"nf4"', b'"fp4"'), "quant_type='fp4' where 'nf4' is read"),
+    "kind": (STATE, replaced(b'"nf4"', b'"fp4"'), "quant_type='fp4' .supported: 'nf4'"),
     "json": (STATE, replaced(b'{"quant', b'[[quant'), "is damaged"),
     "map": ("q_proj.weight.quant_map", lambda part: part.__setitem__(slice(0, 4), b"\0\0\0\0"), "other numbers than"),
     "nested": ("q_proj.weight.nested_quant_map", lambda part: part.__setitem__(0, 7), "other numbers than"),

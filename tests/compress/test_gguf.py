@@ -236,7 +236,7 @@ def test_a_text_begins_there_as_in_the_folder(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("shape", "message"), [
     (replace(SHAPES["llama"], family="deepseek_v3", kv_heads=4, mla=MLAShape(
-        q_rank=0, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16), head_dim=16), "of family deepseek_v3 is not written"),
+        q_rank=0, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16), head_dim=16), "cannot hold family deepseek_v3"),
     (replace(SHAPES["qwen3"], qkv_bias=True, out_bias=True), "qwen3 has no biases of attention"),
     (replace(SHAPES["qwen3_moe"], moe=replace(EXPERTS, first_dense=1)), "no dense layers among routed ones"),
     (replace(SHAPES["qwen3_moe"], moe=replace(EXPERTS, normalize_top_k=False)), "scores of experts that do not sum"),
@@ -254,7 +254,7 @@ def test_what_llama_cpp_would_not_compute_is_refused_at_the_start(shape: ModelSh
 
 
 @pytest.mark.parametrize(("keys", "tensors", "message"), [
-    ({"general.architecture": "mamba"}, {}, "architecture mamba is not read: llama, qwen2"),
+    ({"general.architecture": "mamba"}, {}, "architecture mamba is not supported .supported: llama, qwen2"),
     ({"general.architecture": None}, {}, "has no key general.architecture"),
     ({"llama.block_count": None}, {}, "has no key llama.block_count, which must be a whole number"),
     ({"llama.block_count": 3}, {}, "lacks 9 tensors of a llama of 3 layers, first blk.2.attn_k.weight"),
@@ -469,5 +469,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HubError, match="a part is of another file"):
         read_gguf_parts(first)
     first.rename(tmp_path / "renamed.gguf")
-    with pytest.raises(HubError, match=r"is part 1 of 3, and is not named so: parts are NAME-00001-of-00003\.gguf"):
+    with pytest.raises(
+        HubError, match=r"is part 1 of 3, but its name does not say so: rename it, as NAME-00001-of-00003\.gguf"
+    ):
         read_gguf_parts(tmp_path / "renamed.gguf")

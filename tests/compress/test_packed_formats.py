@@ -181,8 +181,8 @@ def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
     for values, message in (
         ({"is_marlin_format": True}, "is_marlin_format=true is not read"),
         ({"lm_head": True}, "lm_head=true is not read"),
-        ({"pack_dtype": "int8"}, "pack_dtype='int8' is not read: int32 is"),
-        ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not read"),
+        ({"pack_dtype": "int8"}, "pack_dtype='int8' is not supported .supported: int32"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not supported"),
         ({"bits": 5}, "bits=5 with group_size=32 is not read"), ({"group_size": 48}, "group_size=48 is not read"),
         ({"bits": 8}, "bits=8 with sym=false is not read"), ({"group_size": 16}, "qzeros is"),
     ):  # fmt: skip

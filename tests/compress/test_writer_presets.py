@@ -28,7 +28,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, tuple[Any, ...
     ),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
-    "W7A16": ("pack-quantized", {**GROUP, "num_bits": 7}, None, "num_bits=7 is not read"),
+    "W7A16": ("pack-quantized", {**GROUP, "num_bits": 7}, None, "num_bits=7 is not supported"),
     "NVFP4": ("nvfp4-pack-quantized", {**FLOAT, "strategy": "tensor_group"}, None, "NVFP4"),
     "MXFP4": ("mxfp4-pack-quantized", {**GROUP, "type": "float"}, None, "MXFP4"),
     "MXFP8": ("mxfp8-quantized", {**FLOAT, "strategy": "group", "group_size": 32}, None, "MXFP8"),

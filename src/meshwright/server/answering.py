@@ -132,7 +132,7 @@ class Answering:
             if isinstance(task.failure, MeshwrightError):
                 raise bad_request(str(task.failure))
             if task.failure is not None:
-                raise ApiError(500, "the engine cannot take this request, as its log describes", code="internal_error")
+                raise ApiError(500, "the engine failed on this request: see its log", code="internal_error")
             if any(answer.ending == "grammar" for answer in task.answers):
                 raise bad_request(
                     "the answer cannot be continued by its schema or regular expression: take a simpler one",

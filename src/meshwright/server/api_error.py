@@ -51,4 +51,4 @@ def shutting_down() -> ApiError:
 
 def internal_error() -> ApiError:
     """Return the error for a defect of the server. Its traceback is in the log."""
-    return ApiError(500, "the server made a mistake, which its log describes", code="internal_error")
+    return ApiError(500, "internal server error: see the log of the server", code="internal_error")

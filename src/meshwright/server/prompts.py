@@ -32,9 +32,9 @@ def build_tasks(
     """
     name, candidates = "n" if fields.candidates == fields.n else "best_of", fields.candidates
     if candidates > limits.max_n:
-        raise bad_request(f"{name}={candidates} is more than the {limits.max_n} answers of a request", name)
+        raise bad_request(f"{name}={candidates} exceeds the limit of {limits.max_n} answers per request", name)
     if candidates > card.most_sequences:
-        raise bad_request(f"{name}={candidates} is more than the {card.most_sequences} answers at once", name)
+        raise bad_request(f"{name}={candidates} exceeds the limit of {card.most_sequences} answers at once", name)
     most = [_max_answer_tokens(fields, len(ids), card, limits, len(prompts)) for ids in prompts]
     if sum(most) * candidates > limits.max_answer_tokens:
         raise bad_request(

@@ -189,7 +189,9 @@ class DetokenizeFields(CheckedFields):
 def _check_structure(fields: AnswerFields) -> None:
     form, structure = fields.response_format, fields.structured_outputs
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-        raise bad_request("response_format has a json_schema exactly where its type is json_schema", "response_format")
+        raise bad_request(
+            "response_format.json_schema belongs to the type json_schema, which needs it", "response_format"
+        )
     formats = [form] if form is not None and form.type != "text" else []
     structures = (
         [

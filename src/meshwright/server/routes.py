@@ -196,7 +196,7 @@ async def completions(call: Call) -> Response | None:
     prompts = fields.prompts
     if len(prompts) > call.service.limits.max_prompts:
         raise bad_request(
-            f"{len(prompts)} prompts are more than the {call.service.limits.max_prompts} of a request", "prompt"
+            f"{len(prompts)} prompts exceed the limit of {call.service.limits.max_prompts} per request", "prompt"
         )
     if fields.stops and card.tokenizer is None:
         raise bad_request("stop needs a tokenizer, and the model has none: give stop_token_ids", "stop")

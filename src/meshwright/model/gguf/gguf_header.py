@@ -110,7 +110,8 @@ def read_gguf_parts(path: Path) -> GGUFHeader:
     number = int_or(first.keys.get(NUMBER_KEY), 0)
     if name_match is None or int(name_match["count"]) != count or int(name_match["number"]) != number + 1:
         raise HubError(
-            f"{path} is part {number + 1} of {count}, and is not named so: parts are NAME-00001-of-{count:05}.gguf"
+            f"{path} is part {number + 1} of {count}, but its name does not say so: rename it, as "
+            f"NAME-00001-of-{count:05}.gguf"
         )
     names = [path.with_name(f"{name_match['name']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
     if number:
@@ -207,9 +208,9 @@ class _HeaderReader:
         raw = self.take(4, "the version")
         version = int.from_bytes(raw, "little")
         if int.from_bytes(raw, "big") in (1, *VERSIONS):
-            raise HubError(f"{self.path} is big-endian, which is not read: convert it (gguf-convert-endian)")
+            raise HubError(f"{self.path} is big-endian, which is not supported: convert it (gguf-convert-endian)")
         if version not in VERSIONS:
-            raise HubError(f"{self.path} is GGUF version {version}, and {VERSIONS[0]} and {VERSIONS[1]} are read")
+            raise HubError(f"{self.path} is GGUF version {version} (supported: {VERSIONS[0]} and {VERSIONS[1]})")
 
     def read_value(self, name: str) -> Value:
         kind = self.number("I", f"the type of {name}")
@@ -243,7 +244,7 @@ class _HeaderReader:
             known = OTHER_TYPES.get(number)
             if known is None:
                 raise self.damaged(f"tensor {name} has type {number}, which does not exist")
-            raise HubError(f"{self.path}: tensor {name} is {known}, which is not read: {', '.join(BLOCK_TYPES)} are")
+            raise HubError(f"{self.path}: tensor {name} is {known} (supported: {', '.join(BLOCK_TYPES)})")
         # Python integers do not overflow, so a product of hostile dims is caught here.
         total = 1
         for dim in dims:
@@ -278,7 +279,7 @@ class _HeaderReader:
             if offset % alignment:
                 raise self.damaged(f"tensor {name} is at {offset}, no multiple of {alignment}")
             if offset < end:
-                raise self.damaged(f"tensor {name} begins at {offset}, inside of {before}, which ends at {end}")
+                raise self.damaged(f"tensor {name} begins at {offset}, inside {before}, which ends at {end}")
             before, end = name, offset + kind.num_bytes(size)
             if base + end > self.length:
                 raise self.damaged(

@@ -101,7 +101,7 @@ def shape_of(header: GGUFHeader) -> ModelShape:
     known = ", ".join(ARCHITECTURES)
     name = required_value(header, "general.architecture", lambda value: isinstance(value, str), f"one of {known}")
     if name not in ARCHITECTURES:
-        raise HubError(f"{header.file}: architecture {name} is not read: {known} are")
+        raise HubError(f"{header.file}: architecture {name} is not supported (supported: {known})")
     keys = _Keys(header, ARCHITECTURES[name])
     keys.check_other_keys()
     try:
@@ -147,7 +147,7 @@ class _Keys:
                 raise HubError(f"{self.header.file}: {self.full_name(key)}={str(setting)[:40]} is not supported")
         if self.header.keys.get(self.full_name("attention.causal"), True) is not True:
             raise HubError(
-                f"{self.header.file}: {self.full_name('attention.causal')} is false: it is no causal language model"
+                f"{self.header.file}: {self.full_name('attention.causal')} is false: it is not a causal language model"
             )
 
     def stored(self, name: str) -> StoredBlocks | None:
@@ -167,7 +167,7 @@ def _shortest(value: float) -> float:
 def _read_shape(keys: _Keys) -> ModelShape:
     architecture, embedding = keys.architecture, keys.stored("token_embd.weight")
     if embedding is None:
-        raise HubError(f"{keys.header.file} has no tensor token_embd.weight: it is no whole model")
+        raise HubError(f"{keys.header.file} has no tensor token_embd.weight: it is not a complete model")
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -247,5 +247,7 @@ def _read_llama3(keys: _Keys, shape: ModelShape) -> RopeScaling:
     expected = frequency_factors(replace(shape, rope_scaling=scaling))
     assert expected is not None
     if not torch.allclose(factors, expected, rtol=GREATEST_ERROR, atol=0):
-        raise HubError(f"{keys.header.file}: {FREQUENCIES} is none that Llama-3's scaling gives: it is not supported")
+        raise HubError(
+            f"{keys.header.file}: {FREQUENCIES} does not follow from Llama-3's scaling, and no other is supported"
+        )
     return scaling

@@ -99,7 +99,7 @@ def ungguffable(shape: ModelShape) -> str:
     """Return why llama.cpp cannot compute the shape as we do, as a sentence. Empty = it can."""
     known = [family for architecture in ARCHITECTURES.values() for family in architecture.families]
     if shape.family not in known:
-        return f"a GGUF file of family {shape.family} is not written: {', '.join(known)} are"
+        return f"a GGUF file cannot hold family {shape.family} (supported: {', '.join(known)})"
     unwritable_reason = unwritable(shape)
     unsupported_part = "" if unwritable_reason else _unsupported_part(shape)
     return f"{unsupported_part}: take a Hugging Face directory" if unsupported_part else unwritable_reason

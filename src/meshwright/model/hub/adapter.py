@@ -180,7 +180,7 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
     config = adapter_config(folder)
     lora = lora_shape(config, folder)
     if 0 < widest < lora.rank:
-        raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} is more than the {widest} that are taken here")
+        raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} exceeds the limit of {widest}")
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in read_header(folder / WEIGHTS).items()}
     if widest:  # before anything is padded to the largest rank
         _check_room(folder, stored, lora.rank)
@@ -197,8 +197,8 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
         wanted = {"a", "b", "magnitude"} if lora.dora else {"a", "b"}
         if any(read) and any(set(parts) != wanted for parts in read):
             raise HubError(
-                f"{folder}: not all of {', '.join(PARTS[part] for part in sorted(wanted))} are there for "
-                f"{next(iter(binding.theirs))}, or for only some of its experts: save the adapter again"
+                f"{folder}: {next(iter(binding.theirs))}, or one of its experts, lacks some of "
+                f"{', '.join(PARTS[part] for part in sorted(wanted))}: save the adapter again"
             )
         if any(read):
             _check_sizes(folder, binding, read, shape, lora.rank)

@@ -46,7 +46,9 @@ def _full_every(entries: Entries, key: str, absent: int, other: str = "sliding_a
     every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
     for layer, kind in enumerate(types):
         if (kind == "full_attention") != ((layer + 1) % every == 0):
-            raise entries.fail(f"layer_types: layer {layer} is {kind}, where every {every}th layer sees all")
+            raise entries.fail(
+                f"layer_types: layer {layer} is {kind}, but every {every}th layer must be full_attention"
+            )
     return every
 
 

@@ -102,9 +102,7 @@ class BitsAndBytes:
                 continue
             found_schemes = {_read_scheme(entries, stored, their, binding.theirs[their]) for their in coded}
             if len(found_schemes) > 1 or len(coded) < len(binding.theirs):
-                raise HubError(
-                    f"{folder}: {coded[0]} and its like have codes of several layouts, and are one stack here"
-                )
+                raise HubError(f"{folder}: {coded[0]} and the matrices stacked with it have codes of several layouts")
             schemes |= dict.fromkeys(binding.ours, found_schemes.pop())
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         if not schemes:
@@ -263,9 +261,9 @@ def _read_scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size
     known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
     for key, expected in known.items():
         if state.get(key) != expected:
-            raise HubError(f"{stored[name].file}: {name} has {key}={state.get(key)!r} where {expected!r} is read")
+            raise HubError(f"{stored[name].file}: {name} has {key}={state.get(key)!r} (supported: {expected!r})")
     if state.get("blocksize") not in BLOCKS:
-        raise HubError(f"{stored[name].file}: {name} has blocks of {state.get('blocksize')}, and {BLOCKS} are read")
+        raise HubError(f"{stored[name].file}: {name} has blocks of {state.get('blocksize')} (supported: {BLOCKS})")
     scheme = replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(state["blocksize"]))
     return scheme if codes == "nf4" else replace(scheme, name=f"{codes}{'-double' * nested}", codes=codes)
 
@@ -288,7 +286,9 @@ def _read_state(stored: Mapping[str, Stored], name: str) -> tuple[Codes, dict[st
 def _check_table(stored: Mapping[str, Stored], name: str, known: Sequence[float]) -> None:
     """Raise HubError if codes stand for other numbers than ours."""
     if not torch.equal(stored[name].read(), torch.tensor(known, dtype=torch.float32)):
-        raise HubError(f"{stored[name].file}: {name} holds other numbers than bitsandbytes' own: it is not read")
+        raise HubError(
+            f"{stored[name].file}: {name} holds other numbers than bitsandbytes writes, which is not supported"
+        )
 
 
 def _decode_matrix(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:

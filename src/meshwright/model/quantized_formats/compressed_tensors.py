@@ -127,9 +127,7 @@ class CompressedTensors:
                 raise HubError(f"{folder}: codes of {shape.family}, whose matrices are stored transposed, are not read")
             found_schemes = {_matching_scheme(entries, groups, stored, their, binding.theirs[their]) for their in coded}
             if len(found_schemes) > 1:
-                raise HubError(
-                    f"{folder}: {coded[0]} has codes of another layout than those that are one stack with it"
-                )
+                raise HubError(f"{folder}: {coded[0]} has codes of another layout than the matrices stacked with it")
             schemes |= dict.fromkeys(binding.ours, found_schemes.pop())
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         if not schemes:
@@ -337,7 +335,7 @@ def _group_scheme(group: Entries, layout: str) -> Scheme:
         size = sides[0] if isinstance(sides, list) and sides and isinstance(sides[0], int) else 0
         if sides != [size, size] or size not in GROUPS:
             raise weights.fail(
-                f"block_structure={sides} is not read: square blocks of {', '.join(map(str, GROUPS))} are"
+                f"block_structure={sides} is not supported (supported: square blocks of {', '.join(map(str, GROUPS))})"
             )
     if inputs is not None:
         inputs.allow("num_bits", (8,))
@@ -349,7 +347,7 @@ def _group_scheme(group: Entries, layout: str) -> Scheme:
     activations: Activations = "same" if inputs is None else "fp8" if kind == "e4m3" else "int8"
     like = SCHEMES["fp8" if kind == "e4m3" else "int8" if bits == 8 else "int4-rtn"]
     if bits not in BITS:
-        raise weights.fail(f"num_bits={bits} is not read: {', '.join(map(str, BITS))} are; {REMEDY}")
+        raise weights.fail(f"num_bits={bits} is not supported (supported: {', '.join(map(str, BITS))}); {REMEDY}")
     zeros: Zeros = "fixed" if weights.flag("symmetric", True) else "whole"
     return Scheme(
         name=f"{kind}{bits}", about="as read", bits=bits, codes=kind, zeros=zeros,

@@ -103,12 +103,14 @@ class GPTQFiles(PackedLinears):
         key = "checkpoint_format" if "checkpoint_format" in entries else "format"  # GPTQModel writes both
         layout = entries.text(key, "gptq")
         if layout not in ("gptq", "gptq_v2"):
-            raise entries.fail(f"{key}={layout!r} is not read, gptq and gptq_v2 are: {ORIGINAL}")
+            raise entries.fail(f"{key}={layout!r} is not supported (supported: gptq and gptq_v2): {ORIGINAL}")
         for other in ("is_marlin_format", "lm_head"):
             if entries.raw(other, False):
                 raise entries.fail(f"{other}=true is not read: write the model again without it, or {ORIGINAL}")
         if entries.raw("pack_dtype", "int32") not in ("int32", "torch.int32"):
-            raise entries.fail(f"pack_dtype={entries.raw('pack_dtype')!r} is not read: int32 is; {ORIGINAL}")
+            raise entries.fail(
+                f"pack_dtype={entries.raw('pack_dtype')!r} is not supported (supported: int32): {ORIGINAL}"
+            )
         bits, group = self.widths(entries)
         others = any(isinstance(rule, dict) and rule.get("sym") is False for rule in _matrix_rules(entries))
         symmetric = entries.flag("sym", True) and not others  # if some matrices have zeros, those of all are read

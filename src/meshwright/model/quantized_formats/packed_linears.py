@@ -155,7 +155,7 @@ class PackedLinears(ABC):
             }
             if len(found_schemes) > 1:
                 first, *_, last = binding.theirs
-                raise HubError(f"{folder}: {first} to {last} have codes of several layouts, and are one stack here")
+                raise HubError(f"{folder}: {first} to {last} are stacked here, but have codes of several layouts")
             schemes |= dict.fromkeys(binding.ours, found_schemes.pop())
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no qweight")
@@ -168,7 +168,9 @@ class PackedLinears(ABC):
     def _checked(self, folder: Path, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
         """Raise HubError for a matrix whose codes do not fill whole words."""
         if size[1] % 32 or size[0] % self.outputs:
-            raise HubError(f"{folder}: {name} is {list(size)}, of which {self.name} makes no whole words of 32 bits")
+            raise HubError(
+                f"{folder}: {name} is {list(size)}, whose codes do not fill whole words of 32 bits in {self.name}"
+            )
         return size
 
     def _as_stored(self, planned: list[Planned], stored: Mapping[str, Stored]) -> list[Planned]:

@@ -55,7 +55,9 @@ def open_quantized(folder: HubFolder) -> QuantizedModel:
     config = quantization(folder.path)
     reader = _formats().get(str(config.get("quant_method")))
     if reader is None:
-        raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(_formats())})")
+        raise HubError(
+            f"{folder.path} is quantized in a format that is not supported (supported: {', '.join(_formats())})"
+        )
     files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a symbolic link may be dangling
     check_numbers(folder.path, folder.shape, CODES_OF_A_BYTE * sum(file.stat().st_size for file in files))
     return reader.described(folder.path, folder.shape, folder.dtype, config)
