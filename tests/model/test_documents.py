@@ -16,7 +16,7 @@ MODELS = {name: model(name).eval() for name in KINDS}
 @few
 @given(lengths=lengths_of_documents, data=st.data())
 def test_changing_one_document_changes_nothing_in_another(name: str, lengths: list[int], data: st.DataObject) -> None:
-    """Not a bit of the logits of the others, in all families; those with experts multiply other rows together."""
+    """Logits of other documents stay equal to the bit, except where experts multiply other rows together."""
     chosen = data.draw(st.integers(0, len(lengths) - 1))
     documents, positions = packed(lengths, rows=2)
     transformer, inside = MODELS[name], documents[0] == chosen

@@ -48,7 +48,7 @@ def adapted(name: str, lora: LoRAShape = PLAIN) -> tuple[Transformer, Transforme
 
 
 def right_gradients(adapted_model: Transformer, whole: Transformer) -> dict[str, Tensor]:
-    """By the chain rule from those of the matrices put together."""
+    """Return gradients by the chain rule from those of the merged matrices."""
     right, scale = {}, PLAIN.scale
     for parameter in parameters(adapted_model.shape):
         if parameter.adapts and parameter.name.endswith("lora.a"):
@@ -64,7 +64,7 @@ def right_gradients(adapted_model: Transformer, whole: Transformer) -> dict[str,
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_computes_and_learns_as_the_sum(name: str, split: bool) -> None:
-    """Also where products with weights are left for later, as zero-bubble pipelines do."""
+    """This holds with deferred weight gradients too, as zero-bubble pipelines use them."""
     adapted_model, whole = adapted(name)
     ids = tokens(2, 13)
     expected = whole.loss(ids[:, :-1], ids[:, 1:]).cross_entropy
@@ -144,7 +144,7 @@ def test_a_frozen_weight_costs_its_bytes_and_stays() -> None:
 
 
 def test_dropout_is_of_the_adapter_alone() -> None:
-    """Without one's sum the model says the same whatever is dropped; in evaluation nothing is."""
+    """Without the adapter's sum, dropout changes nothing. In evaluation there is none."""
     lora = replace(PLAIN, dropout=0.5)
     adapted_model, whole = adapted("llama-3.1-8b", lora)
     ids = tokens(2, 13)

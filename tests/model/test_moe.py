@@ -52,7 +52,10 @@ def choice(moe_layer: MoE, token: Tensor) -> tuple[list[int], list[float], list[
 
 
 def act(moe_layer: MoE, up: Tensor, gate: Tensor | None) -> Tensor:
-    """As Shazeer 2020 (arXiv:2002.05202) with a gate, and as Hendrycks and Gimpel (arXiv:1606.08415) without."""
+    """Apply the activation.
+
+    Shazeer 2020 (arXiv:2002.05202) with a gate, Hendrycks and Gimpel (arXiv:1606.08415) without.
+    """
     if gate is not None:
         return up * gate * gate.sigmoid()
     if moe_layer.experts.approximate == "tanh":

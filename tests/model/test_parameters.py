@@ -18,7 +18,7 @@ GOLDEN = 4326946535274743962
 
 @pytest.mark.parametrize("name", [name for name in presets.model_names() if not presets.model(name).plan_only])
 def test_names_shapes_and_order_are_the_inventorys(name: str) -> None:
-    """Of every preset: shrunk, in memory; at its full size, without any."""
+    """Checked for every preset: shrunk in memory, and at full size without memory."""
     small = build(shrink(name))
     assert [(n, tuple(p.shape)) for n, p in small.named_parameters()] == inventory(small.shape)
     assert sum(p.numel() for p in small.parameters()) == num_parameters(small.shape)
@@ -136,7 +136,7 @@ def test_a_box_is_drawn_as_it_stands_in_the_whole(monkeypatch: pytest.MonkeyPatc
 
 
 def test_they_are_drawn_on_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on the CPU and then copied, 10 s per billion. Without a GPU: which devices are asked for, and the pieces."""
+    """Drawing on the CPU and copying took 10 s per billion. Without a GPU the test checks devices and pieces."""
     asked: list[str] = []
     real = torch.Generator
 

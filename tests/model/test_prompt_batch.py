@@ -16,7 +16,7 @@ CONTINUATIONS = [[[4], [5, 6, 7]], [[9, 9]], [[1], [2], [3]], [[8, 1, 2, 5, 9, 1
 
 
 def alone(transformer: Transformer, prompt: list[int], text: list[int]) -> tuple[float, bool]:
-    """By one whole forward pass."""
+    """Score a text by one whole forward pass."""
     with torch.no_grad():
         logits = transformer(torch.tensor([prompt + text]))[0, len(prompt) - 1 : -1].double()
     logs, wanted = logits.log_softmax(-1), torch.tensor(text)

@@ -64,7 +64,7 @@ class Running:
 
     @property
     def lines(self) -> list[str]:
-        """Of the log so far."""
+        """Lines of the log so far."""
         assert self._log is not None
         return Path(self._log.name).read_text().splitlines()
 
@@ -115,7 +115,7 @@ class Running:
 
 
 def lives(process: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
+    """Return True if a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -150,7 +150,7 @@ def running(
 
 
 def asked_once(server: HttpServer, *questions: tuple[str, Any]) -> list[Any]:
-    """What a server that was not started answers to (path, body), one after the other; then it is stopped."""
+    """Return the answers of a server that was not started to each (path, body), then stop it."""
     ready, announce = threading.Event(), server._on_ready
 
     def announced(started: HttpServer) -> None:
@@ -182,7 +182,7 @@ def _own_engine() -> ServingEngine:
 
 
 def answers(prompt: Sequence[int], **options: Any) -> list[Any]:
-    """What an engine of its own makes of a prompt."""
+    """Return what a separate engine generates for a prompt."""
     asked = _own_engine().add(prompt, RequestOptions(**options))
     _own_engine().run([asked])
     return asked.answers

@@ -45,7 +45,7 @@ def write(folder: Path, seed: int, rank: int = 3, **changed: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In `in`: a, b, c and others; beside it one that nobody may load."""
+    """Make folders: in `in` the adapters a, b, c and others; beside it one that nobody may load."""
     root = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("a", "b", "group/c")):
         write(root / "in" / name, seed)

@@ -129,7 +129,7 @@ def test_adapters_of_runs_are_those_that_are_merged(runs: Path) -> None:
 def test_one_adapter_of_generate_and_chat(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a run and of PEFT: the answers are those of the model that was fine-tuned, and the base is itself again."""
+    """Adapters of a run and of PEFT give the answers of the fine-tuned model, and the base is unchanged after."""
     asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0}
     base, right = mw.load(runs / "base"), mw.load(runs / "first").generate("def f1(", **asked)
     plain = base.generate("def f1(", **asked)

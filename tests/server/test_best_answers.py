@@ -73,7 +73,7 @@ def test_beams_leave_no_block_behind(server: Running, client: openai.OpenAI) -> 
 
 
 def test_the_best_of_several_are_the_likeliest(client: openai.OpenAI) -> None:
-    """By the mean of their tokens' log-probabilities; all that were made are counted."""
+    """Answers rank by the mean of their tokens' log-probabilities. Usage counts all that were generated."""
     completion = client.completions.create(
         prompt=[PROMPT, "a"], n=2, best_of=5, temperature=1.5, seed=4, logprobs=0, echo=True, **ASKED
     )

@@ -14,7 +14,7 @@ from tests.server.running import KEYS, NAME, Running, letters, running, small
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-"""What the model of these tests repeats: nothing of it may become a part of the page."""
+"""Text that the model of these tests repeats. None of it may become a part of the page."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_a_conversation(browser: Browser, server: Running) -> None:
 
 @in_browser
 def test_what_is_said_is_text(browser: Browser, server: Running) -> None:
-    """From both sides: the model repeats markup, token by token."""
+    """User and model both send markup, the model token by token."""
     tokenizer = letters()
     ids = tokenizer.begin(MARKUP)
     model = small()
@@ -206,7 +206,7 @@ def test_refusals_are_shown(browser: Browser, server: Running) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 500, 1300])
 def test_it_fits(browser: Browser, server: Running, width: int, dark: bool) -> None:
-    """Nothing is wider than the window, and text can be read."""
+    """No element is wider than the window, and all text is legible."""
     opened(browser, server, width, dark=dark)
     browser.evaluate("at('temperature').value = 0; at('tokens').value = 100")
     write(browser, "w" * 90)

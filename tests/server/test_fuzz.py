@@ -129,7 +129,7 @@ def test_bodies_made_to_be_slow(server: Running, data: bytes) -> None:
 
 
 def rubbish(server: Running, chance: random.Random) -> None:
-    """One connection that misbehaves in one way."""
+    """Open a connection that misbehaves in one way."""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n".encode()
     long = json.dumps({"prompt": "y", "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True}).encode()
     ways = [

@@ -1,4 +1,4 @@
-"""What every request passes: keys on every route, hosts, origins, sizes of headers; and what answers carry."""
+"""Gate of every request: keys on all routes, hosts, origins, sizes of headers; and headers of answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +124,7 @@ def test_many_headers(server: Running) -> None:
 
 
 def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind the one that fits, and always all bytes of a digest."""
+    """Comparison continues after a match, and always covers all bytes of a digest."""
     import hmac
 
     compared: list[tuple[bytes, bytes]] = []

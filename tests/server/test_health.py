@@ -1,4 +1,4 @@
-"""Whether the server says what it can do: while the model loads, when the engine fails, and when it hangs."""
+"""Health of the server while the model loads, when the engine fails, and when it hangs."""
 
 import threading
 import time
@@ -109,7 +109,7 @@ def test_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_whose_step_outlasts_the_server_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be said to them at the end would meet their step, and wait without end."""
+    """A last message would arrive in the middle of their step, and be waited for without end."""
     monkeypatch.setattr(http_server, "LAST_SECONDS", 0.2)
     ranks, begun, go = SimpleNamespace(broken=False), threading.Event(), threading.Event()
     with running(limits=ServerLimits(drain_seconds=0.1)) as server:

@@ -34,14 +34,14 @@ def client(server: Running) -> openai.OpenAI:
 
 
 def ids_of(kind: str) -> list[int]:
-    """Of the prompt that `ask` sends."""
+    """Return the ids of the prompt that `ask` sends."""
     if kind == "completion":
         return TOKENIZER.begin(PROMPT)
     return chat_prompt(TOKENIZER, template_of(TOKENIZER), MESSAGES)
 
 
 def ask(client: openai.OpenAI, kind: str, **options: Any) -> Any:
-    """One request; what the client's methods do not name goes into extra_body."""
+    """Send one request. Options that the client does not know go into extra_body."""
     options = {"model": NAME, "max_tokens": 8, "temperature": 0, **options}
     extra = {name: options.pop(name) for name in EXTRA & options.keys()}
     if kind == "completion" and "response_format" in options:
@@ -62,7 +62,7 @@ def texts(answer: Any) -> list[str]:
 
 
 def engine_answers(kind: str, **options: Any) -> list[Any]:
-    """What an engine of its own answers."""
+    """Return the answers of a separate engine."""
     return answers(ids_of(kind), **{"max_new_tokens": 8, **options})
 
 
@@ -86,7 +86,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"logit_bias": {END: 100.0}, "ignore_end": True},
     ),
 }  # fmt: skip
-"""What is asked of the server, and of the engine itself."""
+"""Options of a request -> the same for the engine itself."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,7 +263,7 @@ def test_echo(client: openai.OpenAI, stream: bool, kind_of_prompt: str) -> None:
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
-    """As evaluation harnesses ask: no new token, and log-probabilities of what is there."""
+    """Evaluation harnesses ask for log-probabilities of the prompt and no new token."""
     choice = ask(client, "completion", echo=True, max_tokens=0, logprobs=1).choices[0]
     ids = TOKENIZER.begin(PROMPT)
     assert choice.text == PROMPT and choice.finish_reason == "length" and len(choice.logprobs.tokens) == len(ids)

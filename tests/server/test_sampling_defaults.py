@@ -33,7 +33,7 @@ QUESTIONS = {
 
 @cache
 def answered(served: bool) -> dict[str, Any]:
-    """By the words of QUESTIONS; `served`: by a server whose model has such a file."""
+    """Return the answers to QUESTIONS. `served`: by a server whose model has such a file."""
     hosted = replace(small(), sampling=sampling_defaults(GENERATION) if served else {})
     server = HttpServer(NAME, lambda: hosted, ServerOptions(port=0), EXACT)
     asked = [(f"/v1/{route}", body) for route, body in QUESTIONS.values()]

@@ -26,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Served:
-    """What one command line gave."""
+    """Results of one command line."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []

@@ -39,7 +39,7 @@ def answered() -> list[Any]:
 
 
 def utf8(token: int) -> bytes:
-    """What the vocabulary says of a token."""
+    """Return the vocabulary's bytes of a token."""
     name = next(name for name, id in TOKENIZER._library.get_vocab().items() if id == token)
     return bytes([token - 3]) if 3 <= token < 259 else name.replace("\u2581", " ").encode()
 
@@ -81,7 +81,7 @@ def test_spelled_behind_others(ids: list[int]) -> None:
 
 
 def test_special_tokens_are_left_out_of_texts_unless_they_are_wanted() -> None:
-    """As vLLM's skip_special_tokens, which is true by default; `tokenizers` says which tokens those are."""
+    """vLLM's skip_special_tokens is true by default. `tokenizers` tells which tokens are special."""
     messages = [{"role": "user", "content": PROMPT}]
     drawn = {**ASKED, "logit_bias": {"1": 4}}  # <s> is drawn often
     bodies: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a streamed token costs, counted: messages, bytes and calls of Python functions in both processes."""
+"""Cost of a streamed token, counted: messages, bytes and calls of Python functions in both processes."""
 
 import asyncio
 import json
@@ -33,15 +33,15 @@ from meshwright.server.server_metrics import ServerMetrics
 
 STREAMS = 64
 ENGINE_CALLS = 0.5
-"""Of Python functions for each token, in the engine's process, beside those of the engine's own step."""
+"""Calls of Python functions per token in the engine's process, without those of the engine's step."""
 FRONT_CALLS = 8
-"""For each token of a stream, in the HTTP process, from the message to the socket."""
+"""Calls per token of a stream in the HTTP process, from the message to the socket."""
 BYTES = 12
-"""Of the message of a step for each token."""
+"""Bytes per token in the message of a step."""
 
 
 def calls(function: Callable[[], Any]) -> int:
-    """Of Python functions while it runs, its own among them."""
+    """Count the calls of Python functions while it runs, including its own."""
     count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -74,7 +74,7 @@ class Sent:
 
 
 def test_the_engines_process() -> None:
-    """One message a step, whatever number of requests it has."""
+    """The engine sends one message per step, whatever the number of requests."""
     hosted, sent = null_model(0.0, 0.0), Sent()
     assert hosted.tokenizer is not None
     options = EngineOptions(cache_bytes=2**24, most_sequences=STREAMS, most_tokens=4096, packed=False, compiled=False)
@@ -110,7 +110,7 @@ def test_numbers_of_answers_begin_anew() -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_http_process(chat: bool) -> None:
-    """Each stream is written to once a step, and what it gets is what the whole document would say."""
+    """Each stream is written once per step, and receives what the complete document has."""
     asyncio.run(_front(chat))
 
 
@@ -148,7 +148,7 @@ async def _front(chat: bool) -> None:
 
 
 def _stream(streams: ExitStack, link: EngineLink, tokenizer: Tokenizer, chat: bool) -> list[bytes]:
-    """What is written to one client from now on."""
+    """Record what is written to one client from now on."""
     pieces = list[bytes]()
     transport = SimpleNamespace(write=pieces.append, is_closing=lambda: False)
     connection: Any = StreamedConnection.__new__(StreamedConnection)

@@ -49,7 +49,7 @@ def joined(chunks: Any) -> tuple[str, list[dict[str, Any]], str]:
 
 
 def whole(answer: Any) -> tuple[str, list[dict[str, Any]], str]:
-    """The same of an answer that came at once."""
+    """Return the same of a complete answer."""
     message = answer.choices[0].message
     calls = message.tool_calls or ()
     assert message.content or calls
@@ -61,7 +61,7 @@ def whole(answer: Any) -> tuple[str, list[dict[str, Any]], str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_calls(client: openai.OpenAI, stream: bool) -> None:
-    """As it wants: held by a regular expression to one call, two, and words before them."""
+    """A regular expression makes the model call once, twice, or after words."""
     for regex, number in ((CALL, 1), (CALL + CALL, 2), ("(yes|no) " + CALL, 1)):
         answer = asked(client, regex=regex, stream=stream)
         content, calls, reason = joined(answer) if stream else whole(answer)

@@ -33,7 +33,7 @@ with running(keys=()) as server:
 
 
 def refuses(port: int) -> bool:
-    """Whether nobody listens."""
+    """Return True if nobody listens on the port."""
     with socket.socket() as attempt:
         return attempt.connect_ex(("127.0.0.1", port)) != 0
 
@@ -88,7 +88,7 @@ def test_an_http_process_that_is_killed_ends_the_server() -> None:
 
 
 def test_signals_to_a_group_of_processes_are_the_engines_to_handle() -> None:
-    """As Ctrl-C in a terminal: the other process continues until it is asked to end."""
+    """Ctrl-C in a terminal reaches both processes. The HTTP process continues until told to end."""
     with running() as server:
         for process in server.processes:
             for number in (signal.SIGINT, signal.SIGTERM):

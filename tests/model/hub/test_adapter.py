@@ -68,7 +68,7 @@ def test_peft_gives_the_same_logits(tmp_path: Path, name: str, form: str) -> Non
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "qwen3-30b-a3b", "deepseek-v3"])
 def test_what_is_written_is_read_again(tmp_path: Path, name: str, form: str) -> None:
-    """As the same matrices B A: modules that are several of ours come back with a larger rank."""
+    """The products B A are equal. Modules that are several of ours come back with a larger rank."""
     ours = written(tmp_path, name, **FORMS[form])
     shape, loaded = load_adapter(tmp_path / "adapter", ours.shape.base)
     assert shape.lora is not None and ours.shape.lora is not None
@@ -215,7 +215,7 @@ def test_a_module_without_a_rank_is_refused(tmp_path: Path, sizes: tuple[tuple[i
 
 
 def test_patterns_of_modules_are_matched_as_peft_matches_them(tmp_path: Path) -> None:
-    """By their ends, or as patterns: of the first that fits."""
+    """The first key that fits counts, as the end of a name or as a pattern."""
     adapted_model = written(tmp_path, "llama-3.1-8b")
     path = tmp_path / "adapter" / "adapter_config.json"
     plain = load_adapter(tmp_path / "adapter", adapted_model.shape.base)[1]

@@ -45,7 +45,7 @@ def tiny(**changes: Any) -> ModelShape:
 
 
 def v5(config: dict[str, Any]) -> dict[str, Any]:
-    """The same in the keys of v5 alone."""
+    """Return the config in the keys of v5 alone."""
     others = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     scaling = config.get("rope_scaling") or {"rope_type": "default"}
     return {

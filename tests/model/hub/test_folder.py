@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_a_tokenizer_without_a_first_mark_is_given_none(tmp_path: Path) -> None:
-    """As Qwen's: a template that begins with bos_token would write another prompt than was trained."""
+    """A template that begins with bos_token (Qwen) would write another prompt than in training."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     Tokenizer.shipped().save(theirs)
@@ -170,7 +170,7 @@ def test_what_is_no_directory_is_refused_in_one_line(content: str | None, words:
 
 
 def test_folders_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
-    """In the middle of a long file, as where an adapter was merged: what a teacher said is found by it."""
+    """A merged adapter changes the middle of a long file. Stored outputs of a teacher are found by the fingerprint."""
     shape = ModelShape(vocab=256, layers=3, hidden=256, heads=2, ffn=512, max_positions=64)
     exported(tmp_path / "out", shape, tokenizer=None)
     before = import_folder(tmp_path / "out").fingerprint()

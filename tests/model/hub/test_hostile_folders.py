@@ -55,7 +55,7 @@ def header(make: Callable[[Header, int], Header | bytes], more: int = 0) -> Chan
 
 
 def first(key: str, value: Any) -> Change:
-    """Of the first tensor."""
+    """Change an entry of the first tensor."""
 
     def make(entries: Header, _: int) -> Header:
         next(entry for name, entry in entries.items() if name != "__metadata__")[key] = value
@@ -187,7 +187,7 @@ WAYS = {
 
 
 def places(document: Any) -> Iterator[tuple[Any, ...]]:
-    """Where entries of a document stand, of lists the first three."""
+    """Yield the paths of entries in a document, in lists the first three."""
     rows = list(
         document.items()
         if isinstance(document, dict)
@@ -211,7 +211,7 @@ def damaged(document: Any, path: tuple[Any, ...], value: Any) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", *WAYS])
 def test_an_entry_of_any_other_kind_is_read_or_refused(name: str, tmp_path: Path) -> None:
-    """Of each file, and of a quantized folder's config in each format: never an error that is not of this package."""
+    """Every file, and a quantized folder's config in each format, leads to an error of this package or to none."""
     folder, file = tmp_path / "hf", "config.json" if name in WAYS else name
     exported(folder, WIDE)
     if name in WAYS:
@@ -226,7 +226,7 @@ def test_an_entry_of_any_other_kind_is_read_or_refused(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("name", WAYS)
 def test_numbers_of_8_bits_without_a_scale_are_refused(name: str, tmp_path: Path) -> None:
-    """In each format of codes, where wider numbers belong: what they stand for is not known."""
+    """Without a scale their values are unknown. Every format refuses them where wider numbers belong."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -242,7 +242,7 @@ def test_numbers_of_8_bits_without_a_scale_are_refused(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("damage", ["without scales", "too few scales", "numbers in place of codes"])
 def test_a_matrix_of_8_bits_that_lost_its_scales_is_refused_by_name(damage: str, tmp_path: Path) -> None:
-    """Without one it was taken for a matrix of plain numbers, hundreds of times too large."""
+    """It was once read as plain numbers, hundreds of times too large."""
     import torch
     from safetensors.torch import load_file, save_file
 

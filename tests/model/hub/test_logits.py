@@ -78,7 +78,7 @@ def test_our_directory_gives_the_same_logits_and_greedy_tokens_there(name: str, 
 def test_positions_of_training_beside_the_rotary_settings(
     name: str, spelling: str, inside: int | None, tmp_path: Path
 ) -> None:
-    """As Phi-3 and files of other tools have them; transformers takes them before those inside."""
+    """Phi-3 and other tools write them there. transformers prefers them to those inside."""
     peer(name).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
@@ -144,7 +144,7 @@ def test_a_trained_export_generates_the_same_greedy_text_there(tmp_path: Path) -
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "deepseek", "gpt2"])
 @pytest.mark.parametrize("tokenizer", [Tokenizer.shipped(), Tokenizer.bytes()], ids=["bpe", "bytes"])
 def test_the_exported_tokenizer_gives_the_same_ids_there(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Not qwen2: its AutoTokenizer in v5 splits by Qwen's own pattern whatever tokenizer.json says."""
+    """qwen2 is left out: its AutoTokenizer in v5 splits by Qwen's pattern, whatever tokenizer.json says."""
     peer(family).save_pretrained(tmp_path / "theirs")
     shape = replace(import_folder(tmp_path / "theirs").shape, vocab=tokenizer.vocab)
     template = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
