@@ -10,7 +10,7 @@ import pytest
 import meshwright as mw
 from meshwright.data import Tokenizer
 from meshwright.server.http_server import HttpServer
-from meshwright.server.sampling_defaults import sampling_defaults
+from meshwright.server.request_fields import sampling_defaults
 from meshwright.server.server_options import ServerOptions
 from tests.server.running import EXACT, NAME, asked_once, small
 from tests.train.test_weights import SHAPES, directory

@@ -201,7 +201,7 @@ class TrainedModel:
     ) -> HostedModel:  # fmt: skip
         """As a server takes it, under the name that requests say. `draft`: what guesses for it; `adapters`: as
         `engine`; `generation_config`: as `serve`."""
-        from meshwright.server.sampling_defaults import sampling_defaults
+        from meshwright.server.request_fields import sampling_defaults
 
         return HostedModel(
             name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),

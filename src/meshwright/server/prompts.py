@@ -9,8 +9,7 @@ from meshwright.server.access import Tenant
 from meshwright.server.api_error import bad_request
 from meshwright.server.engine_task import EngineTask
 from meshwright.server.model_card import ModelCard
-from meshwright.server.request_fields import AnswerFields, CompletionFields
-from meshwright.server.sampling_defaults import LENGTH
+from meshwright.server.request_fields import LENGTH, AnswerFields, CompletionFields
 from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError
 

@@ -1,8 +1,9 @@
-"""Fields of a completion request, and those that it shares with a chat. Every field is honoured."""
+"""Fields of a completion request, those that it shares with a chat, and their defaults. Every field is honoured."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from meshwright.serve.request_options import LONGEST_STOP, MOST_LOGPROBS, MOST_STOPS
 from meshwright.server.api_error import bad_request
@@ -18,6 +19,9 @@ MOST_CHOICES = 256
 Choice = Annotated[str, Field(min_length=1, max_length=1024)]
 DRAWN: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Fields of sampling -> values that ask for nothing."""
+LENGTH: Final = "max_new_tokens"
+"""Default length of answers in a generation_config.json."""
+_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class StreamFields(CheckedFields):
@@ -228,3 +232,25 @@ def _check_best(fields: AnswerFields) -> None:
 
 def _literal(text: str) -> str:
     return "".join(f"\\{character}" if character in r"\.+*?()|[]{}^$" else character for character in text)
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that a request could state (vLLM, `ModelConfig.get_diff_sampling_param`)."""
+    defaults = {name: generation[name] for name in _SAMPLING if _is_valid(name, generation.get(name))}
+    length = generation.get(LENGTH)
+    return defaults | ({LENGTH: length} if type(length) is int and length > 0 else {})
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        return value is not None and bool(AnswerFields.model_validate({name: value}))
+    except ValidationError:
+        return False
+
+
+def with_defaults(body: Mapping[str, Any], sampling: Mapping[str, float]) -> dict[str, Any]:
+    """Fill the defaults into a body, except for beams, which draw no tokens."""
+    stated = {name: content for name, content in body.items() if content is not None}
+    if stated.get("use_beam_search"):
+        return stated
+    return {name: default for name, default in sampling.items() if name != LENGTH} | stated

@@ -29,9 +29,8 @@ from meshwright.server.event_stream import send_events, wait_for_all, watch_clie
 from meshwright.server.model_card import ModelCard
 from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.prompts import build_tasks
-from meshwright.server.request_fields import AnswerFields, CompletionFields, DetokenizeFields
+from meshwright.server.request_fields import AnswerFields, CompletionFields, DetokenizeFields, with_defaults
 from meshwright.server.request_log import RequestRecord, Write
-from meshwright.server.sampling_defaults import with_defaults
 from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.server.tool_use import tool_use
