@@ -87,7 +87,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read the header of one file, which may be a part. Raises HubError for an unreadable or other file."""
+    """Read the header of one file, which may be a part of several. Raises HubError for an unsupported file."""
     if not path.is_file():
         raise HubError(f"{path} is no file: give a .gguf")
     with open(path, "rb") as file:

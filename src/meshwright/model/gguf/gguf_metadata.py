@@ -33,7 +33,7 @@ GREATEST_ERROR = 1e-5
 
 
 def context_of(shape: ModelShape) -> int:
-    """Return the longest sequence without a sliding window, which llama.cpp lacks in these architectures."""
+    """Return the longest sequence that needs no sliding window, which llama.cpp lacks in these architectures."""
     windowed = shape.window and shape.window_from_layer < shape.layers
     return min(shape.max_positions, shape.window) if windowed else shape.max_positions
 

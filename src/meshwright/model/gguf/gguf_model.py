@@ -66,7 +66,10 @@ class GGUFModel:
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter by our names, restored and cast. Raises HubError unless all numbers are finite."""
+        """Yield every parameter by our names, restored and cast.
+
+        Raises HubError if codes restore to NaN or infinity.
+        """
         for binding in self.bound:
             stored = [self.header.tensors[name] for name in binding.theirs]
             tensors = [decode(blocks.kind.name, blocks.read()).view(blocks.size) for blocks in stored]

@@ -115,7 +115,7 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
 
 
 def _unknown_keys(config: Mapping[str, object], understood: Iterable[str]) -> dict[str, object]:
-    """Return the entries that no reader handles and that are not harmless. null, false and empty ones switch off."""
+    """Return entries that no reader handles and that are not harmless, except null, false and empty ones."""
     known = _HARMLESS_KEYS | set(understood)
     return {
         key: value

@@ -79,7 +79,7 @@ def decoded_weights(
 def decoded_parts(
     folder: Path, model: QuantizedModel, wanted: Wanted = every
 ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:  # fmt: skip
-    """Yield parameters by our names, layer after layer, with the tensors of a matrix by name. Skips unwanted files.
+    """Yield wanted parameters by our names, layer after layer, with the tensors of a matrix by name.
 
     Raises HubError for damaged files, infinite numbers and NaN. Short sequences hide these, since torch's attention
     turns NaN queries into numbers.
