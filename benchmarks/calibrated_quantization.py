@@ -33,8 +33,8 @@ from torch import Tensor
 
 import meshwright as mw
 from benchmarks.quantization_table import Decomposed, inject, layers, trained
-from meshwright.api.quantization_budget import some_of
 from meshwright.api.quantization_text import quantization_text
+from meshwright.api.quantizing import first_batches
 from meshwright.compress import gptq
 from meshwright.compress.bit_budget import chosen, ladder
 from meshwright.compress.calibrated_model import calibrate
@@ -157,7 +157,7 @@ def uniform(model: Transformer, scheme: Scheme) -> dict[str, Scheme]:
 def mixed(model: Transformer, scheme: Scheme, batches: Sequence[Batch]) -> dict[str, Scheme]:
     """Bits of each matrix, chosen so that codes and scales have no more bytes than with one scheme for all."""
     rungs, names = ladder(scheme), list(quantizable(model.shape))
-    groups = measured_groups(model, names, rungs, some_of(batches))
+    groups = measured_groups(model, names, rungs, first_batches(batches))
     scheme_rung = next(number for number, rung in enumerate(rungs) if rung.bits == scheme.bits)
     numbers = chosen([group.choices for group in groups], sum(group.choices[scheme_rung].bytes for group in groups))
     rung_by_matrix = {name: rungs[n] for group, n in zip(groups, numbers, strict=True) for name in group.names}

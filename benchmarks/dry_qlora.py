@@ -17,7 +17,7 @@ from meshwright.spec.units import GIB
 
 def compared(model: str, cluster: str) -> dict[str, Any]:
     """Peaks, without what the planner adds for libraries."""
-    best = plan(model, cluster=cluster, tune="qlora").found.best[0]
+    best = plan(model, cluster=cluster, tune="qlora").ranking.best[0]
     planned = best.worst.total_bytes - best.worst.kinds["reserve"]
     seen = dry_run(best.plan, device="cuda")
     return {

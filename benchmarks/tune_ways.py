@@ -86,7 +86,7 @@ def tune_ours(folder: Path, way: str, precision: str) -> None:
     """`meshwright tune` as it is."""
     import meshwright.training.loop
     import meshwright.training.pretrained  # noqa: F401  # imported lazily else, behind the base of memory
-    from meshwright.api.tuning import tune
+    from meshwright.api.training_run import tune
     from meshwright.data import prepare
     from meshwright.data.numbered_rows import numbered_rows
     from meshwright.training.watch import RunInfo, StepMetrics, Watcher

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from meshwright.api.serve_planning import plan_serving
     from meshwright.api.serving_comparison import compare_serving
     from meshwright.api.sharded_serving import sharded_engine
-    from meshwright.api.training_run import train
-    from meshwright.api.tuning import tune
+    from meshwright.api.training_run import train, tune
     from meshwright.serve.engine_options import EngineOptions
     from meshwright.serve.request_options import RequestOptions
     from meshwright.serve.speculation import Speculation
@@ -58,7 +57,7 @@ __getattr__ = lazy_names(__name__, {
     "compare_serving": "api.serving_comparison",
     "rent": "api.renting", "rent_serving": "api.renting_serving",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
-    "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.tuning",
+    "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.training_run",
     "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",
     "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",

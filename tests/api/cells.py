@@ -1,8 +1,4 @@
-"""Runs a notebook's code cells in this process, in order, as a kernel would: `python -m tests.api.cells FILE.ipynb`.
-
-The last expression of a cell is shown as a notebook shows it. A kernel, and what talks to one, would add
-dozens of packages to the development tools; the notebook uses no magics, so nothing is lost. One JSON line per cell.
-"""
+"""Run a notebook's code cells in this process, in order, as a kernel would: `python -m tests.api.cells FILE.ipynb`."""
 
 import ast
 import contextlib
@@ -14,7 +10,7 @@ from typing import Any
 
 
 def run(file: Path) -> None:
-    """Print a JSON line for each code cell; an error ends it, with its cell."""
+    """Print a JSON line for each code cell. An error ends the run, with its cell."""
     scope: dict[str, Any] = {"__name__": "__main__"}
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
     for number, cell in enumerate(cells):
@@ -23,7 +19,7 @@ def run(file: Path) -> None:
 
 
 def shown(source: str, name: str, scope: dict[str, Any]) -> dict[str, str]:
-    """What a cell prints, and its last expression as text and HTML."""
+    """Return what a cell prints, and its last expression as text and HTML."""
     body = ast.parse(source, filename=name).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     value, printed = None, io.StringIO()

@@ -1,4 +1,4 @@
-"""`eval BASE --adapter NAME=DIR`, several: each against the base, which is loaded once, with the difference's noise."""
+"""`eval BASE --adapter NAME=DIR`: each adapter against the base, which is loaded once, with the noise."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 import meshwright as mw
 from meshwright.api import evaluation
-from meshwright.api.adapters_in_turn import AdaptersInTurn
+from meshwright.api.evaluation import AdaptersInTurn
 from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.spec.errors import ArgumentError
@@ -20,7 +20,7 @@ from tests.train.test_tuning import plan
 
 @pytest.fixture
 def trained(files: Path) -> Path:
-    """Two runs, of LoRA and of DoRA, and the first one's adapter for PEFT."""
+    """Train two runs, of LoRA and of DoRA, and export the first one's adapter for PEFT."""
     for name, more in (("first", ()), ("second", ("model.lora.dora=true", "recipe.learning_rate=3e-2"))):
         loop.run(plan(files, *LORA, *more, "recipe.steps=8", f"run={files / name}"))
     assert main(["export", str(files / "first"), str(files / "peft"), "--adapter"]) == 0
@@ -30,22 +30,22 @@ def trained(files: Path) -> Path:
 def test_each_adapter_is_held_against_the_base(
     trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Figures are those of each run by itself, beside those of the base by itself; the base is read once."""
+    """Figures equal those of each run alone and of the base alone. The base is read once."""
     opened: list[object] = []
-    monkeypatch.setattr(evaluation, "load", lambda *given, **named: opened.append(given) or load(*given, **named))
+    monkeypatch.setattr(evaluation, "load", lambda *args, **named: opened.append(args) or load(*args, **named))
     data = str(trained / "chat.jsonl")
     adapters = {name: trained / name for name in ("first", "second", "peft")}
-    found = mw.evaluate(trained / "hf", adapters=adapters, data=data)
+    answer = mw.evaluate(trained / "hf", adapters=adapters, data=data)
     assert len(opened) == 1
-    figures = {one.adapter: one for one in found.figures}
-    assert list(figures) == list(adapters) and found.head[0] == "adapter"
+    figures = {figure.adapter: figure for figure in answer.figures}
+    assert list(figures) == list(adapters) and answer.head[0] == "adapter"
     base = load(trained / "hf").evaluate(data).loss
-    for name, one in figures.items():
+    for name, score in figures.items():
         alone = load(trained / name).evaluate(data)
-        assert one.before is not None and one.difference is not None and one.difference.error is not None
-        assert one.before.value == pytest.approx(base, rel=1e-6)
-        assert one.value.value == pytest.approx(alone.loss, rel=1e-6) and one.verdict == "better"
-        assert one.difference.value == pytest.approx(alone.loss - base, rel=1e-3)
+        assert score.before is not None and score.difference is not None and score.difference.error is not None
+        assert score.before.value == pytest.approx(base, rel=1e-6)
+        assert score.value.value == pytest.approx(alone.loss, rel=1e-6) and score.verdict == "better"
+        assert score.difference.value == pytest.approx(alone.loss - base, rel=1e-3)
     assert figures["first"].value == figures["peft"].value != figures["second"].value
     capsys.readouterr()
     words = ["--adapter", f"first={trained / 'first'}", "--adapter", f"second={trained / 'second'}", "--data", data]
@@ -53,7 +53,7 @@ def test_each_adapter_is_held_against_the_base(
     told = capsys.readouterr().out
     assert told.startswith("BETTER  2 of 2 figures better") and "after with each adapter" in told
     assert main(["eval", str(trained / "hf"), *words, "--json"]) == 0
-    assert [one["adapter"] for one in json.loads(capsys.readouterr().out)["figures"]] == ["first", "second"]
+    assert [figure["adapter"] for figure in json.loads(capsys.readouterr().out)["figures"]] == ["first", "second"]
 
 
 def test_the_base_comes_back_to_the_bit(trained: Path) -> None:

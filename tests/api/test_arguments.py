@@ -1,4 +1,4 @@
-"""Wrong arguments of the Python interface: an exception of its own, which names the argument as Python does."""
+"""Wrong arguments of the Python interface raise an exception that names the argument."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ EIGHT = {"cluster": "h100x8"}
         ({**EIGHT, "layout": 8}, "layout=8 must be text or a list of str or a dictionary or None or a layout"),
         ({**EIGHT, "listed": 0}, "listed=0 must be at least 1"),
         ({**EIGHT, "nodes": 0}, "nodes=0 must be at least 1"),
-        ({**EIGHT, "layout": "tpp=2"}, "layout='tpp=2': 'tpp' is no field of a layout"),
+        ({**EIGHT, "layout": "tpp=2"}, "layout='tpp=2': 'tpp' is not a field of a layout"),
         (
             {**EIGHT, "layout": "saving=async"},
             "layout='saving=async': plan does not search saving; write layout.saving",
@@ -88,12 +88,12 @@ def test_what_fits_goes_through() -> None:
     import numpy
 
     @checked
-    def given(*paths: Path, many: int = 1, share: float = 0.5, **keys: Any) -> tuple[Any, ...]:
+    def checked_call(*paths: Path, many: int = 1, share: float = 0.5, **keys: Any) -> tuple[Any, ...]:
         return (*paths, many, share, keys)
 
-    assert given(Path("a"), many=numpy.int64(3), share=1, other="x") == (Path("a"), 3, 1, {"other": "x"})
+    assert checked_call(Path("a"), many=numpy.int64(3), share=1, other="x") == (Path("a"), 3, 1, {"other": "x"})
     with pytest.raises(ArgumentError, match=r"paths='a' must be a path$"):
-        given("a")  # type: ignore[arg-type]
+        checked_call("a")  # type: ignore[arg-type]
     assert TrainedModel.generate.__doc__ and "temperature" in TrainedModel.generate.__doc__
 
 
@@ -108,22 +108,22 @@ def test_a_method_names_the_lists_it_takes_and_not_its_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "said", "told"),
+    ("verb", "message", "told"),
     [
         ("plan", 'cluster= is missing, as cluster="h100x8"; or', "--cluster is missing, as --cluster h100x8; or"),
         ("plan", "layout='tpp=2': nearest: tp", "--layout 'tpp=2': nearest: tp"),
-        ("plan", "say how long it is, as tokens=15T", "say how long it is, as --tokens 15T"),
+        ("plan", "give its length, as tokens=15T", "give its length, as --tokens 15T"),
         ("compare", "compare without dry_run=False", "compare without --no-dry-run"),
         ("train", "layout.tp=1; anyway=True tries all the same", "layout.tp=1; --anyway tries all the same"),
         ("train", "choose another run=", "choose another run="),
         ("no-verb", "tokens=15T", "tokens=15T"),
     ],
 )  # fmt: skip
-def test_the_command_line_names_its_options(verb: str, said: str, told: str) -> None:
-    assert in_options(said, [verb]) == told
+def test_the_command_line_names_its_options(verb: str, message: str, told: str) -> None:
+    assert in_options(message, [verb]) == told
 
 
 def test_also_where_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dryrun", "model=llama-tiny", "--load", "2"]) == 2
-    said = capsys.readouterr().err
-    assert said == "meshwright: --load 2 is for mixtures of experts, and llama-tiny has none: leave it out\n"
+    errors = capsys.readouterr().err
+    assert errors == "meshwright: --load 2 is for mixtures of experts, and llama-tiny has none: leave it out\n"

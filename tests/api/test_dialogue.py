@@ -1,4 +1,4 @@
-"""Conversations: what is said goes on, what was said is cached, and the verb reads lines without a terminal."""
+"""Conversations: turns continue, earlier turns are cached, and the verb reads lines without a terminal."""
 
 import io
 import json
@@ -29,7 +29,7 @@ MODEL = TrainedModel(
 
 
 def written(folder: Path) -> Path:
-    """The model as a Hugging Face directory."""
+    """Write the model as a Hugging Face directory."""
     tensors = MODEL.model.state_dict().items()
     export_folder(folder, model_tensors=tensors, shape=SHAPE, tokenizer=TOKENIZER, dtype=torch.float32)
     return folder
@@ -42,7 +42,7 @@ def test_turns_go_on_and_what_was_said_is_cached() -> None:
     talked = Dialogue(MODEL, GREEDY, system="Be brief.")
     first = "".join(talked.say("Hello there, what is a tree?"))
     assert first and talked.last is not None and talked.last.cached == 0 and talked.last.tokens == 12
-    assert [one["role"] for one in talked.messages] == ["system", "user", "assistant"]
+    assert [message["role"] for message in talked.messages] == ["system", "user", "assistant"]
     assert talked.messages[-1]["content"] == first
     asked = [*talked.messages, {"role": "user", "content": "And a list?"}]
     alone = MODEL.generate_many([MODEL.encode_messages(asked)], GREEDY)[0]
@@ -50,17 +50,17 @@ def test_turns_go_on_and_what_was_said_is_cached() -> None:
     assert second == alone.text, "the whole conversation is read"
     assert talked.last.prompt - 32 <= talked.last.cached < talked.last.prompt and talked.last.first_seconds > 0
     talked.reset()
-    assert [one["role"] for one in talked.messages] == ["system"]
+    assert [message["role"] for message in talked.messages] == ["system"]
     assert "".join(talked.say("Hello there, what is a tree?")) == first
 
 
 def test_an_answer_that_is_left_stays_as_far_as_it_was_said() -> None:
     talked = Dialogue(MODEL, GREEDY)
     pieces = talked.say("Hello")
-    said = next(pieces)
+    piece = next(pieces)
     pieces.close()  # type: ignore[attr-defined]  # a generator
     assert talked.last is not None and talked.last.ending == "cancelled"
-    assert talked.messages[-1]["content"].startswith(said)
+    assert talked.messages[-1]["content"].startswith(piece)
     assert "".join(talked.say("Go on")), "the engine is free again"
 
 
@@ -126,23 +126,23 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
 def test_a_file_of_prompts_is_answered_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
     lines.write_text("def f\n\nclass Tree\n")
-    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    rows.write_text("\n".join(map(json.dumps, [{"prompt": "def f"}, {"messages": said}])))
-    assert [one.text for one in read_prompts(lines)] == ["def f", "class Tree"]
-    assert [bool(one.messages) for one in read_prompts(lines, chat=True)] == [True, True]
-    found = list(answer_prompts(MODEL, [*read_prompts(lines), *read_prompts(rows)], GREEDY))
-    assert [one["text"] for one in found[:2]] == [
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows.write_text("\n".join(map(json.dumps, [{"prompt": "def f"}, {"messages": messages}])))
+    assert [prompt.text for prompt in read_prompts(lines)] == ["def f", "class Tree"]
+    assert [bool(prompt.messages) for prompt in read_prompts(lines, chat=True)] == [True, True]
+    rows_answered = list(answer_prompts(MODEL, [*read_prompts(lines), *read_prompts(rows)], GREEDY))
+    assert [row["text"] for row in rows_answered[:2]] == [
         MODEL.generate(text, max_new_tokens=12, temperature=0.0).text for text in ("def f", "class Tree")
     ]
-    assert found[2]["ids"] == found[0]["ids"]
-    assert tuple(found[3]["ids"]) == MODEL.generate_many([MODEL.encode_chat("Hi")], GREEDY)[0].ids
+    assert rows_answered[2]["ids"] == rows_answered[0]["ids"]
+    assert tuple(rows_answered[3]["ids"]) == MODEL.generate_many([MODEL.encode_chat("Hi")], GREEDY)[0].ids
     words = ["generate", str(written(tmp_path / "hf")), "--max-new-tokens", "12"]
     assert main([*words, "--prompts", str(lines), "--greedy"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert printed == found[:2]
+    assert printed == rows_answered[:2]
     assert main([*words, "--prompt", "def f", "--samples", "3", "--seed", "4"]) == 0
     sampled = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(sampled) == 3 and len({tuple(one["ids"]) for one in sampled}) == 3
+    assert len(sampled) == 3 and len({tuple(answer["ids"]) for answer in sampled}) == 3
     want = RequestOptions(max_new_tokens=12, temperature=0.8, seed=4, n=3)
     assert sampled == list(answer_prompts(MODEL, questions_of(["def f"]), want))
     for wrong in (

@@ -1,4 +1,4 @@
-"""Files of what a teacher answers: their rows, what is left out, and that `tune` reads them."""
+"""Files of a teacher's answers: their rows, omissions, and `tune` on them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose letters end a text, so that its answers end."""
+    """Make a run whose letters end a text, so its answers end."""
     run = taught(tmp_path_factory.mktemp("taught"), steps=120)
     (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [10, *range(97, 123)]}))
     return run
@@ -32,9 +32,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_prompts_of_every_form(tmp_path: Path) -> None:
     preference = {"prompt": "2 times", "chosen": " 3", "rejected": " 4"}
     rows = CHAT, {"prompt": "3 times"}, {"prompt": "4 times", "completion": " 5"}, preference
-    found = list(questions(write(tmp_path / "a.jsonl", *rows)))
-    assert found[0].messages == ({"role": "user", "content": "1 times"},)
-    assert [one.text for one in found[1:]] == ["3 times", "4 times", "2 times"]
+    prompts = list(questions(write(tmp_path / "a.jsonl", *rows)))
+    assert prompts[0].messages == ({"role": "user", "content": "1 times"},)
+    assert [prompt.text for prompt in prompts[1:]] == ["3 times", "4 times", "2 times"]
     with pytest.raises(DataError, match="line 1: has no prompt"):
         list(questions(write(tmp_path / "b.jsonl", {"text": "only text"})))
     with pytest.raises(DataError, match="holds no rows of prompts"):
@@ -44,13 +44,13 @@ def test_prompts_of_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.8, "samples": 2}, {"beams": 3}], ids=str)
 def test_answers_are_rows_that_tune_reads(teacher: Path, tmp_path: Path, how: dict[str, Any]) -> None:
     asked = write(tmp_path / "asked.jsonl", CHAT, {"prompt": "3 times"})
-    found = write_answers(teacher, asked, tmp_path / "out.jsonl", max_new_tokens=40, **how)
+    written = write_answers(teacher, asked, tmp_path / "out.jsonl", max_new_tokens=40, **how)
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert found.written == len(rows) and found.written + found.left_out == 2 * how.get("samples", 1)
+    assert written.written == len(rows) and written.written + written.left_out == 2 * how.get("samples", 1)
     for number, row in enumerate(rows):
-        one = sample((f"out:{number}", row))
-        if isinstance(one, Conversation):
-            assert one.messages[-1]["role"] == "assistant"
+        sampled = sample((f"out:{number}", row))
+        if isinstance(sampled, Conversation):
+            assert sampled.messages[-1]["role"] == "assistant"
 
 
 def test_what_does_not_end_is_left_out(teacher: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`distill` in Python and on the command line: students by shape, by folder, by layers; and what is refused."""
+"""`distill` in Python and on the command line: students by shape, by folder, by layers; and errors."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def test_layers_are_spread_and_both_ends_kept() -> None:
 def test_a_student_of_layers_has_its_teachers_weights(teacher: Path) -> None:
     folder = student_of_layers(teacher, 2)
     assert folder == student_of_layers(teacher, 2), "made once"
-    found: dict[str, torch.Tensor] = {}
+    student_weights: dict[str, torch.Tensor] = {}
     hub = import_folder(folder)
-    hub.load(lambda name, tensor: found.__setitem__(name, tensor))
+    hub.load(lambda name, tensor: student_weights.__setitem__(name, tensor))
     assert hub.shape.layers == 2 and hub.tokenizer is not None
     theirs = dict(weights(locate(teacher)[1], torch.float32))
-    assert torch.equal(found["layers.1.mlp.up.weight"], theirs["layers.2.mlp.up.weight"])
-    assert torch.equal(found["layers.0.attention.q.weight"], theirs["layers.0.attention.q.weight"])
-    assert torch.equal(found["embed.weight"], theirs["embed.weight"])
+    assert torch.equal(student_weights["layers.1.mlp.up.weight"], theirs["layers.2.mlp.up.weight"])
+    assert torch.equal(student_weights["layers.0.attention.q.weight"], theirs["layers.0.attention.q.weight"])
+    assert torch.equal(student_weights["embed.weight"], theirs["embed.weight"])
 
 
 def test_layers_of_other_kinds_are_refused() -> None:
@@ -59,14 +59,14 @@ def test_layers_of_other_kinds_are_refused() -> None:
 
 def test_a_student_of_layers_is_trained_in_python(teacher: Path, tmp_path: Path) -> None:
     texts = teacher.parent / "texts"
-    found = mw.distill(
+    answer = mw.distill(
         teacher=teacher, student="teacher:layers=2", data=str(texts), run=str(tmp_path / "run"), dry_run=False,
         recipe={"steps": 3, "sequence": 12, "global_batch": 4, "warmup_steps": 1}, watchers=(),
     )  # fmt: skip
-    assert found.done and found.plan.teacher is not None and found.plan.teacher.layers == 3
-    assert found.plan.model.layers == 2 and Path(found.plan.init).is_dir()
-    assert found.plan.recipe.learning_rate == 1e-4 and found.rows()[-1]["divergence"] > 0
-    assert found.load().generate("1 times", max_new_tokens=4)
+    assert answer.done and answer.plan.teacher is not None and answer.plan.teacher.layers == 3
+    assert answer.plan.model.layers == 2 and Path(answer.plan.init).is_dir()
+    assert answer.plan.recipe.learning_rate == 1e-4 and answer.rows()[-1]["divergence"] > 0
+    assert answer.load().generate("1 times", max_new_tokens=4)
 
 
 @pytest.mark.long
@@ -77,12 +77,12 @@ def test_the_verb_trains_and_goes_on(
     texts = f"data={teacher.parent / 'texts'}"
     words = ["model.vocab=257", "data.tokenizer=bytes", texts, "run=student", "recipe.steps=2", "recipe.sequence=12"]
     words += ["recipe.global_batch=4", "layout.compile=off"]
-    given = ["distill", "--teacher", str(teacher), "--student", "llama-tiny", *words]
-    assert main([*given, "--json"]) == 0
+    options = ["distill", "--teacher", str(teacher), "--student", "llama-tiny", *words]
+    assert main([*options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2
-    kept = read(tmp_path / "student" / "plan.yaml")
-    assert kept.teacher_init == str(teacher) and kept.recipe.objective == "distill"
-    assert main([*given, "recipe.steps=3", "resume=auto", "--json"]) == 0
+    saved_plan = read(tmp_path / "student" / "plan.yaml")
+    assert saved_plan.teacher_init == str(teacher) and saved_plan.recipe.objective == "distill"
+    assert main([*options, "recipe.steps=3", "resume=auto", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
 
 
@@ -102,24 +102,24 @@ def test_what_is_missing_is_named(teacher_of: str, student: str, sentence: str) 
 def test_a_student_nobody_chose_and_one_that_is_larger_are_named(teacher: Path) -> None:
     notes: list[str] = []
     distillation_plan(["model.vocab=257"], str(teacher), "", notes=notes)
-    assert any("distillation default: student=llama-tiny" in one for one in notes)
-    assert any("more parameters than its teacher" in one for one in notes)
+    assert any("distillation default: student=llama-tiny" in note for note in notes)
+    assert any("more parameters than its teacher" in note for note in notes)
     notes.clear()
     distillation_plan([], str(teacher), "teacher:layers=2", notes=notes)
-    assert not any("student=" in one or "more parameters" in one for one in notes)
+    assert not any("student=" in note or "more parameters" in note for note in notes)
 
 
 def test_the_text_of_a_teacher_that_is_a_run_is_read_where_no_other_is_named(teacher: Path, tmp_path: Path) -> None:
     notes: list[str] = []
-    theirs, own = RunFolder.open(teacher).plan.data, teacher / "tokenizer.json"
-    found, _ = distillation_plan([f"teacher={teacher}", "data.packing=off"], "", "teacher:layers=2", notes=notes)
-    assert Path(theirs.path).is_dir() and Path(found.data.tokenizer).read_bytes() == own.read_bytes()
-    assert found.data == replace(theirs, tokenizer=found.data.tokenizer, packing="off")
+    theirs, tokenizer = RunFolder.open(teacher).plan.data, teacher / "tokenizer.json"
+    plan, _ = distillation_plan([f"teacher={teacher}", "data.packing=off"], "", "teacher:layers=2", notes=notes)
+    assert Path(theirs.path).is_dir() and Path(plan.data.tokenizer).read_bytes() == tokenizer.read_bytes()
+    assert plan.data == replace(theirs, tokenizer=plan.data.tokenizer, packing="off")
     assert f"distillation default: data={theirs.path}, which the teacher was trained on" in notes
     for word in (f"data={tmp_path}", f"data.path={tmp_path}"):
         notes.clear()
-        found, _ = distillation_plan([word], str(teacher), "teacher:layers=2", notes=notes)
-        assert found.data.path == str(tmp_path) and not any("was trained on" in one for one in notes)
+        plan, _ = distillation_plan([word], str(teacher), "teacher:layers=2", notes=notes)
+        assert plan.data.path == str(tmp_path) and not any("was trained on" in note for note in notes)
 
 
 @pytest.mark.long
@@ -129,11 +129,11 @@ def test_the_hint_of_a_stopped_run_has_the_words_that_were_given(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(PlainDisplay, "stepped", lambda self, metrics: os.kill(os.getpid(), signal.SIGINT))
     words = ["recipe.steps=3", "recipe.sequence=12", "recipe.global_batch=4", "layout.compile=off"]
-    given = ["--teacher", str(teacher), "--student", "teacher:layers=2"]
-    assert main(["distill", *given, *words, "--no-dry-run"]) == 130
+    options = ["--teacher", str(teacher), "--student", "teacher:layers=2"]
+    assert main(["distill", *options, *words, "--no-dry-run"]) == 130
     [line] = [line for line in capsys.readouterr().out.splitlines() if " to continue: " in line]
     asked = shlex.split(line.partition(" distill ")[2])
-    assert asked[:4] == given and "--no-dry-run" in asked and not any("recipe.objective" in word for word in asked)
+    assert asked[:4] == options and "--no-dry-run" in asked and not any("recipe.objective" in word for word in asked)
     [run] = [word for word in asked if word.startswith("run=")]
     assert re.fullmatch(r"run=runs/\d{4}-\d\d-\d\d-[a-z-]+-2-layers", run), "no hash is in its name"
     monkeypatch.undo()

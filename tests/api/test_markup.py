@@ -1,4 +1,4 @@
-"""What notebooks show: well-formed, escaped, self-contained, with every figure also as text."""
+"""HTML for notebooks: well-formed, escaped, self-contained, with every figure also as text."""
 
 from html.parser import HTMLParser
 
@@ -12,7 +12,7 @@ VOID = {"br", "img", "input"}
 
 
 class Tags(HTMLParser):
-    """Fails where a tag is closed that is not open."""
+    """A parser that fails when a tag is closed that is not open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,19 +37,21 @@ class Tags(HTMLParser):
 
 
 def parsed(html: str) -> Tags:
-    """Checked: all tags closed, nothing loaded, no script."""
-    found = Tags()
-    found.feed(html)
-    assert found.open == [] and found.references == []
+    """Parse HTML, and check that all tags are closed, nothing is loaded and there is no script."""
+    parser = Tags()
+    parser.feed(html)
+    assert parser.open == [] and parser.references == []
     assert "<script" not in html and "url(" not in html and "http" not in html
-    return found
+    return parser
 
 
 def test_a_plan_shows_verdict_figures_and_every_alternative() -> None:
     answer = mw.plan("llama-3.1-8b", cluster="h100x8", nodes=4)
     text = parsed(answer._repr_html_()).text
     assert text.index("Fits") < text.index("tokens/s per device")
-    assert answer.best.words in text and all(one.words in text for one in answer.alternatives[: markup.LISTED - 1])
+    assert answer.best.words in text and all(
+        layout.words in text for layout in answer.alternatives[: markup.LISTED - 1]
+    )
     for kind, size in answer.best.memory.items():
         assert (kind in text) == (size > markup.SLIGHT * answer.best.peak_bytes), "a legend, not a colour alone"
     assert answer.best.words in parsed(answer.best._repr_html_()).text
@@ -73,23 +75,23 @@ def test_words_of_others_are_escaped() -> None:
 
 
 def _tags(html: str) -> list[str]:
-    found: list[str] = []
+    tags: list[str] = []
 
     class Collect(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            found.append(tag)
+            tags.append(tag)
 
     Collect().feed(html)
-    return found
+    return tags
 
 
 def test_both_modes_have_a_colour_for_every_kind() -> None:
-    """Dark by the system, by JupyterLab and by VS Code."""
+    """Dark follows the system, JupyterLab and VS Code."""
     style = markup.style()
     for kind in mw.plan("llama-3.1-8b", cluster="h100x8", nodes=4).best.memory:
         assert style.count(f"--{kind}:") == 4, kind
-    for place in ("prefers-color-scheme: dark", 'data-jp-theme-light="false"', "vscode-dark"):
-        assert place in style
+    for rule in ("prefers-color-scheme: dark", 'data-jp-theme-light="false"', "vscode-dark"):
+        assert rule in style
 
 
 @pytest.mark.parametrize(("points", "drawn"), [([], 0), ([(1.0, 2.0)], 0), ([(1.0, 2.0), (2.0, 2.0)], 1)])

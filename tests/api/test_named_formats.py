@@ -25,7 +25,7 @@ PLAIN = Tokenizer.shipped()
 
 
 def base(folder: Path, *tokens: str) -> Path:
-    """A model without a chat template, whose vocabulary has the tokens."""
+    """Write a model without a chat template, whose vocabulary has the tokens."""
     text = PLAIN.json
     for token in tokens:
         text = with_added(text, token, special=True)
@@ -48,13 +48,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def words(*more: str) -> list[str]:
-    given = ["model=./hf", "data=chat.jsonl", "run=run", "recipe.sequence=64", "recipe.global_batch=4"]
-    return [*given, "recipe.steps=2", *more, "--no-dry-run"]
+    words = ["model=./hf", "data=chat.jsonl", "run=run", "recipe.sequence=64", "recipe.global_batch=4"]
+    return [*words, "recipe.steps=2", *more, "--no-dry-run"]
 
 
 def ends(folder: Path) -> list[int]:
-    found: list[int] = (read_json(folder / GENERATION) or {})["eos_token_id"]
-    return found
+    end_ids: list[int] = (read_json(folder / GENERATION) or {})["eos_token_id"]
+    return end_ids
 
 
 def test_the_template_and_its_end_go_with_the_run_and_its_export(
@@ -76,13 +76,13 @@ def test_the_template_and_its_end_go_with_the_run_and_its_export(
 
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(files / "out")
-    found = theirs.apply_chat_template([{"role": "user", "content": "say 3"}], add_generation_prompt=True)["input_ids"]
-    assert found == mw.load(str(files / "run")).encode_chat("say 3")
+    ids = theirs.apply_chat_template([{"role": "user", "content": "say 3"}], add_generation_prompt=True)["input_ids"]
+    assert ids == mw.load(str(files / "run")).encode_chat("say 3")
     assert transformers.GenerationConfig.from_pretrained(files / "out").eos_token_id == [tokenizer.eos, end]
 
 
 def test_an_adapter_alone_takes_the_template_and_its_end_along(files: Path) -> None:
-    """Its base's folder has neither; transformers and we read them beside the adapter."""
+    """The base's folder has neither. transformers and Meshwright read them beside the adapter."""
     assert main(["tune", *words("data.template=chatml", "model.lora={rank: 4}")]) == 0
     assert main(["export", "run", "adapter", "--adapter"]) == 0
     tokenizer = Tokenizer.load(files / "hf")
@@ -95,17 +95,17 @@ def test_an_adapter_alone_takes_the_template_and_its_end_along(files: Path) -> N
 
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(files / "adapter")
-    found = theirs.apply_chat_template([{"role": "user", "content": "say 3"}], add_generation_prompt=True)["input_ids"]
-    assert found == read.encode_chat("say 3")
+    ids = theirs.apply_chat_template([{"role": "user", "content": "say 3"}], add_generation_prompt=True)["input_ids"]
+    assert ids == read.encode_chat("say 3")
 
 
-def kept(files: Path, source: str | None, *more: str) -> dict[str, object]:
-    """The generation config of a run that begins with the folder, beside a template."""
+def generation_of(files: Path, source: str | None, *more: str) -> dict[str, object]:
+    """Return the generation config of a run that starts from the folder, with a template."""
     tokenizer = Tokenizer.load(files / "hf")
-    given = ["model=./hf", "data=chat.jsonl", *more]
+    words = ["model=./hf", "data=chat.jsonl", *more]
     (files / "run").mkdir()
     keep_beside(
-        planfile.read(None, given, read_folder=read_folder),
+        planfile.read(None, words, read_folder=read_folder),
         files / "run",
         tokenizer if source is None else tokenizer.with_template(source),
     )
@@ -121,28 +121,28 @@ SAMPLES = "data.form=samples"
 
 
 def test_what_a_generation_config_says_stays(files: Path) -> None:
-    given = {"bos_token_id": 0, "eos_token_id": 5, "temperature": 0.6, "do_sample": True}
-    (files / "hf" / GENERATION).write_text(json.dumps(given), encoding="utf-8")
-    assert kept(files, named_template("chatml"), SAMPLES) == given | {"eos_token_id": [5, end_of(files)]}
+    config = {"bos_token_id": 0, "eos_token_id": 5, "temperature": 0.6, "do_sample": True}
+    (files / "hf" / GENERATION).write_text(json.dumps(config), encoding="utf-8")
+    assert generation_of(files, named_template("chatml"), SAMPLES) == config | {"eos_token_id": [5, end_of(files)]}
 
 
 def test_ids_of_a_config_stay_where_no_generation_config_is(files: Path) -> None:
     (files / "hf" / GENERATION).unlink()
     config = read_json(files / "hf" / "config.json") or {}
     (files / "hf" / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, 4]}), encoding="utf-8")
-    assert kept(files, named_template("chatml"), SAMPLES)["eos_token_id"] == [3, 4, end_of(files)]
+    assert generation_of(files, named_template("chatml"), SAMPLES)["eos_token_id"] == [3, 4, end_of(files)]
 
 
 def test_a_drawn_model_has_its_ends_too(files: Path) -> None:
-    found = kept(files, named_template("chatml"), SAMPLES, "model.init=random")
-    assert found["eos_token_id"] == [Tokenizer.load(files / "hf").eos, end_of(files)]
+    generation = generation_of(files, named_template("chatml"), SAMPLES, "model.init=random")
+    assert generation["eos_token_id"] == [Tokenizer.load(files / "hf").eos, end_of(files)]
 
 
 @pytest.mark.parametrize("more", [[SAMPLES], []])
 def test_a_config_that_lacks_nothing_is_kept_to_the_byte(files: Path, more: list[str]) -> None:
-    """The plain template ends with the end of a text; and a run over text has no turns."""
+    """The plain template ends with the end of a text, and a run over text has no turns."""
     source = named_template("chatml") if not more else None
-    kept(files, source, *more)
+    generation_of(files, source, *more)
     assert (files / "run" / GENERATION).read_bytes() == (files / "hf" / GENERATION).read_bytes()
 
 
@@ -151,19 +151,21 @@ def test_a_base_without_the_tokens_is_refused_before_anything_is_made(
 ) -> None:
     base(files / "bare")
     assert main(["tune", *words("model=./bare", "data.template=chatml")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"data.template=chatml needs {IM_START} and {IM_END}, which the tokenizer lacks as one special token" in said
-    assert "take data.template=llama-2 or mistral-v1 or auto" in said
+    errors = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"data.template=chatml needs {IM_START} and {IM_END}, which the tokenizer lacks as one special token" in errors
+    )
+    assert "take data.template=llama-2 or mistral-v1 or auto" in errors
     assert not (files / "run").exists()
 
 
 def test_a_name_is_no_path_and_a_file_of_that_name_stays_one(files: Path) -> None:
     (files / "plans").mkdir()
     (files / "chatml").write_text("{{ messages }}", encoding="utf-8")
-    for given, expected in (("chatml", "chatml"), ("../chatml", "./chatml")):
+    for name, expected in (("chatml", "chatml"), ("../chatml", "./chatml")):
         plan = files / "plans" / "plan.yaml"
-        plan.write_text(f"model: llama-tiny\ndata: {{path: stdlib, template: {given}}}\n", encoding="utf-8")
-        found = planfile.read(plan)
-        assert found.data.template == expected
-        planfile.write(found, files / "again.yaml")
+        plan.write_text(f"model: llama-tiny\ndata: {{path: stdlib, template: {name}}}\n", encoding="utf-8")
+        written_plan = planfile.read(plan)
+        assert written_plan.data.template == expected
+        planfile.write(written_plan, files / "again.yaml")
         assert planfile.read(files / "again.yaml").data.template == expected

@@ -1,4 +1,4 @@
-"""The notebook in examples/ runs from its first cell to its last, and shows something."""
+"""The notebook in examples/ runs from its first cell to its last, and shows output."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 
 def test_the_notebook_is_kept_without_what_it_showed() -> None:
-    """What it shows depends on the machine; a file that carries it goes stale."""
+    """Output depends on the machine and would go stale."""
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert code and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)

@@ -1,4 +1,4 @@
-"""`import meshwright`: quick, without torch, and every name leads to what it says."""
+"""`import meshwright`: fast, without torch, and every public name resolves."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ from meshwright.spec.errors import PlanError
 
 
 class Table(Answer):
-    """Of one row."""
+    """An answer with one row."""
 
     def to_dict(self) -> dict[str, Any]:
         return {}
@@ -29,7 +29,7 @@ class Table(Answer):
 
 
 def fresh(code: str) -> str:
-    """What a new process prints."""
+    """Return the output of a new process."""
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout

@@ -1,4 +1,4 @@
-"""`mw.plan`: the command line's answer, what it says of itself, and what it takes."""
+"""`mw.plan`: the command line's answer, its text and HTML, and its arguments."""
 
 import json
 from dataclasses import FrozenInstanceError
@@ -41,51 +41,51 @@ def test_it_is_what_the_command_line_prints(answer: Any, capsys: pytest.CaptureF
 
 
 def test_layouts_recipes_and_budgets_are_given_as_words_or_as_a_mapping(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, *WORDS, "--layout", "tp=2,zero=1", "--tokens", "300B", "--price", "2")
+    printed_document = printed(capsys, *WORDS, "--layout", "tp=2,zero=1", "--tokens", "300B", "--price", "2")
     ask: Any = mw.plan
     for layout in ("tp=2,zero=1", ["tp=2", "zero=1"], {"tp": 2, "zero": 1}):
-        one = ask("llama-3.2-1b", cluster="h100x8", recipe=RECIPE, layout=layout, tokens=300e9, price=2)
-        assert same(one.to_dict(), found)
+        answer = ask("llama-3.2-1b", cluster="h100x8", recipe=RECIPE, layout=layout, tokens=300e9, price=2)
+        assert same(answer.to_dict(), printed_document)
     words = ask("llama-3.2-1b", cluster="h100x8", recipe="global_batch=64, sequence=4096", layout=layout, tokens="300B")
     spaced = ask("llama-3.2-1b", cluster="h100x8", recipe="global_batch=64 sequence=4096", layout=layout, tokens="300B")
     assert spaced == words
-    assert words.budget is not None and words.budget.steps == found["budget"]["steps"]
+    assert words.budget is not None and words.budget.steps == printed_document["budget"]["steps"]
 
 
 def test_a_memory_budget_is_kept_by_recomputing_no_more_layers_than_it_takes() -> None:
-    """The only layout of one rank: with all memory without recomputation, then by more and more layers."""
-    given: Any = {"cluster": "h100x1", "recipe": {"global_batch": 4, "sequence": 8192}}
+    """The only layout of one rank: no recomputation with all memory, then more and more layers."""
+    question: Any = {"cluster": "h100x1", "recipe": {"global_batch": 4, "sequence": 8192}}
     layout = "micro_batch=2"
-    free = mw.plan("llama-3.2-1b", layout=layout, **given).best
+    free = mw.plan("llama-3.2-1b", layout=layout, **question).best
     assert free.layout.recompute == "none"
     peaks, seconds = [], []
     for share in (0.95, 0.9, 0.85):
         gib = share * free.peak_bytes / 2**30
-        one = mw.plan("llama-3.2-1b", layout=layout, memory=gib, **given).best
-        assert one.peak_bytes <= 0.95 * gib * 2**30 and one.layout.recompute != "none"
-        peaks.append(one.peak_bytes)
-        seconds.append(one.step_seconds)
+        best = mw.plan("llama-3.2-1b", layout=layout, memory=gib, **question).best
+        assert best.peak_bytes <= 0.95 * gib * 2**30 and best.layout.recompute != "none"
+        peaks.append(best.peak_bytes)
+        seconds.append(best.step_seconds)
     assert peaks == sorted(peaks, reverse=True) and free.step_seconds <= seconds[0] <= seconds[1] <= seconds[2]
     for bad in (0, -1, 1000):
         with pytest.raises(mw.PlanError, match=r"memory=.* at most 78\.4"):
-            mw.plan("llama-3.2-1b", memory=bad, **given)
+            mw.plan("llama-3.2-1b", memory=bad, **question)
 
 
 def test_a_layout_of_an_answer_can_be_asked_about_again(answer: Any) -> None:
-    for one in (answer.best, answer.alternatives[3]):
-        again = mw.plan(answer, layout=one.layout)
-        assert again.found.legal == 1 and again.best.layout == one.layout
-        assert again.best.step_seconds == one.step_seconds and again.best.peak_bytes == one.peak_bytes
+    for layout in (answer.best, answer.alternatives[3]):
+        again = mw.plan(answer, layout=layout.layout)
+        assert again.ranking.legal == 1 and again.best.layout == layout.layout
+        assert again.best.step_seconds == layout.step_seconds and again.best.peak_bytes == layout.peak_bytes
 
 
 def test_figures_are_those_of_the_document(answer: Any) -> None:
-    found, best = answer.to_dict(), answer.best
+    document, best = answer.to_dict(), answer.best
     for name in ("step_seconds", "peak_bytes", "mfu_causal", "mfu_full", "bubble_fraction",
                  "tokens_per_second_per_device"):  # fmt: skip
-        assert getattr(best, name) == found[name]
-    assert best.memory == {one["kind"]: one["bytes"] for one in found["memory"]}
-    assert best.time == {one["what"]: one["seconds"] for one in found["time"]}
-    assert len(answer.rows()) == len(found["layouts"]) and answer.rows()[0]["layout"] == best.words
+        assert getattr(best, name) == document[name]
+    assert best.memory == {part["kind"]: part["bytes"] for part in document["memory"]}
+    assert best.time == {part["what"]: part["seconds"] for part in document["time"]}
+    assert len(answer.rows()) == len(document["layouts"]) and answer.rows()[0]["layout"] == best.words
     assert {row["tight"] for row in answer.rows()} <= {True, False}
 
 
@@ -97,8 +97,8 @@ def test_an_answer_cannot_be_changed(answer: Any) -> None:
 
 
 def test_it_says_itself_in_one_line(answer: Any) -> None:
-    for said in (repr(answer), repr(answer.best)):
-        assert "\n" not in said and "MFU" in said and answer.best.words in said
+    for sentence in (repr(answer), repr(answer.best)):
+        assert "\n" not in sentence and "MFU" in sentence and answer.best.words in sentence
     assert repr(answer).startswith("llama-3.2-1b on 1 x 8 H100")
     assert answer.outlook and all(answer.outlook)
 

@@ -1,4 +1,4 @@
-"""`mw.train`, `load`, `dry_run`, `profile`, `compare`, `report` of one small run, beside what the command line says."""
+"""`mw.train`, `load`, `dry_run`, `profile`, `compare`, `report` of one small run, compared with the command line."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Without a dry run: a busy machine would give it up. The notebook has one."""
+    """Train without a dry run, which a busy machine would give up. The notebook has one."""
     data, folder = {"path": texts, "tokenizer": "bytes"}, tmp_path_factory.mktemp("runs") / "first"
     return mw.train(model=MODEL, data=data, recipe=STEPS, run=folder, watchers=(), dry_run=False)
 
@@ -57,8 +57,8 @@ def test_a_call_without_watchers_prints_a_line_a_step(
     run = mw.train(
         model=MODEL, data={"path": texts, "tokenizer": "bytes"}, recipe=recipe, run=tmp_path / "a", dry_run=False
     )
-    said = capsys.readouterr().out
-    assert "step 1: loss" in said and "step 2: held out" in said
+    printed = capsys.readouterr().out
+    assert "step 1: loss" in printed and "step 2: held out" in printed
     further = mw.train(run, "recipe.steps=3", resume="auto", dry_run=False, watchers=())
     assert further.run == run.run and further.summary.step == 3
     with pytest.raises(RunError, match="resume=auto"):
@@ -68,9 +68,9 @@ def test_a_call_without_watchers_prints_a_line_a_step(
 def test_a_run_that_was_terminated_says_so(run: Any) -> None:
     run.check()
     ended = replace(run, summary=replace(run.summary, stopped="terminated", step=4))
-    said = 'stopped by SIGTERM after step 4 of 6 and saved; resume="auto" continues'
-    assert not ended.done and said in repr(ended)
-    with pytest.raises(RunError, match=said):
+    message = 'stopped by SIGTERM after step 4 of 6 and saved; resume="auto" continues'
+    assert not ended.done and message in repr(ended)
+    with pytest.raises(RunError, match=message):
         ended.check()
 
 
@@ -78,10 +78,10 @@ def test_a_trained_model_says_what_generate_says(run: Any, capsys: pytest.Captur
     model = mw.load(run)
     assert "fp32 on cpu" in repr(model) and str(run.run) in repr(model)
     options = ["--max-new-tokens", "8", "--seed", "3"]
-    found = printed(capsys, "generate", str(run.run), "--prompt", "def f", *options)
+    printed_document = printed(capsys, "generate", str(run.run), "--prompt", "def f", *options)
     answer = model.generate("def f", max_new_tokens=8, seed=3)
-    assert list(answer.ids) == found["ids"] and answer.text == found["text"]
-    assert str(answer) == "def f" + found["text"]
+    assert list(answer.ids) == printed_document["ids"] and answer.text == printed_document["text"]
+    assert str(answer) == "def f" + printed_document["text"]
     assert "def f" in parsed(answer._repr_html_()).text
     by_ids = model.generate(answer.prompt_ids, max_new_tokens=8, seed=3)
     assert by_ids.ids == answer.ids and by_ids.logprobs == answer.logprobs
@@ -91,8 +91,8 @@ def test_a_trained_model_says_what_generate_says(run: Any, capsys: pytest.Captur
 
 def test_weights_are_in_fp32_on_a_cpu_and_as_stored_on_a_gpu(run: Any, tmp_path: Path) -> None:
     assert main(["export", str(run.run), str(tmp_path / "hf"), "--dtype", "bf16"]) == 0
-    assert {one.dtype for one in mw.load(tmp_path / "hf", None).model.parameters()} == {torch.bfloat16}
-    assert {one.dtype for one in mw.load(tmp_path / "hf").model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in mw.load(tmp_path / "hf", None).model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in mw.load(tmp_path / "hf").model.parameters()} == {torch.float32}
     assert (dtype_on(torch.device("cuda")), dtype_on(torch.device("cpu"))) == (None, "fp32")
     with pytest.raises(ArgumentError, match="dtype=fp8 is not known: take one of auto, fp32"):
         mw.load(tmp_path / "hf", "fp8")
@@ -100,22 +100,22 @@ def test_weights_are_in_fp32_on_a_cpu_and_as_stored_on_a_gpu(run: Any, tmp_path:
 
 def test_many_prompts_are_answered_at_once(run: Any) -> None:
     model, prompts = mw.load(run), ["def f", [65, 66], "class"]
-    found = model.generate_many(prompts, mw.RequestOptions(max_new_tokens=8), engine=mw.EngineOptions(exact=True))
+    generated = model.generate_many(prompts, mw.RequestOptions(max_new_tokens=8), engine=mw.EngineOptions(exact=True))
     right = [model.generate(prompt, max_new_tokens=8, temperature=0.0) for prompt in prompts]
-    assert [(one.prompt, one.prompt_ids, one.ids, one.text) for one in found] == [
-        (one.prompt, one.prompt_ids, one.ids, one.text) for one in right
+    assert [(made.prompt, made.prompt_ids, made.ids, made.text) for made in generated] == [
+        (made.prompt, made.prompt_ids, made.ids, made.text) for made in right
     ]
     spelled = {"max_new_tokens": 8, "logit_bias": {ord("x"): 1000.0}}
     options = [mw.RequestOptions(**spelled, stop=("xxx",)), mw.RequestOptions(**spelled, n=2)]
     cut, *twice = model.generate_many(prompts[:2], options)
-    assert (cut.text, cut.ids) == ("", (ord("x"),) * 3) and [one.text for one in twice] == ["x" * 8] * 2
+    assert (cut.text, cut.ids) == ("", (ord("x"),) * 3) and [answer.text for answer in twice] == ["x" * 8] * 2
     with pytest.raises(mw.PlanError, match="options has 1 entries for 3 prompts"):
         model.generate_many(prompts, options[:1])
 
 
 def test_a_trained_model_is_scored_as_eval_scores_it(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found, score = printed(capsys, "eval", str(run.run)), run.load(None).evaluate()
-    assert (score.loss, score.tokens) == (found["loss"], found["tokens"])
+    printed_document, score = printed(capsys, "eval", str(run.run)), run.load(None).evaluate()
+    assert (score.loss, score.tokens) == (printed_document["loss"], printed_document["tokens"])
 
 
 def test_a_folder_that_is_none_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,15 +126,15 @@ def test_a_folder_that_is_none_is_refused_in_one_line(tmp_path: Path, capsys: py
 
 
 def test_a_dry_run_is_what_the_command_line_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of two ranks, for a device that is named, so that no figure is of this machine."""
+    """On two ranks, for a named device, so no figure depends on this machine."""
     layout = ["layout.pp=2", "layout.micro_batch=1", "cluster=a100x2"]
-    found = printed(capsys, "dryrun", *SHAPE, *RECIPE, *layout)
+    printed_document = printed(capsys, "dryrun", *SHAPE, *RECIPE, *layout)
     answer = mw.dry_run(*layout, model=MODEL, recipe={**STEPS, "steps": 12, "eval_every": 5, "checkpoint_every": 5})
     document = json.loads(json.dumps(plain(answer.to_dict())))
-    for one in (*found["ranks"], *document["ranks"]):
-        del one["cost"]  # seconds of the dry run itself
-    assert document == found
-    assert answer.fits is True and answer.peak_bytes == found["peak_bytes"]
+    for rank in (*printed_document["ranks"], *document["ranks"]):
+        del rank["cost"]  # seconds of the dry run itself
+    assert document == printed_document
+    assert answer.fits is True and answer.peak_bytes == printed_document["peak_bytes"]
     answer.check()
     assert {row["rank"] for row in answer.rows()} == {0, 1} == {row["rank"] for row in answer.traffic_rows()}
     assert "fits" in repr(answer) and "Fits" in parsed(answer._repr_html_()).text
@@ -153,8 +153,8 @@ def test_a_dry_run_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[
 @pytest.mark.long
 def test_a_profile_is_kept_and_compared(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     answer = mw.profile(run, steps=1)
-    kept = json.loads((run.run / "profile.json").read_text())
-    assert answer.run == run.run and same(answer.to_dict(), kept)
+    saved = json.loads((run.run / "profile.json").read_text())
+    assert answer.run == run.run and same(answer.to_dict(), saved)
     assert answer.rows()[0]["peak_bytes"] == answer.peak_bytes and answer.operation_rows()
     assert "per step" in repr(answer) and "per step" in parsed(answer._repr_html_()).text
 

@@ -1,4 +1,4 @@
-"""A load run through the engine: what it holds is what was planned and what a dry run counts; rates of the machine."""
+"""A load run through the engine: its memory equals plan and dry run; rates of the machine."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 
 import meshwright as mw
 from meshwright.api.serve_planning import engine_times
-from meshwright.api.serving_calibration import QUICK, _by_tokens, engine_rates
+from meshwright.api.serving_calibration import QUICK, _fit_prompts, engine_rates
 from meshwright.api.serving_load import columns, dry
 from meshwright.kernels.compiled import library
 from meshwright.model import build
@@ -39,20 +39,20 @@ RATES = EngineRates(
 
 def times(name: str = "llama-tiny", rates: EngineRates = RATES) -> StepTimes:
     device = presets.device("local")
-    of = Deployment(
+    deployment = Deployment(
         model=served(presets.model(name)), device=device, degrees=EngineDegrees(), framework=MESHWRIGHT,
         formats=formats_of("fp32", experts=True), cache_width=4.0,
     )  # fmt: skip
-    return engine_times(rates, speeds_of(device), links_of(Cluster(device=device)))(of)
+    return engine_times(rates, speeds_of(device), links_of(Cluster(device=device)))(deployment)
 
 
 def test_bytes_agree_in_all_three_columns() -> None:
     load = Load(input_tokens=20, output_tokens=13, concurrency=2, waves=2)
-    found = columns(times(), load)
-    assert found.planned_weights_bytes == found.dry_weights_bytes == found.measured_weights_bytes
-    assert found.planned_cache_bytes == found.dry_cache_bytes == found.measured_cache_bytes
-    assert found.errors["memory"] == 0
-    measured = found.measured
+    compared = columns(times(), load)
+    assert compared.planned_weights_bytes == compared.dry_weights_bytes == compared.measured_weights_bytes
+    assert compared.planned_cache_bytes == compared.dry_cache_bytes == compared.measured_cache_bytes
+    assert compared.errors["memory"] == 0
+    measured = compared.measured
     assert 0 < measured.per_token_s < measured.first_token_s + measured.request_s
     assert measured.request_s == pytest.approx(measured.first_token_s + 12 * measured.per_token_s, rel=1e-6)
 
@@ -62,7 +62,7 @@ def test_a_dry_run_holds_what_the_real_model_and_cache_hold(name: str) -> None:
     model = build(presets.model(name), dtype=torch.float32, device=torch.device("cpu"), initialize=False)
     cache = PagedCache(model, 7, 16)
     weights, blocks = dry(model.shape, 7)
-    assert weights == sum(one.nbytes for one in model.parameters())
+    assert weights == sum(parameter.nbytes for parameter in model.parameters())
     assert blocks == cache.bytes // 9 * 7
 
 
@@ -75,17 +75,17 @@ def test_slower_machines_are_planned_slower() -> None:
     assert seconds(layer_s=6e-4) == pytest.approx(plain + 6 * 1e-4)
     assert seconds(sequence_s=2e-5) == pytest.approx(plain + 4 * 1e-5)
     assert seconds(logit_s=2e-9) == pytest.approx(plain + 4 * 2048 * 1e-9)
-    kept = 4 * 256 * 6 * 2 * 6 * 32 * 4.0
-    assert seconds(cached_bytes_per_s=2.5e9) == pytest.approx(plain + kept / 5e9)
+    cache_bytes = 4 * 256 * 6 * 2 * 6 * 32 * 4.0
+    assert seconds(cached_bytes_per_s=2.5e9) == pytest.approx(plain + cache_bytes / 5e9)
 
 
 def test_the_cluster_file_keeps_the_rates(tmp_path: Path) -> None:
     source = tmp_path / "here.toml"
-    found = replace(_file(), serving=RATES)
-    source.write_text(text(found), encoding="utf-8")
-    kept = clusterfile.load(source).serving
-    assert kept is not None and replace(kept, products=RATES.products) == RATES
-    assert kept.products.axes == RATES.products.axes and kept.products.values == RATES.products.values
+    measured = replace(_file(), serving=RATES)
+    source.write_text(text(measured), encoding="utf-8")
+    read_rates = clusterfile.load(source).serving
+    assert read_rates is not None and replace(read_rates, products=RATES.products) == RATES
+    assert read_rates.products.axes == RATES.products.axes and read_rates.products.values == RATES.products.values
     assert clusterfile.load(_written(tmp_path, text(_file()))).serving is None
     lines = text(replace(_file(), serving=replace(RATES, prompt_layer_s=1e-6))).splitlines()
     older = [line for line in lines if not line.startswith("prompt_layer_s")]
@@ -128,21 +128,21 @@ def test_a_measured_machine_is_planned_and_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [4, 2])
 def test_copies_of_matrices_are_planned(width: int) -> None:
-    """Of sizes that are whole panels. Numbers that were stored in bf16 are half as wide in these."""
+    """Sizes are whole panels. Numbers stored in bf16 take half as much."""
     assert library.compiled() is not None, "the tests need a C compiler"
     shape = presets.model("llama-tiny")
     model = build(shape)
     if width == 2:
         model = model.bfloat16().float()
-    found = columns(times(), Load(input_tokens=5, output_tokens=3, concurrency=1, waves=1), model.eval())
+    compared = columns(times(), Load(input_tokens=5, output_tokens=3, concurrency=1, waves=1), model.eval())
     joined = shape.hidden * (shape.hidden + 2 * shape.kv_heads * shape.head_dim + 2 * shape.ffn)
     alone = shape.hidden * (shape.hidden + shape.ffn)
     numbers = shape.layers * (joined + alone) + shape.vocab * shape.hidden
-    assert found.planned_copies_bytes == found.measured_copies_bytes == width * numbers
+    assert compared.planned_copies_bytes == compared.measured_copies_bytes == width * numbers
 
 
 def test_a_plan_leaves_room_for_copies_of_matrices(tmp_path: Path) -> None:
-    """Of each rank: without them a model of half a machine's memory would be said to fit. Codes have none."""
+    """Per rank. Without them, a model of half a machine's memory would seem to fit. Codes have none."""
     path = str(_written(tmp_path, text(replace(_file(), serving=RATES))))
     asked = partial(mw.plan_serving, "llama-tiny", cluster=path, input_length=20, output_length=5, concurrency=2)
     plain = asked().best.memory
@@ -163,15 +163,15 @@ def test_a_plan_says_that_times_of_codes_were_not_measured(tmp_path: Path, capsy
 
 
 def test_a_served_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes agree; times of invented rates do not: exit code 4, and 0 where the tolerance allows all."""
+    """Bytes agree, times of invented rates do not: exit code 4, and 0 with a wide tolerance."""
     run = tmp_path / "run"
     assert call(capsys, *train(write_texts(tmp_path / "texts"), run, "recipe.steps=2"))[0] == 0
     path = _written(tmp_path, text(replace(_file(), serving=RATES)))
     words = ["compare", run, "--serve", "--cluster", path, "--input-length", "20", "--output-length", "5"]
     code, out, errors = call(capsys, *words, "--concurrency", "2", "--tolerance", "0.0001", "--json")
-    found = json.loads(out)
-    rows = {row["what"]: row for row in found["rows"]}
-    assert code == 4 and not found["agrees"] and "planned" in errors
+    document = json.loads(out)
+    rows = {row["what"]: row for row in document["rows"]}
+    assert code == 4 and not document["agrees"] and "planned" in errors
     assert all(rows[name]["planned"] == rows[name]["measured"] for name in ("weights", "keys and values"))
     assert rows["weights"]["dryrun"] == rows["weights"]["measured"] and rows["per token"]["dryrun"] is None
     assert not rows["tokens/s"]["agrees"]
@@ -184,14 +184,14 @@ def test_a_served_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.C
 
 
 def test_rates_of_this_machine_are_numbers_above_zero() -> None:
-    found = engine_rates(replace(QUICK, steps=2, long=64))
-    assert min(found.step_s, found.sequence_s, found.layer_s, found.cached_bytes_per_s, found.prompt_flop_per_s) > 0
-    assert min(found.token_layer_s, found.logit_s) >= 0 and min(found.products.values) > 0
-    assert found.prompt_flop_per_s <= max(found.products.values) * (1 + 1e-9)
+    rates = engine_rates(replace(QUICK, steps=2, long=64))
+    assert min(rates.step_s, rates.sequence_s, rates.layer_s, rates.cached_bytes_per_s, rates.prompt_flop_per_s) > 0
+    assert min(rates.token_layer_s, rates.logit_s) >= 0 and min(rates.products.values) > 0
+    assert rates.prompt_flop_per_s <= max(rates.products.values) * (1 + 1e-9)
 
 
 def test_prompts_whose_pairs_cannot_be_told_apart_have_the_rate_of_the_best_product() -> None:
-    """A straight line of tokens has no share of pairs, and an attention without a time would be planned free."""
-    assert _by_tokens([(16, 1.0), (32, 2.0), (64, 4.0)], least_pair_s=1e-6)[2] == 1e-6
+    """Linear times show no cost per pair, and attention without a cost would be planned as free."""
+    assert _fit_prompts([(16, 1.0), (32, 2.0), (64, 4.0)], least_pair_s=1e-6)[2] == 1e-6
     curved = [(n, 3.0 + 0.5 * n + 0.25 * n**2) for n in (16, 32, 64)]
-    assert _by_tokens(curved, least_pair_s=1e-6) == pytest.approx((3.0, 0.5, 0.25))
+    assert _fit_prompts(curved, least_pair_s=1e-6) == pytest.approx((3.0, 0.5, 0.25))

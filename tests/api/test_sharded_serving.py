@@ -1,4 +1,4 @@
-"""An engine over processes of this machine: who starts them, what they answer, and how all end when one does."""
+"""An engine over processes of this machine: start, answers, and the end of all when one fails."""
 
 import os
 import signal
@@ -22,11 +22,11 @@ PROMPTS = [[3, 14, 15, 9], [2, 6], [5] * 20]
 OPTIONS = mw.RequestOptions(max_new_tokens=6)
 
 
-def export(place: Path, name: str) -> Path:
-    found = model(name)
-    tensors = [(key, tensor.detach()) for key, tensor in found.state_dict().items()]
-    export_folder(place, model_tensors=tensors, shape=found.shape, tokenizer=None, dtype=torch.float32)
-    return place
+def export(folder: Path, name: str) -> Path:
+    source = model(name)
+    tensors = [(key, tensor.detach()) for key, tensor in source.state_dict().items()]
+    export_folder(folder, model_tensors=tensors, shape=source.shape, tokenizer=None, dtype=torch.float32)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def answers(engine: object) -> list[list[int]]:
     assert engine is not None
     asked = [engine.add(prompt, OPTIONS) for prompt in PROMPTS]  # type: ignore[attr-defined]  # an engine
     engine.run(asked)  # type: ignore[attr-defined]  # an engine
-    return [one.answers[0].ids for one in asked]
+    return [request.answers[0].ids for request in asked]
 
 
 @pytest.mark.long

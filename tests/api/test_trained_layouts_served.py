@@ -1,4 +1,4 @@
-"""A run that many ranks trained is served as it lies: every token's probability is what its trainer measured."""
+"""A run of many ranks is served as stored: every token has the probability that its trainer measured."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def trained(asked: Plan) -> float | None:
-    """The held-out loss that the trainer measured behind the last step; None on all ranks but the first."""
+    """Return the held-out loss that the trainer measured after the last step. None = another rank than the first."""
     torch.set_num_threads(1)
     notes = Notes()
     loop.run(asked, watchers=[notes])
@@ -41,7 +41,7 @@ def trained(asked: Plan) -> float | None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.long
 def test_probabilities_are_those_of_the_trainer(name: str, tmp_path: Path) -> None:
-    """The paged engine is given every beginning of every held-out window."""
+    """The paged engine gets every beginning of every held-out window."""
     shape, layout = LAYOUTS[name]
     asked = replace(
         plan(write_texts(tmp_path / "texts"), tmp_path / "run", shape=shape, document_mask=False), layout=layout
@@ -57,24 +57,24 @@ def test_probabilities_are_those_of_the_trainer(name: str, tmp_path: Path) -> No
 
 
 def _watch(engine: ServingEngine, logits: dict[Tokens, Tensor]) -> None:
-    """Keep what it computes, by the tokens before."""
+    """Keep what the engine computes, by the tokens before."""
     run = engine._loop.runner.run
 
-    def seen(step: StepPlan, **given: int) -> tuple[list[CachedSequence], Tensor]:
-        owners, rows = run(step, **given)
-        logits.update((tuple(one.tokens), row) for one, row in zip(owners, rows, strict=True))
+    def seen(step: StepPlan, **args: int) -> tuple[list[CachedSequence], Tensor]:
+        owners, rows = run(step, **args)
+        logits.update((tuple(sequence.tokens), row) for sequence, row in zip(owners, rows, strict=True))
         return owners, rows
 
     engine._loop.runner.run = seen  # type: ignore[method-assign]
 
 
 def _held_out(asked: Plan) -> Iterator[tuple[list[int], int]]:
-    """Every beginning of every window that is scored, and the token behind it."""
+    """Return every beginning of every scored window, and the token after it."""
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.validation, shuffle=False)
     limit = asked.recipe.eval_sequences
     for batch in held_out(rows, torch.device("cpu"), rows=1, limit=limit, document_mask=False):
         tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
-        for place, target in enumerate(targets):
+        for position, target in enumerate(targets):
             if target >= 0:
-                yield tokens[: place + 1], target
+                yield tokens[: position + 1], target

@@ -1,4 +1,4 @@
-"""`tune`: which defaults stand, and what is refused at the start."""
+"""`tune`: its defaults, and errors at the start."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,9 @@ def test_defaults_are_said_and_give_way(files: Path) -> None:
     plan, _ = tuning_plan(words(files, "recipe.learning_rate=1e-3"), notes=notes)
     assert plan.data.form == "samples" and plan.recipe.epochs == 3 and plan.recipe.learning_rate == 1e-3
     assert plan.recipe.sequence == plan.model.max_positions == 64, "a model of 64 positions is given no 1024"
-    [said] = [note for note in notes if note.startswith("tuning defaults: ")]
-    assert "recipe.sequence=64" in said and "learning_rate" not in said
-    assert set(DEFAULTS) - {"recipe.learning_rate"} <= {word.partition("=")[0] for word in said.split()}
+    [defaults] = [note for note in notes if note.startswith("tuning defaults: ")]
+    assert "recipe.sequence=64" in defaults and "learning_rate" not in defaults
+    assert set(DEFAULTS) - {"recipe.learning_rate"} <= {word.partition("=")[0] for word in defaults.split()}
 
 
 def test_steps_stand_in_place_of_epochs(files: Path) -> None:
@@ -48,16 +48,16 @@ def test_a_form_that_tune_does_not_read_is_refused(files: Path) -> None:
 def test_pairs_are_compared_by_themselves_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files, notes = pairs.write(tmp_path), list[str]()
-    given = [f"model={files / 'hf'}", f"data={files / 'pairs.jsonl'}", f"run={files / 'run'}"]
-    plan, _ = tuning_plan(given, notes=notes)
+    words = [f"model={files / 'hf'}", f"data={files / 'pairs.jsonl'}", f"run={files / 'run'}"]
+    plan, _ = tuning_plan(words, notes=notes)
     plan.check()
     assert (plan.recipe.objective, plan.recipe.learning_rate, plan.recipe.epochs) == ("dpo", 1e-6, 1)
     assert plan.recipe.sequence == plan.model.max_positions
-    [said] = [note for note in notes if note.startswith("tuning defaults: ")]
-    assert "recipe.objective=dpo" in said and "recipe.learning_rate=1e-6" in said
-    odds, _ = tuning_plan([*given, "recipe.objective=orpo"])
+    [defaults] = [note for note in notes if note.startswith("tuning defaults: ")]
+    assert "recipe.objective=dpo" in defaults and "recipe.learning_rate=1e-6" in defaults
+    odds, _ = tuning_plan([*words, "recipe.objective=orpo"])
     assert (odds.recipe.objective, odds.recipe.learning_rate) == ("orpo", 8e-6)
-    mine, _ = tuning_plan([*given, "recipe.learning_rate=1e-5", "recipe.steps=9"])
+    mine, _ = tuning_plan([*words, "recipe.learning_rate=1e-5", "recipe.steps=9"])
     assert (mine.recipe.learning_rate, mine.recipe.steps, mine.recipe.epochs) == (1e-5, 9, 0)
 
 
@@ -66,16 +66,16 @@ def test_a_run_over_pairs_from_the_command_line(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = pairs.write(tmp_path)
-    given = [f"model={files / 'hf'}", f"data={files / 'pairs.jsonl'}"]
-    assert main(["data", "show", *given, "data.form=samples", "recipe.sequence=64"]) == 0
+    words = [f"model={files / 'hf'}", f"data={files / 'pairs.jsonl'}"]
+    assert main(["data", "show", *words, "data.form=samples", "recipe.sequence=64"]) == 0
     shown = capsys.readouterr().out
     assert "--- pair 0, chosen ---" in shown and "--- pair 0, rejected ---" in shown
     run = f"run={files / 'run'}"
-    assert main(["train", *given, run, "data.form=samples", "--no-dry-run"]) == 2
+    assert main(["train", *words, run, "data.form=samples", "--no-dry-run"]) == 2
     assert "take recipe.objective=dpo" in capsys.readouterr().err
-    assert main(["tune", *given, run, "recipe.steps=2", "recipe.global_batch=2", "--no-dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "reward margin" in said and "held out: loss" in said and "perplexity" not in said
+    assert main(["tune", *words, run, "recipe.steps=2", "recipe.global_batch=2", "--no-dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "reward margin" in printed and "held out: loss" in printed and "perplexity" not in printed
     assert main(["eval", str(files / "run")]) == 2
     assert "a file of preferences cannot be scored without the run's first weights" in capsys.readouterr().err
 
@@ -103,22 +103,22 @@ def test_what_is_wrong_with_the_data_is_said_before_anything_begins(files: Path,
 
 
 def test_a_plan_of_adapters_is_saved_as_one_of_fine_tuning(files: Path) -> None:
-    found = mw.plan(str(files / "hf"), cluster="h100x1", tune="lora:8").plan
-    assert found.data.form == "samples" and found.model.lora and found.model.lora.rank == 8
-    assert (found.recipe.epochs, found.recipe.learning_rate, found.recipe.weight_decay) == (3, 2e-4, 0)
+    answer = mw.plan(str(files / "hf"), cluster="h100x1", tune="lora:8").plan
+    assert answer.data.form == "samples" and answer.model.lora and answer.model.lora.rank == 8
+    assert (answer.recipe.epochs, answer.recipe.learning_rate, answer.recipe.weight_decay) == (3, 2e-4, 0)
     mw.plan("llama-tiny", cluster="h100x1", tune="lora").save(files / "saved.yaml")
     with pytest.raises(PlanError, match="tune needs a model"):
         tuning_plan([str(files / "saved.yaml"), f"data={files / 'chat.jsonl'}"])
 
 
 def test_a_plan_of_codes_takes_less_and_says_how_it_is_held(files: Path) -> None:
-    """The 8B model on one card of 24 GB has room for more; what is refused names what is known."""
+    """An 8B model fits one card of 24 GB. Errors name the known formats."""
     dense, coded = (mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune=how) for how in ("lora", "qlora:16"))
     lora = coded.plan.model.lora
     assert lora is not None and (lora.rank, lora.base) == (16, "nf4-double")
-    one = "micro_batch=1,recompute=none"
-    plans = [mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune=how, layout=one) for how in ("lora", "qlora")]
-    wide, narrow = (plan.found.best[0].peak_bytes for plan in plans)
+    smallest = "micro_batch=1,recompute=none"
+    plans = [mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune=how, layout=smallest) for how in ("lora", "qlora")]
+    wide, narrow = (plan.ranking.best[0].peak_bytes for plan in plans)
     # 7.0e9 matrix elements of 2 bytes, at 4.13 bits each instead. Beside them an fp32 norm of a layer is compiled into
     # less where matrices are plain.
     assert 8.5e9 < wide - narrow < 11e9
@@ -128,7 +128,7 @@ def test_a_plan_of_codes_takes_less_and_says_how_it_is_held(files: Path) -> None
 
 
 def test_a_base_is_scored_on_a_chat_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As samples, which its columns say; and like the run that began with it."""
+    """Its columns make it samples, scored as by the run that started from the base."""
     chat = str(files / "chat.jsonl")
     assert main(["tune", *words(files, "recipe.steps=1", "recipe.learning_rate=0", "--no-dry-run")]) == 0
     capsys.readouterr()
@@ -141,7 +141,7 @@ def test_a_base_is_scored_on_a_chat_file(files: Path, capsys: pytest.CaptureFixt
 
 def test_a_held_out_part_that_no_row_has_is_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "long.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": "p", "completion": " a" * (90 if one == 1 else 3)}) for one in range(3))
+        "\n".join(json.dumps({"prompt": "p", "completion": " a" * (90 if number == 1 else 3)}) for number in range(3))
     )
     more = ["recipe.steps=1", "data.overlong=drop", "data.validation=0.3", "--no-dry-run"]
     assert main(["tune", *words(files, f"data={files / 'long.jsonl'}", *more)]) == 0
@@ -167,14 +167,14 @@ def test_data_show_says_what_is_trained(files: Path, capsys: pytest.CaptureFixtu
     assert main([*shown, "--json"]) == 0
     import json
 
-    found = json.loads(capsys.readouterr().out)
-    trained = "".join(token["text"] for token in found["tokens"] if token["mark"] == "trained")
-    assert trained.count("<|endoftext|>") == sum("say" in part for part in text_of(found).split("<user>"))
-    assert "say" not in trained and found["samples"]["overlong"] == 0
+    document = json.loads(capsys.readouterr().out)
+    trained = "".join(token["text"] for token in document["tokens"] if token["mark"] == "trained")
+    assert trained.count("<|endoftext|>") == sum("say" in part for part in text_of(document).split("<user>"))
+    assert "say" not in trained and document["samples"]["overlong"] == 0
 
 
-def text_of(found: dict[str, list[dict[str, str]]]) -> str:
-    return "".join(token["text"] for token in found["tokens"] if token["mark"] != "padding")
+def text_of(document: dict[str, list[dict[str, str]]]) -> str:
+    return "".join(token["text"] for token in document["tokens"] if token["mark"] != "padding")
 
 
 @pytest.mark.parametrize(

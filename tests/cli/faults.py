@@ -1,4 +1,4 @@
-"""What happens to a rank in the middle of its work."""
+"""Faults that disturb a rank in the middle of its work."""
 
 import os
 import signal
@@ -33,16 +33,16 @@ class In:
         stage, train_step = Transformer.stage, trainer.train_step
         steps = [0]
 
-        def disturbed(model: Any, *given: Any, **named: Any) -> Any:
+        def disturbed(model: Any, *args: Any, **named: Any) -> Any:
             if steps[0] == self.step:
                 if self.once:
                     Path(self.once).touch()
                 act(named)
-            return stage(model, *given, **named)
+            return stage(model, *args, **named)
 
-        def counted(*given: Any, **named: Any) -> Any:
+        def counted(*args: Any, **named: Any) -> Any:
             steps[0] += 1
-            return train_step(*given, **named)
+            return train_step(*args, **named)
 
         Transformer.stage, trainer.train_step = disturbed, counted  # type: ignore[method-assign]
 
@@ -81,32 +81,32 @@ class ClosedStdout:
 
 
 def die(named: dict[str, Any]) -> None:
-    """As the kernel kills a process that has taken too much memory."""
+    """Die as when the kernel kills a process that takes too much memory."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(named: dict[str, Any]) -> None:
-    """No thread of it runs any more."""
+    """Stop all threads."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def sleep(named: dict[str, Any]) -> None:
-    """The main thread alone stands still."""
+    """Halt the main thread alone."""
     time.sleep(1000)
 
 
 def break_down(named: dict[str, Any]) -> None:
-    """An error that nobody foresaw."""
+    """Raise an unforeseen error."""
     raise ZeroDivisionError("a fault of this machine")
 
 
 def lose_number(named: dict[str, Any]) -> None:
-    """The loss of this rank is NaN."""
+    """Turn the loss of this rank into NaN."""
     named["scale"] = named["scale"] * float("nan")
 
 
 def terminate(named: dict[str, Any]) -> None:
-    """A cluster wants the machine back."""
+    """Receive SIGTERM, as from a cluster that wants its machine back."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -93,7 +93,7 @@ def workspace(folder: Path) -> Iterator[None]:
 
 
 def document(command: Command) -> tuple[int, Any]:
-    """Run a command with `--json` here: its exit code, and its document as it is recorded."""
+    """Run a command with `--json` here, and return its exit code and its document as recorded."""
     printed, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
         code = main([*command.words, "--json"])

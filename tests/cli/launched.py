@@ -20,7 +20,7 @@ KILL_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a world ended."""
+    """Outcome of a run on several processes."""
 
     codes: list[int]
     errors: str
@@ -66,7 +66,7 @@ def launch(
 
 
 def new_store() -> dist.TCPStore:
-    """What torchrun keeps for all attempts of a run."""
+    """Return the store that torchrun keeps for all attempts of a run."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

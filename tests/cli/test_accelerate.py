@@ -1,4 +1,4 @@
-"""`accelerate launch`: its processes are ranks as torchrun's are, and what of its settings is not read is said."""
+"""`accelerate launch`: its processes become ranks as those of torchrun, and ignored settings are named."""
 
 import json
 import os
@@ -21,43 +21,43 @@ WORDS = (
 
 @pytest.mark.slow
 def test_two_processes_of_accelerate_train_as_one(tmp_path: Path) -> None:
-    """Every step's loss and norm are those of the run alone; each process reads its own rows, and it is said."""
+    """Loss and norm of every step equal those of one process; each process reads its own rows."""
     pytest.importorskip("accelerate")
     write(tmp_path)
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    said = ""
+    errors = ""
     for run, how in (("alone", []), ("two", launcher)):
         words = [sys.executable, *how, "-m", "meshwright", *WORDS, f"run={run}"]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        said = done.stderr
-    assert "note: tuning defaults: recipe.weight_decay=0 layout.dp_shard=auto layout.zero=1" in said
-    kept = planfile.read(tmp_path / "two" / "plan.yaml").layout
-    assert (kept.dp_shard, kept.zero) == (2, 1)
+        errors = done.stderr
+    assert "note: tuning defaults: recipe.weight_decay=0 layout.dp_shard=auto layout.zero=1" in errors
+    layout_of_two = planfile.read(tmp_path / "two" / "plan.yaml").layout
+    assert (layout_of_two.dp_shard, layout_of_two.zero) == (2, 1)
     alone, two = (
         [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("alone", "two")
     )
     assert len(alone) == len(two) == 3
-    for one, other in zip(alone, two, strict=True):
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    for left, other in zip(alone, two, strict=True):
+        assert other["loss"] == pytest.approx(left["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(left["grad_norm"], rel=1e-4)
 
 
 def test_ranks_that_mpirun_numbered_are_those_of_torchrun() -> None:
-    """As accelerate's own launcher for CPUs starts them (OpenMPI, Intel MPI); without accelerate nothing is taken."""
+    """accelerate's launcher for CPUs numbers ranks by OpenMPI or Intel MPI. Without accelerate, nothing is read."""
     openmpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     intel = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    for given in (openmpi, intel):
-        environ = {**given, MARK: "no"}
+    for variables in (openmpi, intel):
+        environ = {**variables, MARK: "no"}
         number_ranks(environ)
         assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("1", "2", "1")
-        before = dict(given)
-        number_ranks(given)
-        assert given == before
+        before = dict(variables)
+        number_ranks(variables)
+        assert variables == before
     launched = {**openmpi, MARK: "no", "RANK": "0", "WORLD_SIZE": "4"}
     number_ranks(launched)
     assert launched["RANK"] == "0" and launched["WORLD_SIZE"] == "4"
@@ -87,7 +87,7 @@ def test_what_is_not_read_is_said(environ: dict[str, str], sentence: str) -> Non
 def test_one_process_in_place_of_several_is_said() -> None:
     """`accelerate launch --cpu --num_processes 2` starts one, and sets an address that nobody needs."""
     plan = planfile.read(None, [])
-    [said] = unread({MARK: "no", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, plan)
-    assert said.startswith("accelerate launch started one process, whatever --num_processes says")
+    [note] = unread({MARK: "no", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, plan)
+    assert note.startswith("accelerate launch started one process, whatever --num_processes says")
     assert not list(unread({MARK: "no", "ACCELERATE_USE_CPU": "True"}, plan))
     assert not list(unread({"MASTER_ADDR": "127.0.0.1"}, plan))

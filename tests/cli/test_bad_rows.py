@@ -1,4 +1,4 @@
-"""Rows that cannot be trained on: one line that names file, line and column, and exit code 2."""
+"""Rows that cannot be trained on: one line with file, line and column, and exit code 2."""
 
 import json
 from pathlib import Path
@@ -24,8 +24,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return err.removeprefix("meshwright: ").removesuffix("\n")
 
 
-def turns(*given: Any) -> str:
-    return json.dumps({"messages": given})
+def turns(*args: Any) -> str:
+    return json.dumps({"messages": args})
 
 
 @pytest.mark.parametrize(
@@ -59,33 +59,33 @@ def test_a_row_is_named_with_its_line(row: str, sentence: str, capsys: pytest.Ca
 def test_a_row_of_a_mixture_is_named_with_its_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))
     Path("b.jsonl").write_text(json.dumps(GOOD) + "\n{")
-    said = "b.jsonl, line 2, column 2: broken JSON, Expecting property name enclosed in double quotes"
-    assert refused(capsys, "data=a.jsonl:1,b.jsonl:1") == said
+    message = "b.jsonl, line 2, column 2: broken JSON, Expecting property name enclosed in double quotes"
+    assert refused(capsys, "data=a.jsonl:1,b.jsonl:1") == message
 
 
 def test_an_array_is_named_with_line_and_column(capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.json").write_text(f"[{json.dumps(GOOD)},\n {{]")
-    said = "chat.json, line 2, column 3: broken JSON, Expecting property name enclosed in double quotes"
-    assert refused(capsys, "data=chat.json") == said
+    message = "chat.json, line 2, column 3: broken JSON, Expecting property name enclosed in double quotes"
+    assert refused(capsys, "data=chat.json") == message
 
 
 def test_a_template_is_named_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.jsonl").write_text(json.dumps(GOOD))
     Path("own.jinja").write_text("a\n{{ messages[9].role }}")
-    said = "chat.jsonl, line 1: the chat template own.jinja fails in line 2: list object has no element 9"
-    assert refused(capsys, "data=chat.jsonl", "data.template=own.jinja") == said
+    message = "chat.jsonl, line 1: the chat template own.jinja fails in line 2: list object has no element 9"
+    assert refused(capsys, "data=chat.jsonl", "data.template=own.jinja") == message
 
 
 def test_samples_longer_than_a_row_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps(GOOD))
-    said = refused(capsys, "data=chat.jsonl", "data.overlong=refuse", "recipe.sequence=8", "data.validation=0")
-    assert said.startswith("data.path=chat.jsonl: 2 of 2 samples are longer than recipe.sequence=8 tokens")
+    message = refused(capsys, "data=chat.jsonl", "data.overlong=refuse", "recipe.sequence=8", "data.validation=0")
+    assert message.startswith("data.path=chat.jsonl: 2 of 2 samples are longer than recipe.sequence=8 tokens")
 
 
 def test_conversations_given_as_text_lead_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.jsonl").write_text(json.dumps(GOOD))
-    said = refused(capsys, "data=chat.jsonl", "data.form=text")
-    assert said == "chat.jsonl, line 1: no field 'text', it has: messages; `meshwright tune` trains on such rows"
+    message = refused(capsys, "data=chat.jsonl", "data.form=text")
+    assert message == "chat.jsonl, line 1: no field 'text', it has: messages; `meshwright tune` trains on such rows"
 
 
 def test_all_rows_that_are_no_samples_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,10 +96,10 @@ def test_all_rows_that_are_no_samples_are_named(capsys: pytest.CaptureFixture[st
         "'messages': the content is int, not text; chat.jsonl, line 4: message 1 of 'messages' is str, not an object"
     )
     Path("many.jsonl").write_text("\n".join([json.dumps(GOOD), *[bad] * 1234]))
-    said = refused(capsys, "data=many.jsonl")
+    message = refused(capsys, "data=many.jsonl")
     remedy = " (data.malformed=skip leaves them out)"
-    assert said.startswith(f"1,234 of 1,235 rows are no samples{remedy}: many.jsonl, line 2: ")
-    assert "many.jsonl, line 21: " in said and "line 22: " not in said and said.endswith("; and 1,214 more")
+    assert message.startswith(f"1,234 of 1,235 rows are no samples{remedy}: many.jsonl, line 2: ")
+    assert "many.jsonl, line 21: " in message and "line 22: " not in message and message.endswith("; and 1,214 more")
 
 
 def test_conversations_are_shown_without_being_told_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The braille curve: bounded, connected, and calm about odd values."""
+"""The braille curve: bounded, connected, and robust against odd values."""
 
 import itertools
 import math
@@ -11,15 +11,15 @@ from meshwright.cli.terminal.chart import BLANK, Curve, braille, resample, span
 
 
 def dots(rows: list[str]) -> set[tuple[int, int]]:
-    """(x, y) of every dot, from the cells' bits by the definition of the Unicode block."""
-    place = {0: (0, 0), 1: (0, 1), 2: (0, 2), 3: (1, 0), 4: (1, 1), 5: (1, 2), 6: (0, 3), 7: (1, 3)}
-    found = set()
+    """Return (x, y) of every dot, by the definition of the Unicode block."""
+    positions = {0: (0, 0), 1: (0, 1), 2: (0, 2), 3: (1, 0), 4: (1, 1), 5: (1, 2), 6: (0, 3), 7: (1, 3)}
+    drawn = set()
     for y, row in enumerate(rows):
         for x, cell in enumerate(row):
-            for bit, (dx, dy) in place.items():
+            for bit, (dx, dy) in positions.items():
                 if (ord(cell) - BLANK) >> bit & 1:
-                    found.add((2 * x + dx, 4 * y + dy))
-    return found
+                    drawn.add((2 * x + dx, 4 * y + dy))
+    return drawn
 
 
 def test_a_falling_line_runs_from_the_top_left_to_the_bottom_right() -> None:
@@ -67,9 +67,9 @@ def test_a_value_beyond_the_span_stays_at_the_edge() -> None:
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=200), st.integers(1, 64))
 def test_resampling_keeps_the_range(values: list[float], columns: int) -> None:
-    found = resample(values, columns)
-    assert len(found) == columns
-    assert min(values) - 1e-9 <= min(found) and max(found) <= max(values) + 1e-9
+    resampled = resample(values, columns)
+    assert len(resampled) == columns
+    assert min(values) - 1e-9 <= min(resampled) and max(resampled) <= max(values) + 1e-9
 
 
 def test_a_long_curve_stays_within_its_capacity_and_keeps_its_shape() -> None:

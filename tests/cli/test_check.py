@@ -1,4 +1,4 @@
-"""`dryrun --check`: the answer, its document, and what a broken rule ends with."""
+"""`dryrun --check`: the answer, its document, and the exit code of a broken rule."""
 
 import json
 from dataclasses import replace
@@ -28,10 +28,10 @@ def test_a_broken_rule_is_named_and_ends_with_4(
     monkeypatch.setattr(recording, "record_world", broken)
     assert main(["dryrun", "--check", "--json", *TINY]) == 4
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["source"] == "check" and found["ranks"] == 2 and found["operations"] > 8
-    assert found["violations"][0]["rule"] == "mismatch"
-    assert "rank 1 never starts" in found["violations"][0]["text"]
+    document = json.loads(printed.out)
+    assert document["source"] == "check" and document["ranks"] == 2 and document["operations"] > 8
+    assert document["violations"][0]["rule"] == "mismatch"
+    assert "rank 1 never starts" in document["violations"][0]["text"]
     assert printed.err.count("\n") == 1 and "rank 1 never starts" in printed.err
 
 
@@ -39,9 +39,9 @@ RECORD = recording.record_world
 
 
 def broken(plan: object, **named: object) -> list[RankTrace]:
-    """As recorded, but rank 1 forgets its last collective."""
+    """Return the recording, with the last collective of rank 1 missing."""
     first, second = RECORD(plan, **named)  # type: ignore[arg-type]
     trace = second.trace
-    last = max(n for n, one in enumerate(trace.operations) if not one.is_message)
-    kept = tuple(event for event in trace.events if event not in (Start((last,)), WaitEvent(last)))
-    return [first, replace(second, trace=replace(trace, events=kept))]
+    last = max(n for n, operation in enumerate(trace.operations) if not operation.is_message)
+    remaining = tuple(event for event in trace.events if event not in (Start((last,)), WaitEvent(last)))
+    return [first, replace(second, trace=replace(trace, events=remaining))]

@@ -1,4 +1,4 @@
-"""`meshwright compare` and `meshwright report`: what they print, leave and refuse."""
+"""`meshwright compare` and `meshwright report`: output, files and errors."""
 
 import json
 import re
@@ -16,9 +16,9 @@ def test_a_trained_run_is_compared_and_reported(tmp_path: Path, capsys: pytest.C
     run = tmp_path / "run"
     assert call(capsys, *train(write_texts(tmp_path / "texts"), run))[0] == 0
     code, out, _ = call(capsys, "compare", run, "--no-dry-run", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["agrees"] and found["columns"]["measured"]["about"] == "12 steps of training"
-    moments = next(row for row in found["rows"] if row["what"] == "moments")
+    document = json.loads(out)
+    assert code == 0 and document["agrees"] and document["columns"]["measured"]["about"] == "12 steps of training"
+    moments = next(row for row in document["rows"] if row["what"] == "moments")
     assert moments["planned"] == moments["measured"] > 0 and moments["dryrun"] is None
     code, out, _ = call(capsys, "compare", run, "--no-dry-run")
     assert code == 0 and re.match(r"AGREES  (\d+) of \1 rows agree \(tolerance 10%, traffic exact\)", out)
@@ -36,9 +36,9 @@ def test_the_dry_run_is_made_once_and_kept(tmp_path: Path, capsys: pytest.Captur
     run = tmp_path / "run"
     assert call(capsys, *train(write_texts(tmp_path / "texts"), run))[0] == 0
     first = json.loads(call(capsys, "compare", run, "--json", "--tolerance", "1")[1])
-    kept = (run / "dryrun.json").read_bytes()
+    first_document = (run / "dryrun.json").read_bytes()
     again = json.loads(call(capsys, "compare", run, "--json", "--tolerance", "1")[1])
-    assert first["rows"] == again["rows"] and (run / "dryrun.json").read_bytes() == kept
+    assert first["rows"] == again["rows"] and (run / "dryrun.json").read_bytes() == first_document
     parameters = next(row for row in first["rows"] if row["what"] == "parameters")
     assert parameters["dryrun"] == parameters["measured"] == parameters["planned"]
 
@@ -57,15 +57,15 @@ def test_beyond_the_tolerance_is_exit_code_4(tmp_path: Path, capsys: pytest.Capt
 def test_the_planned_column_can_be_of_a_device_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the plan names none, the column is of the device that the profile was measured on."""
+    """Without a named device, the column is of the device that was measured."""
     run = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), profile=profiled(PLAN))
     assert json.loads(call(capsys, "compare", run, "--no-dry-run", "--json")[1])["columns"]["planned"][
         "about"
     ].endswith(PLAN.cluster.device.name)
     _, out, _ = call(capsys, "compare", run, "--no-dry-run", "--json", "--cluster", "a100x4")
-    found = json.loads(out)
-    assert found["columns"]["planned"]["about"].endswith("A100-SXM-80")
-    assert next(row for row in found["rows"] if row["what"] == "step")["planned"] > 0
+    document = json.loads(out)
+    assert document["columns"]["planned"]["about"].endswith("A100-SXM-80")
+    assert next(row for row in document["rows"] if row["what"] == "step")["planned"] > 0
     assert (
         call(capsys, "report", run, "--cluster", "a100x4")[0] == 0
         and "A100-SXM-80" in (run / "report.html").read_text()
@@ -105,7 +105,7 @@ def test_two_runs_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_the_table_keeps_to_its_width(
     columns: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict first, one unit in a row, no word broken, what is equal or known once is a sentence."""
+    """Verdict first, one unit per row, no broken words; equal rows and single figures become sentences."""
     monkeypatch.chdir(tmp_path)
     document = profiled(PLAN)
     document["ranks"][0]["peak_bytes"] = round(1.03 * document["ranks"][0]["peak_bytes"])

@@ -1,4 +1,4 @@
-"""Both displays say the same things; the live one draws without a terminal too."""
+"""Both displays show the same figures. The live one also draws without a terminal."""
 
 import io
 import math
@@ -68,14 +68,14 @@ def test_plain_lines_keep_their_columns_and_name_every_figure() -> None:
 
 
 def test_the_loss_of_the_step_is_the_headline_and_memory_says_whose_it_is() -> None:
-    """The smoothed loss lags behind where it falls: it stands beside, with its name."""
+    """The smoothed loss lags behind, so it stands beside, under its own name."""
     log, info = io.StringIO(), replace(watched.info(steps=4), device="NVIDIA H100")
     watched.tell(PlainDisplay(log), info)
     for number, line in enumerate((line for line in log.getvalue().splitlines() if "| loss" in line), 1):
         assert f"| loss {watched.step(number).loss:7.4f} smoothed " in line and "mem 0.75/1.00 GiB" in line
     assert " GiB (tensors)" in log.getvalue().splitlines()[-1]
-    said = shown(panel_after(5))
-    assert f"{watched.step(5).loss:.4f}" in said[said.index(" loss  ") :][:20] and "smoothed" in said
+    printed = shown(panel_after(5))
+    assert f"{watched.step(5).loss:.4f}" in printed[printed.index(" loss  ") :][:20] and "smoothed" in printed
 
 
 def test_utilization_is_printed_with_its_conventions_where_the_peak_is_known() -> None:
@@ -156,7 +156,7 @@ def test_an_exception_gives_the_cursor_back() -> None:
 
 
 def test_drawing_takes_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand steps of 10 ms on a clock that drawing moves by 20 ms: at most 1% is spent drawing."""
+    """In a thousand steps of 10 ms, with drawings of 20 ms on a fake clock, drawing takes at most 1%."""
     clock = [0.0]
     drawn = []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -240,7 +240,7 @@ def test_a_short_text_is_encoded_in_few_lines() -> None:
 
 
 def test_what_is_encoded_is_counted_in_its_own_unit() -> None:
-    """Rows of samples are no bytes, and a long text is no hundredth of a mebibyte."""
+    """Rows are counted as rows, texts in suitable units of bytes."""
     for rows, whole, last in (
         (True, 57, "encoding rows: 57 of 57"),
         (False, 2**22, "encoding text: 4.00 MiB of 4.00 MiB"),

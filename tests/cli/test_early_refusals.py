@@ -1,8 +1,4 @@
-"""What is wrong with a command is said before torch is imported, of every verb and every option of it.
-
-The wrong values follow from the signatures of the verbs: a new verb or option is tried without a line here, and fails
-where it is refused late. What cannot be refused early stands in LATE, with its reason.
-"""
+"""Errors in a command come before torch is imported, for every verb and option."""
 
 import inspect
 import json
@@ -95,7 +91,7 @@ TAKEN = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, a run and a Hugging Face directory."""
+    """Make a folder with texts, a run and a Hugging Face directory."""
     here = tmp_path_factory.mktemp("refused")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
@@ -108,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ends(cases: list[list[str]], folder: Path) -> list[tuple[list[str], Any, str]]:
-    """Words, exit code or "torch", and stderr of each command."""
+    """Return words, exit code or "torch", and stderr of each command."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps(cases)], capture_output=True, text=True, check=False, cwd=folder,
         timeout=300,
@@ -119,18 +115,24 @@ def ends(cases: list[list[str]], folder: Path) -> list[tuple[list[str], Any, str
 
 
 def check(cases: list[list[str]], folder: Path, marks: list[tuple[str, ...]] | None = None) -> None:
-    """Each command is refused in one line; with `marks`, of which the line has one."""
+    """Check that each command is refused in one line, with one of `marks` in it."""
     wrong = []
-    for number, (words, end, said) in enumerate(ends(cases, folder)):
-        named = marks is None or any(mark in said for mark in marks[number])
-        lines = [line for line in said.splitlines() if not line.startswith("meshwright: note:")]
-        if end != 2 or not named or len(lines) != 1 or not lines[0].startswith("meshwright: ") or "Traceback" in said:
-            wrong.append((" ".join(words), end, said))
+    for number, (words, end, message) in enumerate(ends(cases, folder)):
+        named = marks is None or any(mark in message for mark in marks[number])
+        lines = [line for line in message.splitlines() if not line.startswith("meshwright: note:")]
+        if (
+            end != 2
+            or not named
+            or len(lines) != 1
+            or not lines[0].startswith("meshwright: ")
+            or "Traceback" in message
+        ):
+            wrong.append((" ".join(words), end, message))
     assert not wrong
 
 
 def wrong_commands(verb: str) -> Iterator[list[str]]:
-    """A verb with one wrong value, for each of its parameters."""
+    """Yield a verb with one wrong value, for each of its parameters."""
     base = BASES[verb]
     function = getattr(import_module(f"meshwright.cli.verbs.{FILES.get(verb, verb)}"), FUNCTIONS.get(verb, verb))
     arguments = 0
@@ -155,8 +157,8 @@ def wrong_commands(verb: str) -> Iterator[list[str]]:
         if f"{verb} {option}" in LATE:
             continue
         if option in base:
-            place = base.index(option)
-            yield [verb, *base[: place + 1], value, *base[place + 2 :]]
+            index = base.index(option)
+            yield [verb, *base[: index + 1], value, *base[index + 2 :]]
         else:
             yield [verb, *base, option, value]
 
@@ -170,7 +172,7 @@ def test_every_verb_is_tried() -> None:
 @pytest.mark.parametrize("verb", ["generate", *(verb for verb in BASES if verb not in ("generate", "data"))])
 @pytest.mark.long
 def test_a_wrong_value_is_refused_before_torch_is_loaded(verb: str, folder: Path) -> None:
-    """And the line names what is wrong."""
+    """The line names the wrong value."""
     cases = [*wrong_commands(verb)]
     marks = []
     for words in cases:
@@ -190,8 +192,8 @@ def test_a_port_that_is_taken_is_refused_before_torch_is_loaded(folder: Path) ->
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        [(_, end, said)] = ends([["serve", "hf", "--port", port]], folder)
-    assert end == 2 and f"--port {port} of 127.0.0.1 is taken" in said
+        [(_, end, message)] = ends([["serve", "hf", "--port", port]], folder)
+    assert end == 2 and f"--port {port} of 127.0.0.1 is taken" in message
 
 
 def test_the_formats_that_are_refused_early_are_those_that_are_written() -> None:

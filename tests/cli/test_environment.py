@@ -1,4 +1,4 @@
-"""What the command line sets for libraries, and that the user's word counts."""
+"""Variables that the command line sets for libraries, and the user's precedence."""
 
 import pytest
 
@@ -9,19 +9,19 @@ from meshwright.cli.process.environment import DEFAULTS, described, set_defaults
 def test_each_default_is_set_once_and_never_over_the_users_own() -> None:
     environ: dict[str, str] = {}
     set_defaults(environ)
-    assert environ == {one.name: one.value for one in DEFAULTS}
+    assert environ == {default.name: default.value for default in DEFAULTS}
     assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and environ["CUDA_MODULE_LOADING"] == "EAGER"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ
-    for one in DEFAULTS:
-        for name in (one.name, *one.others):
+    for variable in DEFAULTS:
+        for name in (variable.name, *variable.others):
             mine = {name: "mine"}
             set_defaults(mine)
-            assert mine.keys() == (environ.keys() - {one.name}) | {name}
-            assert mine[name] == "mine" and (name == one.name or one.name not in mine)
+            assert mine.keys() == (environ.keys() - {variable.name}) | {name}
+            assert mine[name] == "mine" and (name == variable.name or variable.name not in mine)
 
 
 def test_an_empty_value_leaves_the_librarys_own() -> None:
-    environ = dict.fromkeys((one.name for one in DEFAULTS), "")
+    environ = dict.fromkeys((default.name for default in DEFAULTS), "")
     set_defaults(environ)
     assert not environ
     assert all(line.endswith("=: the library's own") for line in described(environ))
@@ -32,7 +32,7 @@ def test_debug_shows_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     assert main(["--debug", "init"]) == 0
-    said = capsys.readouterr().err
-    assert "CUDA_MODULE_LOADING=LAZY: set by you" in said
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True: GPU memory" in said
+    errors = capsys.readouterr().err
+    assert "CUDA_MODULE_LOADING=LAZY: set by you" in errors
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True: GPU memory" in errors
     assert main(["init"]) == 0 and not capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`meshwright explore` from the command line: one file, one line, bad input as `plan` has it."""
+"""`meshwright explore` on the command line: one file, one line, and the errors of `plan`."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def test_nothing_fits_still_writes_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["explore", "llama-9", "--cluster", "h100x8"], "nearest: llama"),
         (["explore", "llama-10m"], "--cluster is missing"),
@@ -70,10 +70,10 @@ def test_nothing_fits_still_writes_the_page(tmp_path: Path) -> None:
         (["explore", "gpt2", "--cluster", "h100x8", "--recipe", "sequence=2048"], "exceeds the 1024 learned positions"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_two_halves_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["--beside", "nodes=2,for=torchtitan", "--price", "2", "--json", "--out", str(out)]
     words = ["explore", "llama-3.2-1b", "--cluster", "h100x4", "--recipe", "sequence=2048,global_batch=16", *words]
     assert main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"kind", "model", "halves", "b_over_a", "page"} == found.keys() and found["page"] == str(out)
-    a, b = found["halves"]
+    document = json.loads(capsys.readouterr().out)
+    assert {"kind", "model", "halves", "b_over_a", "page"} == document.keys() and document["page"] == str(out)
+    a, b = document["halves"]
     assert (a["devices"], a["for"], b["devices"], b["for"]) == (4, "meshwright", 8, "torchtitan")
     assert a["usd_per_billion_tokens"] == pytest.approx(2 * 4 * 1e9 / a["tokens_per_second"] / 3600)
     assert b["usd_per_device_hour"] == 2 and b["known_errors"] and not a["known_errors"]
-    assert found["b_over_a"]["peak_bytes"] == pytest.approx(b["peak_bytes"] / a["peak_bytes"])
+    assert document["b_over_a"]["peak_bytes"] == pytest.approx(b["peak_bytes"] / a["peak_bytes"])
     asked = ["plan", "llama-3.2-1b", "--cluster", "h100x4", "--recipe", "sequence=2048,global_batch=16", "--json"]
     layout = ",".join(f"{key}={str(value).lower()}" for key, value in a["layout"].items() if key != "schedule")
     assert main([*asked, "--layout", layout]) == 0

@@ -1,4 +1,4 @@
-"""Export of what many ranks wrote: the same bytes as from one process, and never the whole model in memory."""
+"""Export of checkpoints of many ranks: the bytes of one process' export, without the whole model in memory."""
 
 import json
 import zlib
@@ -37,7 +37,7 @@ RUN_BYTES = 4 * 2**20
 
 
 def save(folder: Path, shape: ModelShape, precision: str, layout: Layout, made: Made | None = None) -> None:
-    """The state of a training under a layout, every tensor filled by its name alone."""
+    """Save the state of a training under a layout, every tensor filled by its name."""
     mesh = make_mesh(layout, made=made)
     engine = build_engine(shape, layout, mesh=mesh, dtype=DTYPES[precision], device=torch.device("cpu"), seed=0)
     state = TrainState(engine, Optimizer(engine.parameters.items(), Recipe()), None, Progress())
@@ -52,14 +52,14 @@ def save(folder: Path, shape: ModelShape, precision: str, layout: Layout, made: 
 
 
 def save_cases(folder: str) -> None:
-    """On one of four ranks."""
+    """Save all cases, on one of four ranks."""
     made: Made = {}
     for name, precision, options in CASES:
         save(Path(folder, name), shrink(name), precision, Layout(compile="off", **options), made)
 
 
 def save_large(folder: str) -> None:
-    """On one of four ranks, in boxes of tensor parallelism within stages, moments in shards."""
+    """Save the large model on one of four ranks: tensor parallelism within stages, sharded moments."""
     save(Path(folder), LARGE, "fp32", Layout(compile="off", tp=2, dp_shard=2, zero=1))
 
 
@@ -71,7 +71,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def directory(out: Path, shape: ModelShape, source: Path, dtype: torch.dtype) -> dict[str, bytes]:
-    """The files of an export."""
+    """Return the files of an export."""
     export_folder(out, model_tensors=weights(source, dtype), shape=shape, tokenizer=None, dtype=dtype)
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
@@ -84,9 +84,9 @@ def test_any_layout_exports_the_bytes_of_one_process(
     monkeypatch.setattr(checkpoint_reader, "RUN_BYTES", 3000)
     wanted = DTYPES[precision if dtype == "as trained" else dtype]
     save(tmp_path / "one", shrink(name), precision, Layout(compile="off"))
-    one = directory(tmp_path / "a", shrink(name), tmp_path / "one" / "step-000001", wanted)
+    alone = directory(tmp_path / "a", shrink(name), tmp_path / "one" / "step-000001", wanted)
     four = directory(tmp_path / "b", shrink(name), saved / name / "step-000001", wanted)
-    assert one.keys() == four.keys() and one == four
+    assert alone.keys() == four.keys() and alone == four
     kinds = checkpoint.names(saved / name / "step-000001")
     assert any(kind.startswith(MASTER) for kind in kinds) == (precision != "fp32")
 
@@ -114,16 +114,16 @@ def test_a_missing_name_and_a_damaged_file_are_refused(saved: Path, tmp_path: Pa
 
 
 def measure_export(source: Path, out: Path, report: Path) -> None:
-    """In a process of its own: the most memory that exports took beyond what was there before, streamed and not."""
-    found = {}
+    """Measure, in a process of its own, the peak memory of exports, streamed and not."""
+    peaks = {}
     for name, run_bytes in (("streamed", RUN_BYTES), ("at once", 2**40)):
         checkpoint_reader.RUN_BYTES = run_bytes
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         tensors = weights(source, torch.float32)
         export_folder(out / name, model_tensors=tensors, shape=LARGE, tokenizer=None, dtype=torch.float32)
-        found[name] = _status("VmHWM") - before
-    report.write_text(json.dumps(found))
+        peaks[name] = _status("VmHWM") - before
+    report.write_text(json.dumps(peaks))
 
 
 def _status(key: str) -> int:
@@ -137,8 +137,8 @@ def test_an_export_never_holds_the_model(tmp_path: Path) -> None:
     on_ranks(4, save_large, str(tmp_path / "saved"))
     source = tmp_path / "saved" / "step-000001"
     assert saving.finish(saving.start(measure_export, source, tmp_path, tmp_path / "report")) == [0]
-    found: dict[str, int] = json.loads((tmp_path / "report").read_text())
+    document: dict[str, int] = json.loads((tmp_path / "report").read_text())
     model_bytes = 4 * num_parameters(LARGE)
-    assert found["streamed"] < model_bytes / 3 < model_bytes < found["at once"]
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in found)
-    assert one == other
+    assert document["streamed"] < model_bytes / 3 < model_bytes < document["at once"]
+    first, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in document)
+    assert first == other

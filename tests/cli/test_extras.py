@@ -1,4 +1,4 @@
-"""What needs an extra names it where its packages are not installed, before torch is loaded."""
+"""Features that need an extra name it, before torch is imported, if its packages are not installed."""
 
 import inspect
 import json
@@ -59,7 +59,7 @@ except Torch:
 
 
 def commands(extra: str) -> list[str]:
-    """Every command that needs an extra; which verbs have an option for it follows from their signatures."""
+    """Yield every command that needs an extra. Signatures show which verbs have an option for it."""
     if extra == "serve":
         return ["serve hf"]
     if extra == "eval":
@@ -80,8 +80,8 @@ def test_every_extra_of_pyproject_is_tried() -> None:
     assert set(EXTRAS) == set(project["optional-dependencies"]) - FOR_DEVELOPERS
     for extra, packages in EXTRAS.items():
         required = [line.split(">")[0].split("[")[0] for line in project["optional-dependencies"][extra]]
-        own = [name.replace("-", "_").removesuffix("_4") for name in required]
-        assert sorted(own) == sorted(packages)
+        modules = [name.replace("-", "_").removesuffix("_4") for name in required]
+        assert sorted(modules) == sorted(packages)
         assert (extra in IN_PYTHON) == (not commands(extra))
 
 
@@ -106,8 +106,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_verb_names_the_extra_that_it_needs(extra: str, command: str, folder: Path) -> None:
     arguments = json.dumps([EXTRAS[extra], command.split()])
     ended = subprocess.run([sys.executable, "-c", RUN, arguments], cwd=folder, capture_output=True, text=True)
-    said = f"needs {EXTRAS[extra][0]}, which is not installed: pip install 'meshwright[{extra}]'"
-    assert said in ended.stderr and ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    message = f"needs {EXTRAS[extra][0]}, which is not installed: pip install 'meshwright[{extra}]'"
+    assert message in ended.stderr and ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
 
 
 @pytest.mark.parametrize(("extra", "package"), [(extra, package) for extra in EXTRAS for package in EXTRAS[extra]])

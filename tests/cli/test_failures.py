@@ -59,7 +59,7 @@ def test_a_rank_that_is_killed(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
-    """Even the first one, which reads the others' beats. It hears no SIGTERM: its neighbours kill it."""
+    """Even the first rank, which reads the others' beats, and cannot hear SIGTERM: its neighbours kill it."""
     ended = disturbed(texts, tmp_path, "stop", bad=0)
     assert ended.codes == [-signal.SIGKILL, 1]
     assert re.search(rf"rank 0 has been silent for [{HANG_S}-9] s in step 5, stopped or cut off; its last", ended.line)
@@ -87,7 +87,7 @@ def test_a_loss_that_is_no_number(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_wants_its_machine_back(texts: Path, tmp_path: Path) -> None:
-    """SIGTERM to one rank is heard by all: they save, and end in good order."""
+    """SIGTERM to one rank reaches all: they save, and end in good order."""
     run = tmp_path / "run"
     ended = launch(2, words(texts, run, "layout.dp_shard=2"), tmp_path, fault=In(5, "terminate"))
     assert ended.codes == [0, 0] and not ended.errors
@@ -103,7 +103,7 @@ def test_an_output_that_nobody_reads(texts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_who_keeps_the_store_goes_last(texts: Path, tmp_path: Path) -> None:
-    """Started by hand, the first rank has it: another one that is slow to end has not failed."""
+    """Without torchrun, the first rank hosts the store: another one that ends slowly has not failed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -125,8 +125,8 @@ def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None
     assert again.codes == [0, 0] and not again.errors
     assert read(run / "plan.yaml").layout.dp_shard == 2
     assert main(words(texts, tmp_path / "whole", "recipe.steps=8", "layout.zero=0")) == 0
-    found, right = (losses(folder) for folder in (run, tmp_path / "whole"))
-    assert len(right) == 8 and found == pytest.approx(right, rel=1e-5)
+    resumed, right = (losses(folder) for folder in (run, tmp_path / "whole"))
+    assert len(right) == 8 and resumed == pytest.approx(right, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_torchrun_restarts_what_was_killed(texts: Path, tmp_path: Path) -> None:
 
 
 def losses(run: Path) -> list[float]:
-    """Of every step, each once."""
+    """Return the loss of every step, once each."""
     rows = [row for row in MetricsLog.read(run / "metrics.jsonl") if "kind" not in row]
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     return [row["loss"] for row in rows]

@@ -1,4 +1,4 @@
-"""Run folders that nobody named, plans called from elsewhere, and how an interrupted verb ends."""
+"""Default run folders, plans called from other folders, and the end of an interrupted verb."""
 
 import json
 import os
@@ -18,7 +18,7 @@ TODAY = r"2\d\d\d-\d\d-\d\d"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with texts and a plan of a run that takes a second, called from there."""
+    """Enter a folder with texts and a plan of a run that takes a second."""
     toy.write_texts(tmp_path / "project" / "texts")
     monkeypatch.chdir(tmp_path / "project")
     words = [*toy.SHAPE, *toy.RECIPE, "recipe.steps=2", "data=texts"]
@@ -27,12 +27,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, object]:
-    """The summary of a training."""
+    """Return the summary of a training."""
     code, out, err = call(capsys, "train", "--no-dry-run", "--json", *words)
     assert code == 0, err
-    found = json.loads(out)
-    assert isinstance(found, dict)
-    return found
+    document = json.loads(out)
+    assert isinstance(document, dict)
+    return document
 
 
 def names(root: Path) -> list[str]:
@@ -54,7 +54,7 @@ def test_latest_does_not_lead_to_a_run_that_could_not_start(
 ) -> None:
     first = train(capsys, "plan.yaml")
 
-    def refuses(*given: object, **named: object) -> None:
+    def refuses(*args: object, **named: object) -> None:
         raise PlanError("this model cannot be built")
 
     with monkeypatch.context() as patch:
@@ -83,8 +83,8 @@ def test_resume_auto_goes_on_with_the_newest_run_of_the_plan(project: Path, caps
     mine = train(capsys, "plan.yaml", "resume=auto")["run"]
     other = train(capsys, "plan.yaml", "recipe.sequence=16", "resume=auto")["run"]
     assert mine != other, "another length of sequence is no place to go on in"
-    found = train(capsys, "plan.yaml", "recipe.steps=3", "resume=auto")
-    assert (found["run"], found["step"]) == (mine, 3)
+    summary = train(capsys, "plan.yaml", "recipe.steps=3", "resume=auto")
+    assert (summary["run"], summary["step"]) == (mine, 3)
     again = train(capsys, "plan.yaml", "resume=auto", "recipe.sequence=16", "recipe.steps=4")
     assert (again["run"], again["step"]) == (other, 4)
     assert len(names(project / "runs")) == 2
@@ -93,24 +93,24 @@ def test_resume_auto_goes_on_with_the_newest_run_of_the_plan(project: Path, caps
 def test_resume_auto_leaves_a_run_of_another_recipe_alone(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only how long it runs and how often it looks at itself may differ; the first lines say which run was left."""
+    """Only its length and its evaluation may differ. The first lines name the run that was left."""
     plan = ("plan.yaml", "resume=auto", "recipe.warmup_steps=-1")
     mine = str(train(capsys, *plan)["run"])
     rate = planfile.read(f"{mine}/plan.yaml").recipe.learning_rate
     code, out, err = call(capsys, "train", "--no-dry-run", *plan, "recipe.learning_rate=0.5", "recipe.clip=0.25")
     assert code == 0, err
     assert names(project / "runs") == ["-tiny", "-tiny-2"] and os.readlink("runs/latest") == Path(f"{mine}-2").name
-    said = f"a new run: {mine} has recipe.learning_rate={rate}, this plan 0.5 (1 more key differs); run={mine} "
-    assert said in " ".join(out.split())
+    message = f"a new run: {mine} has recipe.learning_rate={rate}, this plan 0.5 (1 more key differs); run={mine} "
+    assert message in " ".join(out.split())
     looks = ["eval_every=1", "eval_sequences=3", "checkpoint_every=1", "keep_last=1", "log_every=2"]
-    found = train(capsys, *plan, "recipe.steps=30", *(f"recipe.{word}" for word in looks))
-    assert (found["run"], found["step"]) == (mine, 30), "a warm-up that follows from the steps is no other recipe"
+    summary = train(capsys, *plan, "recipe.steps=30", *(f"recipe.{word}" for word in looks))
+    assert (summary["run"], summary["step"]) == (mine, 30), "a warm-up that follows from the steps is no other recipe"
 
 
 def test_resume_auto_from_another_folder_goes_on(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its absolute path, by the plan that the run kept, and from within the run."""
+    """By its absolute path, by the plan in the run, and from within the run."""
     run = project / str(train(capsys, "plan.yaml")["run"])
     named = planfile.read("plan.yaml", ["run=runs/named", "recipe.seed=1"])
     planfile.write(named, "named.yaml")
@@ -125,8 +125,8 @@ def test_resume_auto_from_another_folder_goes_on(
         ),
         start=3,
     ):
-        found = train(capsys, plan, f"recipe.steps={steps}", "resume=auto")
-        assert (Path(str(found["run"])).resolve(), found["step"]) == (right, steps)
+        summary = train(capsys, plan, f"recipe.steps={steps}", "resume=auto")
+        assert (Path(str(summary["run"])).resolve(), summary["step"]) == (right, steps)
     monkeypatch.chdir(run)
     assert Path(str(train(capsys, "plan.yaml", "recipe.steps=9", "resume=auto")["run"])).resolve() == run
     assert len(names(project / "runs")) == 2 and not (tmp_path / "runs").exists()
@@ -134,10 +134,10 @@ def test_resume_auto_from_another_folder_goes_on(
 
 def test_names_are_never_shared(tmp_path: Path) -> None:
     plan = planfile.read(None, [f"run={tmp_path}/auto", "model.name=a b/c (changed)"])
-    found = [default_folders.settled(plan) for _ in range(3)]
-    assert [Path(path).name.partition("-a-b-c")[2] for path in found] == ["", "-2", "-3"]
+    folders = [default_folders.settled(plan) for _ in range(3)]
+    assert [Path(path).name.partition("-a-b-c")[2] for path in folders] == ["", "-2", "-3"]
     (tmp_path / "latest").mkdir()
-    default_folders.point_latest(Path(found[0]))
+    default_folders.point_latest(Path(folders[0]))
     assert not (tmp_path / "latest").is_symlink(), "a folder of that name is somebody's"
 
 
@@ -153,8 +153,8 @@ def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
 
         with monkeypatch.context() as patch:
             patch.setattr(PlainDisplay, "stepped", press)
-            found, out, err = call(capsys, "train", "--no-dry-run", "plan.yaml", "recipe.steps=9")
-        assert found == code and not err
+            summary, out, err = call(capsys, "train", "--no-dry-run", "plan.yaml", "recipe.steps=9")
+        assert summary == code and not err
         [line] = [line for line in out.splitlines() if " to continue: " in line]
         run = os.readlink("runs/latest")
         assert (
@@ -167,7 +167,7 @@ def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
 
 
 def test_resume_auto_goes_on_for_more_epochs_or_tokens(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They say how long a run is, as steps do."""
+    """They set the length of a run, as steps do."""
     words = ("plan.yaml", "resume=auto", "recipe.warmup_steps=-1")
     first = train(capsys, *words, "recipe.epochs=0.01")
     longer = train(capsys, *words, "recipe.epochs=0.02")

@@ -1,4 +1,4 @@
-"""`import` and `export`: a directory becomes a run that generates, trains on and is exported again."""
+"""`import` and `export`: a directory becomes a run, which generates, trains on and is exported again."""
 
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,17 @@ TEMPLATE = "{{ messages }}"
 
 
 def directory(folder: Path, shape: ModelShape = LLAMA, **options: Any) -> dict[str, Tensor]:
-    """A random model as a Hugging Face directory; returns its tensors by our names."""
+    """Write a random model as a Hugging Face directory. Returns its tensors under Meshwright's names."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(size, generator=generator) * 0.1 for name, size in tensor_sizes(shape).items()}
-    given: dict[str, Any] = {"tokenizer": Tokenizer.shipped(), "dtype": torch.float32, **options}
-    export_folder(folder, model_tensors=tensors.items(), shape=shape, **given)
+    settings: dict[str, Any] = {"tokenizer": Tokenizer.shipped(), "dtype": torch.float32, **options}
+    export_folder(folder, model_tensors=tensors.items(), shape=shape, **settings)
     return tensors
 
 
-def weights(found: HubFolder) -> dict[str, Tensor]:
+def weights(folder: HubFolder) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    found.load(lambda name, tensor: tensors.update({name: tensor}))
+    folder.load(lambda name, tensor: tensors.update({name: tensor}))
     return tensors
 
 
@@ -116,9 +116,9 @@ def test_fp32_of_a_bf16_run_is_its_master_weights(tmp_path: Path) -> None:
     kinds = {name: kind for name, kind in checkpoint.names(taken).items() if name.startswith(MASTER)}
     masters = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in kinds.items()}
     checkpoint.load(taken, masters, subset=True)
-    found = import_folder(tmp_path / "wide")
-    assert found.dtype == torch.float32
-    wide = weights(found)
+    folder = import_folder(tmp_path / "wide")
+    assert folder.dtype == torch.float32
+    wide = weights(folder)
     assert masters.keys() == {MASTER + name for name in wide}
     assert all(torch.equal(wide[name], masters[MASTER + name]) for name in wide)
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in wide.values())

@@ -1,4 +1,4 @@
-"""What a verb does not use it does not load: the packages that it leaves alone, and how many modules it loads."""
+"""Verbs import only what they use: packages that they avoid, and their number of modules."""
 
 import json
 import socket
@@ -30,7 +30,7 @@ print("LOADED", json.dumps([code, sorted(name for name in sys.modules if name.pa
 
 
 class Loads(NamedTuple):
-    """What a verb may load."""
+    """Limits of the imports of a verb."""
 
     words: tuple[str, ...]
     most: int
@@ -65,8 +65,10 @@ LONG = {
 
 
 def loaded(words: tuple[str, ...], folder: Path) -> tuple[int, list[str]]:
-    """(exit code, modules of the package) of a verb that runs in a process of its own, in a folder. A server is
-    interrupted when it answers."""
+    """Return (exit code, modules of the package) of a verb in its own process and folder.
+
+    A server is interrupted when it answers.
+    """
     port = 0
     if words[0] == "serve":
         with socket.socket() as free:
@@ -86,7 +88,7 @@ def check(verb: str, loads: Loads, folder: Path) -> None:
     code, modules = loaded(loads.words, folder)
     assert code == 0 or loads.words[0] == "serve", verb
     names = [name.removeprefix("meshwright.") for name in modules]
-    strangers = [name for name in names for one in loads.never if f"{name}.".startswith(f"{one}.")]
+    strangers = [name for name in names for package in loads.never if f"{name}.".startswith(f"{package}.")]
     assert not strangers, f"{verb} loads what it does not use: import it in the function that does"
     verbs = {name for name in names if name.startswith("cli.verbs.")}
     assert len(names) <= loads.most, f"{verb} loads {len(names)} modules: import what it seldom uses where it is used"
@@ -131,7 +133,7 @@ def test_a_run_folder_that_cannot_be_used_is_refused_before_torch_is_loaded(
 
 
 def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
-    """In less than a second: nothing that a path, a file or a checkpoint says has to wait for what computes."""
+    """Within a second: errors in a path, a file or a checkpoint do not wait for torch."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "junk.bin").write_bytes(b"\1\0\2" * 100)
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')

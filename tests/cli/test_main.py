@@ -136,7 +136,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """Writing beyond so many bytes fails, as on a full disk."""
+    """Make writing beyond this many bytes fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -164,7 +164,7 @@ def test_a_second_run_in_the_same_folder_is_refused(texts: Path, run: Path, caps
 
 @pytest.fixture
 def damaged(texts: Path, tmp_path: Path, run: Path) -> Path:
-    """A copy of the run to be damaged."""
+    """Copy the run, to be damaged."""
     shutil.copytree(run, tmp_path / "copy")
     for older in (tmp_path / "copy" / "checkpoints").iterdir():
         if older.name != "step-000012":
@@ -269,8 +269,8 @@ def test_a_missing_shard_and_a_foreign_architecture_are_named(
     ],
 )
 def test_each_error_has_its_line_and_code(error: BaseException, code: int, line: str) -> None:
-    found, status = failure.explain(error)
-    assert status == code and found.startswith(line) and "\n" not in found
+    printed, status = failure.explain(error)
+    assert status == code and printed.startswith(line) and "\n" not in printed
 
 
 def test_errors_of_a_verb_reach_the_shell_and_debug_shows_the_traceback(
@@ -311,7 +311,7 @@ def test_numbers_that_are_none_and_paths_are_json(capsys: pytest.CaptureFixture[
 
 
 def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
-    """Loaded modules decide the start; the time itself is measured by benchmarks/startup.py."""
+    """Imported modules decide the start-up time, which benchmarks/startup.py measures."""
     code = (
         "import sys\nfrom meshwright.cli.main import main\n"
         "assert main({words!r}) == 0\n"
@@ -332,7 +332,7 @@ def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
 
 
 def test_the_list_of_verbs_is_whole_and_grouped(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each verb once, under its group; types in a verb's help have names, and --out is also -o."""
+    """Each verb appears once. Types have readable names, and --out is also -o."""
     from meshwright.cli.commands import application
     from meshwright.cli.terminal import help as listed
 
@@ -342,9 +342,9 @@ def test_the_list_of_verbs_is_whole_and_grouped(capsys: pytest.CaptureFixture[st
     out = call(capsys, "--help")[1]
     assert [line.rstrip(":") for line in out.splitlines() if line.endswith(":")][:5] == list(listed.GROUPS)
     for verb in sorted(known - {"data"}):
-        said = call(capsys, verb, "--help")[1]
-        assert "<" not in said, verb
-        assert ("--out " in said) == ("-o, --out " in said)
+        printed = call(capsys, verb, "--help")[1]
+        assert "<" not in printed, verb
+        assert ("--out " in printed) == ("-o, --out " in printed)
 
 
 def test_waiting_threads_are_told_to_sleep_soon_unless_the_user_has_a_wish(

@@ -1,4 +1,4 @@
-"""A model that is not where it was named: every verb says the same, and guesses the hub only from names of the hub."""
+"""Missing model folders: every verb prints the same error, which suggests the hub for names of the hub only."""
 
 from pathlib import Path
 
@@ -35,9 +35,9 @@ def test_a_folder_that_is_not_there_is_said_alike(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "nose").mkdir(parents=True)
     assert main(command.split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"meshwright: {VERBS[command]}") and said.endswith("; nearest: runs/nose\n")
-    assert "hf download" not in said
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"meshwright: {VERBS[command]}") and errors.endswith("; nearest: runs/nose\n")
+    assert "hf download" not in errors
 
 
 def test_folders_beside_a_missing_one_are_named_and_not_too_many(

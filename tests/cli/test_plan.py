@@ -1,4 +1,4 @@
-"""`meshwright plan`: the answer, its document, the saved plan, and what it says to bad input."""
+"""`meshwright plan`: the answer, its document, the saved plan, and errors."""
 
 import json
 import subprocess
@@ -33,16 +33,18 @@ DOCUMENT = {
 
 def test_the_document_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--recipe", "sequence=32768", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found.keys() >= DOCUMENT | {"layouts", "rejected"}
-    assert found["source"] == "predicted"
-    assert sum(one["bytes"] for one in found["memory"]) == pytest.approx(found["peak_bytes"], rel=1e-6)
-    assert sum(one["seconds"] for one in found["time"]) == pytest.approx(found["step_seconds"], rel=1e-9)
-    tokens = found["plan"]["recipe"]["global_batch"] * found["plan"]["recipe"]["sequence"]
-    assert found["tokens_per_second_per_device"] == pytest.approx(tokens / found["step_seconds"] / 8)
-    times = [one["step_seconds"] for one in found["layouts"]]
-    assert times[0] == found["step_seconds"] and times == pytest.approx(sorted(times), rel=1e-2)
-    assert found["rejected"] and all(one["reason"] and one["count"] for one in found["rejected"])
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() >= DOCUMENT | {"layouts", "rejected"}
+    assert document["source"] == "predicted"
+    assert sum(part["bytes"] for part in document["memory"]) == pytest.approx(document["peak_bytes"], rel=1e-6)
+    assert sum(part["seconds"] for part in document["time"]) == pytest.approx(document["step_seconds"], rel=1e-9)
+    tokens = document["plan"]["recipe"]["global_batch"] * document["plan"]["recipe"]["sequence"]
+    assert document["tokens_per_second_per_device"] == pytest.approx(tokens / document["step_seconds"] / 8)
+    times = [layout["step_seconds"] for layout in document["layouts"]]
+    assert times[0] == document["step_seconds"] and times == pytest.approx(sorted(times), rel=1e-2)
+    assert document["rejected"] and all(
+        rejection["reason"] and rejection["count"] for rejection in document["rejected"]
+    )
 
 
 def test_a_field_that_no_search_varies_is_set_by_layout(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,16 +65,16 @@ def test_a_field_that_no_search_varies_is_set_by_layout(capsys: pytest.CaptureFi
 
 def test_one_layout_has_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ONE, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["layouts"]) == found["legal"] == 1
-    assert found["plan"]["layout"]["recompute"] == "full" and found["plan"]["layout"]["dp_shard"] == 8
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["layouts"]) == document["legal"] == 1
+    assert document["plan"]["layout"]["recompute"] == "full" and document["plan"]["layout"]["dp_shard"] == 8
 
 
 def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main([*SMALL, "--tokens", "1T", "--price", "2"]) == 0
-    said = capsys.readouterr().out
-    assert said.splitlines()[2].startswith("  FITS  ") and " of 78.4 GiB" in said
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[2].startswith("  FITS  ") and " of 78.4 GiB" in printed
     for words in (
         "(recommended",
         "MFU",
@@ -83,27 +85,27 @@ def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str], mo
         "layouts searched",
         "--save plan.yaml",
     ):
-        assert words in said, words
-    assert "Half the devices" not in said
+        assert words in printed, words
+    assert "Half the devices" not in printed
     assert main([*SMALL, "--details"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for words in ("Half the devices", "optimizer moments", "Time of a step", "Rejected", "provably no faster"):
-        assert words in said, words
+        assert words in printed, words
 
 
 def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.yaml"
     assert main([*SMALL, "--save", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     saved = planfile.read(file)
     assert saved.violations() == []
-    assert saved.layout.tp == found["plan"]["layout"]["tp"] and saved.recipe.global_batch == 64
+    assert saved.layout.tp == document["plan"]["layout"]["tp"] and saved.recipe.global_batch == 64
     assert main(["plan", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(found["step_seconds"])
+    assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(document["step_seconds"])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["plan", "llama-3.1-8", "--cluster", "h100x8"], "nearest: llama-3.1-8b"),
         (["plan", "llama-3.1-8b", "--cluster", "h10x8"], "--cluster 'h10x8' is not known; nearest: h100"),
@@ -147,16 +149,16 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
         (["plan", "./no/such/folder", "--cluster", "h100x8"], "model=./no/such/folder does not exist: give a preset"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
 
 
 def predicted(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main([*words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
 
 
 @pytest.mark.parametrize(
@@ -173,9 +175,9 @@ def predicted(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
 def test_every_legal_layout_has_its_ledger(
     layout: str, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the search leaves out is answered where it is asked for, and what `plan` prints can be asked for."""
-    found = predicted([*SMALL, "--layout", layout], capsys)["plan"]["layout"]
-    assert {name: found[name] for name in fields} == fields
+    """Layouts outside the search are answered when asked for, and printed layouts can be asked for."""
+    planned_layout = predicted([*SMALL, "--layout", layout], capsys)["plan"]["layout"]
+    assert {name: planned_layout[name] for name in fields} == fields
 
 
 def test_a_huge_batch_does_not_hang(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,14 +228,14 @@ def test_a_ramp_is_planned_for_all_its_steps(tmp_path: Path, capsys: pytest.Capt
     file.write_text(json.dumps(made))
     assert main(["plan", str(file), "--save", str(saved)]) == 0
     capsys.readouterr()
-    found = planfile.read(saved)
-    assert found.violations() == []
-    assert (found.layout.context, found.layout.compile, found.layout.kernels) == ("all-gather", "off", "reference")
+    plan = planfile.read(saved)
+    assert plan.violations() == []
+    assert (plan.layout.context, plan.layout.compile, plan.layout.kernels) == ("all-gather", "off", "reference")
     assert main(["plan", str(file), "--save", str(file)]) == 2
     nodes = predicted(["plan", str(saved), "--nodes", "2"], capsys)
     assert nodes["plan"]["cluster"]["nodes"] == 2
     same = predicted(["plan", str(saved), "--layout", "plan"], capsys)
-    assert same["legal"] == 1 and same["plan"]["layout"] == json.loads(json.dumps(asdict(found.layout)))
+    assert same["legal"] == 1 and same["plan"]["layout"] == json.loads(json.dumps(asdict(plan.layout)))
 
 
 def test_the_memory_of_a_ramp_is_that_of_its_largest_step() -> None:
@@ -247,13 +249,13 @@ def test_the_memory_of_a_ramp_is_that_of_its_largest_step() -> None:
 
 def test_fixes_are_the_layouts_that_were_measured() -> None:
     asked = asked_plan("llama-3.1-8b", "h100x8", None, ["global_batch=512", "sequence=8192"])
-    given = replace(asked, layout=Layout(dp_replicate=8, micro_batch=1))
-    found = cheapest_fixes(build_estimator(given), given, 20)
-    assert found
-    for change in found:
+    large = replace(asked, layout=Layout(dp_replicate=8, micro_batch=1))
+    fixes = cheapest_fixes(build_estimator(large), large, 20)
+    assert fixes
+    for change in fixes:
         words = dict(word.removeprefix("layout.").split("=") for word in change.what.split())
         changed = {k: {"true": True, "false": False}.get(v, int(v) if v.isdecimal() else v) for k, v in words.items()}
-        assert replace(given.layout, **changed) == change.prediction.plan.layout
+        assert replace(large.layout, **changed) == change.prediction.plan.layout
         assert change.prediction.plan.layout.world == 8
 
 
@@ -261,14 +263,14 @@ def test_odd_machines_have_no_half() -> None:
     for devices, nodes, half in ((8, 3, False), (3, 1, False), (8, 2, True), (4, 1, True), (1, 1, False)):
         cluster = presets.cluster(f"h100x{devices}", nodes)
         asked = replace(asked_plan("llama-3.2-1b", "h100x8", None, ["global_batch=48"]), cluster=cluster)
-        found = on_half(build_estimator(asked), asked)
-        assert (found is not None) is half
-        if found and found.best:
-            assert 2 * found.best[0].plan.layout.world == cluster.devices
+        ranking = on_half(build_estimator(asked), asked)
+        assert (ranking is not None) is half
+        if ranking and ranking.best:
+            assert 2 * ranking.best[0].plan.layout.world == cluster.devices
 
 
 def test_an_example_of_what_is_too_large_can_be_any_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A layout that closed forms let pass and the played schedule does not."""
+    """A layout that passes the closed forms and fails in the played schedule."""
     made = predicted(["plan", "llama-3.1-8b", "--cluster", "h100x4", "--recipe", "global_batch=6,sequence=4096",
                       "--layout", "pp=1,recompute=full"], capsys)["plan"]  # fmt: skip
     made["cluster"]["device"]["memory_bytes"] = 64 * 10**9
@@ -293,8 +295,8 @@ def test_nothing_fits_is_exit_code_3_with_the_nearest(capsys: pytest.CaptureFixt
 def test_a_sequence_beyond_the_positions_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     llama = ["plan", "llama-2-7b", "--cluster", "h100x8", "--recipe"]
     assert main([*llama, "sequence=8192,global_batch=64"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "sequences of 8,192 tokens exceed the 4,096 positions the model is meant for." in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sequences of 8,192 tokens exceed the 4,096 positions the model is meant for." in printed
     assert main([*llama, "sequence=4096,global_batch=64"]) == 0
     assert "exceed" not in capsys.readouterr().out
     assert main(["plan", "gpt2", "--cluster", "h100x8", "--recipe", "sequence=2048"]) == 2
@@ -302,8 +304,8 @@ def test_a_sequence_beyond_the_positions_is_said(capsys: pytest.CaptureFixture[s
 
 
 def test_degrees_that_are_not_to_blame_are_not_to_be_freed(capsys: pytest.CaptureFixture[str]) -> None:
-    one = ["plan", "llama-3.1-8b", "--cluster", "h100x1", "--layout"]
-    assert main([*one, "zero=0"]) == 3
+    one_device = ["plan", "llama-3.1-8b", "--cluster", "h100x1", "--layout"]
+    assert main([*one_device, "zero=0"]) == 3
     assert "2 nodes are enough: take more nodes or another device" in capsys.readouterr().err
     assert main(["plan", "llama-3.1-8b", "--cluster", "h100x8", "--layout", "zero=0,tp=1,pp=1,cp=1"]) == 3
     assert "fix fewer degrees" in capsys.readouterr().err
@@ -332,7 +334,7 @@ def test_no_torch_is_loaded() -> None:
 
 
 def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a device where the fastest layout has next to none: it stays listed, and says that it is tight."""
+    """The fastest layout leaves next to no memory: it stays listed, marked as tight."""
     words = ["plan", "llama-3.1-8b", "--recipe", "global_batch=64,sequence=4096"]
     asked = asked_plan(words[1], "h100x8", None, [words[3]])
     asked = replace(asked, layout=replace(asked.layout, compile="on"))  # else a tight device has blocks compiled
@@ -343,19 +345,19 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
     file, saved = tmp_path / "asked.yaml", tmp_path / "saved.yaml"
     planfile.write(asked, file)
     assert main(["plan", str(file), "--save", str(saved)]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     document = predicted(["plan", str(file)], capsys)
     room = usable_bytes(asked)
-    times = [one["step_seconds"] for one in document["layouts"]]
+    times = [layout["step_seconds"] for layout in document["layouts"]]
     assert times == sorted(times) and document["layouts"][0]["tight"], "the fastest first, as ever"
     assert document["fit_probability"] >= 0.95 > document["layouts"][0]["fit_probability"]
     assert document["peak_bytes"] < document["layouts"][0]["peak_bytes"] <= room
-    roomy = [one for one in document["layouts"] if not one["tight"]]
-    assert document["step_seconds"] == min(one["step_seconds"] for one in roomy)
+    roomy = [layout for layout in document["layouts"] if not layout["tight"]]
+    assert document["step_seconds"] == min(layout["step_seconds"] for layout in roomy)
     assert (
         planfile.read(saved).layout == planfile.read(None, [f"layout={json.dumps(document['plan']['layout'])}"]).layout
     )
-    assert " GiB !  " in said and "it fits with a probability below 95%" in said
+    assert " GiB !  " in printed and "it fits with a probability below 95%" in printed
     only = Ranking(best=open_hand.best[:1], legal=2)
     only.best[0] = replace(only.best[0], plan=replace(only.best[0].plan, cluster=asked.cluster))
     first, *others = recommend(build_estimator(asked), asked, only).best
@@ -365,14 +367,14 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
 def test_a_plan_is_saved_where_it_can_be_and_replaces_nobodys_own_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both are said before the search."""
-    own, missing = tmp_path / "plan.yaml", tmp_path / "none" / "plan.yaml"
-    own.write_text("# mine\nmodel: gpt2\n", encoding="utf-8")
-    for file, says in ((own, "with comments"), (missing, "there is no folder")):
+    """Both errors come before the search."""
+    users_file, missing = tmp_path / "plan.yaml", tmp_path / "none" / "plan.yaml"
+    users_file.write_text("# mine\nmodel: gpt2\n", encoding="utf-8")
+    for file, says in ((users_file, "with comments"), (missing, "there is no folder")):
         assert main([*SMALL, "--save", str(file)]) == 2
-        found = capsys.readouterr()
-        assert says in found.err and not found.out
-    assert own.read_text(encoding="utf-8").startswith("# mine")
+        output = capsys.readouterr()
+        assert says in output.err and not output.out
+    assert users_file.read_text(encoding="utf-8").startswith("# mine")
     saved = tmp_path / "saved.yaml"
     assert main([*SMALL, "--save", str(saved)]) == main([*SMALL, "--save", str(saved)]) == 0
 

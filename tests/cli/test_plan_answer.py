@@ -1,4 +1,4 @@
-"""What `plan` prints: layouts can be given back, no word is broken at any width, colour is for a terminal alone."""
+"""Output of `plan`: printed layouts can be given back, words stay whole at any width, colours are for terminals."""
 
 import json
 import re
@@ -47,15 +47,15 @@ def words(asked: str) -> list[str]:
     return ["plan", model, "--cluster", cluster, *others]
 
 
-def printed(said: str) -> list[str]:
-    """The layouts in a plan's lines, the recommended one first."""
-    return [found[1] for line in said.splitlines() for found in [VERDICT.match(line) or ROW.match(line)] if found]
+def printed(message: str) -> list[str]:
+    """Return the layouts in a plan's lines, the recommended one first."""
+    return [match[1] for line in message.splitlines() for match in [VERDICT.match(line) or ROW.match(line)] if match]
 
 
 def document(command: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert main([*command, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
 
 
 @pytest.mark.parametrize("asked", TWENTY)
@@ -63,19 +63,19 @@ def document(command: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str
 def test_a_printed_layout_given_back_is_the_same(
     asked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recommended one and each alternative: one layout, with the same fields and the same figures."""
+    """The recommended layout and each alternative give one layout, with the same fields and figures."""
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words(asked)) == 0
     shown = printed(capsys.readouterr().out)
     before = document(words(asked), capsys)
-    ranked = {json.dumps(one["layout"]): one for one in before["layouts"]}
-    apart = {json.dumps({**one["layout"], "vp": 0}) for one in before["layouts"]}
+    ranked = {json.dumps(layout["layout"]): layout for layout in before["layouts"]}
+    apart = {json.dumps({**layout["layout"], "vp": 0}) for layout in before["layouts"]}
     assert len(shown) == len(set(shown)) >= min(1 + ALTERNATIVES, len(apart))
     for layout in shown:
         again = document([*words(asked), "--layout", layout], capsys)
         assert again["legal"] == 1, layout
-        one = ranked.pop(json.dumps(again["plan"]["layout"]))
-        assert (again["step_seconds"], again["peak_bytes"]) == (one["step_seconds"], one["peak_bytes"])
+        row = ranked.pop(json.dumps(again["plan"]["layout"]))
+        assert (again["step_seconds"], again["peak_bytes"]) == (row["step_seconds"], row["peak_bytes"])
         if layout == shown[0]:
             assert again["plan"]["layout"] == before["plan"]["layout"]
 
@@ -86,11 +86,11 @@ def test_the_examples_of_what_is_too_large_can_be_given_back(
     monkeypatch.setenv("COLUMNS", "200")
     command = words("llama-3.1-8b h100x8 --recipe global_batch=64,sequence=8192")
     assert main([*command, "--details"]) == 0
-    found = re.findall(
+    examples = re.findall(
         r"One of the nearest needs ([\d.]+ GiB), .* over the usable memory: (.*)", capsys.readouterr().out
     )
-    assert found
-    for size, layout in found:
+    assert examples
+    for size, layout in examples:
         assert main([*command, "--layout", layout]) == 3
         assert f"needs {size} per device" in capsys.readouterr().err
 
@@ -113,31 +113,31 @@ def test_rows_that_differ_in_virtual_stages_alone_are_one(
 
 
 def test_half_the_devices_are_said_where_their_layout_is_as_free(capsys: pytest.CaptureFixture[str]) -> None:
-    """Their best layout is searched freely: beside a fixed one it would be another question."""
+    """Only a free search answers for half the devices."""
     command = [*words("llama-3.1-8b h100x8 --nodes 4"), "--details"]
-    said = []
+    outputs = []
     for layout in ([], ["--layout", "tp=8"]):
         assert main([*command, *layout]) == 0
-        said.append("Half the devices" in capsys.readouterr().out)
-    assert said == [True, False]
+        outputs.append("Half the devices" in capsys.readouterr().out)
+    assert outputs == [True, False]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_no_word_is_broken_and_nothing_is_coloured(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The words of the widest are those of every other width, in order, and no line is longer than the terminal."""
+    """Every width has the words of the widest, in order, and no line beyond the terminal."""
     command = [*words("llama-3.1-8b h100x8 --nodes 2"), "--details", "--tokens", "1T", "--price", "2"]
-    said = []
+    lines = []
     for width in (10_000, columns):
         monkeypatch.setenv("COLUMNS", str(width))
         monkeypatch.setattr(text, "WIDEST", max(width, 200))
         assert main(command) == 0
-        said.append(capsys.readouterr().out)
-    without_bar = [one.translate({ord(cell): None for cell in "\u2588\u2591"}) for one in said]
+        lines.append(capsys.readouterr().out)
+    without_bar = [text.translate({ord(cell): None for cell in "\u2588\u2591"}) for text in lines]
     assert without_bar[0].split() == without_bar[1].split()
-    assert max(map(len, said[1].splitlines())) <= columns
-    assert "\x1b" not in said[1]
+    assert max(map(len, lines[1].splitlines())) <= columns
+    assert "\x1b" not in lines[1]
 
 
 def test_colour_is_for_verdicts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,9 @@ def test_colour_is_for_verdicts_on_a_terminal_alone(monkeypatch: pytest.MonkeyPa
 
 def test_a_verdict_comes_first_also_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words("llama-3.1-405b h100x8")) == 3
-    found = capsys.readouterr()
-    assert found.out.splitlines()[2].startswith("  DOES NOT FIT  ") and " too much" in found.out
-    assert found.err.count("\n") == 1
+    output = capsys.readouterr()
+    assert output.out.splitlines()[2].startswith("  DOES NOT FIT  ") and " too much" in output.out
+    assert output.err.count("\n") == 1
 
 
 def test_tensor_parallelism_between_nodes_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +165,8 @@ def test_tensor_parallelism_between_nodes_is_explained(capsys: pytest.CaptureFix
     assert main([*asked, *fixed]) == 0
     assert "spans nodes" not in capsys.readouterr().out, "it was asked for"
     assert main([*asked, "--layout", "pp=8,schedule=interleaved,recompute=none,cp=1,vp=8,micro_batch=1"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "tp=16 spans nodes of 8 devices. With tp=8 or less none fits with 95%." in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tp=16 spans nodes of 8 devices. With tp=8 or less none fits with 95%." in printed
 
 
 def test_top_says_how_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +176,9 @@ def test_top_says_how_many(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         assert main([*command, "--top", str(number)]) == 0
         assert len(printed(capsys.readouterr().out)) == 1 + number
         assert main([*command, "--top", str(number), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert len(found["layouts"]) == 1 + number
-        assert found["plan"]["layout"] in [one["layout"] for one in found["layouts"]]
+        document = json.loads(capsys.readouterr().out)
+        assert len(document["layouts"]) == 1 + number
+        assert document["plan"]["layout"] in [layout["layout"] for layout in document["layouts"]]
     assert main([*command, "--top", "30"]) == 0
     assert LISTED < len(printed(capsys.readouterr().out)) <= 31, "some are merged"
     assert main([*command, "--top", "0"]) == 2
@@ -190,8 +190,8 @@ def test_the_list_of_verbs_and_long_lines_keep_to_the_width(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= columns and "\x1b" not in said
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns and "\x1b" not in printed
     long = "  " + "word " * 60
     lines = list(text.folded(["a  table  row", long]))
     assert lines[0] == "a  table  row" and max(map(len, lines)) <= columns
@@ -207,21 +207,25 @@ def test_the_recommended_is_explained_where_others_are_faster(
     cases = {"h100x4 --nodes 3": "recommended: the fastest that fits with 95%)", "b200x8": "recommended)"}
     for cluster, told in cases.items():
         asked = words(f"llama-3.1-8b {cluster}")
-        found = document(asked, capsys)
-        faster = [one for one in found["layouts"] if one["step_seconds"] < found["step_seconds"]]
+        printed_document = document(asked, capsys)
+        faster = [
+            layout
+            for layout in printed_document["layouts"]
+            if layout["step_seconds"] < printed_document["step_seconds"]
+        ]
         assert bool(faster) == ("fastest" in told)
-        assert all(one["peak_bytes"] > found["peak_bytes"] for one in faster)
+        assert all(layout["peak_bytes"] > printed_document["peak_bytes"] for layout in faster)
         assert main(asked) == 0
         assert capsys.readouterr().out.splitlines()[2].partition(" (")[2] == told
 
 
 def test_of_equal_layouts_the_lower_stage_of_zero_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """One micro-batch: gradients are reduced once, so that stages 1 and 2 are one."""
+    """With one micro-batch gradients are reduced once, so stages 1 and 2 are equal."""
     asked = words("llama-3.1-8b h100x8 --nodes 64")
-    found = document(asked, capsys)["layouts"]
-    assert found[0]["layout"]["zero"] == 1
-    alike = [one for one in found if one["layout"] == {**found[0]["layout"], "zero": 2}]
-    assert alike and alike[0]["step_seconds"] == found[0]["step_seconds"]
+    printed_document = document(asked, capsys)["layouts"]
+    assert printed_document[0]["layout"]["zero"] == 1
+    alike = [layout for layout in printed_document if layout["layout"] == {**printed_document[0]["layout"], "zero": 2}]
+    assert alike and alike[0]["step_seconds"] == printed_document[0]["step_seconds"]
     assert main(asked) == 0
     assert "Why: with zero=0 it " in capsys.readouterr().out
 
@@ -235,14 +239,14 @@ def test_a_batch_that_no_power_of_2_can_be_is_said(capsys: pytest.CaptureFixture
 
 
 def test_gpus_of_a_node_which_device_and_what_would_fit_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """The figure of --tune lora is the one that the plan with it has."""
+    """The figure for --tune lora equals that of its own plan."""
     command = ["plan", "llama-2-13b", "--cluster", "a100", "--gpus", "2"]
     assert main(command) == 3
-    found = capsys.readouterr()
-    assert "2 A100-SXM-80" in found.out and "a100 is taken as A100-SXM-80 (80 GiB)" in " ".join(found.out.split())
+    output = capsys.readouterr()
+    assert "2 A100-SXM-80" in output.out and "a100 is taken as A100-SXM-80 (80 GiB)" in " ".join(output.out.split())
     assert main([*command, "--tune", "lora", "--json"]) == 0
     peak = json.loads(capsys.readouterr().out)["peak_bytes"]
-    assert f"train adapters alone (--tune lora fits at {short_gib(peak)})" in found.err
+    assert f"train adapters alone (--tune lora fits at {short_gib(peak)})" in output.err
     assert main(["plan", "llama-2-13b", "--cluster", "a100x4", "--gpus", "2"]) == 2
     machines = [
         ["plan", "llama-3.1-8b", "--cluster", "p4d.24xlarge", "--nodes", "2", "--json", *more]

@@ -15,38 +15,38 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(ASKED) == 0
     lines = capsys.readouterr().out.splitlines()
-    said = " ".join(" ".join(lines).split())
+    message = " ".join(" ".join(lines).split())
     assert "64 in flight" in " ".join(lines[:2]) and lines[3].startswith("  FITS  tp=")
-    assert "tokens/s" in said and "sequences at most" in said and "2.0 bytes per parameter in weights" in said
+    assert "tokens/s" in message and "sequences at most" in message and "2.0 bytes per parameter in weights" in message
     assert max(map(len, lines)) <= 80
 
 
 def test_json_has_every_layout_and_the_curve(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--concurrency", "8", "--kv-dtype", "fp8", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    layouts = [found["best"], *found["alternatives"]]
-    assert {one["tp"] for one in layouts} == {1, 2, 4, 8}
-    assert found["best"]["tokens_per_second"] == max(one["tokens_per_second"] for one in layouts)
-    assert found["best"]["cache_bytes_per_token"] * found["best"]["tp"] == 32 * 2 * 8 * 128
-    rates = [one["tokens_per_s"] for one in found["curve"]]
+    document = json.loads(capsys.readouterr().out)
+    layouts = [document["best"], *document["alternatives"]]
+    assert {layout["tp"] for layout in layouts} == {1, 2, 4, 8}
+    assert document["best"]["tokens_per_second"] == max(layout["tokens_per_second"] for layout in layouts)
+    assert document["best"]["cache_bytes_per_token"] * document["best"]["tp"] == 32 * 2 * 8 * 128
+    rates = [point["tokens_per_s"] for point in document["curve"]]
     assert rates == sorted(rates)
 
 
 def test_one_degree_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--layout", "tp=2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["best"]["tp"] == 2 and found["alternatives"] == []
+    document = json.loads(capsys.readouterr().out)
+    assert document["best"]["tp"] == 2 and document["alternatives"] == []
 
 
 def test_what_does_not_fit_names_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-405b", "--cluster", "h100x8", "--serve", "--json"]) == 3
-    said = capsys.readouterr()
-    assert json.loads(said.out)["fits"] is False
-    assert "--quantization fp8" in said.err and "usable" in said.err
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["fits"] is False
+    assert "--quantization fp8" in printed.err and "usable" in printed.err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--tokens", "3T"], "--tokens is for training"),
         (["--tune", "lora"], "--tune is for training"),
@@ -61,9 +61,9 @@ def test_what_does_not_fit_names_what_would(capsys: pytest.CaptureFixture[str]) 
         (["--cluster", "local"], "For this machine run calibrate"),
     ],
 )
-def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_load_without_serve_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_a_load_without_serve_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_python_gives_the_same_and_a_table() -> None:
     answer = mw.plan_serving("llama-3.1-8b", cluster="h100x8", concurrency=16)
     assert answer.best is answer.layouts[0] and "requests at most" in repr(answer)
-    assert [one["layout"] for one in answer.rows()] == [one.words for one in answer.layouts]
+    assert [row["layout"] for row in answer.rows()] == [layout.words for layout in answer.layouts]
     assert "<table" in answer._repr_html_()
     with pytest.raises(DoesNotFit):
         mw.plan_serving("llama-3.1-405b", cluster="l40sx8")

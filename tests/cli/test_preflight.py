@@ -1,4 +1,4 @@
-"""What is said before the first step."""
+"""Plan and dry run, printed before the first step."""
 
 from dataclasses import replace
 
@@ -23,19 +23,23 @@ def predicted(plan: Plan) -> Prediction:
 
 
 def test_the_time_of_the_documents_that_are_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of short ones a step takes less than of rows that one fills; what the mask costs is named where it is much."""
+    """Short documents make steps faster than full rows. A costly mask is named."""
     together = replace(PLAN, recipe=replace(PLAN.recipe, document_mask=False))
     rates = []
     for tokens in (512.0, 8192.0):
-        found = build_estimator(PLAN, document_tokens=tokens).predict(PLAN)
-        [(label, said)] = preflight._with_documents(PLAN, tokens)[:1]
-        assert label == "plan" and f"{count(found.tokens_per_s_per_device)} tokens/s" in said and count(tokens) in said
-        rates.append(found.tokens_per_s_per_device)
+        prediction = build_estimator(PLAN, document_tokens=tokens).predict(PLAN)
+        [(label, sentence)] = preflight._with_documents(PLAN, tokens)[:1]
+        assert (
+            label == "plan"
+            and f"{count(prediction.tokens_per_s_per_device)} tokens/s" in sentence
+            and count(tokens) in sentence
+        )
+        rates.append(prediction.tokens_per_s_per_device)
     assert rates[0] > rates[1]
     share = 1 - predicted(together).step_s / predicted(PLAN).step_s
     for least in (share - 0.01, share + 0.01):
         monkeypatch.setattr(preflight, "NAMED_FROM", least)
-        notes = [said for label, said in preflight._with_documents(PLAN, 8192.0) if label == "note"]
+        notes = [sentence for label, sentence in preflight._with_documents(PLAN, 8192.0) if label == "note"]
         assert len(notes) == (least < share)
-        assert all(f"costs {share:.0%} of the planned speed" in said for said in notes)
+        assert all(f"costs {share:.0%} of the planned speed" in sentence for sentence in notes)
     assert preflight._with_documents(replace(PLAN, cluster=read(None).cluster), 512.0) == (), "no device is known"

@@ -1,4 +1,4 @@
-"""What `profile` leaves, read by all that read a run folder: compare, report, calibrate, train."""
+"""Files of `profile`, read by compare, report, calibrate and train."""
 
 import json
 from dataclasses import replace
@@ -30,9 +30,9 @@ def test_a_profile_is_compared_reported_and_fed_back(tmp_path: Path, capsys: pyt
     assert planfile.read(run / "plan.yaml").layout.world == 2
 
     code, out, errors = call(capsys, "compare", run, "--json", "--tolerance", "0.2")
-    found = json.loads(out)
-    assert found["columns"]["measured"]["about"] == "a profile of the plan (profile.json)", errors
-    rows = {(row["section"], row["what"], row["unit"]): row for row in found["rows"]}
+    document = json.loads(out)
+    assert document["columns"]["measured"]["about"] == "a profile of the plan (profile.json)", errors
+    rows = {(row["section"], row["what"], row["unit"]): row for row in document["rows"]}
     peak = rows["memory", "peak", "bytes"]
     assert 0.95 * peak["measured"] - PACKED_BYTES < peak["dryrun"] < 1.05 * peak["measured"]
     for unit in ("bytes", "calls"):
@@ -52,8 +52,8 @@ def test_a_profile_is_compared_reported_and_fed_back(tmp_path: Path, capsys: pyt
     off = []
     for path in (known, better):
         there = load(path)
-        one = replace(plan, cluster=there.cluster(2))
-        off.append(abs(there.estimator(one).predict(one).step_s / took - 1))
+        on_machine = replace(plan, cluster=there.cluster(2))
+        off.append(abs(there.estimator(on_machine).predict(on_machine).step_s / took - 1))
     assert off[1] < off[0]
 
     before = (run / "plan.yaml").read_bytes(), (run / "profile.json").read_bytes()

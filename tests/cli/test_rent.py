@@ -1,4 +1,4 @@
-"""`rent` on the command line: verdict first, every line made again by the `plan` that it prints, refusals."""
+"""`rent` on the command line: verdict first, every line reproduced by the `plan` that it prints, errors."""
 
 import json
 import shlex
@@ -28,12 +28,12 @@ def document(words: list[str], capsys: Capture) -> Any:
 
 def test_the_verdict_comes_first(capsys: Capture) -> None:
     assert main([*ASKED, "--deadline", "30d", "--budget", "1000000"]) == 0
-    said = capsys.readouterr().out
-    lines = said.splitlines()
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
     assert lines[0].startswith("llama-3.2-1b") and "on every cluster" in " ".join(lines[:2])
     assert any(line.startswith("  CHEAPEST that ends within 30 d: ") for line in lines[:5])
-    assert "FASTEST within $1,000,000: " in said and "probability" in said
-    assert "without a price: not tried (--all names them)" in said
+    assert "FASTEST within $1,000,000: " in printed and "probability" in printed
+    assert "without a price: not tried (--all names them)" in printed
     assert max(map(len, lines)) <= 100
 
 
@@ -41,15 +41,15 @@ def test_the_verdict_comes_first(capsys: Capture) -> None:
 def test_speeds_that_nobody_measured_are_named_predictions(device: str, capsys: Capture) -> None:
     """Steps of this engine were measured on one H200 alone."""
     assert main(["rent", "llama-3.2-1b", "--tokens", "20B", "--nodes", "1", "--quick", "--devices", device]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "CHEAPEST: " in said and device in said
-    predicted = f"measured on one H200-SXM alone: on the {device}" in said and "this is a prediction." in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "CHEAPEST: " in printed and device in printed
+    predicted = f"measured on one H200-SXM alone: on the {device}" in printed and "this is a prediction." in printed
     assert predicted is (device != "H200")
 
 
-def pasted(said: str) -> list[str]:
-    """The command below `Again:`, as a shell reads the lines that were printed."""
-    return shlex.split(said[said.index("Again:\n") + len("Again:") :].replace("\\\n", ""))
+def pasted(message: str) -> list[str]:
+    """Return the command below `Again:`, as a shell reads the printed lines."""
+    return shlex.split(message[message.index("Again:\n") + len("Again:") :].replace("\\\n", ""))
 
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
@@ -58,9 +58,9 @@ def test_it_fits_and_the_command_can_be_pasted(columns: str, capsys: Capture, mo
     for asked in (ASKED, SERVING):
         capsys.readouterr()
         assert main(asked) == 0
-        said = capsys.readouterr().out
-        assert max(map(len, said.partition("Again:")[0].splitlines())) <= int(columns), said
-        words = pasted(said)
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.partition("Again:")[0].splitlines())) <= int(columns), printed
+        words = pasted(printed)
         command = document([*asked, "--json"], capsys)["cheapest"]["command"]
         assert words == shlex.split(command)
         assert asked is SERVING or words[words.index("--tokens") + 1] == "20B"
@@ -79,8 +79,8 @@ def test_amounts_are_written_short() -> None:
 
 @pytest.mark.parametrize("more", [[], ["--tune", "lora"], ["--tune", "qlora"], ["--recipe", "sequence=4096"]])
 def test_every_line_is_made_again_by_the_plan_that_it_prints(more: list[str], capsys: Capture) -> None:
-    found = document([*ASKED, *more, "--json"], capsys)
-    for row in [found["front"][0], found["front"][-1], *found["dominated"][:1]]:
+    printed_document = document([*ASKED, *more, "--json"], capsys)
+    for row in [printed_document["front"][0], printed_document["front"][-1], *printed_document["dominated"][:1]]:
         words = shlex.split(row["command"])
         assert words[:2] == ["meshwright", "plan"]
         again = document([*words[1:], "--json"], capsys)
@@ -96,8 +96,8 @@ def test_every_line_is_made_again_by_the_plan_that_it_prints(more: list[str], ca
 
 
 def test_a_search_of_all_layouts_finds_nothing_faster(capsys: Capture) -> None:
-    found = document([word for word in ASKED if word != "--quick"] + ["--json"], capsys)
-    for row in (found["front"][0], found["front"][-1]):
+    printed_document = document([word for word in ASKED if word != "--quick"] + ["--json"], capsys)
+    for row in (printed_document["front"][0], printed_document["front"][-1]):
         words = shlex.split(row["command"])[1:]
         at = words.index("--layout")
         again = document([*words[:at], *words[at + 2 :], "--json"], capsys)
@@ -105,22 +105,25 @@ def test_a_search_of_all_layouts_finds_nothing_faster(capsys: Capture) -> None:
 
 
 def test_json_is_one_document_with_ranges_and_sources(capsys: Capture) -> None:
-    found = document([*ASKED, "--deadline", "30d", "--json"], capsys)
-    assert found["cheapest"] in found["front"] and found["budget_usd"] is None
-    for row in found["front"]:
+    printed_document = document([*ASKED, "--deadline", "30d", "--json"], capsys)
+    assert printed_document["cheapest"] in printed_document["front"] and printed_document["budget_usd"] is None
+    for row in printed_document["front"]:
         assert row["usd_90"][0] < row["usd"] < row["usd_90"][1]
         assert row["price_source"].count(", ") >= 3 and 0 < row["goodput"] < 1
         assert row["goodput_90"][0] <= row["goodput_90"][1] < 1 and 0 < row["goodput_simulated"] < 1
         assert 0 <= row["deadline_probability"] <= 1 and row["budget_probability"] is None
         assert row["kwh"] is None or row["kwh"] > 0
-    bills = [row["usd"] for row in found["front"]]
+    bills = [row["usd"] for row in printed_document["front"]]
     assert bills == sorted(bills)
 
 
 def test_what_cannot_be_met_is_said_and_has_an_exit_code(capsys: Capture) -> None:
     assert main([*ASKED, "--deadline", "1min", "--budget", "1"]) == 3
-    said = capsys.readouterr().out
-    assert "NONE that ends within 1 min: the fastest takes " in said and "NONE within $1: the cheapest costs " in said
+    printed = capsys.readouterr().out
+    assert (
+        "NONE that ends within 1 min: the fastest takes " in printed
+        and "NONE within $1: the cheapest costs " in printed
+    )
     assert main([*ASKED, "--deadline", "1min", "--json"]) == 3
     told = capsys.readouterr()
     assert json.loads(told.out)["cheapest"] is None
@@ -146,15 +149,15 @@ def test_a_deadline_and_a_budget_that_no_run_meets_together(capsys: Capture) -> 
 
 def test_a_long_front_is_thinned(capsys: Capture) -> None:
     words = ["rent", "llama-3.2-1b", "--tokens", "200B", "--quick"]
-    found = document([*words, "--deadline", "20d", "--json"], capsys)
-    assert len(found["front"]) > ROWS
+    printed_document = document([*words, "--deadline", "20d", "--json"], capsys)
+    assert len(printed_document["front"]) > ROWS
 
     def rows(*more: str) -> list[str]:
         assert main([*words, "--deadline", "20d", *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         return [line for line in lines if " x " in line and line.lstrip().startswith("$")]
 
-    assert len(rows("--all")) == len(found["front"]) and len(rows()) == ROWS
+    assert len(rows("--all")) == len(printed_document["front"]) and len(rows()) == ROWS
     assert set(rows()) < set(rows("--all"))
     assert {rows()[0], rows()[-1]} == {rows("--all")[0], rows("--all")[-1]}
 
@@ -162,10 +165,10 @@ def test_a_long_front_is_thinned(capsys: Capture) -> None:
 def test_a_users_prices_and_what_nobody_lists(tmp_path: Path, capsys: Capture) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("device,usd_per_gpu_hour,provider,source,read_on\nmi325x,2,us,our contract,2026-11-25\n")
-    found = document([*ASKED, "--prices", str(file), "--json"], capsys)
-    assert {row["device"] for row in found["front"]} == {"MI325X"}
-    assert found["front"][0]["price_source"] == "us, our contract, 2026-11-25"
-    assert "H100-SXM-80" in found["unpriced"]
+    printed_document = document([*ASKED, "--prices", str(file), "--json"], capsys)
+    assert {row["device"] for row in printed_document["front"]} == {"MI325X"}
+    assert printed_document["front"][0]["price_source"] == "us, our contract, 2026-11-25"
+    assert "H100-SXM-80" in printed_document["unpriced"]
     file.write_text("device,usd_per_gpu_hour\nmi325x,cheap\n")
     assert main([*ASKED, "--prices", str(file)]) == 2
     assert f"{file}:2: column usd_per_gpu_hour: 'cheap' must be a number above 0" in capsys.readouterr().err
@@ -189,10 +192,10 @@ def test_epochs_of_a_dataset_are_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        ([], "say how long the run is: --tokens 1T"),
-        (["--tokens", "1T", "--dataset-size", "1B"], "say how long the run is"),
+        ([], "give the length of the run: --tokens 1T"),
+        (["--tokens", "1T", "--dataset-size", "1B"], "give the length of the run"),
         (["--tokens", "1T", "--epochs", "3"], "--epochs is for --dataset-size"),
         (["--tokens", "0"], "--tokens 0 must be a number of 1 or more"),
         (["--tokens", "1B", "--deadline", "soon"], "--deadline soon must be a time above 0"),
@@ -210,10 +213,10 @@ def test_epochs_of_a_dataset_are_its_tokens() -> None:
         (["--tokens", "1B", "--tune", "dora"], "--tune 'dora' is not known"),
     ],
 )
-def test_refusals(words: list[str], said: str, capsys: Capture) -> None:
+def test_refusals(words: list[str], message: str, capsys: Capture) -> None:
     assert main(["rent", "llama-3.2-1b", *words]) == 2
     told = capsys.readouterr()
-    assert said in told.err and told.out == "" and told.err.count("\n") == 1
+    assert message in told.err and told.out == "" and told.err.count("\n") == 1
 
 
 def test_what_is_too_large_for_every_cluster(capsys: Capture) -> None:
@@ -227,22 +230,22 @@ def test_what_is_too_large_for_every_cluster(capsys: Capture) -> None:
 
 
 def test_serving_is_made_again_by_the_plan_that_it_prints(capsys: Capture) -> None:
-    found = document([*SERVING, "--latency", "12", "--json"], capsys)
-    assert found["cheapest"]["per_token_seconds"] <= 0.012
-    assert found["cheapest"]["users_within_latency"] >= 16
-    for row in (found["front"][0], found["cheapest"], found["front"][-1]):
+    printed_document = document([*SERVING, "--latency", "12", "--json"], capsys)
+    assert printed_document["cheapest"]["per_token_seconds"] <= 0.012
+    assert printed_document["cheapest"]["users_within_latency"] >= 16
+    for row in (printed_document["front"][0], printed_document["cheapest"], printed_document["front"][-1]):
         again = document([*shlex.split(row["command"])[1:], "--json"], capsys)["best"]
         for name in ("per_token_seconds", "first_token_seconds", "tokens_per_second"):
             assert again[name] == row[name]
-    prices = [row["usd_per_hour"] for row in found["front"]]
-    times = [row["per_token_seconds"] for row in found["front"]]
+    prices = [row["usd_per_hour"] for row in printed_document["front"]]
+    times = [row["per_token_seconds"] for row in printed_document["front"]]
     assert prices == sorted(prices) and times == sorted(times, reverse=True)
 
 
 def test_serving_in_words(capsys: Capture) -> None:
     assert main([*SERVING, "--latency", "12"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "CHEAPEST within 12 ms per token: " in said and "per million tokens" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "CHEAPEST within 12 ms per token: " in printed and "per million tokens" in printed
     assert main([*SERVING, "--latency", "0.001"]) == 3
     told = capsys.readouterr()
     assert "NONE within 0.001 ms per token: the fastest takes " in told.out
@@ -251,8 +254,8 @@ def test_serving_in_words(capsys: Capture) -> None:
 
 
 def test_nodes_that_serve_are_those_that_were_asked_for() -> None:
-    found = mw.rent_serving("llama-3.2-1b", devices=["h100"], nodes=[2], concurrency=16)
-    assert {one.offer.nodes for one in found.swept.runs} == {2}
+    answer = mw.rent_serving("llama-3.2-1b", devices=["h100"], nodes=[2], concurrency=16)
+    assert {run.offer.nodes for run in answer.swept.runs} == {2}
 
 
 def test_large_figures_have_no_exponent(tmp_path: Path, capsys: Capture) -> None:
@@ -263,9 +266,9 @@ def test_large_figures_have_no_exponent(tmp_path: Path, capsys: Capture) -> None
     slow = mw.rent("llama-3.2-1b", tokens="2T", quick=True, **words)
     assert slow.recommended.wall_s > 100 * 86_400 or slow.front[0].wall_s > 100 * 86_400
     served = mw.rent_serving("llama-3.1-8b", concurrency=1, **words)
-    said = [repr(slow), slow._repr_html_(), repr(served), served._repr_html_()]
+    texts = [repr(slow), slow._repr_html_(), repr(served), served._repr_html_()]
     assert main(["rent", "llama-3.1-8b", "--serve", "--concurrency", "1", "--nodes", "1", "--prices", str(file)]) == 0
-    assert not any("e+0" in text for text in (*said, capsys.readouterr().out))
+    assert not any("e+0" in text for text in (*texts, capsys.readouterr().out))
 
 
 def test_conditions_are_said_as_they_were_given(capsys: Capture) -> None:
@@ -273,15 +276,15 @@ def test_conditions_are_said_as_they_were_given(capsys: Capture) -> None:
     assert main(words) == 0
     assert "hours of a device (Llama 3)," in " ".join(capsys.readouterr().out.split())
     assert main([*words, "--mtbf", "9000", "--deadline", "500d"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "every 9,000 hours of a device, 1%" in said and "take over 500 d," in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "every 9,000 hours of a device, 1%" in printed and "take over 500 d," in printed
 
 
 def test_clusters_that_are_too_slow_are_not_said_to_be_too_small(capsys: Capture) -> None:
     words = ["rent", "llama-3.1-70b", "--tokens", "20B", "--devices", "h100,rtx3090", "--nodes", "1", "--quick"]
     assert main(words) == 3
-    said = capsys.readouterr().err
-    assert "fits on none of 4 clusters with memory to spare, and takes longer than 1 year on the other 1" in said
+    errors = capsys.readouterr().err
+    assert "fits on none of 4 clusters with memory to spare, and takes longer than 1 year on the other 1" in errors
 
 
 def test_whoever_waits_is_told_why(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

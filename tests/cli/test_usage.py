@@ -1,4 +1,4 @@
-"""What the help says, and what the parser refuses: options, values and remedies, in one line."""
+"""Help texts, and errors of the parser: options, values and remedies, in one line."""
 
 import inspect
 import re
@@ -37,23 +37,23 @@ def test_help_is_as_wide_as_the_terminal(columns: int, capsys: Capture, monkeypa
     ("verb", "asked"), [("plan", plan_serving), ("rent", rent_serving), ("compare", compare_serving)]
 )
 def test_help_has_the_defaults_of_its_own_verb(verb: str, asked: Any, capsys: Capture) -> None:
-    said = " ".join(helped(verb, capsys).split())
+    message = " ".join(helped(verb, capsys).split())
     for name, option in inspect.signature(asked).parameters.items():
         if name in ("input_length", "output_length", "concurrency"):
-            found = re.search(rf"--{name.replace('_', '-')} INT With --serve: [\w ]+\. \[default: (\d+)\]", said)
-            assert found and int(found[1]) == option.default
+            match = re.search(rf"--{name.replace('_', '-')} INT With --serve: [\w ]+\. \[default: (\d+)\]", message)
+            assert match and int(match[1]) == option.default
 
 
 def test_help_names_every_scheme_and_nothing_of_the_source(capsys: Capture) -> None:
-    said = helped("quantize", capsys)
-    assert set(re.findall(r"[\w-]+", said)) >= {*SCHEMES, *GGUF_SCHEMES}
+    help_text = helped("quantize", capsys)
+    assert set(re.findall(r"[\w-]+", help_text)) >= {*SCHEMES, *GGUF_SCHEMES}
     assert "make schema" not in helped("schema", capsys)
     for verb in VERBS:
         assert not re.search(r"x[<>]=|--output\b(?!-)|<\w+>", helped(verb, capsys)), verb
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["plann"], "No such command 'plann'. Did you mean 'plan'? See meshwright --help"),
         (["plan", "--detail"], "No such option: --detail. Did you mean --details? See meshwright plan --help"),
@@ -64,20 +64,20 @@ def test_help_names_every_scheme_and_nothing_of_the_source(capsys: Capture) -> N
         ([*MODEL, "--for", "torchtitann"], "--for 'torchtitann' is not known; nearest: torchtitan"),
         (["plan", "llama-3.1-8", "--cluster", "h100x8"], "MODEL 'llama-3.1-8' is not known; nearest: llama-3.1-8b, "),
         (["plan", "xyzzy", "--cluster", "h100x8"], "MODEL 'xyzzy' is not known; known: "),
-        ([*MODEL, "--layout", "zzz=3"], "--layout 'zzz=3': 'zzz' is no field of a layout; known: dp, "),
+        ([*MODEL, "--layout", "zzz=3"], "--layout 'zzz=3': 'zzz' is not a field of a layout; known: dp, "),
         ([*MODEL, "--recipe", "qqqq=3"], "qqqq is not known: no key is like it; `meshwright init` prints them"),
         (["verify", "--case", "x=3"], "--case: 'x' is not known; known: family, vocab, "),
     ],
 )
-def test_refusals_name_the_option_and_a_remedy(words: list[str], said: str, capsys: Capture) -> None:
+def test_refusals_name_the_option_and_a_remedy(words: list[str], message: str, capsys: Capture) -> None:
     assert main(words) == 2
     told = capsys.readouterr()
-    assert said in told.err and told.err.count("\n") == 1 and not told.out
+    assert message in told.err and told.err.count("\n") == 1 and not told.out
     assert len(told.err) < 300 and "pydantic" not in told.err and "?:" not in told.err
 
 
 def play(folder: Path) -> None:
-    """What a user may name by mistake."""
+    """Make files that a user may name by mistake."""
     (folder / "text.txt").write_text("words\n" * 100)
     (folder / "run").mkdir()
     (folder / "run" / "plan.yaml").write_text("model: llama-tiny\n")
@@ -88,8 +88,8 @@ WRONG = {
     "plan": "MODEL is missing: give a preset, a folder or a plan file, or --from FILE",
     "plan llama-3.2-1b --cluster h100x99999999": "--cluster 'h100x99999999': a node has 1 to 65,536 devices, as h100x8",
     "plan llama-3.2-1b --cluster no.toml": "--cluster 'no.toml' cannot be read, no such file or directory: `",
-    "plan llama-3.2-1b --cluster text.txt": "--cluster 'text.txt' is no cluster: name a device, as h100x8, or ",
-    "plan llama-3.2-1b --cluster run": "--cluster 'run' is no cluster: name a device, as h100x8, or ",
+    "plan llama-3.2-1b --cluster text.txt": "--cluster 'text.txt' is not a cluster: name a device, as h100x8, or ",
+    "plan llama-3.2-1b --cluster run": "--cluster 'run' is not a cluster: name a device, as h100x8, or ",
     "plan llama-3.2-1b --cluster h100x8 --tune lora:0": "--tune 'lora:0': the rank must be at least 1 and ",
     "plan llama-3.2-1b --cluster h100x8 --teacher no": "--teacher 'no' is not known; known: ",
     "plan llama-3.2-1b --cluster h100x8 --teacher text.txt": "--teacher 'text.txt' is a file: give a preset, a folder ",
@@ -102,8 +102,8 @@ WRONG = {
     "rent llama-3.2-1b --tokens 1B --devices ,": "--devices ',' is empty: list names with commas, as",
     "rent llama-3.2-1b --tokens 1B --nodes ,": "--nodes ',' is empty: list names with commas, as --nodes 1,2,4",
     "rent llama-3.2-1b --tokens 1B --mtbf -1": "--mtbf -1 must be at least 1 and at most 1,000,000,000",
-    "train text.txt": "text.txt is no plan: give text and conversations as data=text.txt",
-    "data show chat.jsonl": "chat.jsonl is no plan: give text and conversations as data=chat.jsonl",
+    "train text.txt": "text.txt is not a plan: give text and conversations as data=text.txt",
+    "data show chat.jsonl": "chat.jsonl is not a plan: give text and conversations as data=chat.jsonl",
     "export run out.safetensors": "OUT out.safetensors is a folder with the name of a file: take out, or NAME.gguf",
     "train run": "run: cannot be read, is a directory: give run/plan.yaml",
     "train hf": "hf: cannot be read, is a directory: give a plan file, or model=hf/ for a model's folder, or data=hf/ ",

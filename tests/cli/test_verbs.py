@@ -110,19 +110,19 @@ def test_a_plan_file_with_changes_and_resume_auto_goes_on(
 def test_generate_gives_ids_logprobs_and_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("generate", run, "--prompt", "def f", "--max-new-tokens", "6", "--greedy", "--json")
     code, out, err = call(capsys, *words)
-    found = json.loads(out)
+    document = json.loads(out)
     tokenizer = Tokenizer.load(run)
     assert code == 0 and not err
-    assert list(found) == ["prompt_ids", "ids", "logprobs", "text"]
-    assert found["prompt_ids"] == tokenizer.encode("def f").tolist()
-    assert len(found["ids"]) == len(found["logprobs"]) == 6
-    assert all(value < 0 for value in found["logprobs"])
-    assert found["text"] == tokenizer.decode(found["ids"])
-    assert json.loads(call(capsys, *words)[1]) == found
+    assert list(document) == ["prompt_ids", "ids", "logprobs", "text"]
+    assert document["prompt_ids"] == tokenizer.encode("def f").tolist()
+    assert len(document["ids"]) == len(document["logprobs"]) == 6
+    assert all(value < 0 for value in document["logprobs"])
+    assert document["text"] == tokenizer.decode(document["ids"])
+    assert json.loads(call(capsys, *words)[1]) == document
 
 
 def test_the_prompt_is_printed_with_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line that is written while the model starts, as of loops that are compiled, does not join the prompt's."""
+    """A warning while the model starts, as of a compiler, does not join the prompt's line."""
     tokenizer = SimpleNamespace(bos=None, decode=lambda ids: "".join(map(chr, ids)), texts=None)
     opened: Any = SimpleNamespace(tokenizer=tokenizer, stop_ids={0}, model=SimpleNamespace(max_positions=None))
 
@@ -143,19 +143,19 @@ def test_logprobs_are_those_of_the_model(run: Path, capsys: pytest.CaptureFixtur
     from meshwright.api.model_opening import load
 
     words = ("--prompt-ids", "5,6,7", "--max-new-tokens", "5", "--temperature", "1.5", "--seed", "3", "--json")
-    found = json.loads(call(capsys, "generate", run, *words)[1])
+    document = json.loads(call(capsys, "generate", run, *words)[1])
     model = load(run, "fp32").model
-    ids = torch.tensor([[5, 6, 7, *found["ids"]]])
+    ids = torch.tensor([[5, 6, 7, *document["ids"]]])
     with torch.no_grad():
         expected = model(ids).log_softmax(-1)[0, 2:-1].gather(1, ids[0, 3:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(found["logprobs"]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(document["logprobs"]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_its_checkpoint_and_its_export_answer_alike(
     run: Path, hf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--prompt-ids", "1,2,3", "--max-new-tokens", "5", "--greedy", "--json")
-    answers = [call(capsys, "generate", place, *words)[1] for place in (run, run / "checkpoints" / "step-000012", hf)]
+    answers = [call(capsys, "generate", source, *words)[1] for source in (run, run / "checkpoints" / "step-000012", hf)]
     assert answers[0] == answers[1] == answers[2] != ""
 
 
@@ -163,8 +163,8 @@ def test_a_prompt_that_the_model_does_not_know_is_refused_before_it_is_shown(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(run), "--prompt-ids", "1,99999"]) == 2
-    said = capsys.readouterr()
-    assert not said.out and "prompt token 99999 is outside" in said.err
+    printed = capsys.readouterr()
+    assert not printed.out and "prompt token 99999 is outside" in printed.err
 
 
 def test_the_seed_decides_what_is_sampled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,14 +183,14 @@ def test_text_for_people_is_the_prompt_and_what_the_document_says(
 
 
 def test_an_empty_prompt_begins_a_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(call(capsys, "generate", run, "--prompt", "", "--max-new-tokens", "1", "--json")[1])
-    assert found["prompt_ids"] == [Tokenizer.load(run).bos]
+    document = json.loads(call(capsys, "generate", run, "--prompt", "", "--max-new-tokens", "1", "--json")[1])
+    assert document["prompt_ids"] == [Tokenizer.load(run).bos]
 
 
 def test_a_run_without_its_tokenizer_or_with_another_is_refused(
     run: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until now all three went on with bytes, and said nothing."""
+    """Such runs once generated from bytes, silently."""
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "tokenizer.json").unlink()
@@ -209,20 +209,20 @@ def test_a_run_without_its_tokenizer_or_with_another_is_refused(
 
 def test_eval_repeats_the_figures_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "eval", run, "--json")
-    found = json.loads(out)
+    document = json.loads(out)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if row.get("kind") == "eval"][-1]
     assert code == 0 and not err
-    assert set(found) == {"loss", "perplexity", "bits_per_byte", "tokens", "seconds"}
-    assert found["loss"] == pytest.approx(last["loss"], rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-5)
+    assert set(document) == {"loss", "perplexity", "bits_per_byte", "tokens", "seconds"}
+    assert document["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    assert document["bits_per_byte"] == pytest.approx(last["bits_per_byte"], rel=1e-5)
 
 
 def test_eval_of_a_run_and_its_export_on_a_text_agree(
     run: Path, hf: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, theirs = (
-        json.loads(call(capsys, "eval", place, "--data", texts / "a.py", "--json")[1]) for place in (run, hf)
+        json.loads(call(capsys, "eval", source, "--data", texts / "a.py", "--json")[1]) for source in (run, hf)
     )
     assert theirs["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], rel=1e-2), "windows of another length"
     few = json.loads(call(capsys, "eval", run, "--data", texts / "a.py", "--sequences", "3", "--json")[1])
@@ -289,11 +289,11 @@ def test_quickstart_takes_the_next_free_folder_and_prints_one_document(
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     words = [f"data={texts}", *toy.SHAPE, *toy.RECIPE, "recipe.steps=1", "recipe.warmup_steps=0"]
     code, out, err = call(capsys, "quickstart", *words, "--json")
-    found = json.loads(out)
+    document = json.loads(out)
     assert code == 0 and not err
-    assert found["run"] == "runs/quickstart-2" and found["bits_per_byte"] > 0
-    [held_out] = [path.read_text() for path in texts.iterdir() if found["before"].split()[0] in path.read_text()][:1]
-    for sample in (found["before"], found["after"]):
+    assert document["run"] == "runs/quickstart-2" and document["bits_per_byte"] > 0
+    [held_out] = [path.read_text() for path in texts.iterdir() if document["before"].split()[0] in path.read_text()][:1]
+    for sample in (document["before"], document["after"]):
         assert " ".join(sample.split()[:1]) in held_out
 
 
@@ -352,7 +352,7 @@ def test_samples_cannot_steer_the_terminal() -> None:
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An environment below the current folder, with a meshwright in it."""
+    """Make an environment below the current folder, with a meshwright in it."""
     script = tmp_path / ".venv" / "bin" / "meshwright"
     script.parent.mkdir(parents=True)
     script.write_text("#!/bin/sh\n")
@@ -389,13 +389,15 @@ def test_a_run_on_many_processes_goes_on_with_as_many(program: Path, monkeypatch
     assert again("train", words, "my run") == f"torchrun {meeting} --nproc_per_node 2 {tail}"
 
 
-@pytest.mark.parametrize(("given", "found"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")]
+)
 def test_a_deterministic_plan_sets_what_cublas_needs(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: str
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
 ) -> None:
-    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(os, "environ", dict(environment))
     plan = Plan(model=presets.model("llama-tiny"))
     set_environment(plan)
-    assert os.environ == given
+    assert os.environ == environment
     set_environment(replace(plan, recipe=Recipe(deterministic=True)))
-    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": found}
+    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": expected}

@@ -1,4 +1,4 @@
-"""`meshwright verify`: what it runs, what it prints, and that it can fail."""
+"""`meshwright verify`: the cases that it runs, its output, and that it can fail."""
 
 import json
 from collections.abc import Iterator
@@ -26,23 +26,25 @@ from meshwright.spec import Layout
 
 def test_every_pair_is_tried_refused_or_impossible() -> None:
     chosen, refused = trials()
-    tried = {frozenset(pair) for one in chosen for pair in combinations(one.features, 2)}
+    tried = {frozenset(pair) for candidate in chosen for pair in combinations(candidate.features, 2)}
     assert not tried & refused.keys()
     for pair in combinations(FEATURES, 2):
         if frozenset(pair) not in tried | refused.keys():
             assert merge_settings(pair) is None or trial(pair) is None, pair
-    assert max(one.layout.world for one in chosen) <= LARGEST_WORLD and len(chosen) >= 60
+    assert max(candidate.layout.world for candidate in chosen) <= LARGEST_WORLD and len(chosen) >= 60
 
 
 @pytest.mark.slow
 def test_two_ranks_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--processes", "2", "--only", "tp + sp", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["layouts"] == len(found["results"]) >= 1 and found["different"] == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["layouts"] == len(document["results"]) >= 1 and document["different"] == 0
 
 
 def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature_matrix, "run", lambda chosen, device: [(one, "loss is 2 on rank 1") for one in chosen])
+    monkeypatch.setattr(
+        feature_matrix, "run", lambda chosen, device: [(trial, "loss is 2 on rank 1") for trial in chosen]
+    )
     assert main(["verify", "--processes", "1"]) == 4
     captured = capsys.readouterr()
     assert "differ from one device" in captured.err and "loss is 2 on rank 1" in captured.out
@@ -50,7 +52,7 @@ def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeyp
 
 def test_an_unknown_feature_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--only", "tensor"]) == 2
-    assert "'tensor' is no feature: choose from" in capsys.readouterr().err
+    assert "'tensor' is not a feature: choose from" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -62,29 +64,29 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_gpu_says_at_once_what_it_can_show(
     one_gpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And tells of each case as it ends, not of eight together."""
+    """It also reports each case as it ends, not eight at a time."""
     seen: list[Trial] = []
 
     def tried(chosen: list[Trial], device: str) -> Iterator[tuple[Trial, None]]:
         before = capsys.readouterr()
         assert "1 GPU: 43 cases, 5 of them compiled" in before.err and not before.out
-        for one in chosen:
-            assert device == "cuda" and one.layout.world == 1
-            seen.append(one)
-            yield one, None
-            assert f"{len(seen):>3}/43  1 rank  {one.title}: equal" in capsys.readouterr().out
+        for candidate in chosen:
+            assert device == "cuda" and candidate.layout.world == 1
+            seen.append(candidate)
+            yield candidate, None
+            assert f"{len(seen):>3}/43  1 rank  {candidate.title}: equal" in capsys.readouterr().out
 
     monkeypatch.setattr(feature_matrix, "run", tried)
     assert main(["verify", "--device", "cuda"]) == 0
-    features = set().union(*(one.features for one in seen))
+    features = set().union(*(trial.features for trial in seen))
     assert {"full", "packed", "bf16", "fp8", "fp16", "compiled", "muon", "torch's kernels", "no masters"} <= features
     # Counted, not timed: at a second a case and fifteen a compiled one, behind 40 s for the kernels, under 3 minutes.
-    assert sum(15 if one.layout.compile == "on" else 1 for one in seen) + 40 <= 180
-    assert [one.layout.compile for one in seen] == sorted((one.layout.compile for one in seen), reverse=False)
+    assert sum(15 if trial.layout.compile == "on" else 1 for trial in seen) + 40 <= 180
+    assert [trial.layout.compile for trial in seen] == sorted((trial.layout.compile for trial in seen), reverse=False)
 
 
 def test_one_rank_is_compared_with_plain_code_case_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = [one for one in trials_of_one_rank()[0] if one.layout.compile == "off"][:3]
+    chosen = [trial for trial in trials_of_one_rank()[0] if trial.layout.compile == "off"][:3]
     called: list[Layout] = []
 
     def outcome(case: Any, layout: Layout, **options: Any) -> Any:
@@ -94,15 +96,15 @@ def test_one_rank_is_compared_with_plain_code_case_by_case(monkeypatch: pytest.M
     real = feature_matrix.outcome
     monkeypatch.setattr(feature_matrix, "outcome", outcome)
     monkeypatch.setattr(feature_matrix, "on_ranks", None)  # no process is started
-    found = feature_matrix.run(chosen)
-    assert next(found) == (chosen[0], None) and called == [chosen[0].layout, PLAIN]
-    assert [difference for _, difference in found] == [None, None]
+    outcomes = feature_matrix.run(chosen)
+    assert next(outcomes) == (chosen[0], None) and called == [chosen[0].layout, PLAIN]
+    assert [difference for _, difference in outcomes] == [None, None]
 
 
 @pytest.mark.long
 def test_recipes_and_kernels_of_one_rank_equal_plain_code() -> None:
-    chosen = [one for one in trials_of_one_rank()[0] if one.layout.compile == "off"]
-    assert {one.title: difference for one, difference in feature_matrix.run(chosen) if difference} == {}
+    chosen = [trial for trial in trials_of_one_rank()[0] if trial.layout.compile == "off"]
+    assert {trial.title: difference for trial, difference in feature_matrix.run(chosen) if difference} == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -118,19 +120,19 @@ def test_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_marks_what_differs() -> None:
-    one = trial(["tp", "zero 3"])
-    assert isinstance(one, Trial)
-    assert "**no**" in support_page([(one, "gradient of x differs")], {})
+    tried_trial = trial(["tp", "zero 3"])
+    assert isinstance(tried_trial, Trial)
+    assert "**no**" in support_page([(tried_trial, "gradient of x differs")], {})
 
 
 def test_the_page_says_nothing_of_what_was_not_run() -> None:
-    one = trial(["tp", "zero 3"])
-    assert isinstance(one, Trial)
-    rows = {row.split(" | ")[0]: row.split(" | ")[1:] for row in support_page([(one, None)], {}).splitlines()}
+    tried_trial = trial(["tp", "zero 3"])
+    assert isinstance(tried_trial, Trial)
+    rows = {row.split(" | ")[0]: row.split(" | ")[1:] for row in support_page([(tried_trial, None)], {}).splitlines()}
     columns = [name for name in FEATURES if name != "compiled"][1:]
     cells = dict(zip(columns, (cell.strip(" |") for cell in rows["| tp"]), strict=True))
     assert (cells["tp + sp"], cells["cp ring"], cells["packed"]) == ("-", "", "")
-    assert "**no**" not in support_page([(one, None)], {})
+    assert "**no**" not in support_page([(tried_trial, None)], {})
 
 
 def test_nothing_to_compare_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,17 +147,17 @@ def test_features_that_no_layout_of_the_matrix_has_together(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = {"tp", "zero 3", "full", "cp gather", "packed", "micro-batches of 1"}
-    monkeypatch.setattr(feature_matrix, "run", lambda chosen, device: [(one, None) for one in chosen])
+    monkeypatch.setattr(feature_matrix, "run", lambda chosen, device: [(trial, None) for trial in chosen])
     assert main(["verify", "--only", ",".join(wanted), "--json"]) == 0
     [result] = json.loads(capsys.readouterr().out)["results"]
     assert wanted <= set(result["features"].split(", "))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--random", "0"], "--random 0 must be at least 1"), (["--case", ""], "--case is empty")]
+    ("words", "message"), [(["--random", "0"], "--random 0 must be at least 1"), (["--case", ""], "--case is empty")]
 )
 def test_an_empty_number_or_case_is_not_the_whole_matrix(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

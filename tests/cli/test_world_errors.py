@@ -1,4 +1,4 @@
-"""What is refused on several processes: one line from one rank, all end with exit code 2."""
+"""Errors on several processes: one line from one rank, and exit code 2 of all."""
 
 import shutil
 import socket
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_another_model_or_without_a_shard(texts: Path, tmp_path:
 
 
 def test_a_port_in_use(texts: Path, tmp_path: Path) -> None:
-    """Where the first rank keeps the store; the port of a torchrun is its own to find."""
+    """The first rank hosts the store. A torchrun finds a port itself."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -76,7 +76,7 @@ def test_a_port_in_use(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_port_whose_owner_accepts_and_never_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library alone would wait for ever, deaf to SIGTERM."""
+    """The library alone would wait forever, deaf to SIGTERM."""
     monkeypatch.setattr(launching, "REACH_S", 1.0)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))

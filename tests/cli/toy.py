@@ -1,4 +1,4 @@
-"""A run that takes a second: arguments for the command line, and the command line called in this process."""
+"""A run that takes a second: its arguments, and the command line called in this process."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ LINES = "def f{n}(x):\n    return x + {n}\n\n\nclass C{n}:\n    value = {n}\n\n"
 
 
 def write_texts(folder: Path, lines: int = 400) -> Path:
-    """A folder of two small Python-like files."""
+    """Write a folder of two small Python-like files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("a.py", "b.py"):
         (folder / name).write_text("".join(LINES.format(n=n) for n in range(lines)))
@@ -34,12 +34,12 @@ def write_texts(folder: Path, lines: int = 400) -> Path:
 
 
 def train(texts: Path, run: Path, *changes: str) -> list[str]:
-    """Words of a training that takes a second."""
+    """Return the words of a training that takes a second."""
     return ["train", "--no-dry-run", *SHAPE, *RECIPE, f"data={texts}", f"run={run}", *changes]
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
+    """Return exit code, stdout and stderr of one command."""
     capsys.readouterr()
     code = main([str(word) for word in words])
     captured = capsys.readouterr()
@@ -47,9 +47,9 @@ def call(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, s
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 2) -> str:
-    """The one line on stderr with which a command is refused."""
-    found, _, errors = call(capsys, *words)
-    assert found == code, errors
+    """Return the only line on stderr of a refused command."""
+    status, _, errors = call(capsys, *words)
+    assert status == code, errors
     lines = errors.splitlines()
     assert len(lines) == 1 and lines[0].startswith("meshwright: "), errors
     assert "Traceback" not in errors

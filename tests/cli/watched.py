@@ -1,4 +1,4 @@
-"""A made-up run, told to watchers step by step."""
+"""An invented run, reported to watchers step by step."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ EQUATION = "global batch 32 sequences = micro-batch 8 x accumulation 4 x dp 1"
 
 
 def info(run: Path | str = "runs/made-up", steps: int = 40, first_step: int = 0) -> RunInfo:
-    """A run of `steps` steps."""
+    """Return the description of a run of `steps` steps."""
     shape = ModelShape(name="made-up", vocab=256, layers=2, hidden=32, heads=4, ffn=64, max_positions=64)
     return RunInfo(
         plan=Plan(model=shape, run=str(run), recipe=Recipe(steps=steps, warmup_steps=1)),
@@ -28,7 +28,7 @@ def info(run: Path | str = "runs/made-up", steps: int = 40, first_step: int = 0)
 
 
 def step(number: int, *, loss: float | None = None, mfu: float | None = None, **more: float) -> StepMetrics:
-    """The metrics of one step; with `mfu` as on a device whose peak is known."""
+    """Return the metrics of one step. `mfu`: on a device with a known peak."""
     return StepMetrics(
         step=number,
         loss=2 + 5 * math.exp(-number / 10) if loss is None else loss,
@@ -50,12 +50,12 @@ def step(number: int, *, loss: float | None = None, mfu: float | None = None, **
 
 
 def evaluation(number: int) -> EvalMetrics:
-    """An evaluation at loss 3."""
+    """Return an evaluation at loss 3."""
     return EvalMetrics(step=number, loss=3.0, perplexity=20.1, bits_per_byte=1.49, tokens=40_000, seconds=1.2)
 
 
 def summary(number: int, steps: int = 40, stopped: str = "done") -> Summary:
-    """The end."""
+    """Return the summary of the run."""
     return Summary(
         step=number,
         steps=steps,
@@ -74,7 +74,7 @@ def summary(number: int, steps: int = 40, stopped: str = "done") -> Summary:
 
 
 def tell(watcher: Watcher, told: RunInfo) -> None:
-    """A whole run with an evaluation and a checkpoint every ten steps."""
+    """Report a whole run, with an evaluation and a checkpoint every ten steps."""
     watcher.started(told)
     for number in range(told.first_step + 1, told.steps + 1):
         watcher.stepped(step(number))

@@ -1,4 +1,4 @@
-"""Adapters beside a model that is in memory: folders of PEFT's, and runs that trained one."""
+"""Adapters beside a model in memory: folders in PEFT's format, and runs that trained one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,40 +21,46 @@ from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.model_weights import locate, weights
 
 
-def opened_adapters(given: Mapping[str, Place] | None, model: Transformer, source: Path) -> dict[str, ServedAdapter]:
-    """Each by its name, for requests to a model that was read from `source`. ArgumentError, HubError or CheckpointError
-    where one cannot be had."""
-    found = {name: opened_adapter(name, folder_of(place), model, source) for name, place in (given or {}).items()}
-    for name, adapter in found.items():
+def opened_adapters(
+    locations: Mapping[str, Place] | None, model: Transformer, source: Path
+) -> dict[str, ServedAdapter]:
+    """Open adapters, by name, for requests to a model that was read from `source`.
+
+    Raises ArgumentError, HubError or CheckpointError when one cannot be opened or does not fit.
+    """
+    adapters = {
+        name: opened_adapter(name, folder_of(location), model, source) for name, location in (locations or {}).items()
+    }
+    for name, adapter in adapters.items():
         adapter.check(name, model)
-    return found
+    return adapters
 
 
-def named(place: Place | None) -> dict[str, Path]:
-    """One adapter under the name of its folder; none where there is none."""
-    if place is None:
+def named_folder(location: Place | None) -> dict[str, Path]:
+    """Return an adapter under the name of its folder, or nothing for None."""
+    if location is None:
         return {}
-    folder = folder_of(place)
+    folder = folder_of(location)
     return {folder.resolve().name: folder}
 
 
 @contextmanager
-def beside(place: Place, model: Transformer, source: Path) -> Iterator[None]:
-    """While it lasts, all rows of a model that was read from `source` have an adapter. As `opened_adapters`."""
-    given = named(place)
+def beside(location: Place, model: Transformer, source: Path) -> Iterator[None]:
+    """Apply an adapter to all rows of a model within `with`. Raises as `opened_adapters`."""
+    folders = named_folder(location)
     adapters = LoadedAdapters(model, exact=False)
-    for name, adapter in opened_adapters(given, model, source).items():
+    for name, adapter in opened_adapters(folders, model, source).items():
         adapters.load(name, adapter)
-    with adapters.beside.over({adapters.number(name): slice(None) for name in given}):
+    with adapters.beside.over({adapters.number(name): slice(None) for name in folders}):
         yield
 
 
 def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
-    """One adapter of a model that was read from `source`. ArgumentError, HubError or CheckpointError."""
+    """Open one adapter of a model that was read from `source`. Raises as `opened_adapters`."""
     if is_adapter(path):
         return peft_adapter(model, path)
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        return _of_run(name, path, source)
+        return _adapter_of_run(name, path, source)
     raise ArgumentError(
         f"adapter={name}: {path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
         "`meshwright export --adapter` has written, or a run with model.lora"
@@ -62,14 +68,14 @@ def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> S
 
 
 def peft_adapter(model: Transformer, path: Path, widest: int = 0) -> ServedAdapter:
-    """One in PEFT's format, of any rank or at most one. HubError."""
+    """Open an adapter in PEFT's format, of at most rank `widest` (0 = any). Raises HubError."""
     shape, tensors = load_adapter(path, model.shape.base, widest)
     assert shape.lora is not None
     return ServedAdapter(shape.lora, tensors)
 
 
-def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
-    """The adapter of a checkpoint, beside the very weights that it was trained with."""
+def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
+    """Open the adapter of a checkpoint, if `source` has the very weights that it was trained beside."""
     run, checkpoint = locate(path)
     lora, init = run.plan.model.lora, run.plan.init
     if lora is None:
@@ -83,9 +89,9 @@ def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
             f"adapter={name} needs its own codes: {path} trained it beside {lora.base}. For other weights "
             "write it in PEFT's format (`meshwright export --adapter`)"
         )
-    known = checkpoints.values(checkpoint).get("base")
-    given = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
-    if known != base_fingerprint(run.plan) or known != given:
+    trained_beside = checkpoints.values(checkpoint).get("base")
+    fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
+    if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
         raise ArgumentError(
             f"adapter={name} does not fit: {path} trained it beside the weights of {init}, and {source} has "
             "others. Give the folder that model.init names as the model"

@@ -1,4 +1,4 @@
-"""What every answer that has a document and a table can do."""
+"""Base of all answers that have a document and a table."""
 
 from abc import ABC, abstractmethod
 from importlib import import_module
@@ -8,21 +8,21 @@ from meshwright.spec.extras import require
 
 
 class Answer(ABC):
-    """Its figures as one document, and as rows."""
+    """An answer with a JSON document, a table, and a view in a notebook."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The document that the verb prints with --json."""
+        """Return the document that the verb prints with --json."""
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """Its table."""
+        """Return the table as one dictionary per row."""
 
     @abstractmethod
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
 
     def to_pandas(self) -> Any:
-        """`rows` as a pandas.DataFrame. PlanError names the extra where pandas is not installed."""
+        """Return `rows` as a pandas.DataFrame. Raises PlanError, which names the extra, without pandas."""
         require("pandas", "to_pandas", ", or take rows()")
         return import_module("pandas").DataFrame(self.rows())

@@ -1,4 +1,4 @@
-"""What a function of the Python interface is given, held against the types that it names."""
+"""Arguments of the Python interface, checked against the annotated types."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -15,9 +15,9 @@ from meshwright.spec.presets import suggested
 P = ParamSpec("P")
 R = TypeVar("R")
 LONGEST = 60
-"""Letters of a value that is shown."""
+"""Most letters of a value in an error."""
 WIDER: dict[Any, type] = {int: Integral, float: Real, Path: PathLike, Sequence: Iterable}
-"""Types that are as good, as numpy's numbers."""
+"""Annotated type -> wider type that is accepted too, as for numpy's numbers."""
 WORDS = {
     int: "a whole number", float: "a number", str: "text", bool: "True or False", Path: "a path", NoneType: "None",
     Sequence: "a list", Mapping: "a dictionary", Callable: "a function", "HasPlan": "an answer about a plan",
@@ -27,7 +27,7 @@ WORDS = {
 
 @runtime_checkable
 class HasRun(Protocol):
-    """An answer that is of a run."""
+    """An answer about a run."""
 
     @property
     def run(self) -> Path:
@@ -37,25 +37,25 @@ class HasRun(Protocol):
 
 @runtime_checkable
 class HasPlan(Protocol):
-    """An answer that is of a plan."""
+    """An answer about a plan."""
 
     @property
     def plan(self) -> Any:
-        """That plan."""
+        """Its plan."""
         ...
 
 
 Place = str | Path | HasRun
-"""Where a run is."""
+"""A run: its folder, or an answer about it."""
 
 
-def folder_of(place: Place) -> Path:
-    """Of a run, or of the answer about one."""
-    return Path(place.run if isinstance(place, HasRun) else place)
+def folder_of(run: Place) -> Path:
+    """Return the folder of a run."""
+    return Path(run.run if isinstance(run, HasRun) else run)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function; ArgumentError where an argument is of another type than it takes."""
+    """Wrap a function to raise ArgumentError for arguments of other types than annotated."""
     names = signature(function)
     known = [name for name in names.parameters if name != "self"]
 
@@ -65,35 +65,37 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             bound = names.bind(*args, **kwargs)
         except TypeError as error:
             raise _misnamed(function.__name__, str(error), known, list(kwargs)) from None
-        for name, value in bound.arguments.items():
-            one = names.parameters[name]
-            for item in value if one.kind is Parameter.VAR_POSITIONAL else (value,):
-                if one.kind is not Parameter.VAR_KEYWORD and not _fits(item, one.annotation):
-                    raise ArgumentError(f"{name}={repr(item)[:LONGEST]} must be {_words(one.annotation)}")
+        for name, argument in bound.arguments.items():
+            parameter = names.parameters[name]
+            for passed in argument if parameter.kind is Parameter.VAR_POSITIONAL else (argument,):
+                if parameter.kind is not Parameter.VAR_KEYWORD and not _fits(passed, parameter.annotation):
+                    raise ArgumentError(f"{name}={repr(passed)[:LONGEST]} must be {_words(parameter.annotation)}")
         return function(*args, **kwargs)
 
     return call
 
 
-def _misnamed(function: str, error: str, known: list[str], given: list[str]) -> ArgumentError:
-    """About a keyword that is not known; else what is wrong with the call in Python's own words."""
-    for name in given:
+def _misnamed(function: str, error: str, known: list[str], keywords: list[str]) -> ArgumentError:
+    """Return the error about an unknown keyword, else about the call in Python's own words."""
+    for name in keywords:
         if name not in known:
-            near = suggested(name, [f"{one}=" for one in known], 1)
+            near = suggested(name, [f"{parameter}=" for parameter in known], 1)
             return ArgumentError(f"{name}= is not known to {function}; {near}")
     return ArgumentError(f"{function}: {error}; it takes {', '.join(known)}")
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(argument: Any, hint: Any) -> bool:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if kind in (Any, Parameter.empty) or not isinstance(kind, type):  # or a name that only a checker of types resolves
+        return any(_fits(argument, part) for part in parts)
+    if kind in (Any, Parameter.empty) or not isinstance(kind, type):  # or a name that only a type checker resolves
         return True
-    if (isinstance(value, bool) and kind in (int, float)) or (isinstance(value, str | Mapping) and kind is Sequence):
+    if (isinstance(argument, bool) and kind in (int, float)) or (
+        isinstance(argument, str | Mapping) and kind is Sequence
+    ):
         return False
-    every = value if kind is Sequence and isinstance(value, list | tuple) else ()
-    return isinstance(value, WIDER.get(kind, kind)) and all(_fits(item, parts[0]) for item in every)
+    every = argument if kind is Sequence and isinstance(argument, list | tuple) else ()
+    return isinstance(argument, WIDER.get(kind, kind)) and all(_fits(item, parts[0]) for item in every)
 
 
 def _words(hint: Any) -> str:

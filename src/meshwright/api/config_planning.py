@@ -1,4 +1,4 @@
-"""`plan --from`: a configuration of another training software, what it will need, what makes it fit, what is faster."""
+"""`plan --from`: a configuration of other training software: its needs, what makes it fit, what is faster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ConfigAnswer(Answer):
-    """What a configuration will need and take."""
+    """Memory and time of a configuration, and better layouts."""
 
     config: ReadConfig
     prediction: Prediction
@@ -43,27 +43,27 @@ class ConfigAnswer(Answer):
 
     @property
     def software(self) -> TrainingSoftware:
-        """Whose configuration this is."""
+        """The software of the configuration."""
         return self.config.software
 
     @property
     def plan(self) -> Plan:
-        """The same as a plan."""
+        """The configuration as a plan."""
         return self.prediction.plan
 
     @property
     def given(self) -> PlannedLayout:
-        """Its layout, with what it would cost."""
+        """The layout of the configuration, with its cost."""
         return PlannedLayout(prediction=self.prediction)
 
     @property
     def fits(self) -> bool:
-        """Whether every device has room for it."""
+        """Does every device have room for it?"""
         return self.prediction.peak_bytes <= usable_bytes(self.plan)
 
     @cached_property
     def fixes(self) -> tuple[LayoutChange, ...]:
-        """Changes that make it fit, the cheapest first; empty where it fits."""
+        """Changes that make it fit, the cheapest first. Empty = it fits."""
 
         def offered(layout: Any) -> bool:
             return not self.software.plan_refusal(replace(self.plan, layout=layout))
@@ -72,55 +72,60 @@ class ConfigAnswer(Answer):
 
     @cached_property
     def best(self) -> PlannedLayout | None:
-        """The best layout of the same software, model, batch and devices; None where none fits."""
+        """The best layout of the same software, model, batch and devices. None = none fits."""
         fixed = self.software.fixed()
-        found = search(self.estimator, self.plan, fixed=fixed)
-        if not found.best:
+        ranking = search(self.estimator, self.plan, fixed=fixed)
+        if not ranking.best:
             return None
-        return PlannedLayout(prediction=recommend(self.estimator, self.plan, found, fixed).best[0])
+        return PlannedLayout(prediction=recommend(self.estimator, self.plan, ranking, fixed).best[0])
 
     def options(self, plan: Plan) -> str:
-        """What makes the file that plan, in the software's own words; in words of a layout where it has no name for the
-        model."""
-        try:  # adapters are no part of a layout, and of no file that is written
-            old, new = (self.software.all_facts(replace(one, model=one.model.base)) for one in (self.plan, plan))
+        """Return the options that turn the file into that plan, in the software's words.
+
+        Without a name for the model there, return words of a layout.
+        """
+        try:  # adapters are part of no layout and of no written file
+            old, new = (self.software.all_facts(replace(asked, model=asked.model.base)) for asked in (self.plan, plan))
         except PlanError:
             return differences(self.plan.layout, plan.layout)
-        told = self.software.files if self.config.paths[0].is_dir() else [self._file, *self.software.named_files]
-        words = [said for one in told for said in _changed(one.form == "shell", one.settings(old), one.settings(new))]
+        files = self.software.files if self.config.paths[0].is_dir() else [self._file, *self.software.named_files]
+        words = [
+            word for file in files for word in _changed(file.form == "shell", file.settings(old), file.settings(new))
+        ]
         return " ".join(dict.fromkeys(words)) or differences(self.plan.layout, plan.layout)
 
     @property
     def _file(self) -> Any:
         form = ENDINGS[self.config.paths[0].suffix]
         files = (*self.software.files, *self.software.also_read)
-        return next(one for one in files if (one.form, one.name) == (form, self.config.file))
+        return next(file for file in files if (file.form, file.name) == (form, self.config.file))
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright plan --from FILE --json` prints."""
+        """Return the document that `meshwright plan --from FILE --json` prints."""
         best = self.best
         return {
             "from": str(self.config.paths[0]), "for": self.software.word, "fits": self.fits,
             **document(self.prediction),
-            "fixes": [_told(self, one.prediction) for one in self.fixes],
-            "best": None if best is None else _told(self, best.prediction),
+            "fixes": [_change_document(self, change.prediction) for change in self.fixes],
+            "best": None if best is None else _change_document(self, best.prediction),
             "ignored": list(self.config.ignored), "not_known": list(self.config.unknown),
             "not_counted": [*self.config.bounds, *self.config.uncounted], "bound": bool(self.config.bounds),
             "known_errors": sentences(self.software),
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for the configuration, one for the best layout."""
-        return [one.row() for one in (self.given, self.best) if one is not None]
+        """Return a row for the configuration and one for the best layout."""
+        return [layout.row() for layout in (self.given, self.best) if layout is not None]
 
     def __repr__(self) -> str:
         return f"{self.plan.model.name} with {self.software.word}: {self.given}"
 
     def _repr_html_(self) -> str:
-        changes = [("makes it fit", one.prediction) for one in self.fixes]
+        changes = [("makes it fit", change.prediction) for change in self.fixes]
         changes += [("best", self.best.prediction)] if self.best else []
         cells = [
-            (name, self.options(one.plan), *layout_cells(PlannedLayout(prediction=one))[1:]) for name, one in changes
+            (name, self.options(prediction.plan), *layout_cells(PlannedLayout(prediction=prediction))[1:])
+            for name, prediction in changes
         ]
         names = ("change", "options", "step", "tokens/s per device", "MFU (full)", "memory", "bubble")
         return whole(
@@ -128,21 +133,21 @@ class ConfigAnswer(Answer):
         )
 
 
-def _told(answer: ConfigAnswer, one: Prediction) -> dict[str, Any]:
+def _change_document(answer: ConfigAnswer, prediction: Prediction) -> dict[str, Any]:
     return {
-        "options": answer.options(one.plan), "step_seconds": one.step_s, "peak_bytes": round(one.peak_bytes),
-        "times_as_fast": answer.prediction.step_s / one.step_s,
+        "options": answer.options(prediction.plan), "step_seconds": prediction.step_s,
+        "peak_bytes": round(prediction.peak_bytes), "times_as_fast": answer.prediction.step_s / prediction.step_s,
     }  # fmt: skip
 
 
 def _changed(shell: bool, old: list[Any], new: list[Any]) -> list[str]:
-    """`--key value` or `key=value` of each setting that differs; what is gone is said to be."""
-    before = {one.key: one.value for one in old}
-    after = {one.key: one.value for one in new}
+    """Return `--key value` or `key=value` of each setting that differs. Removed ones are marked as such."""
+    before = {setting.key: setting.value for setting in old}
+    after = {setting.key: setting.value for setting in new}
     form: Form = "shell" if shell else "yaml"
     changed = {key: value for key, value in after.items() if before.get(key) != value}
-    found = [option_word(form, key, value) or f"(without {key})" for key, value in changed.items()]
-    return found + [f"(without {key})" for key in before if key not in after]
+    words = [option_word(form, key, value) or f"(without {key})" for key, value in changed.items()]
+    return words + [f"(without {key})" for key in before if key not in after]
 
 
 @checked
@@ -156,37 +161,44 @@ def plan_from(
     recipe: Section = None,
     stack: str = "",
 ) -> ConfigAnswer:
-    """What a configuration of another training software will need, and what would be better.
+    """Predict memory and time of a configuration of other training software, and what would be better.
 
-    `file`: a configuration, a folder of them, or FILE.py:function. `model`, `nodes`: where the file does not say.
-    `cluster`: as "h100x8". `layout`, `recipe`: what the file leaves to the user's script: {"micro_batch": 1},
-    {"sequence": 4096}. `stack`: whose file it is, where that is not plain.
+    Args:
+        file: A configuration, a folder of them, or FILE.py:function.
+        model: Preset or folder, for files that name no model.
+        cluster: Device and number per node, as "h100x8".
+        nodes: Number of nodes, for files that do not say.
+        layout: Settings that the file leaves to the user's script, as {"micro_batch": 1}.
+        recipe: The same for the recipe, as {"sequence": 4096}.
+        stack: Software of the file, when that is ambiguous.
 
-    PlanError with key and line for what is not understood, or matters and is not counted.
+    Raises:
+        PlanError: A setting is not understood, or matters and is not counted. Names key and line.
     """
     named_shape = _shape(str(model)) if model else None
-    config = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, model=named_shape)
+    config = read(
+        str(file), stack, folder_shape=lambda folder: read_folder(folder).shape, hub_shape=_hub_shape, model=named_shape
+    )
     shape = config.shape
     if shape is None:
-        raise ArgumentError(
-            f"{file} does not say which model it trains: give MODEL, a preset or a folder, as "
-            f"`{example(config.paths[0])}`"
-        )
+        raise ArgumentError(f"{file} names no model: give MODEL, a preset or a folder, as `{example(config.paths[0])}`")
     if cluster is None:
         raise ArgumentError(
             f'cluster= is missing: {file} names no device; give one and how many a node has, as "h100x8"'
         )
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
-    one = presets.cluster(cluster)
-    where = replace(one, nodes=nodes or config.nodes(one.devices_per_node))
-    config, where = _bound(config, where)
+    node = presets.cluster(cluster)
+    machine = replace(node, nodes=nodes or config.nodes(node.devices_per_node))
+    # A file may be for fewer devices than the cluster has, and its batch is divided among these.
+    config, machine = _with_its_devices(config, machine)
     changes = {
         **_changes(section_words(layout), SEARCHED, "layout"),
         **_changes(section_words(recipe), RECIPE, "recipe"),
     }
-    plan = config.plan(shape, where, changes)
+    plan = config.plan(shape, machine, changes)
     plan.check()
+    # Some batches are legal here, and end that trainer with an error.
     if why := config.software.round_refusal(plan):
         raise PlanError(f"{file}: {why}: the run would end with an error")
     plan_estimator = build_estimator(plan, config.software.stack(config.facts))
@@ -199,23 +211,23 @@ def _shape(model: str) -> ModelShape:
     return read_folder(folder).shape if (folder / "config.json").is_file() else presets.model(model)
 
 
-def _bound(found: ReadConfig, cluster: Cluster) -> tuple[ReadConfig, Cluster]:
-    """As many devices as the file asks for, where its batch is over these; elsewhere a note where they differ."""
-    asked = found.facts.get("devices")
-    if not isinstance(asked, int) or asked < 1 or asked == cluster.devices:
-        return found, cluster
+def _with_its_devices(config: ReadConfig, cluster: Cluster) -> tuple[ReadConfig, Cluster]:
+    """Take as many devices as a file with a fixed number asks for, else add a note that the numbers differ."""
+    devices = config.facts.get("devices")
+    if not isinstance(devices, int) or devices < 1 or devices == cluster.devices:
+        return config, cluster
     counted = f"the cluster has {cluster.devices}"
-    if found.software.binds_devices and asked < cluster.devices and asked <= cluster.devices_per_node:
+    if config.software.binds_devices and devices < cluster.devices and devices <= cluster.devices_per_node:
         cluster, counted = (
-            replace(cluster, nodes=1, devices_per_node=asked),
-            f"it is counted on {asked} of the cluster's",
+            replace(cluster, nodes=1, devices_per_node=devices),
+            f"it is counted on {devices} of the cluster's",
         )
-    note = f"The file is for {asked} device{'s' * (asked > 1)}: {counted}."
-    return replace(found, uncounted=(*found.uncounted, note)), cluster
+    note = f"The file is for {devices} device{'s' * (devices > 1)}: {counted}."
+    return replace(config, uncounted=(*config.uncounted, note)), cluster
 
 
 def _hub_shape(name: str) -> ModelShape | None:
-    """By the config.json of the hub or its cache; None where neither has it, or the planner has no such model."""
+    """Return the shape by config.json of the hub or its cache. None = neither has it, or it cannot be planned."""
     if not is_hub_name(name):
         return None
     try:
@@ -224,15 +236,11 @@ def _hub_shape(name: str) -> ModelShape | None:
         return None
 
 
-def _folder_shape(folder: Path) -> ModelShape:
-    return read_folder(folder).shape
-
-
 def _changes(words: list[str], known: tuple[str, ...], where: str) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for word in ",".join(words).replace(",", " ").split():
-        key, equals, value = word.partition("=")
+        key, equals, text = word.partition("=")
         if key not in known or not equals:
             raise ArgumentError(f"{where}={word!r}: take KEY=VALUE with one of {', '.join(known)}")
-        found[key] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
-    return found
+        changes[key] = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
+    return changes

@@ -1,4 +1,4 @@
-"""What a deterministic run needs from its environment."""
+"""Environment of a deterministic run."""
 
 import os
 from typing import TYPE_CHECKING
@@ -10,7 +10,9 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def set_environment(plan: "Plan") -> None:
-    """For recipe.deterministic, before the first product: cuBLAS repeats its results with a fixed workspace only, and
-    torch refuses to multiply without one."""
+    """Set cuBLAS's workspace for recipe.deterministic, before the first product.
+
+    cuBLAS repeats its results with a fixed workspace only, and torch refuses to multiply without one.
+    """
     if plan.recipe.deterministic:
         os.environ.setdefault(CUBLAS, ":4096:8")

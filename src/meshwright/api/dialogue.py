@@ -1,4 +1,4 @@
-"""A conversation with a model: turns in, answers as they grow, and what was said before at no cost."""
+"""A conversation with a model: turns in, answers as they grow. Earlier turns stay in the cache."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from meshwright.api.adapter_opening import named
+from meshwright.api.adapter_opening import named_folder
 from meshwright.api.trained_model import TrainedModel
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
@@ -15,23 +15,27 @@ from meshwright.spec.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFigures:
-    """What the last turn cost."""
+    """Cost of the last turn."""
 
     first_seconds: float
-    """From the question to the first token of the answer."""
+    """Time from the question to the first token of the answer."""
     prompt: int
     """Tokens of the whole conversation before the answer."""
     cached: int
-    """Those of them whose keys and values were in the cache."""
+    """Tokens of these whose keys and values were in the cache."""
     tokens: int
-    """Of the answer."""
+    """Tokens of the answer."""
     ending: str
-    """As `ServedAnswer.ending`; cancelled where it was stopped."""
+    """`ServedAnswer.ending`; cancelled = the caller stopped the answer."""
 
 
 @final
 class Dialogue:
-    """Turns with one model, by its chat template. For one thread."""
+    """Turns with one model, by its chat template. For one thread.
+
+    `system`: text that precedes all turns. `engine`: by default with room for one answer. `adapter`: folder of a LoRA
+    adapter to apply. Raises ArgumentError, and PlanError for a model without a tokenizer.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,7 @@ class Dialogue:
         engine: EngineOptions | None = None,
         adapter: Path | None = None,
     ) -> None:
-        """`system`: what stands before all turns; `engine`: room for one answer by default; `adapter`: the folder of
-        one that answers have. ArgumentError; PlanError where the model has no tokenizer."""
-        adapters, options = named(adapter), options or RequestOptions()
+        adapters, options = named_folder(adapter), options or RequestOptions()
         self._model, self._options = model, replace(options, adapter=next(iter(adapters), options.adapter))
         if self._options.n > 1:
             raise ArgumentError(f"n={self._options.n} must be 1: a conversation goes on with one answer")
@@ -52,24 +54,26 @@ class Dialogue:
         self._engine = model.engine(engine or EngineOptions(most_sequences=1, warm_start=False), adapters=adapters)
         self._begin = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._begin)
-        """Of all turns so far."""
+        """Messages of all turns so far."""
         self.last: TurnFigures | None = None
-        """Of the last turn; None before the first."""
+        """Cost of the last turn. None = there was none."""
 
     def reset(self) -> None:
         """Begin anew, with the same system prompt."""
         self.messages = list(self._begin)
 
-    def say(self, said: str) -> Iterator[str]:
-        """The answer to a turn, in pieces. Left before its end, the answer so far stays in the conversation.
-        ArgumentError, PlanError where the conversation is too long, DataError where the template fails; the turn is
-        then forgotten."""
-        asked = {"role": "user", "content": said}
+    def say(self, turn: str) -> Iterator[str]:
+        """Yield the answer to a turn in pieces.
+
+        When the caller stops early, the answer so far stays in the conversation. Raises ArgumentError, PlanError for a
+        conversation that is too long, and DataError when the template fails; the turn is then forgotten.
+        """
+        message = {"role": "user", "content": turn}
         began = time.perf_counter()
-        ids = self._model.encode_messages([*self.messages, asked])
+        ids = self._model.encode_messages([*self.messages, message])
         request = self._engine.add(ids, replace(self._options, seed=self._options.seed + len(self.messages)))
         (answer,) = request.answers
-        self.messages.append(asked)
+        self.messages.append(message)
         first, shown = 0.0, ""
         try:
             for _ in self._engine.stream(request):

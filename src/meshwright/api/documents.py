@@ -9,23 +9,23 @@ from meshwright.spec.errors import ArgumentError
 from meshwright.store.durable import one_line, refuse_unwritable, replace_file
 
 
-def plain(value: Any) -> Any:
-    """What JSON can hold: a dataclass is its fields, a number that is none becomes null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and not math.isfinite(value):
+def plain(content: Any) -> Any:
+    """Convert to what JSON can hold. Dataclasses become their fields, NaN and infinity null."""
+    if is_dataclass(content) and not isinstance(content, type):
+        return plain(asdict(content))
+    if isinstance(content, dict):
+        return {str(key): plain(entry) for key, entry in content.items()}
+    if isinstance(content, list | tuple):
+        return [plain(entry) for entry in content]
+    if isinstance(content, Path):
+        return str(content)
+    if isinstance(content, float) and not math.isfinite(content):
         return None
-    return value
+    return content
 
 
 def check_new_file(out: Path, *, option: str = "out=") -> None:
-    """ArgumentError where a file is there already, or has no folder to be in. `option`: what it was given as."""
+    """Raise ArgumentError if the file exists or its folder does not. `option`: name of the argument."""
     if out.exists():
         raise ArgumentError(f"{option}{out} is there already: name another file")
     if not out.absolute().parent.is_dir():
@@ -33,8 +33,10 @@ def check_new_file(out: Path, *, option: str = "out=") -> None:
 
 
 def check_page(out: Path, name: str, *, option: str = "out=") -> None:
-    """ArgumentError where no page can be written, said before anything is counted. `name`: of a page in a folder;
-    `option`: what the file was given as."""
+    """Raise ArgumentError, before anything is computed, if no page can be written.
+
+    `name`: suggested name of a page in a folder. `option`: name of the argument.
+    """
     if out.is_dir():
         raise ArgumentError(f"{option}{out} is a folder: name a file, as {option}{out / name}")
     if out.suffix not in (".html", ".htm"):
@@ -45,6 +47,6 @@ def check_page(out: Path, name: str, *, option: str = "out=") -> None:
 
 
 def write_page(file: Path, page: str) -> None:
-    """A file that is whole or not there; what is no text in names are question marks. RunError names `--html`."""
+    """Write a page whole or not at all. Names that are no valid text get question marks. Raises RunError."""
     with one_line(file, "--html"):
         replace_file(file, page.encode(errors="replace"))

@@ -1,13 +1,16 @@
-"""`evaluate`: a model on tasks or on held-out text, alone or before and after, with the noise of each figure."""
+"""`evaluate`: a model on tasks or held-out text, alone or before and after, with the noise of each figure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.adapters_in_turn import AdaptersInTurn
+import torch
+from torch import Tensor
+
+from meshwright.api.adapter_opening import opened_adapter
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
@@ -19,6 +22,7 @@ from meshwright.compress.gguf_reading import is_gguf_path
 from meshwright.data import Tokenizer
 from meshwright.data.rendering import ROLES
 from meshwright.model.hub.adapter import base_folder, is_adapter
+from meshwright.model.low_rank import merged
 from meshwright.observe.tasks.paired_statistics import (
     Aggregate,
     Estimate,
@@ -30,6 +34,7 @@ from meshwright.observe.tasks.paired_statistics import (
 )
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
+from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.units import many
 from meshwright.store.model_place import LAST
 from meshwright.training.evaluate import row_losses
@@ -38,56 +43,56 @@ if TYPE_CHECKING:
     from meshwright.observe.tasks.run_tasks import TaskFigure
 
 HELD_OUT = "held-out"
-"""What a figure on held-out text has as its task."""
+"""Task name of figures on held-out text."""
 TOKENS_PER_PASS = {"cpu": 8192, "cuda": 65536}
-"""Of one forward pass over items of tasks."""
+"""Tokens of one forward pass over items of tasks, by device."""
 Progress = Callable[[int, int], None]
 Loader = Callable[[], TrainedModel]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedFigure:
-    """One metric of one task, on the same items of both models where there are two."""
+    """One metric of one task, on the same items of both models if there are two."""
 
     task: str
     metric: str
     items: int
     higher_is_better: bool | None
     value: Estimate
-    """Of the model."""
+    """Estimate of the model."""
     before: Estimate | None = None
-    """Of the one it is held against."""
+    """Estimate of the model that it is compared with."""
     difference: Estimate | None = None
     """value - before, paired by item."""
     adapter: str = ""
-    """Name of the one beside the base, which is `before`; empty = a whole model."""
+    """Name of the adapter; `before` is then the base alone. Empty = a whole model."""
     verdict: Verdict | None = None
-    """Whether the difference is beyond noise (two-sided 95 %)."""
+    """Verdict on the difference: beyond noise or not (two-sided 95 %)."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluationAnswer(Answer):
-    """Figures of a model, and of another one beside."""
+    """Figures of a model, alone or compared with another one."""
 
     run: Path
-    """Where the model is."""
+    """Path of the model."""
     against: Path | None
     figures: tuple[EvaluatedFigure, ...]
 
     @property
     def head(self) -> tuple[str, ...]:
-        """What the `cells` of each figure are."""
-        named = ("adapter",) if any(one.adapter for one in self.figures) else ()
+        """Titles of the `cells` of a figure."""
+        named = ("adapter",) if any(figure.adapter for figure in self.figures) else ()
         two = ("before", "after", "difference", "") if self.against is not None else ("value",)
         return (*named, "task", "metric", *two, "items")
 
     def counted(self, *kinds: Verdict) -> int:
-        """Figures with one of these verdicts."""
-        return sum(one.verdict in kinds for one in self.figures)
+        """Count the figures with one of these verdicts."""
+        return sum(figure.verdict in kinds for figure in self.figures)
 
     @property
     def headline(self) -> str:
-        """What the difference is, in one sentence; empty for one model."""
+        """The difference in one sentence. Empty = one model."""
         if self.against is None:
             return ""
         rest: tuple[Verdict, ...] = ("worse", "changed", "within noise", "too few items")
@@ -95,22 +100,22 @@ class EvaluationAnswer(Answer):
         return f"{self.counted('better')} of {many(len(self.figures), 'figure')} better{others}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright eval --json` prints."""
-        found = {"model": self.run, "against": self.against, "figures": self.figures}
-        return {name: plain(value) for name, value in found.items()}
+        """Return the document that `meshwright eval --json` prints."""
+        document = {"model": self.run, "against": self.against, "figures": self.figures}
+        return {name: plain(value) for name, value in document.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each figure."""
+        """Return a row for each figure."""
         return [
             {
-                **({"adapter": one.adapter} if one.adapter else {}),
-                "task": one.task, "metric": one.metric, "items": one.items, "value": one.value.value,
-                "error": one.value.error, "before": one.before and one.before.value,
-                "before_error": one.before and one.before.error,
-                "difference": one.difference and one.difference.value,
-                "difference_error": one.difference and one.difference.error, "verdict": one.verdict,
+                **({"adapter": figure.adapter} if figure.adapter else {}),
+                "task": figure.task, "metric": figure.metric, "items": figure.items, "value": figure.value.value,
+                "error": figure.value.error, "before": figure.before and figure.before.value,
+                "before_error": figure.before and figure.before.error,
+                "difference": figure.difference and figure.difference.value,
+                "difference_error": figure.difference and figure.difference.error, "verdict": figure.verdict,
             }
-            for one in self.figures
+            for figure in self.figures
         ]  # fmt: skip
 
     def __repr__(self) -> str:
@@ -119,27 +124,69 @@ class EvaluationAnswer(Answer):
     def _repr_html_(self) -> str:
         return whole(
             *([line(self.headline)] if self.against else ()),
-            table(self.head, [tuple(cells(one)) for one in self.figures]),
+            table(self.head, [tuple(cells(figure)) for figure in self.figures]),
             line("figures ± standard error; differences are paired by item"),
         )
 
 
-def cells(one: EvaluatedFigure) -> Iterator[str]:
-    """A figure as the cells of a row: adapter, task, metric, before, after, difference, verdict and items."""
-    yield from (one.adapter, one.task, one.metric) if one.adapter else (one.task, one.metric)
-    if one.before is not None:
-        yield shown(one.before)
-    yield shown(one.value)
-    if one.difference is not None:
-        yield from (shown(one.difference, sign="+"), one.verdict or "")
-    yield f"{one.items:,}"
+def cells(figure: EvaluatedFigure) -> Iterator[str]:
+    """Yield the cells of a figure: adapter, task, metric, before, after, difference, verdict and items."""
+    yield from (figure.adapter, figure.task, figure.metric) if figure.adapter else (figure.task, figure.metric)
+    if figure.before is not None:
+        yield shown(figure.before)
+    yield shown(figure.value)
+    if figure.difference is not None:
+        yield from (shown(figure.difference, sign="+"), figure.verdict or "")
+    yield f"{figure.items:,}"
 
 
-def shown(found: Estimate, sign: str = "") -> str:
-    """`0.583 ± 0.149`."""
-    form = f"{sign}.3f" if abs(found.value) < 1000 else f"{sign}.4g"
-    error = "?" if found.error is None else format(found.error, form.lstrip("+"))
-    return f"{found.value:{form}} ± {error}"
+def shown(figure: Estimate, sign: str = "") -> str:
+    """Return `0.583 ± 0.149`."""
+    form = f"{sign}.3f" if abs(figure.value) < 1000 else f"{sign}.4g"
+    error = "?" if figure.error is None else format(figure.error, form.lstrip("+"))
+    return f"{figure.value:{form}} ± {error}"
+
+
+@dataclass(slots=True)
+class AdaptersInTurn:
+    """Several adapters of one base in memory: each in turn is merged into its matrices and taken out again."""
+
+    base: TrainedModel
+    folders: Mapping[str, Path]
+    _plain: dict[str, Tensor] = field(default_factory=dict)
+    """Original matrices, on the host, of those that the current adapter changed."""
+
+    def plain(self) -> TrainedModel:
+        """Return the base as it was loaded, to the bit."""
+        weights_by_name = self.base.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in self._plain.items():
+                weights_by_name[name].copy_(tensor)
+        self._plain.clear()
+        return self.base
+
+    def with_adapter(self, name: str) -> TrainedModel:
+        """Return the base with one adapter merged, until the next is asked for.
+
+        Raises ArgumentError, HubError or CheckpointError when it cannot be opened, or belongs to another base.
+        """
+        weights_by_name = self.plain().model.state_dict()
+        adapter = opened_adapter(name, self.folders[name], self.base.model, self.base.path)
+        adapted = {key: parts for key in weights_by_name if (parts := adapter_parts(key, adapter.tensors))}
+        if sum(map(len, adapted.values())) < len(adapter.tensors):
+            raise ArgumentError(
+                f"adapter={name} cannot be merged: {self.base.path} holds the adapted matrices as codes. Evaluate "
+                "it beside the model before quantization"
+            )
+        with torch.no_grad():
+            for key, parts in adapted.items():
+                weight = weights_by_name[key]
+                self._plain[key] = weight.to("cpu", copy=True)
+                low = {part: tensor.to(weight.device) for part, tensor in parts.items()}
+                weight.copy_(merged(weight.float(), low, adapter.lora))
+        if not self._plain:
+            raise ArgumentError(f"adapter={name}: {self.folders[name]} adapts no matrix of {self.base.path}")
+        return replace(self.base, path=self.folders[name])
 
 
 @checked
@@ -158,26 +205,38 @@ def evaluate(
     checkpoint: str = LAST,
     progress: Progress | None = None,
 ) -> EvaluationAnswer:
-    """Score a model, a run or a Hugging Face directory, and another one (`against`) on the same items. `checkpoint` of
-    the run: last, best, or a step; of `against` it is the last. `adapters`, by name, are held against the model: it is
-    loaded once, and each in turn is merged into it.
+    """Score a model, and another one (`against`) on the same items.
 
-    `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without: the held-out part of
-    either run, or all of `data`. `limit`: items of a task, `sequences`: rows of text, 0 = all. `shots`: examples of an
-    item, None = the task's. `chat`: the model's template. ArgumentError, DataError, PlanError without extra `eval`.
+    Args:
+        model: A run or a Hugging Face directory.
+        tasks: YAML files of lm-evaluation-harness with local data, or folders of them. Empty = held-out text.
+        against: The model to compare with, at its last checkpoint.
+        adapters: Adapters by name, compared with the model. It is loaded once, and each is merged in turn.
+        data: Text to score in full. None = the held-out part of either run.
+        dtype: Dtype of the weights. None = as trained or stored.
+        sequences: Most rows of text, 0 = all.
+        limit: Most items of a task. None = all.
+        shots: Examples before each item. None = as the task says.
+        chat: Write prompts with the model's chat template.
+        checkpoint: Checkpoint of the run: last, best, or a step.
+        progress: Called with the numbers of finished and of all requests.
+
+    Raises:
+        ArgumentError, DataError: Arguments or data make no sense.
+        PlanError: The extra `eval` is not installed.
     """
-    places = [str(tasks)] if isinstance(tasks, str | Path) else [str(one) for one in tasks]
+    task_paths = [str(tasks)] if isinstance(tasks, str | Path) else [str(task) for task in tasks]
     path, other = folder_of(model), None if against is None else folder_of(against)
     configs = check_request(
-        path, tasks=places, against=other, adapters=adapters, data=data, dtype=dtype, sequences=sequences, limit=limit,
-        shots=shots, checkpoint=checkpoint,
+        path, tasks=task_paths, against=other, adapters=adapters, data=data, dtype=dtype, sequences=sequences,
+        limit=limit, shots=shots, checkpoint=checkpoint,
     )  # fmt: skip
     models: dict[str, Loader] = {"": lambda: load(path, dtype, checkpoint=checkpoint)}
     before: Loader | None = None if other is None else partial(load, other, dtype)
     if adapters:
-        folders = {name: folder_of(place) for name, place in adapters.items()}
-        turns = AdaptersInTurn(load(path, dtype, checkpoint=checkpoint), folders)
-        models, before, other = {name: partial(turns.with_adapter, name) for name in folders}, turns.plain, path
+        folders = {name: folder_of(adapter) for name, adapter in adapters.items()}
+        in_turn = AdaptersInTurn(load(path, dtype, checkpoint=checkpoint), folders)
+        models, before, other = {name: partial(in_turn.with_adapter, name) for name in folders}, in_turn.plain, path
     if configs:
         figures = _on_tasks(models, before, configs, limit, shots, chat, progress)
     else:
@@ -196,15 +255,16 @@ def _on_tasks(
     def scored(loaded: Loader) -> "list[TaskFigure]":
         return run_tasks(configs, _text_model(loaded(), chat=chat), limit=limit, shots=shots, progress=progress)
 
-    after = [(name, one) for name, loaded in models.items() for one in scored(loaded)]  # one at a time has room
-    twins = {(one.task, one.metric, one.filter): one.items for one in (scored(before) if before else ())}
-    found = []
-    for name, one in after:
-        metric = one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
-        first = twins.get((one.task, one.metric, one.filter), {}) if before else None
-        figure = _figure(one.task, metric, one.figure, one.items, first, one.higher_is_better)
-        found.append(replace(figure, adapter=name))
-    return found
+    # One model at a time, since two may not have room.
+    after = [(name, scores) for name, loaded in models.items() for scores in scored(loaded)]
+    twins = {(scores.task, scores.metric, scores.filter): scores.items for scores in (scored(before) if before else ())}
+    figures = []
+    for name, scores in after:
+        metric = scores.metric if scores.filter == "none" else f"{scores.metric} ({scores.filter})"
+        first = twins.get((scores.task, scores.metric, scores.filter), {}) if before else None
+        figure = _figure(scores.task, metric, scores.figure, scores.items, first, scores.higher_is_better)
+        figures.append(replace(figure, adapter=name))
+    return figures
 
 
 def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
@@ -222,37 +282,42 @@ def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
 def _on_held_out(
     models: Mapping[str, Loader], before: Loader | None, other: Path | None, data: str | Path | None, sequences: int
 ) -> list[EvaluatedFigure]:
-    """Nats per token, of all and of each role; items are conversations, or windows of a text, of `other` where the
-    model is no run. Of a mixture their means by weight, as the run has them, and then those of each source."""
-    opening, *others = models.values()
-    opened = opening()
+    """Return nats per token, of all tokens and of each role; of a mixture the weighted means, then each source.
+
+    Items are conversations, or windows of a text, taken from `other` when the model is no run.
+    """
+    open_first, *others = models.values()
+    opened = open_first()
     theirs = None if other is None or opened.plan is not None else _run_of(other)
     reads = described(theirs) if theirs is not None and (theirs / "plan.yaml").is_file() else opened
     parts = reads.held_out_rows(data, sequences, apart=True).parts
 
-    def scored(found: TrainedModel) -> list[_ByMetric]:
-        engine, device = on_one_device(found.model), found.model.embed.weight.device
-        return [_by_role(row_losses(engine, one.batches(device, by_role=True)).tolist(), one.items) for one in parts]
+    def scored(loaded: TrainedModel) -> list[_ByMetric]:
+        engine, device = on_one_device(loaded.model), loaded.model.embed.weight.device
+        return [_by_role(row_losses(engine, part.batches(device, by_role=True)).tolist(), part.items) for part in parts]
 
     after = [scored(opened)]
     sources = reads.plan.data.mixture if reads.plan and len(parts) > 1 else ()
-    del opened, reads  # two models need not have room at once
-    after += [scored(one()) for one in others]
-    own: Sequence[_ByMetric | None] = scored(before()) if before else [None] * len(parts)
-    named = [(f"{HELD_OUT} {one.path}", one.weight) for one in sources] or [(HELD_OUT, 1.0)]
-    found = []
+    del opened, reads  # frees the memory, since two models may not have room
+    after += [scored(open_other()) for open_other in others]
+    scores_before: Sequence[_ByMetric | None] = scored(before()) if before else [None] * len(parts)
+    named = [(f"{HELD_OUT} {source.path}", source.weight) for source in sources] or [(HELD_OUT, 1.0)]
+    figures = []
     for name, scores in zip(models, after, strict=True):
-        each = [_of_source(task, one, first) for (task, _), one, first in zip(named, scores, own, strict=True)]
-        means = _by_weight(each, [weight for _, weight in named]) if sources else ()
-        found += [replace(one, adapter=name) for one in (*means, *chain.from_iterable(each))]
-    return found
+        each = [
+            _source_figures(task, metrics, first)
+            for (task, _), metrics, first in zip(named, scores, scores_before, strict=True)
+        ]
+        means = _weighted_means(each, [weight for _, weight in named]) if sources else ()
+        figures += [replace(figure, adapter=name) for figure in (*means, *chain.from_iterable(each))]
+    return figures
 
 
 _ByMetric = Mapping[str, Mapping[str, tuple[float, float]]]
 """Metric -> item -> (nats, tokens)."""
 
 
-def _of_source(task: str, after: _ByMetric, before: _ByMetric | None) -> list[EvaluatedFigure]:
+def _source_figures(task: str, after: _ByMetric, before: _ByMetric | None) -> list[EvaluatedFigure]:
     return [
         _figure(task, metric, Aggregate(kind="ratio"), items, None if before is None else before[metric], False)
         for metric, items in after.items()
@@ -260,59 +325,65 @@ def _of_source(task: str, after: _ByMetric, before: _ByMetric | None) -> list[Ev
     ]
 
 
-def _by_weight(each: Sequence[Sequence[EvaluatedFigure]], weights: Sequence[float]) -> Iterator[EvaluatedFigure]:
-    """Of each metric the mean over the sources that have it."""
-    for metric in dict.fromkeys(one.metric for figures in each for one in figures):
-        pairs = [(one, w) for figures, w in zip(each, weights, strict=True) for one in figures if one.metric == metric]
-        shares, items = [weight for _, weight in pairs], sum(one.items for one, _ in pairs)
-        changes = [one.difference for one, _ in pairs if one.difference is not None]
-        befores = [one.before for one, _ in pairs if one.before is not None]
+def _weighted_means(each: Sequence[Sequence[EvaluatedFigure]], weights: Sequence[float]) -> Iterator[EvaluatedFigure]:
+    """Yield the mean of each metric over the sources that have it."""
+    for metric in dict.fromkeys(figure.metric for figures in each for figure in figures):
+        pairs = [
+            (figure, weight)
+            for figures, weight in zip(each, weights, strict=True)
+            for figure in figures
+            if figure.metric == metric
+        ]
+        shares, items = [weight for _, weight in pairs], sum(figure.items for figure, _ in pairs)
+        changes = [figure.difference for figure, _ in pairs if figure.difference is not None]
+        befores = [figure.before for figure, _ in pairs if figure.before is not None]
         change = weighted_mean(changes, shares) if changes else None
         yield EvaluatedFigure(
             task=HELD_OUT, metric=metric, items=items, higher_is_better=False,
-            value=weighted_mean([one.value for one, _ in pairs], shares),
+            value=weighted_mean([figure.value for figure, _ in pairs], shares),
             before=weighted_mean(befores, shares) if befores else None, difference=change,
             verdict=None if change is None else verdict(change, items, False),
         )  # fmt: skip
 
 
 def _check_tokenizers(path: Path, other: Path) -> None:
-    """Nats per token of two models compare where their tokens are the same."""
-    one, two = (_fingerprint(place) for place in (path, other))
-    if one != two:
+    """Raise ArgumentError for models whose nats per token do not compare, since their tokens differ."""
+    fingerprint, other_fingerprint = _fingerprint(path), _fingerprint(other)
+    if fingerprint != other_fingerprint:
         raise ArgumentError(
             f"against={other} has another tokenizer than {path}, so losses per token cannot be compared: "
             "compare them on tasks=, or score each alone in bits per byte"
         )
 
 
-def _fingerprint(place: Path) -> str | None:
-    found = described(place).tokenizer if is_gguf_path(place) else Tokenizer.load(_run_of(place))
-    return found.fingerprint if found else None
+def _fingerprint(path: Path) -> str | None:
+    tokenizer = described(path).tokenizer if is_gguf_path(path) else Tokenizer.load(_run_of(path))
+    return tokenizer.fingerprint if tokenizer else None
 
 
-def _run_of(place: Path) -> Path:
-    """The folder of a run, also of one of its checkpoints; that of an adapter's model."""
-    if is_adapter(place):
-        return base_folder(place)
-    return place if (place / "tokenizer.json").is_file() else place.resolve().parent.parent
+def _run_of(path: Path) -> Path:
+    if is_adapter(path):
+        return base_folder(path)
+    return path if (path / "tokenizer.json").is_file() else path.resolve().parent.parent
 
 
-def _by_role(found: Sequence[Sequence[Sequence[float]]], items: Sequence[int] | None) -> _ByMetric:
-    """(nats, counts) of rows by role -> metric -> item -> (nats, tokens) of items that have any; of each role where
-    there are several. `items`: which item each row is of, None = its own; rows behind the last are empty."""
-    nats, counts = found
+def _by_role(losses: Sequence[Sequence[Sequence[float]]], items: Sequence[int] | None) -> _ByMetric:
+    """Sum losses, (nats, counts) of rows by role: metric -> item -> (nats, tokens). Each of several roles is a metric.
+
+    `items`: the item of each row, None = each row is an item. Empty rows are skipped.
+    """
+    nats, counts = losses
     present = [role for role in range(len(ROLES)) if any(row[role] for row in counts)]
     wanted = {"loss": present} | ({f"loss of {ROLES[role]}": [role] for role in present} if len(present) > 1 else {})
     sums: dict[str, dict[str, tuple[float, float]]] = {metric: {} for metric in wanted}
-    for number, (own, row) in enumerate(zip(nats, counts, strict=True)):
+    for number, (row_nats, row) in enumerate(zip(nats, counts, strict=True)):
         if not any(row):
             continue
-        item = str(number if items is None else items[number])
+        name = str(number if items is None else items[number])
         for metric, roles in wanted.items():
             if weight := sum(row[role] for role in roles):
-                before = sums[metric].get(item, (0.0, 0.0))
-                sums[metric][item] = before[0] + sum(own[role] for role in roles), before[1] + weight
+                before = sums[metric].get(name, (0.0, 0.0))
+                sums[metric][name] = before[0] + sum(row_nats[role] for role in roles), before[1] + weight
     return sums
 
 
@@ -320,19 +391,20 @@ def _figure(
     task: str, metric: str, figure: Aggregate, after: Mapping[str, Any], before: Mapping[str, Any] | None,
     higher_is_better: bool | None,
 ) -> EvaluatedFigure:  # fmt: skip
-    """DataError where two models were not asked the same."""
+    """Return the figure of a metric. Raises DataError if two models were scored on different items."""
     if not after:
         raise DataError(f"{task}: nothing was scored for {metric}: the data is empty")
-    value = estimate(list(after.values()), figure)
+    after_estimate = estimate(list(after.values()), figure)
     if before is None:
         return EvaluatedFigure(
-            task=task, metric=metric, items=len(after), higher_is_better=higher_is_better, value=value
+            task=task, metric=metric, items=len(after), higher_is_better=higher_is_better, value=after_estimate
         )
     if before.keys() != after.keys():
-        raise DataError(f"{task}: {metric} has other items for one model than for the other: they cannot be paired")
+        raise DataError(f"{task}: {metric} has different items for the two models: they cannot be paired")
     first = [before[name] for name in after]
     change = difference(first, list(after.values()), figure)
     return EvaluatedFigure(
-        task=task, metric=metric, items=len(after), higher_is_better=higher_is_better, value=value,
-        before=estimate(first, figure), difference=change, verdict=verdict(change, len(after), higher_is_better),
+        task=task, metric=metric, items=len(after), higher_is_better=higher_is_better,
+        value=after_estimate, before=estimate(first, figure), difference=change,
+        verdict=verdict(change, len(after), higher_is_better),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `evaluate` is asked: refused, where it can be, before torch and the harness are loaded."""
+"""Arguments of `evaluate`, checked before torch and the harness are imported."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +18,11 @@ def check_request(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the names and configurations of the tasks for the harness.
 
-    ArgumentError for arguments that are out of range or exclude one another, RunError where there is no model,
-    DataError for `tasks` and `data`, PlanError without the extra `eval`.
+    Raises ArgumentError for arguments out of range or in conflict, RunError without a model, DataError for `tasks` and
+    `data`, PlanError without the extra `eval`.
     """
     if tasks and data is not None:
-        raise ArgumentError(f"tasks={tasks[0]} and data={data} cannot be scored together: give one of both")
+        raise ArgumentError(f"tasks={tasks[0]} and data={data} cannot be scored together: give one of them")
     for name, number, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
         if number is not None and number < least:
             raise ArgumentError(f"{name}={number} must be {least} or more")

@@ -1,4 +1,4 @@
-"""`explore`: every layout as one HTML page with sliders, for offline; of two clusters or stacks side by side, too."""
+"""`explore`: every layout as one offline HTML page with sliders, also of two clusters or stacks side by side."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from meshwright.api.documents import check_page
 from meshwright.api.markup import table, whole
 from meshwright.api.plan_reading import Section, section_words
 from meshwright.api.plan_request import asked_estimator, asked_plan
-from meshwright.api.stack_choice import checked_model, chosen, none_offered
+from meshwright.api.stack_choice import check_model_offered, chosen_software, none_offered
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import assemble, data
@@ -31,40 +31,40 @@ from meshwright.stacks.stack_errors import sentences
 from meshwright.store.durable import one_line, replace_file
 
 BESIDE = ("cluster", "nodes", "stack", "price")
-"""Keys of `beside`; `for` is `stack`."""
+"""Keys of `beside`. `for` means `stack`."""
 KEYS = ("cluster", "nodes", "for", "price")
-"""The same as people are told of them."""
+"""The keys as users type them."""
 MOST_USD = 1e6
-"""Dollars of a device-hour."""
+"""Highest price of a device-hour, in dollars."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ExploreAnswer(Answer):
-    """The page, and the layout that each half begins with."""
+    """The page, and the first layout of each half."""
 
     halves: tuple[Half, ...]
-    """One, or two."""
+    """One half, or two side by side."""
 
     @cached_property
     def contents(self) -> tuple[dict[str, Any], ...]:
         """All numbers of each half, as the page reads them."""
         first, *others = self.halves
-        with _of_beside(first.plan):
-            behind = [_data(one) for one in others]
-        return (_data(first), *behind)
+        with _blame_second_half(first.plan):
+            other_contents = [_data(half) for half in others]
+        return (_data(first), *other_contents)
 
     @cached_property
     def best(self) -> tuple[Prediction, ...]:
-        """Of each half the fastest layout that leaves some memory free; where none does, the map's nearest."""
+        """Fastest layout of each half that leaves some memory free, else the nearest on the map."""
         return tuple(map(_start, self.halves, self.contents))
 
     @property
     def html(self) -> str:
-        """The page: one file without a network."""
+        """The page: one file that needs no network."""
         return assemble(*self.contents)
 
     def write(self, file: str | Path = "explorer.html") -> Path:
-        """Write the page. ArgumentError where it cannot be written."""
+        """Write the page. Raises ArgumentError if it cannot be written."""
         out = Path(file)
         check_page(out, "explorer.html")
         with one_line(out, "out"):
@@ -72,21 +72,21 @@ class ExploreAnswer(Answer):
         return out
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright explore --json` prints."""
+        """Return the document that `meshwright explore --json` prints."""
         rows = self.rows()
-        found: dict[str, Any] = {"kind": "explore", "model": self.halves[0].plan.model.name, "halves": rows}
+        document: dict[str, Any] = {"kind": "explore", "model": self.halves[0].plan.model.name, "halves": rows}
         if len(rows) > 1:
-            found["b_over_a"] = {name: _ratio(rows, name) for name in COMPARED}
-        return found
+            document["b_over_a"] = {name: _ratio(rows, name) for name in COMPARED}
+        return document
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each half, of the layout that it begins with."""
-        return [_row(*one) for one in zip(self.halves, self.contents, self.best, strict=True)]
+        """Return a row for each half, on its first layout."""
+        return [_row(*half) for half in zip(self.halves, self.contents, self.best, strict=True)]
 
     def __repr__(self) -> str:
         rows = self.rows()
-        said = [f"{row['title']}: {row['tokens_per_second']:,.0f} tokens/s, {row['layout_words']}" for row in rows]
-        return f"{self.halves[0].plan.model.name} on " + "; on ".join(said)
+        lines = [f"{row['title']}: {row['tokens_per_second']:,.0f} tokens/s, {row['layout_words']}" for row in rows]
+        return f"{self.halves[0].plan.model.name} on " + "; on ".join(lines)
 
     def _repr_html_(self) -> str:
         cells = [
@@ -101,8 +101,8 @@ COMPARED = ("tokens_per_second", "peak_bytes", "usd_per_billion_tokens")
 
 
 def _ratio(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    one, other = rows[0][name], rows[1][name]
-    return None if one is None or other is None else other / one
+    first, second = rows[0][name], rows[1][name]
+    return None if first is None or second is None else second / first
 
 
 def _row(half: Half, content: Mapping[str, Any], best: Prediction) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _data(half: Half) -> dict[str, Any]:
     except IllegalLayout:
         if half.software is None:
             raise
-        software = chosen(half.software.word)
+        software = chosen_software(half.software.word)
         assert software is not None
         raise none_offered(software, half.of, half.plan, {}) from None
 
@@ -138,7 +138,8 @@ def _start(half: Half, content: Mapping[str, Any]) -> Prediction:
     land = content["landscape"]
     fields = dict(zip(FIELDS, land["points"][land["start"]][0], strict=True))
     ours = half.of.stack.is_meshwright and half.plan.cluster.device.is_gpu
-    counted = {"compile": "on", "cuda_graphs": "off"} if ours else {}  # as the page counts every layout
+    # The page computes every layout with these settings.
+    counted = {"compile": "on", "cuda_graphs": "off"} if ours else {}
     layout = Layout(**{**fields, **counted, "sp": bool(fields["sp"])})
     return half.of.predict(replace(half.plan, layout=layout))
 
@@ -154,13 +155,18 @@ def explore(
     price: float | None = None,
     beside: Section = None,
 ) -> ExploreAnswer:
-    """Every layout of a model on a cluster as one HTML page with sliders; `write` writes it.
+    """Compute every layout of a model on a cluster, for one HTML page with sliders; `write` writes it.
 
-    `model`, `cluster`, `nodes`, `recipe`, `stack`: as for `plan`. `price`: dollars of a device-hour, in place of the
-    lowest shipped list price. `beside`: a second cluster or stack on the same page, in what differs:
-    {"cluster": "h200x8"}, "nodes=4", {"stack": "torchtitan", "price": 2.5}.
+    Args:
+        price: Dollars of a device-hour. None = the lowest shipped list price.
+        beside: A second cluster or stack on the same page, by what differs: {"cluster": "h200x8"}, "nodes=4",
+            {"stack": "torchtitan", "price": 2.5}.
 
-    IllegalLayout where there is no layout at all. PlanError for what makes no sense.
+    All other arguments are those of `plan`.
+
+    Raises:
+        IllegalLayout: There is no layout.
+        PlanError: An argument makes no sense.
     """
     words, changes = section_words(recipe), _beside(section_words(beside))
     first = _half(model, cluster, nodes, words, stack, price)
@@ -177,14 +183,14 @@ def explore(
     other = changes.get("cluster", cluster)
     count = int(changes["nodes"]) if "nodes" in changes else nodes
     paid = float(changes["price"]) if "price" in changes else price if other == cluster else None
-    with _of_beside(first.plan):
+    with _blame_second_half(first.plan):
         second = _half(model, other, count, words, changes.get("stack", stack), paid, same)
     return ExploreAnswer(halves=(first, second))
 
 
 @contextmanager
-def _of_beside(first: Plan) -> Iterator[None]:
-    """What is wrong with the second half, said to be of it. Where it has no layout, its batch may be why."""
+def _blame_second_half(first: Plan) -> Iterator[None]:
+    """Attribute errors to the second half. If it has no layout, its batch may be the reason."""
     try:
         yield
     except IllegalLayout as error:
@@ -196,51 +202,49 @@ def _of_beside(first: Plan) -> Iterator[None]:
 
 
 def _beside(words: Sequence[str]) -> dict[str, str]:
-    """`cluster=h200x8,nodes=4` -> what differs; ArgumentError for another key or a value that is no number."""
-    found = {}
+    """Return {key: text} of `cluster=h200x8,nodes=4`. Raises ArgumentError for unknown keys and malformed numbers."""
+    changes = {}
     for word in ",".join(words).split(",") if words else ():
-        key, equals, value = (part.strip() for part in word.partition("="))
+        key, equals, text = (part.strip() for part in word.partition("="))
         key = "stack" if key == "for" else key
-        if not equals or not value:
+        if not equals or not text:
             raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as 'cluster=h200x8'")
         if key not in BESIDE:
             raise ArgumentError(f"beside={word!r}: {key!r} is not known; {suggested(key, KEYS, 1)}")
-        if key in found:
+        if key in changes:
             raise ArgumentError(f"beside= has {key} twice: take one of them")
-        found[key] = value
-    if not found.get("nodes", "1").isdecimal():
-        raise ArgumentError(f"beside='nodes={found['nodes']}' must be a whole number")
-    if not found.get("price", "1").replace(".", "", 1).isdecimal():
-        raise ArgumentError(f"beside='price={found['price']}' must be a number of dollars per device-hour")
-    return found
+        changes[key] = text
+    if not changes.get("nodes", "1").isdecimal():
+        raise ArgumentError(f"beside='nodes={changes['nodes']}' must be a whole number")
+    if not changes.get("price", "1").replace(".", "", 1).isdecimal():
+        raise ArgumentError(f"beside='price={changes['price']}' must be a number of dollars per device-hour")
+    return changes
 
 
 def _half(
     model: Any, cluster: str | None, nodes: int | None, words: Sequence[str], stack: str, price: float | None,
     same: Sequence[str] = (),
 ) -> Half:  # fmt: skip
-    """`same`: words of the recipe that the other half has."""
+    """Return one half. `same`: words of the recipe that both halves share."""
     if price is not None and not 0 < price < MOST_USD:
         raise ArgumentError(f"price={price} must be above 0 and below {MOST_USD:,.0f} dollars per device-hour")
-    plan, software = asked_plan(model, cluster, nodes, [*words, *same]), chosen(stack)
+    plan, software = asked_plan(model, cluster, nodes, [*words, *same]), chosen_software(stack)
     if software is not None:
-        checked_model(software, plan)
-    of = asked_estimator(plan, cluster, software.stack({}) if software else MESHWRIGHT)
-    usd, said = (price, "as given") if price is not None else _listed(plan)
+        check_model_offered(software, plan)
+    estimator = asked_estimator(plan, cluster, software.stack({}) if software else MESHWRIGHT)
+    usd_per_hour, price_words = 0.0, ""  # 0 where nobody lists the device
+    if price is not None:
+        usd_per_hour, price_words = price, "as given"
+    elif offer := shipped().of(plan.cluster.device.name, many=plan.cluster.nodes > 1):
+        usd_per_hour, price_words = offer.usd_per_hour, offer.words
     return Half(
-        plan=plan, of=of, command=_command(model, plan, cluster, nodes, words, stack),
-        software=rules_of(software) if software else None, usd_per_hour=usd, price_words=said,
+        plan=plan, of=estimator, command=_command(model, plan, cluster, nodes, words, stack),
+        software=rules_of(software) if software else None, usd_per_hour=usd_per_hour, price_words=price_words,
     )  # fmt: skip
 
 
-def _listed(plan: Plan) -> tuple[float, str]:
-    """The lowest shipped list price, and who asks it; 0 where nobody lists the device."""
-    found = shipped().of(plan.cluster.device.name, many=plan.cluster.nodes > 1)
-    return (found.usd_per_hour, found.words) if found else (0.0, "")
-
-
 def rules_of(software: TrainingSoftware) -> SoftwareRules:
-    """What the page is told of a training software."""
+    """Return what the page needs to know about a training software."""
 
     def settings(plan: Plan) -> dict[str, dict[str, str]]:
         facts = software.all_facts(plan)
@@ -253,9 +257,9 @@ def rules_of(software: TrainingSoftware) -> SoftwareRules:
 
 
 def _command(model: Any, plan: Plan, cluster: str | None, nodes: int | None, recipe: Sequence[str], stack: str) -> str:
-    """What asks `plan` about the same; the page adds sequence, batch and layout, and later words count."""
+    """Return the `plan` command of the same question. The page appends sequence, batch and layout, which then count."""
     words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name]
     words += ["--cluster", cluster] if cluster else []
     words += ["--nodes", str(nodes)] if nodes else []
     words += ["--for", stack] if stack else []
-    return shlex.join([*words, *(word for one in recipe for word in ("--recipe", one))])
+    return shlex.join([*words, *(part for word in recipe for part in ("--recipe", word))])

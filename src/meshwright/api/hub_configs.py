@@ -1,4 +1,4 @@
-"""The config.json of a model by its name on the Hugging Face Hub, from the hub's cache or over the network."""
+"""The config.json of a model on the Hugging Face Hub, from the cache or over the network."""
 
 from pathlib import Path
 from threading import Thread
@@ -9,11 +9,11 @@ from meshwright.spec.hub_names import download_command, looks_like_hub_name
 
 CONFIG = "config.json"
 SECONDS = 2.0
-"""How long the hub has to answer at all, unless HF_HUB_ETAG_TIMEOUT says otherwise."""
+"""Seconds for the hub to answer at all, unless HF_HUB_ETAG_TIMEOUT is set."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether this is `ORG/NAME`, and neither an existing path nor a preset."""
+    """Return if this is `ORG/NAME`, and neither an existing path nor a preset."""
     if not looks_like_hub_name(model) or Path(model).exists():
         return False
     try:
@@ -26,7 +26,7 @@ def is_hub_name(model: str) -> bool:
 def config_folder(name: str) -> Path:
     """Return a folder with the config.json of a model: the copy in the hub's cache, or else a download.
 
-    ArgumentError, with the command to run instead, where there is no copy and no network.
+    Raises ArgumentError, with the command to run instead, without a copy and a network.
     """
     instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {name.rpartition('/')[2]}"
     try:
@@ -37,6 +37,7 @@ def config_folder(name: str) -> Path:
             f"model={name!r} is no preset and no folder here, and huggingface_hub is not installed: "
             f"run `pip install huggingface_hub`; or {instead}"
         ) from None
+    # The cache first, which needs no network. Then one quick request, since a download retries for 23 seconds.
     cached = try_to_load_from_cache(name, CONFIG)
     if isinstance(cached, str):
         return Path(cached).parent
@@ -59,7 +60,7 @@ def config_folder(name: str) -> Path:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
+    """Return if the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
     from huggingface_hub import constants, get_session
 
     chosen = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT

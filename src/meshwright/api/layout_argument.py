@@ -1,4 +1,4 @@
-"""`--layout dp=8,tp=2`: what of a layout is fixed, for the search to leave as it is."""
+"""`--layout dp=8,tp=2`: the fields of a layout that the search leaves fixed."""
 
 import re
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero
 WORDS = ("recompute", "schedule", "sp", "offload", "cuda_graphs")
 SEARCHED = (*DEGREES[1:], *WORDS)
 CARRIED = ("kernels", "compile", "context", "context_split")
-"""Fields that no search varies: every layout has the value of the plan, or the one that is given here."""
+"""Fields that no search varies. All layouts take them from the plan, or from this argument."""
 
 Fixed = dict[str, tuple[Any, ...]]
 
 
 def carried_layout(asked: Plan, texts: Sequence[str]) -> tuple[Plan, list[str]]:
-    """Return the plan with the fields that no search varies (`kernels=reference`), and the words that are left."""
+    """Return the plan with the fields that no search varies (`kernels=reference`), and the remaining words."""
     changes: dict[str, Any] = {}
     searched: list[str] = []
     for word in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
@@ -37,65 +37,67 @@ def carried_layout(asked: Plan, texts: Sequence[str]) -> tuple[Plan, list[str]]:
 
 
 def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
-    """`dp=8,tp=2` -> {"dp": (8,), "tp": (2,)}; also as `plan` prints layouts (dp=2x4, sp, interleaved), with what it
-    says of them in brackets."""
-    found: Fixed = {}
+    """Return {"dp": (8,), "tp": (2,)} of `dp=8,tp=2`.
+
+    Also reads layouts as `plan` prints them (dp=2x4, sp, interleaved), with notes in brackets.
+    """
+    fixed: Fixed = {}
     for part in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
-        for key, value in _parts(part, asked):
-            if found.setdefault(key, (value,)) != (value,):
+        for key, setting in _parts(part, asked):
+            if fixed.setdefault(key, (setting,)) != (setting,):
                 raise ArgumentError(
-                    f"layout= has {key}={_shown(found[key][0])} and {key}={_shown(value)}: take one of them"
+                    f"layout= has {key}={_shown(fixed[key][0])} and {key}={_shown(setting)}: take one of them"
                 )
-    if found.get("cuda_graphs") == ("on",):
-        _captured(asked, found)
-    _agree(asked, found)
-    if layers := found.get("recompute_layers", (0,))[0]:
-        found.setdefault("recompute", RECOMPUTE[1:])
-        if found["recompute"] == ("none",):
+    if fixed.get("cuda_graphs") == ("on",):
+        _fix_capturable(asked, fixed)
+    _check_product(asked, fixed)
+    if layers := fixed.get("recompute_layers", (0,))[0]:
+        fixed.setdefault("recompute", RECOMPUTE[1:])
+        if fixed["recompute"] == ("none",):
             raise ArgumentError(f"layout= has recompute_layers={layers} and recompute=none: take another recompute")
         if layers > asked.model.layers:
             raise ArgumentError(f"layout= has recompute_layers={layers}, and the model has {asked.model.layers} layers")
-    return found
+    return fixed
 
 
 def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
     if not part:
         return []
     if part == "plan":
-        _made_for(asked)
+        _check_world(asked)
         return [(name, getattr(asked.layout, name)) for name in SEARCHED]
-    key, equals, value = part.partition("=")
-    key, value = key.strip().removeprefix("layout."), value.strip()
+    key, equals, text = part.partition("=")
+    key, text = key.strip().removeprefix("layout."), text.strip()
     if not equals and key == "sp":
         return [("sp", True)]
     if not equals and key in NAMES:
         return [("schedule", key)]
-    replicate, x, shard = value.partition("x")
+    replicate, x, shard = text.partition("x")
     if key == "dp" and x and replicate.isdecimal() and shard.isdecimal() and int(replicate) and int(shard):
         return [("dp_replicate", int(replicate)), ("dp_shard", int(shard))]
-    return [(key, _value(part, key, value))]
+    return [(key, _parse_setting(part, key, text))]
 
 
-def _value(part: str, key: str, value: str) -> Any:
+def _parse_setting(part: str, key: str, text: str) -> Any:
     words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
              "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"),
              "cuda_graphs": ("auto", "off", "on")}  # fmt: skip
-    if key in words and value in words[key]:
-        return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)
+    if key in words and text in words[key]:
+        return {"sp": text == "true", "zero": int(text) if text.isdecimal() else 0}.get(key, text)
     if key in words:
         raise ArgumentError(f"layout={part!r}: {key} takes {' or '.join(words[key])}")
     if key in DEGREES:
         least = 0 if key == "recompute_layers" else 1
-        if value.isdecimal() and least <= int(value) < 2**31:
-            return int(value)
+        if text.isdecimal() and least <= int(text) < 2**31:
+            return int(text)
         raise ArgumentError(f"layout={part!r}: {key} takes a whole number of {least} or more")
     if key in {field.name for field in fields(Layout)}:
         raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
-    raise ArgumentError(f"layout={part!r}: {key!r} is no field of a layout; {suggested(key, [*DEGREES, *WORDS], 1)}")
+    raise ArgumentError(f"layout={part!r}: {key!r} is not a field of a layout; {suggested(key, [*DEGREES, *WORDS], 1)}")
 
 
-def _made_for(asked: Plan) -> None:
-    """Raise where the plan's layout is of another number of devices than the cluster that is asked about."""
+def _check_world(asked: Plan) -> None:
+    """Raise ArgumentError unless the plan's layout is for as many devices as the cluster has."""
     cluster, world = asked.cluster, asked.layout.world
     if world != cluster.devices:
         raise ArgumentError(
@@ -105,35 +107,35 @@ def _made_for(asked: Plan) -> None:
         )
 
 
-def _captured(asked: Plan, found: Fixed) -> None:
-    """Leave what can be captured. Raise where something else is fixed."""
+def _fix_capturable(asked: Plan, fixed: Fixed) -> None:
+    """Fix the values that CUDA graphs can capture. Raises ArgumentError if others are fixed."""
     for key, legal in {**CAPTURED, "recompute": policies(asked.layout)}.items():
-        fixed = found.get(key, legal)
-        if not set(fixed) <= set(legal):
+        values = fixed.get(key, legal)
+        if not set(values) <= set(legal):
             shown = " or ".join(map(_shown, legal))
-            raise ArgumentError(f"layout= has cuda_graphs=on and {key}={_shown(fixed[0])}: take {key}={shown}")
-        found[key] = fixed
+            raise ArgumentError(f"layout= has cuda_graphs=on and {key}={_shown(values[0])}: take {key}={shown}")
+        fixed[key] = values
 
 
-def _agree(asked: Plan, found: Fixed) -> None:
-    """Raise where these values cannot all hold on these devices."""
+def _check_product(asked: Plan, fixed: Fixed) -> None:
+    """Raise ArgumentError if the fixed values cannot all hold on these devices."""
     devices, cluster = asked.cluster.devices, asked.cluster
     dp = 1
     for axis in ("dp_replicate", "dp_shard"):
-        dp *= found.get(axis, (1,))[0]
-    whole = found.get("dp", (dp,))[0]
+        dp *= fixed.get(axis, (1,))[0]
+    whole = fixed.get("dp", (dp,))[0]
     if whole % dp:
         raise ArgumentError(f"layout= has dp={whole}, which is dp_replicate x dp_shard, and {dp} does not divide it")
     product = whole
     for axis in ("tp", "cp", "pp"):
-        product *= found.get(axis, (1,))[0]
+        product *= fixed.get(axis, (1,))[0]
     if devices % product:
         raise ArgumentError(
             f"layout= has degrees with the product {product}, which does not divide the {devices} devices of "
             f"the cluster ({cluster.nodes} x {cluster.devices_per_node}): take degrees that do"
         )
-    schedule = found.get("schedule", ("1f1b",))[0]
-    if schedule != "1f1b" and found.get("pp", (2,))[0] == 1:
+    schedule = fixed.get("schedule", ("1f1b",))[0]
+    if schedule != "1f1b" and fixed.get("pp", (2,))[0] == 1:
         raise ArgumentError(
             f"layout= has schedule={schedule}, which is the order of a pipeline, and pp=1: leave one of them out"
         )

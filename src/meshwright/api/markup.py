@@ -1,4 +1,4 @@
-"""HTML that stands alone in a notebook: tables, bars and curves, in the colours of the pages, light and dark."""
+"""HTML that stands alone in a notebook: tables, bars and curves, in the light and dark colours of the pages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ COLOURS = {
     "compute": "forward", "exchange": "weight", "bubble": "idle", "weights": "both", "optimizer": "moments",
     "other": "counters", "communication": "weight",
 }  # fmt: skip
-"""Parts of a step -> the name of their colour; a kind of memory is its own."""
+"""Part of a step -> name of its colour. Kinds of memory have colours of their own names."""
 LISTED = 8
-"""Rows of a table here, where `rows` of the answer has more."""
+"""Rows of a table here, of those that `rows` has."""
 SLIGHT = 5e-4
-"""Share of a bar below which a part is neither drawn nor named."""
+"""Share of a bar below which a part is omitted."""
 RULES = """
 .meshwright { font: 13px/1.5 system-ui, sans-serif; max-width: 64rem; overflow-x: auto; }
 .meshwright p { margin: .3em 0; }
@@ -39,7 +39,7 @@ RULES = """
 
 @cache
 def style() -> str:
-    """Rules and colours; dark where the notebook, or else the system, is."""
+    """Return rules and colours. Dark follows the notebook, or else the system."""
     from meshwright.planner.explorer.explorer_page import source
 
     bright, _, dim = source("colours.css").partition("@media")
@@ -52,25 +52,24 @@ def style() -> str:
 
 
 def whole(*parts: str) -> str:
-    """What a notebook shows."""
+    """Return the HTML that a notebook shows."""
     return f'<div class="meshwright">{style()}{"".join(parts)}</div>'
 
 
 def line(text: str, kind: str = "") -> str:
-    """A sentence; `kind`: good or alarm."""
+    """Return a sentence. `kind`: good or alarm."""
     return f"<p{_kind(kind)}>{escape(text)}</p>"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are text; the first column is left-aligned."""
+    """Return a table of text cells, with the first column left-aligned."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def bar(parts: Mapping[str, float], said: Mapping[str, str], room: float = 0.0) -> str:
-    """One bar and its legend: what there is of each part, as `said`, the slight ones left out. `room`: how long the bar
-    is at least."""
+def bar(parts: Mapping[str, float], texts: Mapping[str, str], room: float = 0.0) -> str:
+    """Return a bar with a legend of the texts of its parts, without slight ones. `room`: shortest length of the bar."""
     total = sum(parts.values())
     length = max(room, total) or 1.0
     shown = {name: size for name, size in parts.items() if size > SLIGHT * total}
@@ -78,47 +77,48 @@ def bar(parts: Mapping[str, float], said: Mapping[str, str], room: float = 0.0) 
         f'<i style="width:{100 * size / length:.3f}%;background:{_colour(name)}"></i>' for name, size in shown.items()
     )
     words = "".join(
-        f'<span><i style="background:{_colour(name)}"></i>{escape(name)} {escape(said[name])}</span>' for name in shown
+        f'<span><i style="background:{_colour(name)}"></i>{escape(name)} {escape(texts[name])}</span>' for name in shown
     )
-    label = escape(", ".join(f"{name} {said[name]}" for name in shown), quote=True)
+    label = escape(", ".join(f"{name} {texts[name]}" for name in shown), quote=True)
     return f'<div class="track" role="img" aria-label="{label}">{pieces}</div><div class="legend">{words}</div>'
 
 
 def memory_bar(kinds: Mapping[str, float], room: float = 0.0) -> str:
-    """Bytes by kind."""
+    """Return a bar of bytes by kind."""
     return bar(kinds, {kind: gib(size) for kind, size in kinds.items()}, room)
 
 
 def step_length(seconds: float) -> str:
-    """With four digits from a second on: neighbours differ by a hundredth."""
+    """Return a time, with four digits from a second on, since neighbouring layouts differ by a hundredth."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.4g} s" if seconds < 1000 else duration(seconds)
 
 
 def time_bar(parts: Mapping[str, float]) -> str:
-    """Seconds by part of a step."""
+    """Return a bar of seconds by part of a step."""
     return bar(parts, {part: duration(seconds) for part, seconds in parts.items()})
 
 
 def curve(lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: str) -> str:
-    """Lines over one pair of axes, with the ends of both written beside them; empty where there are no two points."""
-    points = [point for one in lines.values() for point in one]
+    """Return lines over one pair of axes, with the ends of both labelled. Empty = fewer than two points."""
+    points = [point for line in lines.values() for point in line]
     if len({x for x, _ in points}) < 2:
         return ""
     width, height, left, under = 560.0, 180.0, 56.0, 34.0
     least_x, most_x = min(x for x, _ in points), max(x for x, _ in points)
     least_y, most_y = min(y for _, y in points), max(y for _, y in points)
 
-    def place(x: float, y: float) -> str:
+    def coordinates(x: float, y: float) -> str:
         right = left + (width - left - 8) * (x - least_x) / (most_x - least_x)
         down = 8 + (height - under - 8) * (most_y - y) / ((most_y - least_y) or 1.0)
         return f"{right:.1f},{down:.1f}"
 
     strokes = ("var(--accent)", "var(--moments)", "var(--activations)")
     drawn = "".join(
-        f'<polyline fill="none" stroke="{stroke}" stroke-width="1.6" points="{" ".join(place(*p) for p in one)}"/>'
-        for stroke, one in zip(strokes, lines.values(), strict=False)
+        f'<polyline fill="none" stroke="{stroke}" stroke-width="1.6" '
+        f'points="{" ".join(coordinates(*xy) for xy in line)}"/>'
+        for stroke, line in zip(strokes, lines.values(), strict=False)
     )
     words = [
         f'<text x="{left - 6}" y="16" text-anchor="end">{most_y:.4g}</text>',

@@ -33,71 +33,79 @@ if TYPE_CHECKING:
     from meshwright.model.gguf.gguf_model import GGUFModel
 
 Put = Callable[[str, Tensor], object]
-"""Takes a whole weight by its name."""
-Placing = Callable[[ModelShape, torch.dtype], tuple[Transformer, Put]]
-"""Makes a model of a shape, or this rank's part of it, and what fills its weights in."""
+"""Stores a whole weight by its name."""
+Allocate = Callable[[ModelShape, torch.dtype], tuple[Transformer, Put]]
+"""Allocates a model of a shape, or this rank's part of it, and returns it with its `Put`."""
 
 
 @checked
 def load(path: Place, dtype: str | None = AUTO, *, checkpoint: str = LAST) -> TrainedModel:
-    """A trained model, its weights in `dtype`: fp32, bf16, fp16; None = as they were trained or stored; auto = the same
-    on a GPU, and on a CPU fp32, which its loops are made for. `path`: a run folder, one of its checkpoints,
-    a Hugging Face directory, a GGUF file, an adapter in PEFT's format, or the answer of `train`.
-    `checkpoint` of a run: last, best (of the lowest held-out loss), or the number of a step.
+    """Open a trained model.
 
-    fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
-    or HubError where it is damaged.
+    Args:
+        path: A run folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's format,
+        or
+            the answer of `train`.
+        dtype: fp32, bf16 or fp16. None = as trained or stored; auto = the same on a GPU, and fp32 on a CPU, whose loops
+            are made for it. fp32 of a run in lower precision gives its master weights.
+        checkpoint: Checkpoint of a run: last, best (lowest held-out loss), or a step.
+
+    Raises:
+        RunError: The path is neither a run nor a model.
+        CheckpointError, HubError: It is damaged.
     """
-    return opened(folder_of(path), dtype, checkpoint, _whole)
+    return opened(folder_of(path), dtype, checkpoint, _allocate_whole)
 
 
-def opened(path: Path, dtype: str | None, checkpoint: str, place: Placing) -> TrainedModel:
-    """As `load`, into a model that `place` makes."""
+def opened(path: Path, dtype: str | None, checkpoint: str, allocate: Allocate) -> TrainedModel:
+    """Open a trained model as `load`, into memory that `allocate` provides."""
     kind = check_model(path, dtype=dtype, checkpoint=checkpoint)
     dtype = dtype_on(pick_device()) if dtype == AUTO else dtype
     if kind == "run":
-        return _open_run(path, dtype, checkpoint, place)
+        return _open_run(path, dtype, checkpoint, allocate)
     if kind == "folder":
-        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype, place)
-    return _open_gguf(path, dtype, place) if kind == "gguf" else _open_hub(base_folder(path), dtype, place, path)
+        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype, allocate)
+    return _open_gguf(path, dtype, allocate) if kind == "gguf" else _open_hub(base_folder(path), dtype, allocate, path)
 
 
 def dtype_on(device: torch.device) -> str | None:
-    """What `auto` is; None = as stored."""
+    """Return the dtype that `auto` means. None = as stored."""
     return "fp32" if device.type == "cpu" else None
 
 
-def _whole(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
+def _allocate_whole(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
     model = build(shape, dtype=dtype, device=pick_device(), initialize=False)
-    places = model.state_dict()
-    return model, lambda name, tensor: places[name].copy_(tensor)
+    parameters = model.state_dict()
+    return model, lambda name, tensor: parameters[name].copy_(tensor)
 
 
-def _open_run(path: Path, dtype: str | None, which: str, place: Placing) -> TrainedModel:
+def _open_run(path: Path, dtype: str | None, which: str, allocate: Allocate) -> TrainedModel:
     run, checkpoint = locate(path, which)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
-    model, put = place(run.plan.model.base, wanted)
+    model, put = allocate(run.plan.model.base, wanted)
     for name, tensor in final_weights(run.plan, checkpoint, wanted):
         put(name, tensor)
-    return _of_run(run, checkpoint, model, path)
+    return _trained_run(run, checkpoint, model, path)
 
 
 def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
-    """A run folder, one of its checkpoints, a Hugging Face directory or a GGUF file as `load` finds it, with a model
-    that has no memory: for its shape, tokenizer and text. Errors as `load`."""
+    """Open a model as `load`, without memory for its weights: for its shape, tokenizer and text.
+
+    Takes a run folder, one of its checkpoints, a Hugging Face directory or a GGUF file. Raises as `load`.
+    """
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        run, found = locate(path, checkpoint)
-        return _of_run(run, found, skeleton(run.plan.model.base), path)
+        run, checkpoint_path = locate(path, checkpoint)
+        return _trained_run(run, checkpoint_path, skeleton(run.plan.model.base), path)
     if is_gguf_path(path):
         from meshwright.model.gguf.gguf_model import open_gguf
 
         opened = open_gguf(path)
-        return _of_gguf(opened, skeleton(opened.shape))
+        return _trained_gguf(opened, skeleton(opened.shape))
     folder = import_folder(path)
-    return _with_tokenizer(skeleton(folder.shape), folder, path)
+    return _trained_hub(skeleton(folder.shape), folder, path)
 
 
-def _of_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) -> TrainedModel:
+def _trained_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) -> TrainedModel:
     tokenizer = run.known_tokenizer(checkpoint)
     return TrainedModel(
         model=model.eval(),
@@ -111,38 +119,38 @@ def _of_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) ->
 
 
 def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
-    """`dtype` is that of activations, and of what is not quantized."""
+    """Open a quantized folder. `dtype`: of activations and of unquantized weights."""
     folder = import_folder(path, quantized=True)
-    found = open_quantized(folder)
+    quantized = open_quantized(folder)
     wanted = DTYPES[dtype] if dtype else folder.dtype
     model = build_quantized(
-        folder.shape, found.schemes, outlier_columns=found.outlier_columns, dtype=wanted, device=pick_device()
+        folder.shape, quantized.schemes, outlier_columns=quantized.outlier_columns, dtype=wanted, device=pick_device()
     )
-    fill(model, decoded_parts(path, found))
-    return _with_tokenizer(model, folder, path)
+    fill(model, decoded_parts(path, quantized))
+    return _trained_hub(model, folder, path)
 
 
-def _open_gguf(path: Path, dtype: str | None, place: Placing) -> TrainedModel:
-    """Codes are restored in fp32 and cast."""
+def _open_gguf(path: Path, dtype: str | None, allocate: Allocate) -> TrainedModel:
+    """Open a GGUF file. Codes are restored in fp32 and cast."""
     from meshwright.model.gguf.gguf_model import open_gguf
 
-    found = open_gguf(path)
-    wanted = DTYPES[dtype] if dtype else found.dtype
-    model, put = place(found.shape, wanted)
-    for name, tensor in found.weights(torch.float32):
+    gguf = open_gguf(path)
+    wanted = DTYPES[dtype] if dtype else gguf.dtype
+    model, put = allocate(gguf.shape, wanted)
+    for name, tensor in gguf.weights(torch.float32):
         put(name, tensor)
-    return _of_gguf(found, model)
+    return _trained_gguf(gguf, model)
 
 
-def _of_gguf(found: "GGUFModel", model: Transformer) -> TrainedModel:
-    tokenizer = gguf_tokenizer(found)
+def _trained_gguf(gguf: "GGUFModel", model: Transformer) -> TrainedModel:
+    tokenizer = gguf_tokenizer(gguf)
     return TrainedModel(
         model=model.eval(), tokenizer=tokenizer, tokenizer_file=kept_tokenizer(tokenizer) if tokenizer else "",
-        plan=None, stop_ids=found.vocabulary.stop_ids if found.vocabulary else (), path=found.path,
+        plan=None, stop_ids=gguf.vocabulary.stop_ids if gguf.vocabulary else (), path=gguf.path,
     )  # fmt: skip
 
 
-def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> TrainedModel:
+def _trained_hub(model: Transformer, folder: HubFolder, path: Path) -> TrainedModel:
     return TrainedModel(
         model=model.eval(),
         tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
@@ -154,16 +162,16 @@ def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> Traine
     )
 
 
-def _open_hub(path: Path, dtype: str | None, place: Placing, adapter: Path | None = None) -> TrainedModel:
-    """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
+def _open_hub(path: Path, dtype: str | None, allocate: Allocate, adapter: Path | None = None) -> TrainedModel:
+    """Open a Hugging Face directory. `adapter`: a folder in PEFT's format, merged into the weights as they come."""
     base = open_base(path)
     base.check()
     folder = base.hub
     shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
-    model, put = place(folder.shape, DTYPES[dtype] if dtype else folder.dtype)
+    model, put = allocate(folder.shape, DTYPES[dtype] if dtype else folder.dtype)
 
-    for name, found in base.weights():
-        tensor = found if isinstance(found, Tensor) else found.dequantized()
+    for name, weight in base.weights():
+        tensor = weight if isinstance(weight, Tensor) else weight.dequantized()
         parts = adapter_parts(name, low)
         put(name, merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
-    return _with_tokenizer(model, folder if adapter is None else folder.prompted_by(adapter), adapter or path)
+    return _trained_hub(model, folder if adapter is None else folder.prompted_by(adapter), adapter or path)

@@ -1,4 +1,4 @@
-"""Words, keywords and plans as one Plan: what a command line and a call in Python may say of it."""
+"""Words, keywords and plans as one Plan: all that a command line or a call in Python may give."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.spec.shape import ModelShape
 
 TEXTS = (".jsonl", ".parquet", ".txt")
-"""Ends of files that hold what is trained on. A plan is YAML, of which .json is a part."""
+"""Endings of files of training text. A plan is YAML, which includes .json."""
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
 
@@ -24,18 +24,23 @@ Section = str | Sequence[str] | Mapping[str, Any] | None
 def read_plan(
     words: Sequence[Any], keys: Mapping[str, Any], *, processes: int | None = 1, notes: list[str] | None = None
 ) -> tuple[Plan, str]:
-    """(plan, resume) of a plan file or a plan, and KEY=VALUE words in any order, with keywords put on top.
+    """Return (plan, resume) of a plan file or a plan, changed by KEY=VALUE words and then by keywords.
 
-    A keyword is a key of a plan file: run="runs/a", recipe={"steps": 5}. `processes`: what a degree that is `auto`
-    shares out; None = the devices of the plan's cluster. What was read under another tool's name is said in `notes`,
-    or as a warning. PlanError, as on the command line.
+    Args:
+        words: A plan file, a plan or an answer about one, and KEY=VALUE words, in any order.
+        keys: Keys of a plan file: run="runs/a", recipe={"steps": 5}.
+        processes: Number that a degree `auto` divides. None = the devices of the plan's cluster.
+        notes: Takes a note for each key that was read under another tool's name. None = notes are warnings.
+
+    Raises:
+        PlanError: As on the command line.
     """
     for key in MUST_SAY:
         if isinstance(keys.get(key), Real):
             raise ArgumentError(f"{key}={keys[key]} must be text or a path")
-    found = [(word, plan_of(word)) for word in words]
-    path, overrides, resume = sort_words([str(word) for word, plan in found if plan is None])
-    plans = [plan for _, plan in found if plan is not None]
+    sorted_words = [(word, plan_of(word)) for word in words]
+    path, overrides, resume = sort_words([str(word) for word, plan in sorted_words if plan is None])
+    plans = [plan for _, plan in sorted_words if plan is not None]
     if len(plans) > 1 or (plans and path is not None):
         raise PlanError("two plans: give one, and changes as KEY=VALUE")
     base = base_words(plans[0]) if plans else []
@@ -51,11 +56,11 @@ def read_plan(
 
 
 def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
-    """(plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
+    """Return (plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
     files = [word for word in words if "=" not in word]
     pairs = [word for word in words if "=" in word]
     if texts := [file for file in files if Path(file).suffix in TEXTS]:
-        raise PlanError(f"{texts[0]} is no plan: give text and conversations as data={texts[0]}")
+        raise PlanError(f"{texts[0]} is not a plan: give text and conversations as data={texts[0]}")
     if len(files) > 1:
         raise PlanError(f"two plan files, {files[0]} and {files[1]}: give one, and changes as KEY=VALUE")
     resume = [pair.partition("=")[2] for pair in pairs if pair.startswith("resume=")]
@@ -66,8 +71,11 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 
 
 def read_folder(folder: Path) -> FolderModel:
-    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or damaged, or one that nothing is
-    trained of but what `ModelShape.plan_only` says."""
+    """Read a Hugging Face directory or a run.
+
+    Raises HubError or PlanError for a folder that is neither, that is damaged, or that cannot be trained, except for
+    models that can only be planned.
+    """
     from meshwright.model.hub.folder_config import CONFIG, read_config
     from meshwright.model.quantized_formats.folder_quantization import quantization
     from meshwright.store.run_folder import RunFolder
@@ -78,15 +86,17 @@ def read_folder(folder: Path) -> FolderModel:
         return FolderModel(shape=planned)
     if (folder / CONFIG).is_file() and not quantization(folder):
         return FolderModel(shape=read_config(folder)[1])
-    from meshwright.store.base_weights import open_weights  # loads torch: codes are described by those who read them
+    from meshwright.store.base_weights import open_weights  # imports torch, which the reader of codes needs
 
-    found = open_weights(folder)
-    return FolderModel(shape=found.hub.shape, codes=found.base, refusal=found.refusal)
+    opened = open_weights(folder)
+    return FolderModel(shape=opened.hub.shape, codes=opened.base, refusal=opened.refusal)
 
 
 def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
-    """As `read_folder`, for the folder of this config: strictly, since a key that nobody knows could change the answer.
-    `name`: what the model is called."""
+    """Return a reader like `read_folder` that reads this config strictly, and calls the model `name`.
+
+    Strictly, since an unknown key could change the answer.
+    """
 
     def read(folder: Path) -> FolderModel:
         if folder != config.parent or not config.is_file():
@@ -102,36 +112,36 @@ def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
 
 
 def _planned(config: Path, name: str, *, strictly: bool) -> ModelShape | None:
-    """Its shape; None where the engine trains the family and nothing is to be read strictly."""
+    """Return the shape, or None if the engine trains the family and nothing has to be read strictly."""
     from meshwright.model.hub.folder_config import QUANTIZATION, read_json
     from meshwright.model.hub.planned_config import is_planned, planned_shape
 
-    found = read_json(config)
-    if found is None or not (strictly or is_planned(found)):
+    config_entries = read_json(config)
+    if config_entries is None or not (strictly or is_planned(config_entries)):
         return None
-    if config.name == "config.json":  # codes of a folder are read, or refused, with it
-        found = {key: value for key, value in found.items() if key != QUANTIZATION}
+    if config.name == "config.json":  # the reader of the folder checks its codes
+        config_entries = {key: value for key, value in config_entries.items() if key != QUANTIZATION}
     try:
-        return replace(planned_shape(found), name=name)
+        return replace(planned_shape(config_entries), name=name)
     except HubError as error:
         raise HubError(str(error).replace("config.json", str(config), 1)) from error
 
 
-def words_of(key: str, value: Any) -> list[str]:
-    """KEY=VALUE words of a keyword: a mapping or a dataclass is one for each of its keys, at any depth."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return [word for name, item in value.items() for word in words_of(f"{key}.{name}", item)]
-    if isinstance(value, bool):
-        return [f"{key}={str(value).lower()}"]
-    if isinstance(value, list | tuple):
-        return [f"{key}={json.dumps(value, default=asdict)}"]
-    return [f"{key}={'' if value is None else value}"]
+def words_of(key: str, setting: Any) -> list[str]:
+    """Return the KEY=VALUE words of a keyword. A mapping or a dataclass gives a word per key, at any depth."""
+    if is_dataclass(setting) and not isinstance(setting, type):
+        setting = asdict(setting)
+    if isinstance(setting, Mapping):
+        return [word for name, entry in setting.items() for word in words_of(f"{key}.{name}", entry)]
+    if isinstance(setting, bool):
+        return [f"{key}={str(setting).lower()}"]
+    if isinstance(setting, list | tuple):
+        return [f"{key}={json.dumps(setting, default=asdict)}"]
+    return [f"{key}={'' if setting is None else setting}"]
 
 
 def section_words(section: Any) -> list[str]:
-    """KEY=VALUE words of a part of a plan, without the name of the part."""
+    """Return the KEY=VALUE words of a part of a plan, without the name of the part."""
     if section is None:
         return []
     if isinstance(section, str):
@@ -142,16 +152,15 @@ def section_words(section: Any) -> list[str]:
 
 
 def plan_of(word: Any) -> Plan | None:
-    """The plan that a word is or is an answer about; None = it is neither."""
-    found = word if isinstance(word, Plan) else getattr(word, "plan", None)
-    return found if isinstance(found, Plan) else None
+    """Return the plan that a word is, or is an answer about. None = neither."""
+    candidate = word if isinstance(word, Plan) else getattr(word, "plan", None)
+    return candidate if isinstance(candidate, Plan) else None
 
 
 def base_words(plan: Plan) -> list[str]:
-    """The words that make a plan again: a section each, whole. A warm-up that follows from the number of steps still
-    does."""
-    found = planfile.dump(plan)
+    """Return the words that rebuild a plan, one per section. A warm-up that follows recipe.steps keeps following."""
+    sections = planfile.dump(plan)
     if plan.recipe == replace(plan.recipe, warmup_steps=-1):
-        found["recipe"]["warmup_steps"] = -1
+        sections["recipe"]["warmup_steps"] = -1
     write = partial(json.dumps, ensure_ascii=False)
-    return [f"{key}={write(value) if isinstance(value, dict) else value}" for key, value in found.items()]
+    return [f"{key}={write(setting) if isinstance(setting, dict) else setting}" for key, setting in sections.items()]

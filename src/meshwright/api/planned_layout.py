@@ -1,4 +1,4 @@
-"""A layout with what it would cost."""
+"""A layout with its predicted cost."""
 
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
@@ -19,15 +19,15 @@ from meshwright.spec.units import count, gib
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlannedLayout:
-    """One layout, with what a step of it would cost."""
+    """One layout, with the predicted cost of a step."""
 
     prediction: Prediction
     tokens: float = 0.0
-    """Budget of the run; 0 = none."""
+    """Token budget of the run, 0 = none."""
 
     @property
     def plan(self) -> Plan:
-        """What `train`, `dry_run` and `profile` take."""
+        """The plan, for `train`, `dry_run` and `profile`."""
         return self.prediction.plan
 
     @property
@@ -42,22 +42,22 @@ class PlannedLayout:
 
     @property
     def step_seconds(self) -> float:
-        """Of one optimizer step."""
+        """Time of one optimizer step."""
         return self.prediction.step_s
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """The figure to compare with others."""
+        """Throughput, to compare with others."""
         return self.prediction.tokens_per_s_per_device
 
     @property
     def mfu_causal(self) -> float:
-        """Share of the datasheet's peak, attention counted by half."""
+        """Share of the datasheet's peak, with attention counted by half."""
         return self.prediction.mfu(causal=True)
 
     @property
     def mfu_full(self) -> float:
-        """The same with attention counted in full."""
+        """Share of the datasheet's peak, with attention counted in full."""
         return self.prediction.mfu(causal=False)
 
     @property
@@ -67,48 +67,48 @@ class PlannedLayout:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Peak memory of the fullest rank."""
         return round(self.prediction.peak_bytes)
 
     @property
     def memory(self) -> dict[str, int]:
-        """What that peak is made of: kind -> bytes."""
+        """Parts of the peak: kind -> bytes."""
         return {kind: round(size) for kind, size in self.prediction.worst.kinds.items() if size}
 
     @property
     def time(self) -> dict[str, float]:
-        """What a step is spent on: part -> seconds."""
+        """Parts of a step: part -> seconds."""
         parts = fields(self.prediction.time)
         return {part.name.removesuffix("_s"): getattr(self.prediction.time, part.name) for part in parts}
 
     @property
     def execution(self) -> tuple[str, ...]:
-        """Sentences: how a GPU runs its passes, and what each other way would take; none of other software."""
+        """Sentences on how a GPU runs the passes, and what each alternative would take. Empty for other software."""
         return () if self.prediction.executions is None else self.prediction.executions.why
 
     @property
     def usable_bytes(self) -> float:
-        """What a program can have of a device; infinite where that is not known."""
+        """Memory of a device that a program can use. Infinite = unknown."""
         return usable_bytes(self.plan)
 
     @property
     def ranges(self) -> Ranges:
-        """Of each figure, the range in which nine of ten published runs lie."""
+        """Range of each figure that nine of ten published runs lie in."""
         return ranges(self.prediction)
 
     @property
     def fit_probability(self) -> float:
-        """That it fits, from the errors of predicted memory on published runs."""
+        """Probability that it fits, from errors of predicted memory on published runs."""
         return fit_probability(self.prediction)
 
     @property
     def tight(self) -> bool:
-        """Whether hardly any memory is left: the planner errs by several percent."""
+        """Is hardly any memory left? The planner errs by several percent."""
         return is_bold(self.prediction)
 
     @checked
     def save(self, file: str | Path) -> Path:
-        """Write the plan as `train` reads it, with as many steps as the token budget gives."""
+        """Write the plan for `train`, with as many steps as the token budget gives."""
         best, recipe = self.plan, self.plan.recipe
         if self.tokens and not recipe.batch_ramp:
             steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))
@@ -125,7 +125,7 @@ class PlannedLayout:
         return Path(file)
 
     def row(self) -> dict[str, Any]:
-        """Its figures under the names of the JSON document, for a table."""
+        """Return its figures as a table row, named as in the JSON document."""
         names = ("step_seconds", "tokens_per_second_per_device", "mfu_causal", "mfu_full", "bubble_fraction",
                  "peak_bytes", "tight")  # fmt: skip
         return {"layout": self.words, **{name: getattr(self, name) for name in names}, **asdict(self.layout)}
@@ -142,36 +142,37 @@ class PlannedLayout:
         return whole(layout_html(self))
 
 
-def layout_html(one: PlannedLayout) -> str:
-    """Verdict, speed, memory and time."""
-    room = one.usable_bytes if isfinite(one.usable_bytes) else 0.0
-    fits = one.peak_bytes <= one.usable_bytes
-    verdict = "Does not fit" if not fits else "Fits, with less than 95 %" if one.tight else "Fits"
-    of = f"{gib(one.peak_bytes)} of {gib(room)} per device" if room else gib(one.peak_bytes)
+def layout_html(planned: PlannedLayout) -> str:
+    """Return verdict, speed, memory and time as HTML."""
+    room = planned.usable_bytes if isfinite(planned.usable_bytes) else 0.0
+    fits = planned.peak_bytes <= planned.usable_bytes
+    verdict = "Does not fit" if not fits else "Fits, with less than 95 %" if planned.tight else "Fits"
+    memory = f"{gib(planned.peak_bytes)} of {gib(room)} per device" if room else gib(planned.peak_bytes)
     speed = (
-        f"{step_length(one.step_seconds)} per step, {count(one.tokens_per_second_per_device)} tokens/s per device, "
-        f"MFU {one.mfu_full:.1%} (full), {one.mfu_causal:.1%} (causal)"
+        f"{step_length(planned.step_seconds)} per step, "
+        f"{count(planned.tokens_per_second_per_device)} tokens/s per device, "
+        f"MFU {planned.mfu_full:.1%} (full), {planned.mfu_causal:.1%} (causal)"
     )
     return "".join(
         (
-            line(f"{verdict}: {one.words}", "good" if fits and not one.tight else "alarm"),
+            line(f"{verdict}: {planned.words}", "good" if fits and not planned.tight else "alarm"),
             line(speed),
-            line(range_words(one.prediction)),
-            line(f"memory at the peak: {of}"),
-            memory_bar(one.memory, room),
-            line(f"a step: {step_length(one.step_seconds)}"),
-            time_bar(one.time),
+            line(range_words(planned.prediction)),
+            line(f"memory at the peak: {memory}"),
+            memory_bar(planned.memory, room),
+            line(f"a step: {step_length(planned.step_seconds)}"),
+            time_bar(planned.time),
         )
     )
 
 
-def layout_cells(one: PlannedLayout) -> tuple[str, ...]:
-    """A row of a table of layouts."""
+def layout_cells(planned: PlannedLayout) -> tuple[str, ...]:
+    """Return the cells of a table row."""
     return (
-        one.words,
-        step_length(one.step_seconds),
-        count(one.tokens_per_second_per_device),
-        f"{one.mfu_full:.1%}",
-        gib(one.peak_bytes) + (" (tight)" if one.tight else ""),
-        f"{one.bubble_fraction:.1%}",
+        planned.words,
+        step_length(planned.step_seconds),
+        count(planned.tokens_per_second_per_device),
+        f"{planned.mfu_full:.1%}",
+        gib(planned.peak_bytes) + (" (tight)" if planned.tight else ""),
+        f"{planned.bubble_fraction:.1%}",
     )

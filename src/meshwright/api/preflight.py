@@ -1,4 +1,4 @@
-"""What plan and dry run say of a run before its first step."""
+"""Plan and dry run of a training run, printed before its first step."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,102 +29,102 @@ from meshwright.spec.units import count, duration, gib
 from meshwright.training.watch import Foreseen, Summary
 
 LIMIT_S = 60.0
-"""A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
+"""Seconds that a dry run may delay a run. A slower one is given up, with a note."""
 
 
 def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Foreseen:
-    """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
+    """Return the planner's figures, and the peak of a dry run of the rank that the planner takes for the fullest.
 
-    DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
+    Ranks are spread evenly over `machines`. Raises DoesNotFit if the dry run does not fit, unless `anyway`.
     """
     predicted = build_estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
-    said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
+    sentences = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
     by_length = partial(_with_documents, plan) if plan.recipe.document_mask else None
+    # One rank, the fullest by the plan: a dry run of all would delay the run too long.
     rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
     try:
-        found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
+        run = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
     except TooLong:
-        said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
-        return Foreseen(sentences=tuple(said), with_documents=by_length)
+        sentences.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, skipped: `meshwright dryrun` has no limit"))
+        return Foreseen(sentences=tuple(sentences), with_documents=by_length)
     room = room_here(plan, target, machines)
-    of_places = {one.pp_rank: one.total_bytes - one.kinds["reserve"] for one in predicted.memory}
-    document = dry_run_document(found, room, of_places)
-    needed = needed_bytes(found, room, of_places)
-    said.append(
-        (
-            "dryrun",
-            f"peak {gib(found.peak_bytes)} (rank {rank}, {phase_words(found.worst.when)})"
-            + room_sentence(found, room, needed),
-        )
-    )
+    planned_bytes = {rank.pp_rank: rank.total_bytes - rank.kinds["reserve"] for rank in predicted.memory}
+    document = dry_run_document(run, room, planned_bytes)
+    needed = needed_bytes(run, room, planned_bytes)
+    peak = f"peak {gib(run.peak_bytes)} (rank {rank}, {phase_words(run.worst.when)})"
+    sentences.append(("dryrun", peak + room_sentence(run, room, needed)))
     if document["fits"] is False and not anyway:
-        raise DoesNotFit(f"{unfit_message(found, room, needed)}; anyway=True tries all the same")
-    return Foreseen(sentences=tuple(said), dry_run=document, with_documents=by_length)
+        raise DoesNotFit(f"{unfit_message(run, room, needed)}; anyway=True tries all the same")
+    return Foreseen(sentences=tuple(sentences), dry_run=document, with_documents=by_length)
 
 
 def settle(plan: Plan, lacks: str) -> tuple[Plan, str]:
-    """A plan as this GPU runs it, without auto, and why so. `lacks`: what a machine has not that compiling takes."""
-    asked = plan
+    """Return the plan as this GPU runs it, without `auto`, and the reason.
+
+    `lacks`: what compiling needs and is missing here.
+    """
+    requested = plan
     if lacks and plan.layout.compile == "auto":
         plan = replace(plan, layout=replace(plan.layout, compile="off"))
     prediction = predict(plan)
-    if prediction.settled == asked:
-        return asked, ""
+    if prediction.settled == requested:
+        return requested, ""
     why = [] if prediction.executions is None else list(prediction.executions.why)
-    if plan != asked:
+    if plan != requested:
         why.append(f"No blocks are compiled: {lacks} is missing.")
     return prediction.settled, " ".join(why or ["Blocks run uncompiled: no plan knows this GPU."])
 
 
 NAMED_FROM = 0.1
-"""Share of the speed from which on a default is named as what costs it."""
+"""Share of the speed from which a default is named as the cost."""
 
 
 def _with_documents(plan: Plan, tokens: float) -> tuple[tuple[str, str], ...]:
-    """What the planner says of packed documents of so many tokens, where it knows the device; and what the mask between
-    them costs, where that is much."""
+    """Predict packed documents of this average length, and the cost of the mask between them, if that is high."""
     if not plan.cluster.device.half_flop_per_s:
         return ()
-    found, other = (
+    with_mask, without_mask = (
         predict(plan, document_tokens=tokens),
         replace(plan, recipe=replace(plan.recipe, document_mask=False)),
     )
-    rate, share = count(found.tokens_per_s_per_device), 1 - predict(other).step_s / found.step_s
-    said = [("plan", f"a token's document has {count(tokens)} on average: {duration(found.step_s)} per step, {rate} "
-             "tokens/s per device")]  # fmt: skip
+    rate, share = count(with_mask.tokens_per_s_per_device), 1 - predict(without_mask).step_s / with_mask.step_s
+    pace = f"{duration(with_mask.step_s)} per step, {rate} tokens/s per device"
+    sentences = [("plan", f"a token's document has {count(tokens)} on average: {pace}")]
     if share >= NAMED_FROM:
-        said.append(
+        sentences.append(
             (
                 "note",
                 f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed: "
                 "recipe.document_mask=false lets them attend to each other",
             )
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def memory_summary(run: Path, summary: Summary) -> str:
-    """The peak of a run that has ended, planned, dry run and measured, in one sentence; empty where it keeps no dry
-    run."""
+    """Return the peak of a finished run, planned, dry run and measured, in one sentence.
+
+    Empty = no dry run was kept.
+    """
     if not (run / "dryrun.json").is_file():
         return ""
     try:
         finished = open_run(run)
         return memory_line(compare(finished.plan_as_run, columns(finished)), summary.peak_allocated_bytes)
-    except MeshwrightError as error:  # the run itself is well: say what its comparison lacks
+    except MeshwrightError as error:  # the run itself has succeeded
         return f"no comparison with the plan: {error}"
 
 
-def _planned(found: Prediction) -> str:
-    """Memory, and time where the plan's device is known."""
-    reserve = found.worst.kinds["reserve"]
-    memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"
-    if found.plan.layout.pp > 1:
-        memory += f" (pipeline rank {found.worst.pp_rank})"
-    if not found.plan.cluster.device.half_flop_per_s:
+def _planned(prediction: Prediction) -> str:
+    """Describe predicted memory, and time if the plan's device is known."""
+    reserve = prediction.worst.kinds["reserve"]
+    memory = f"peak {gib(prediction.peak_bytes - reserve)} and {gib(reserve)} of reserve"
+    if prediction.plan.layout.pp > 1:
+        memory += f" (pipeline rank {prediction.worst.pp_rank})"
+    if not prediction.plan.cluster.device.half_flop_per_s:
         return memory
     return (
-        f"{memory}, {duration(found.step_s)} per step, {count(found.tokens_per_s_per_device)} tokens/s per device, "
-        f"MFU {found.mfu(causal=True):.1%} causal"
+        f"{memory}, {duration(prediction.step_s)} per step, "
+        f"{count(prediction.tokens_per_s_per_device)} tokens/s per device, MFU {prediction.mfu(causal=True):.1%} causal"
     )

@@ -1,4 +1,4 @@
-"""`profile`: a few real steps of a plan, measured, and kept in its run folder."""
+"""`profile`: a few real steps of a plan, measured and kept in its run folder."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -29,89 +29,93 @@ Measure = Callable[["Plan"], "Profile | None"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ProfileAnswer(Answer):
-    """What the steps of a plan held, sent and took."""
+    """Memory, traffic and time of measured steps."""
 
-    found: "Profile"
-    """Rank by rank."""
+    profile: "Profile"
+    """The measurements, rank by rank."""
     plan: "Plan"
-    """With the run folder that was chosen."""
+    """The plan, with the run folder that was chosen."""
     files: tuple[Path, ...]
     """The profile, and the trace for https://ui.perfetto.dev."""
 
     @property
     def run(self) -> Path:
-        """The folder in which they are: `compare` and `report` take it."""
+        """Folder of the files, for `compare` and `report`."""
         return Path(self.plan.run)
 
     @property
     def step_seconds(self) -> float:
-        """Of the timed step in the middle by its length."""
-        return self.found.step_s
+        """Time of the median timed step."""
+        return self.profile.step_s
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
-        return self.found.tokens_per_s
+        """Throughput of all ranks together."""
+        return self.profile.tokens_per_s
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that held most, by the allocator's account."""
-        return self.found.peak_bytes
+        """Peak of the fullest rank, by the allocator."""
+        return self.profile.peak_bytes
 
     @property
     def memory(self) -> dict[str, int]:
-        """What that rank held at its peak: kind -> bytes."""
-        return {kind: size for kind, size in self.found.worst.seen.kinds.items() if size}
+        """Memory of that rank at its peak: kind -> bytes."""
+        return {kind: size for kind, size in self.profile.worst.seen.kinds.items() if size}
 
     @property
     def time(self) -> dict[str, float]:
-        """What the busiest rank spent the step on: part -> seconds."""
-        return self.found.parts
+        """Time of the step on the busiest rank: part -> seconds."""
+        return self.profile.parts
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright profile --json` prints."""
+        """Return the document that `meshwright profile --json` prints."""
         from meshwright.observe.profile.profile_document import profile_document
 
-        return profile_document(self.found)
+        return profile_document(self.profile)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each rank: its peak, what it held of each kind, and the parts of the step."""
+        """Return a row for each rank: its peak, the memory of each kind, and the parts of the step."""
         return [
             {
-                "rank": one["rank"],
-                "peak_bytes": one["peak_bytes"],
-                "reserved_bytes": one["reserved_bytes"],
-                **{f"{held['kind']}_bytes": held["bytes"] for held in one["memory"]},
-                **{f"{took['what']}_seconds": took["seconds"] for took in one["time"]},
+                "rank": rank["rank"],
+                "peak_bytes": rank["peak_bytes"],
+                "reserved_bytes": rank["reserved_bytes"],
+                **{f"{held['kind']}_bytes": held["bytes"] for held in rank["memory"]},
+                **{f"{took['what']}_seconds": took["seconds"] for took in rank["time"]},
             }
-            for one in self.to_dict()["ranks"]
+            for rank in self.to_dict()["ranks"]
         ]
 
     def operation_rows(self) -> list[dict[str, Any]]:
-        """A row for each operation of the busiest rank: calls, and its own time in a step."""
-        busiest = self.found.busiest.operations
-        return [{"operation": one.name, "calls": one.calls, "seconds": one.seconds} for one in busiest]
+        """Return a row for each operation of the busiest rank: calls, and its own time in a step."""
+        busiest = self.profile.busiest.operations
+        return [
+            {"operation": operation.name, "calls": operation.calls, "seconds": operation.seconds}
+            for operation in busiest
+        ]
 
     def __repr__(self) -> str:
-        ranks = many(len(self.found.ranks), "rank")
+        ranks = many(len(self.profile.ranks), "rank")
         return (
             f"{self.plan.model.name} on {ranks}: {duration(self.step_seconds)} per step, "
-            f"{count(self.tokens_per_second)} tokens/s, peak {gib(self.peak_bytes)} on rank {self.found.worst.rank} "
+            f"{count(self.tokens_per_second)} tokens/s, peak {gib(self.peak_bytes)} on rank {self.profile.worst.rank} "
             f"({self.run})"
         )
 
     def _repr_html_(self) -> str:
-        lengths = self.found.step_seconds
+        lengths = self.profile.step_seconds
         operations = [
-            (one.name, str(one.calls), duration(one.seconds)) for one in self.found.busiest.operations[:LISTED]
+            (operation.name, str(operation.calls), duration(operation.seconds))
+            for operation in self.profile.busiest.operations[:LISTED]
         ]
         return whole(
             line(f"{duration(self.step_seconds)} per step, {count(self.tokens_per_second)} tokens/s", "good"),
             line(
-                f"{self.plan.model.name} on {many(len(self.found.ranks), 'rank')}, {self.found.ranks[0].device}; "
+                f"{self.plan.model.name} on {many(len(self.profile.ranks), 'rank')}, {self.profile.ranks[0].device}; "
                 f"{many(len(lengths), 'step')} timed, {duration(min(lengths))} to {duration(max(lengths))}"
             ),
-            line(f"memory of rank {self.found.worst.rank} at its peak: {gib(self.peak_bytes)}"),
+            line(f"memory of rank {self.profile.worst.rank} at its peak: {gib(self.peak_bytes)}"),
             memory_bar(self.memory),
             line("a step of the busiest rank"),
             time_bar(self.time),
@@ -124,53 +128,60 @@ class ProfileAnswer(Answer):
 def profile(
     *plan: str | Path | Plan | HasPlan, steps: int = 4, told: Callable[[str], None] | None = None, **keys: Any
 ) -> ProfileAnswer:
-    """Make a few real steps of a plan and measure them, on processes of this machine that it starts itself: one for
-    each GPU, or of a CPU.
+    """Make a few real steps of a plan and measure them.
 
-    `plan`: a plan file, a plan or an answer about one, and KEY=VALUE changes; keywords are keys of a plan file, as
-    run="runs/a". `steps`: that are timed. `told` of what it does. PlanError, IllegalLayout, DoesNotFit, RunError.
+    It starts its own processes on this machine: one for each GPU, or processes on the CPU.
+
+    Args:
+        plan: A plan file, a plan or an answer about one, and KEY=VALUE changes.
+        steps: Number of timed steps.
+        told: Called with each line of progress.
+        keys: Keys of a plan file, as run="runs/a".
+
+    Raises:
+        PlanError, IllegalLayout, DoesNotFit, RunError: The plan cannot be run here.
     """
     check_steps(steps)
-    asked, _ = read_plan(plan, keys)
-    set_environment(asked)
+    parsed, _ = read_plan(plan, keys)
+    set_environment(parsed)
 
     def measure(plan: Plan) -> "Profile | None":
         from meshwright.observe.profile.local_run import profile as measure_locally  # loads torch
 
         return measure_locally(plan, steps=steps, progress=told)
 
-    answer = kept(asked, measure)
+    answer = measure_and_keep(parsed, measure)
     assert answer is not None, "no launcher has started this process"
     return answer
 
 
 def check_steps(steps: int) -> None:
-    """ArgumentError where there are none to time."""
+    """Raise ArgumentError unless there is a step to time."""
     if steps < 1:
         raise ArgumentError(f"steps={steps} must be at least 1")
 
 
-def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
-    """What `measure` finds, written into the run folder of the plan; None where it finds nothing, on other ranks than
-    the first."""
+def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
+    """Measure a plan and write the files into its run folder. None = another rank than the first."""
     plan.check()
     refuse_unwritable(Path(plan.run))
     if not default_folders.is_open(plan.run):
         refuse_other(Path(plan.run), plan)
-    found = measure(plan)
-    if found is None:
+    measured = measure(plan)
+    if measured is None:
         return None
     from meshwright.observe.profile.perfetto import trace
 
     plan = replace(plan, run=default_folders.settled(plan))
-    answer = ProfileAnswer(found=found, plan=plan, files=(Path(plan.run, "profile.json"), Path(plan.run, "trace.json")))
-    _write(plan, {"profile.json": answer.to_dict(), "trace.json": trace(found)})
+    answer = ProfileAnswer(
+        profile=measured, plan=plan, files=(Path(plan.run, "profile.json"), Path(plan.run, "trace.json"))
+    )
+    _write(plan, {"profile.json": answer.to_dict(), "trace.json": trace(measured)})
     return answer
 
 
 def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
-    """Each file whole or not at all, and the plan where none is there: with it the folder can be compared, reported and
-    fed back. RunError where the folder cannot be written."""
+    """Write each file whole or not at all, and the plan if there is none, for `compare`, `report` and `calibrate`."""
     folder = Path(plan.run)
     with one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What `quantize` may be asked for: schemes, formats, patterns of what stays, each refusal with what to give."""
+"""Options of `quantize`: schemes, formats, patterns of unquantized matrices."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -25,27 +25,27 @@ UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB":
 
 
 def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
-    """The scheme of a name, with what else was asked of it; ArgumentError for what it has not."""
+    """Return the scheme of a name, with the given changes. Raises ArgumentError for options that it lacks."""
     if name not in SCHEMES:
         known = [*SCHEMES, *GGUF_SCHEMES]
-        close = [scheme for scheme in known if scheme.startswith(f"{name}-")] or nearest(name, known, 1)
+        close = [candidate for candidate in known if candidate.startswith(f"{name}-")] or nearest(name, known, 1)
         hint = f"; nearest: {', '.join(close)}" if close else ""
         raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(known)}{hint}")
-    found = SCHEMES[name]
+    scheme = SCHEMES[name]
     if group is not None:
-        if not found.group:
+        if not scheme.group:
             raise ArgumentError(f"group={group}: {name} has a scale for each output and no groups; leave it out")
-        found = replace(found, group=group)
-    if found.outliers == "none":
+        scheme = replace(scheme, group=group)
+    if scheme.outliers == "none":
         if outliers is not None or threshold is not None:
             raise ArgumentError(f"outliers= and threshold= are for scheme=llm-int8, and {name} keeps no columns")
-        return found
-    limit = found.threshold if threshold is None else threshold
+        return scheme
+    limit = scheme.threshold if threshold is None else threshold
     if outliers in (None, "calibrated"):
-        return replace(found, threshold=limit)
+        return replace(scheme, threshold=limit)
     if outliers != "threshold":
         raise ArgumentError(f"outliers={outliers} is not known: take calibrated or threshold")
-    return replace(found, outliers="threshold", threshold=limit)
+    return replace(scheme, outliers="threshold", threshold=limit)
 
 
 def check_request(
@@ -54,10 +54,13 @@ def check_request(
     calibration: int = 1, budget: str | int | None = None, max_kl: float | None = None, dtype: str | None = None,
     checkpoint: str = LAST,
 ) -> Scheme | None:  # fmt: skip
-    """Return the scheme of a folder, or None where a GGUF file is asked for.
+    """Return the scheme of a folder, or None for a GGUF file, before torch is imported.
 
-    Refuses what can be refused before torch is loaded. ArgumentError for what is not known or out of range, PlanError
-    for a target that is taken, RunError where there is no model or the target cannot be written, DataError for `data`.
+    Raises:
+        ArgumentError: An argument is unknown or out of range.
+        PlanError: The target is taken.
+        RunError: There is no model, or the target cannot be written.
+        DataError: The text cannot be read.
     """
     check_model(model, checkpoint=checkpoint)
     if name in GGUF_SCHEMES or format == GGUF:
@@ -89,11 +92,10 @@ def check_request(
 
 
 def _check_gguf(name: str, format: str, other: Mapping[str, object]) -> None:
-    """ArgumentError where a GGUF file is asked for what it has not."""
     if name not in GGUF_SCHEMES or format not in (GGUF, DEFAULT):
         raise ArgumentError(
-            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}; others "
-            "have none of these"
+            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}, which "
+            "other formats lack"
         )
     for option, asked in other.items():
         if asked is not None:
@@ -101,19 +103,20 @@ def _check_gguf(name: str, format: str, other: Mapping[str, object]) -> None:
 
 
 def bytes_of(budget: str | int) -> int:
-    """1.2GiB, 800MB, or a number of bytes. ArgumentError for anything else."""
+    """Return the bytes of 1.2GiB, 800MB, or a number. Raises ArgumentError for anything else."""
     if isinstance(budget, int):
         number, unit = str(budget), ""
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
         number, unit = match.groups() if match else ("", "")
     if not number or unit not in UNITS or float(number) <= 0:
-        raise ArgumentError(f"budget={budget} is no size: give a number with {', '.join(list(UNITS)[1:])}, as 1.2GiB")
+        units = ", ".join(list(UNITS)[1:])
+        raise ArgumentError(f"budget={budget} is not a size: give a number with {units}, as 1.2GiB")
     return int(float(number) * UNITS[unit])
 
 
 def check_room(target: Path, needed: int) -> None:
-    """RunError where the disk of `target` has no room for so many bytes."""
+    """Raise RunError unless the disk of `target` has room for this many bytes."""
     free = free_bytes(target)
     if free is not None and needed > free:
         raise RunError(
@@ -122,9 +125,8 @@ def check_room(target: Path, needed: int) -> None:
         )
 
 
-def matrices_left(original: "OriginalModel", keep: Sequence[str]) -> list[str]:
-    """Names of the matrices that are quantized: all but those of a pattern of `keep`; ArgumentError for a pattern of
-    none."""
+def matrices_to_quantize(original: "OriginalModel", keep: Sequence[str]) -> list[str]:
+    """Return the matrices outside all patterns of `keep`. Raises ArgumentError for a pattern without a matrix."""
     from meshwright.model.quantized_weights import quantizable
 
     names = list(quantizable(original.shape))

@@ -1,4 +1,4 @@
-"""What `quantize` does to a model: the folder is made, and the model before is compared with it."""
+"""Passes of `quantize` over a model: writing the folder, and comparing it with the original."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -23,11 +23,11 @@ from meshwright.model.quantized_formats.folder_format import QuantizedFormat, Qu
 from meshwright.spec import num_parameters
 
 MOST_FP32 = 2**30
-"""Parameters up to which models are calibrated and compared in fp32."""
+"""Most parameters of a model that is calibrated and compared in fp32."""
 
 
 class QuantizedFolder:
-    """The folder, and what is said of its matrices."""
+    """The folder being written, and the records of its matrices."""
 
     def __init__(self, target: Path, original: OriginalModel, model: QuantizedModel, form: QuantizedFormat) -> None:
         self.target, self.original, self.model, self.form = target, original, model, form
@@ -35,22 +35,24 @@ class QuantizedFolder:
         self.bytes = self.resumed = 0
 
     def check_room(self, predicted: int, *, calibrated: bool) -> None:
-        """RunError where there is no room for files of so many bytes and, beside them until the end, for the blocks of
-        a calibrated method that are not there yet."""
+        """Raise RunError unless the disk has room for files of this size.
+
+        A calibrated method also keeps its unfinished blocks beside them until the end.
+        """
         outside = sum(prod(size) for name, size in tensor_sizes(self.model.shape).items() if "layers." not in name)
         blocks = predicted - outside * self.model.dtype.itemsize - FinishedBlocks(self.target).bytes
         check_room(self.target, predicted + (max(0, blocks) if calibrated else 0))
 
     def rounded(self, columns: Mapping[str, Tensor]) -> None:
-        """Each matrix by itself."""
+        """Quantize each matrix by itself."""
         self._write(columns, None)
 
     def calibrated(self, text: QuantizationText, dtype: torch.dtype, done: Callable[[int, int], None]) -> None:
-        """Block by block, by what each reads; `done` hears of each."""
-        found = calibrate(self.target, self.original, self.model, text.calibration, dtype, done)
-        self.layers, self.resumed = list(found.layers), found.resumed
-        self._write({}, found.weights)
-        found.finished.remove()
+        """Quantize block by block, each on its inputs. `done` is called after each."""
+        calibrated = calibrate(self.target, self.original, self.model, text.calibration, dtype, done)
+        self.layers, self.resumed = list(calibrated.layers), calibrated.resumed
+        self._write({}, calibrated.weights)
+        calibrated.finished.remove()
 
     def _write(self, columns: Mapping[str, Tensor], calibrated: Weights | None) -> None:
         self.bytes = write_quantized(
@@ -59,7 +61,7 @@ class QuantizedFolder:
 
 
 def compute_dtype(original: OriginalModel) -> torch.dtype:
-    """In which a model runs here."""
+    """Return the dtype in which a model runs here."""
     return torch.float32 if num_parameters(original.shape) <= MOST_FP32 else original.dtype
 
 
@@ -71,7 +73,7 @@ class BeforeQuantized:
 
     @cached_property
     def dtype(self) -> str | None:
-        """That both models are compared in; None = as they are stored."""
+        """Dtype in which both models are compared. None = as stored."""
         small = num_parameters(open_original(self.path, self.checkpoint).shape) <= MOST_FP32
         return "fp32" if small else None
 
@@ -81,11 +83,14 @@ class BeforeQuantized:
         return load(self.path, self.dtype, checkpoint=self.checkpoint)
 
     def model(self) -> Transformer:
-        """Of the original."""
+        """Return the transformer of the original."""
         return self.opened.model
 
     def against(self, target: Path, same: Iterable[str]) -> tuple[Quality, Mapping[str, float]]:
-        """What was written, read back; and the error of each layer, of those whose inputs are the same in both."""
+        """Compare with the written model, read back.
+
+        Also return output errors of layers with the same inputs in both.
+        """
         after = load(target, self.dtype).model
         return compare(self.opened.model, after, self.scored), output_errors(
             self.opened.model, after, same, self.scored[:4]

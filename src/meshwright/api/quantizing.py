@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright.api.answer import Answer
@@ -14,32 +13,36 @@ from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
 from meshwright.api.model_opening import described
-from meshwright.api.quantization_budget import within_budget
-from meshwright.api.quantization_options import bytes_of, check_request, check_room, matrices_left
+from meshwright.api.quantization_options import bytes_of, check_request, check_room, matrices_to_quantize
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
-from meshwright.compress.bit_budget import bits_of
+from meshwright.compress.bit_budget import bits_of, chosen, ladder
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
-from meshwright.compress.original import OriginalModel, open_original
+from meshwright.compress.original import open_original
 from meshwright.compress.quality import Quality
+from meshwright.compress.sensitivity import measured_groups
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
-from meshwright.model.quantized_formats.folder_format import QuantizedModel
+from meshwright.model import Transformer
+from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel
 from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.quality_page.quality_page import page
-from meshwright.spec.errors import OutsideTolerance
+from meshwright.spec.errors import OutsideTolerance, PlanError
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.units import gib
 from meshwright.store.durable import one_line
 from meshwright.store.model_place import LAST
+from meshwright.training.batches import Batch
 from meshwright.training.precision import DTYPES
 
 SEQUENCES = 64
 """Windows of held-out text that quality is measured on."""
 BLAMED = 5
-"""Layers that are named as the worst."""
+"""Layers named as the worst."""
+SENSITIVITY_TOKENS = 4096
+"""Tokens of the calibration text that sensitivities are measured on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +55,16 @@ class LayerRecord:
     weight_error: float
     """|W - W'| / |W|."""
     output_error: float | None
-    """|y - y'|^2 / |y|^2 on held-out text, or, where inputs were scaled, on the calibration text; None = not
-    measured."""
+    """|y - y'|^2 / |y|^2 on held-out text, or on the calibration text if inputs were scaled. None = not measured."""
     outliers: float
-    """Share of its inputs that stay in 16 bit."""
+    """Share of its inputs in 16 bit."""
     uncalibrated: int = 0
-    """Experts that the calibration text hardly reached: they are rounded to nearest."""
+    """Experts that the calibration text hardly reached. They are rounded to nearest."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizeAnswer(Answer):
-    """What was written, and what it cost."""
+    """A quantized model, and its cost in quality."""
 
     run: Path
     """The quantized folder."""
@@ -70,38 +72,38 @@ class QuantizeAnswer(Answer):
     scheme: str
     format: str
     bytes: int
-    """Of its files of weights."""
+    """Size of its weight files."""
     predicted_bytes: int
     bytes_before: int
     quality: Quality | None
-    """None = it was not asked for."""
+    """Comparison with the original. None = not requested."""
     max_kl: float
     layers: tuple[LayerRecord, ...]
     skipped: tuple[str, ...]
-    """Matrices that were left as they are, and could be quantized."""
+    """Matrices that could be quantized and were left as they are."""
     quantized_parameters: int
     calibration_tokens: int = 0
-    """That a calibrated method read."""
+    """Tokens that a calibrated method read."""
     calibration_text: str = ""
-    """Of which text."""
+    """Source of these tokens."""
     budget_bytes: int | None = None
-    """What the files may have together, where bits were chosen by it."""
+    """Budget of all files. None = bits were not chosen by one."""
     bits: Mapping[int, int] = field(default_factory=dict)
-    """How many matrices have how many."""
+    """Bits -> number of matrices."""
     resumed_blocks: int = 0
-    """Of those, the ones that an earlier run of the same command had made before it was killed."""
+    """Blocks that an earlier run of the same command had finished before it was killed."""
     other_formats: tuple[str, ...] = ()
-    """Of a folder in Meshwright's own format: formats of other software that hold the same scheme."""
+    """Formats of other software that hold the same scheme, for a folder in Meshwright's own format."""
     note: str = ""
-    """What a user of the file must know; empty = nothing."""
+    """A note for users of the file. Empty = none."""
 
     @property
     def passed(self) -> bool:
-        """Whether the divergence is within its limit; true where it was not measured."""
+        """Is the divergence within its limit? True if it was not measured."""
         return self.quality is None or self.quality.kl <= self.max_kl
 
     def check(self) -> None:
-        """OutsideTolerance where the divergence is beyond its limit."""
+        """Raise OutsideTolerance for a divergence beyond its limit."""
         if self.quality is not None and not self.passed:
             worst = self.blamed[0].name if self.blamed else "none"
             raise OutsideTolerance(
@@ -111,14 +113,14 @@ class QuantizeAnswer(Answer):
 
     @property
     def outlier_share(self) -> float:
-        """Of all inputs of quantized matrices, those in 16 bit."""
-        return sum(one.outliers for one in self.layers) / len(self.layers)
+        """Share of all inputs of quantized matrices in 16 bit."""
+        return sum(layer.outliers for layer in self.layers) / len(self.layers)
 
     @property
     def blamed(self) -> tuple[LayerRecord, ...]:
         """The layers whose outputs moved most, the worst first."""
-        known = [one for one in self.layers if one.output_error is not None]
-        return tuple(sorted(known, key=lambda one: -(one.output_error or 0.0))[:BLAMED])
+        known = [layer for layer in self.layers if layer.output_error is not None]
+        return tuple(sorted(known, key=lambda layer: -(layer.output_error or 0.0))[:BLAMED])
 
     @property
     def headline(self) -> str:
@@ -126,22 +128,22 @@ class QuantizeAnswer(Answer):
         size = f"{self.bytes_before / self.bytes:.2f}x smaller ({gib(self.bytes_before)} to {gib(self.bytes)})"
         if self.quality is None:
             return f"{self.scheme}: {size}, quality not measured"
-        found = self.quality
+        quality = self.quality
         return (
-            f"{self.scheme}: {size}, KL {found.kl:.4g} nats per token, the same likeliest token for "
-            f"{100 * found.top1:.1f}%, perplexity {found.perplexity_before:.4g} to {found.perplexity_after:.4g}"
+            f"{self.scheme}: {size}, KL {quality.kl:.4g} nats per token, the same likeliest token for "
+            f"{100 * quality.top1:.1f}%, perplexity {quality.perplexity_before:.4g} to {quality.perplexity_after:.4g}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright quantize --json` prints."""
-        found = self.quality
-        figures = [one.name for one in fields(Quality)]
+        """Return the document that `meshwright quantize --json` prints."""
+        quality = self.quality
+        figures = [figure.name for figure in fields(Quality)]
         return {
-            name: plain(value)
-            for name, value in {
+            key: plain(value)
+            for key, value in {
                 "scheme": self.scheme, "format": self.format, "out": self.run, "bytes": self.bytes,
                 "predicted_bytes": self.predicted_bytes, "bytes_before": self.bytes_before,
-                **{name: None if found is None else getattr(found, name) for name in figures},
+                **{key: None if quality is None else getattr(quality, key) for key in figures},
                 "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
                 "layers": self.layers, "skipped": self.skipped, "calibration_tokens": self.calibration_tokens,
                 "calibration_text": self.calibration_text,
@@ -151,20 +153,20 @@ class QuantizeAnswer(Answer):
         }  # fmt: skip
 
     def page(self) -> str:
-        """All of it as one HTML page with pictures, for a browser offline."""
+        """Return everything as one HTML page with figures, for offline use."""
         return page(self.to_dict())
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each quantized matrix."""
-        return [plain(one) for one in self.layers]
+        """Return a row for each quantized matrix."""
+        return [plain(layer) for layer in self.layers]
 
     def __repr__(self) -> str:
         return f"{self.run}: {self.headline}"
 
     def _repr_html_(self) -> str:
         rows = [
-            (one.name, f"{one.output_error:.2e}", f"{one.weight_error:.2e}", f"{100 * one.outliers:.2f}%")
-            for one in self.blamed
+            (layer.name, f"{layer.output_error:.2e}", f"{layer.weight_error:.2e}", f"{100 * layer.outliers:.2f}%")
+            for layer in self.blamed
         ]
         return whole(
             line(self.headline, "good" if self.passed else "alarm"),
@@ -195,16 +197,28 @@ def quantize(
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
 
-    `scheme`: a name of meshwright.spec.quantization_schemes, or of gguf_schemes, with which `out` is one GGUF file;
-    `group`: another number of inputs that share a scale;
-    `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
-    columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
-    windows are scored. `calibration`: windows that a calibrated method reads, none of them scored; without `data` they
-    are of the text that the run trained on. `budget`: bytes that the files may have, as 1.2GiB: each matrix has 3 to 8
-    bits of the scheme's method, more where its rounding was measured to move predictions most. `max_kl`: the limit that
-    `passed` is about, None = the scheme's. `dtype`: of what is not quantized, None = as it is stored.
-    `on_block` hears how many blocks a calibrated method has done, of how many. ArgumentError, PlanError, RunError,
-    HubError, DataError.
+    Raises ArgumentError, PlanError, RunError, HubError or DataError.
+
+    Args:
+        model: A run or a Hugging Face directory.
+        scheme: A name of meshwright.spec.quantization_schemes, or of gguf_schemes, for which `out` is one GGUF file.
+        out: Folder or file to write.
+        format: Format of the folder.
+        group: Inputs that share a scale. None = as the scheme says.
+        keep: Names of matrices, or patterns of them, to leave unquantized.
+        outliers: For llm-int8: `calibrated` columns, or those above the `threshold` in each batch.
+        threshold: Activations above it are outliers.
+        data: The text. None = the held-out part of the run.
+        sequences: Windows of the text to score.
+        calibration: Windows that a calibrated method reads. None of them is scored, and without `data` they are of the
+            training text.
+        budget: Size of all files, as 1.2GiB. Each matrix gets 3 to 8 bits of the scheme's method, more where rounding
+            moves predictions most.
+        max_kl: Limit of the divergence for `passed`. None = as the scheme says.
+        dtype: Dtype of unquantized weights. None = as stored.
+        checkpoint: Checkpoint of the run: last, best, or a step.
+        quality: Compare both models.
+        on_block: Called with the numbers of finished and of all blocks of a calibrated method.
     """
     path, target = folder_of(model), Path(out)
     taken = check_request(
@@ -213,7 +227,7 @@ def quantize(
         checkpoint=checkpoint,
     )  # fmt: skip
     if taken is None:
-        return _as_gguf(
+        return _quantize_to_gguf(
             path, target, scheme, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
             checkpoint=checkpoint, quality=quality, keep=keep,
         )  # fmt: skip
@@ -221,7 +235,11 @@ def quantize(
         taken = replace(taken, scales="float16")
     limit = None if budget is None else bytes_of(budget)
     original = open_original(path, checkpoint)
-    whole_model = _chosen(original, taken, keep, DTYPES[dtype] if dtype else original.dtype)
+    whole_model = QuantizedModel(
+        shape=original.shape, schemes=dict.fromkeys(matrices_to_quantize(original, keep), taken), outlier_columns={},
+        dtype=DTYPES[dtype] if dtype else original.dtype,
+    )  # fmt: skip
+    # Text is read only to measure, to calibrate, or to find outliers.
     reads = quality or taken.calibrated or limit is not None or taken.outliers == "calibrated"
     windows = calibration if taken.calibrated else None
     text = quantization_text(described(path, checkpoint), data, sequences, windows) if reads else None
@@ -231,10 +249,11 @@ def quantize(
         assert before is not None and text is not None
         peaks = column_peaks(before.opened.model, text.calibration, whole_model.schemes)
         columns = outlier_columns(peaks, taken.threshold)
-        whole_model = replace(whole_model, outlier_columns={name: len(found) for name, found in columns.items()})
+        whole_model = replace(whole_model, outlier_columns={name: len(numbers) for name, numbers in columns.items()})
     if limit is not None:
         assert before is not None and text is not None
-        whole_model = within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
+        whole_model = _within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
+    # The size is known before a byte is written, so a disk that is too small is refused now.
     predicted = predicted_bytes(FORMATS[format], whole_model)
     made = QuantizedFolder(target, original, whole_model, FORMATS[format])
     made.check_room(predicted, calibrated=taken.calibrated)
@@ -244,31 +263,31 @@ def quantize(
             made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
         else:
             made.rounded(columns)
+    # Scaled inputs differ from those of the original: such layers keep the errors of the calibration.
     same = [name for name, scheme in whole_model.schemes.items() if not scheme.scales_inputs]
     measured, errors = (None, {}) if before is None or not quality else before.against(target, same)
     return QuantizeAnswer(
         run=target, original=path, scheme=taken.name, format=format, bytes=made.bytes, predicted_bytes=predicted,
         bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
-        layers=tuple(_record(one, errors) for one in made.layers), skipped=tuple(whole_model.skipped),
+        layers=tuple(_record(layer, errors) for layer in made.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
         calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0,
-        calibration_text=text.of if text and taken.calibrated else "", resumed_blocks=made.resumed,
+        calibration_text=text.source if text and taken.calibrated else "", resumed_blocks=made.resumed,
         budget_bytes=limit, bits=bits_of(whole_model.schemes),
         other_formats=tuple(name for name in FORMATS if name != DEFAULT and not FORMATS[name].refusal(whole_model))
         if format == DEFAULT else (),
     )  # fmt: skip
 
 
-def _as_gguf(
+def _quantize_to_gguf(
     path: Path, target: Path, name: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
     dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str],
 ) -> QuantizeAnswer:  # fmt: skip
-    """The same as one GGUF file."""
     taken = GGUF_SCHEMES[name]
     original = open_original(path, checkpoint)
-    wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_left(original, keep)
-    kept = tuple(one for one in quantizable(original.shape) if one not in names)
-    plan = plan_gguf(original, wanted, taken, kept)
+    wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_to_quantize(original, keep)
+    unquantized = tuple(layer for layer in quantizable(original.shape) if layer not in names)
+    plan = plan_gguf(original, wanted, taken, unquantized)
     check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
     layers: list[QuantizedLayer] = []
@@ -278,19 +297,60 @@ def _as_gguf(
     return QuantizeAnswer(
         run=target, original=path, scheme=name, format=GGUF, bytes=written, predicted_bytes=plan.bytes,
         bytes_before=model_bytes(QuantizedModel(shape=original.shape, schemes={}, outlier_columns={}, dtype=wanted)),
-        quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl, skipped=kept,
-        layers=tuple(_record(one, errors) for one in layers), quantized_parameters=plan.coded, note=plan.note,
+        quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl, skipped=unquantized,
+        layers=tuple(_record(layer, errors) for layer in layers), quantized_parameters=plan.coded, note=plan.note,
     )  # fmt: skip
 
 
-def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype: torch.dtype) -> QuantizedModel:
-    """Every matrix but those that are kept; ArgumentError for a pattern without one."""
-    schemes = dict.fromkeys(matrices_left(original, keep), scheme)
-    return QuantizedModel(shape=original.shape, schemes=schemes, outlier_columns={}, dtype=dtype)
+def _within_budget(
+    model: QuantizedModel, scheme: Scheme, budget: int, form: QuantizedFormat, before: Callable[[], Transformer],
+    batches: Sequence[Batch],
+) -> QuantizedModel:  # fmt: skip
+    """Choose a scheme for each matrix, so that the files stay within a budget of bytes. `before` opens the original.
+
+    Raises PlanError, with the bytes, if even the fewest bits are too many, and if the format holds one scheme only.
+    """
+    rungs = ladder(scheme)
+
+    def with_schemes(schemes: Mapping[str, Scheme]) -> QuantizedModel:
+        return replace(model, schemes={name: schemes[name] for name in model.schemes})
+
+    first, *others = model.schemes
+    why = form.refusal(with_schemes({first: rungs[0], **dict.fromkeys(others, rungs[1])}))
+    if why:
+        raise PlanError(why)
+    least = predicted_bytes(form, with_schemes(dict.fromkeys(model.schemes, rungs[0])))
+    if least > budget:
+        raise PlanError(
+            f"budget={gib(budget)} is too small: with {rungs[0].bits} bits for every matrix the files take "
+            f"{gib(least)}. Give at least that, or a smaller model"
+        )
+    groups = measured_groups(before(), list(model.schemes), rungs, first_batches(batches))
+    beside = least - sum(group.choices[0].bytes for group in groups)
+    # Headers differ by some bytes between schemes: repeat with the excess until the files fit.
+    while True:
+        numbers = chosen([group.choices for group in groups], budget - beside)
+        pairs = zip(groups, numbers, strict=True)
+        candidate = with_schemes({name: rungs[number] for group, number in pairs for name in group.names})
+        excess = predicted_bytes(form, candidate) - budget
+        if excess <= 0:
+            return candidate
+        beside += excess
 
 
-def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:
+def first_batches(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the first batches that together hold SENSITIVITY_TOKENS."""
+    first: list[Batch] = []
+    for batch in batches:
+        if sum(earlier.valid for earlier in first) >= SENSITIVITY_TOKENS:
+            break
+        first.append(batch)
+    return first
+
+
+def _record(layer: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:
     return LayerRecord(
-        name=one.name, scheme=one.scheme, bytes=one.bytes, weight_error=one.weight_error,
-        output_error=errors.get(one.name, one.output_error), outliers=one.outliers, uncalibrated=one.uncalibrated,
+        name=layer.name, scheme=layer.scheme, bytes=layer.bytes, weight_error=layer.weight_error,
+        output_error=errors.get(layer.name, layer.output_error), outliers=layer.outliers,
+        uncalibrated=layer.uncalibrated,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`rent`: which devices, how many, which layout; money against time, over all devices that have a price."""
+"""`rent`: devices, their number and layout; cost against time, over all devices with a price."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -30,45 +30,45 @@ MOST_NODES = 4096
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RentAnswer(Answer):
-    """The runs that no other beats in both time and money, the cheapest first."""
+    """The runs that no other beats in both time and cost, the cheapest first."""
 
     asked: RentAsked
     swept: Swept
     prices: Prices
     words: tuple[str, ...]
-    """Of `meshwright plan`, what asks about the same run on any cluster."""
+    """Words of the `meshwright plan` command for the same run."""
     deadline_s: float = float("inf")
     budget_usd: float = float("inf")
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Devices with a price that were not tried, where none was named -> which figure of them is missing."""
+    """Priced devices that were not tried -> their missing figure. Empty = devices were named."""
 
     @property
     def front(self) -> tuple[RunOn, ...]:
-        """The Pareto front of money and time."""
+        """The Pareto front of cost and time."""
         return tuple(self.swept.front)
 
     @property
     def cheapest(self) -> RunOn | None:
-        """The cheapest run that ends before the deadline, on average; None where none does."""
-        return next((one for one in self.front if one.wall_s <= self.deadline_s), None)
+        """The cheapest run that ends before the deadline, on average. None = none does."""
+        return next((run for run in self.front if run.wall_s <= self.deadline_s), None)
 
     @property
     def fastest(self) -> RunOn | None:
-        """The fastest run within the budget, on average; None where none is."""
-        return next((one for one in reversed(self.front) if one.usd <= self.budget_usd), None)
+        """The fastest run within the budget, on average. None = none is."""
+        return next((run for run in reversed(self.front) if run.usd <= self.budget_usd), None)
 
     @property
     def meets(self) -> bool:
-        """Whether one run meets both the deadline and the budget, on average."""
-        return any(one.wall_s <= self.deadline_s and one.usd <= self.budget_usd for one in self.front)
+        """Does one run meet both the deadline and the budget, on average?"""
+        return any(run.wall_s <= self.deadline_s and run.usd <= self.budget_usd for run in self.front)
 
     @property
     def recommended(self) -> RunOn:
-        """The cheapest before the deadline; the fastest of all where none is."""
+        """The cheapest run before the deadline, or else the fastest of all."""
         return self.cheapest or self.front[-1]
 
     def check(self) -> None:
-        """DoesNotFit where no run meets both the deadline and the budget: what is possible, and what to change."""
+        """Raise DoesNotFit, with what is possible, if no run meets both the deadline and the budget."""
         if self.meets:
             return
         fast, cheap, timely, paid = self.front[-1], self.front[0], self.cheapest, self.fastest
@@ -89,17 +89,17 @@ class RentAnswer(Answer):
 
     @property
     def unpriced(self) -> tuple[str, ...]:
-        """Devices that are known and have no price."""
+        """Known devices without a price."""
         return self.prices.unpriced()
 
-    def command(self, one: RunOn) -> str:
-        """The `plan` that gives the layout, step time, memory and device-hours of a run again."""
-        words = [*self.words, "--cluster", one.offer.name, "--nodes", str(one.offer.nodes)]
-        words += ["--layout", words_of(one.found.plan), "--price", f"{one.offer.price.usd_per_hour:g}"]
+    def command(self, run: RunOn) -> str:
+        """Return the `plan` command that repeats layout, step time, memory and device-hours of a run."""
+        words = [*self.words, "--cluster", run.offer.name, "--nodes", str(run.offer.nodes)]
+        words += ["--layout", words_of(run.found.plan), "--price", f"{run.offer.price.usd_per_hour:g}"]
         return shlex.join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright rent --json` prints."""
+        """Return the document that `meshwright rent --json` prints."""
         plan, swept = self.asked.plan, self.swept
         return {
             "kind": "rent",
@@ -113,7 +113,7 @@ class RentAnswer(Answer):
             "cheapest": self._row(self.cheapest),
             "fastest": self._row(self.fastest),
             "front": self.rows(),
-            "dominated": [self._row(one) for one in swept.runs if one not in swept.front],
+            "dominated": [self._row(run) for run in swept.runs if run not in swept.front],
             "clusters": {
                 "tried": swept.clusters, "searched": len(swept.runs), "dominated": swept.dominated,
                 "too_long": swept.too_long, "unfit": swept.unfit,
@@ -126,11 +126,11 @@ class RentAnswer(Answer):
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each run of the front."""
-        return [row for one in self.front if (row := self._row(one))]
+        """Return a row for each run of the front."""
+        return [fields for run in self.front if (fields := self._row(run))]
 
-    def _row(self, one: RunOn | None) -> dict[str, Any] | None:
-        return None if one is None else {**row_of(one, self.deadline_s, self.budget_usd), "command": self.command(one)}
+    def _row(self, run: RunOn | None) -> dict[str, Any] | None:
+        return None if run is None else {**row_of(run, self.deadline_s, self.budget_usd), "command": self.command(run)}
 
     def __repr__(self) -> str:
         best = self.recommended
@@ -141,30 +141,31 @@ class RentAnswer(Answer):
 
     def _repr_html_(self) -> str:
         cells = [
-            (one.offer.title, one.days, one.dollars, f"{one.weeks.goodput:.1%}", words_of(one.found.plan))
-            for one in self.front
+            (run.offer.title, run.days, run.dollars, f"{run.weeks.goodput:.1%}", words_of(run.found.plan))
+            for run in self.front
         ]  # fmt: skip
         return whole(line(repr(self)), table(("cluster", "time", "bill", "goodput", "layout"), cells))
 
 
-def row_of(one: RunOn, deadline_s: float = float("inf"), budget_usd: float = float("inf")) -> dict[str, Any]:
-    """Of one run, in plain units."""
-    found, weeks, played, offer = one.found, one.weeks, one.played, one.offer
+def row_of(run: RunOn, deadline_s: float = float("inf"), budget_usd: float = float("inf")) -> dict[str, Any]:
+    """Return the figures of a run in plain units."""
+    prediction, weeks, played, offer = run.found, run.weeks, run.played, run.offer
     return {
         "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "spare_nodes": weeks.spares,
-        "devices": offer.devices, "layout": words_of(found.plan), "step_seconds": found.step_s, "steps": one.steps,
-        "tokens_per_second": found.tokens_per_step / found.step_s, "mfu_full": found.mfu(causal=False),
-        "peak_bytes": round(found.peak_bytes), "fits_probability": one.fits,
-        "wall_seconds": one.wall_s, "wall_seconds_90": list(one.range_s),
+        "devices": offer.devices, "layout": words_of(prediction.plan), "step_seconds": prediction.step_s,
+        "steps": run.steps,
+        "tokens_per_second": prediction.tokens_per_step / prediction.step_s, "mfu_full": prediction.mfu(causal=False),
+        "peak_bytes": round(prediction.peak_bytes), "fits_probability": run.fits,
+        "wall_seconds": run.wall_s, "wall_seconds_90": list(run.range_s),
         "goodput": weeks.goodput, "goodput_simulated": played.goodput,
         "goodput_90": [weeks.steps_s / played.quantile_s(0.95), weeks.steps_s / played.quantile_s(0.05)],
         "failures": weeks.failures, "mtbf_seconds": weeks.mtbf_s, "save_every_seconds": weeks.interval_s,
         "save_stall_seconds": weeks.save_s, "save_write_seconds": weeks.write_s,
-        "checkpoint_bytes": round(one.saves.total_bytes),
-        "usd": one.usd, "usd_90": list(one.range_usd), "usd_per_gpu_hour": offer.price.usd_per_hour,
-        "price_source": offer.price.words, "kwh": one.kwh, "limits": list(one.limits),
-        "deadline_probability": None if deadline_s == float("inf") else one.ends_within(deadline_s),
-        "budget_probability": None if budget_usd == float("inf") else one.costs_at_most(budget_usd),
+        "checkpoint_bytes": round(run.saves.total_bytes),
+        "usd": run.usd, "usd_90": list(run.range_usd), "usd_per_gpu_hour": offer.price.usd_per_hour,
+        "price_source": offer.price.words, "kwh": run.kwh, "limits": list(run.limits),
+        "deadline_probability": None if deadline_s == float("inf") else run.ends_within(deadline_s),
+        "budget_probability": None if budget_usd == float("inf") else run.costs_at_most(budget_usd),
     }  # fmt: skip
 
 
@@ -190,41 +191,51 @@ def rent(
     evaluation: float | None = None,
     spares: int | None = None,
 ) -> RentAnswer:
-    """Money against time of a run, over all devices with a price and 1 to 256 nodes.
+    """Weigh cost against time of a run, over all devices with a price and 1 to 256 nodes.
 
-    `model`, `recipe`, `tune`: as for `plan`. `tokens`: of the run, as "1T"; or `dataset_size` in tokens and `epochs`.
-    `deadline`: "30d", "12h", days; `budget`: dollars. `prices`: a CSV file in place of the shipped list prices.
-    `devices`: only these, as "h100,h200" or a list; `nodes`: only these numbers. `quick`: do not search the layouts of
-    the front a second time.
-    `mtbf`: hours of one device between failures; `restart`: seconds after one; `repair`: hours of a node; `storage`:
-    GB/s of a node; `evaluation`: share of the steps' time; `spares`: nodes.
+    Args:
+        tokens: Tokens of the run, as "1T".
+        dataset_size: Tokens of the data, in place of `tokens`.
+        epochs: Passes over `dataset_size`.
+        deadline: "30d", "12h", or days.
+        budget: Dollars.
+        prices: A CSV file in place of the shipped list prices.
+        devices: Try only these, as "h100,h200" or a list.
+        nodes: Try only these numbers of nodes.
+        quick: Skip the second search over layouts of the front.
+        mtbf: Hours of a device between failures.
+        restart: Seconds from a failure to the next step.
+        repair: Hours until a failed node is back.
+        storage: GB/s of a node, for checkpoints.
+        evaluation: Evaluation time over step time.
+        spares: Spare nodes.
 
-    DoesNotFit where no cluster holds the run. PlanError for what makes no sense.
+    `model`, `recipe` and `tune` are those of `plan`.
+
+    Raises:
+        DoesNotFit: No cluster holds the run.
+        PlanError: An argument makes no sense.
     """
     total = _total(tokens, dataset_size, epochs)
     offers = asked_prices(prices)
     names = asked_devices(devices, offers)
     numbers = asked_nodes(nodes)
-    given = _conditions(mtbf, restart, repair, storage, evaluation, spares)
+    conditions = _conditions(mtbf, restart, repair, storage, evaluation, spares)
     if budget is not None and not 0 < budget < float("inf"):
         raise ArgumentError(f"budget={budget} must be a number of dollars above 0")
-    plan = _plan(model, section_words(recipe), tune)
+    # The run on one device: every cluster takes its batch, so all train alike.
+    plan = asked_plan(model, "h100", 1, section_words(recipe), tune)
     deadline_s = seconds_of(deadline)
     longest_s = LONGEST_S if deadline_s == float("inf") else max(LONGEST_S, deadline_s)
-    asked = RentAsked(plan=plan, tokens=total, given=given, longest_s=longest_s, thorough=not quick)
+    asked = RentAsked(plan=plan, tokens=total, given=conditions, longest_s=longest_s, thorough=not quick)
     swept = sweep(asked, offers, names, numbers)
     if not swept.runs:
-        raise _nothing(asked, swept)
+        raise _no_run(asked, swept)
     return RentAnswer(
         asked=asked, swept=swept, prices=offers, words=_words(model, plan, section_words(recipe), tune, total),
         deadline_s=deadline_s, budget_usd=float("inf") if budget is None else budget,
         left_out={} if devices else left_out(offers),
     )  # fmt: skip
-
-
-def _plan(model: Any, words: Sequence[str], tune: str) -> Plan:
-    """The run on one device: its batch is that of every cluster, so that all train alike."""
-    return asked_plan(model, "h100", 1, words, tune)
 
 
 def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: float) -> tuple[str, ...]:
@@ -237,9 +248,8 @@ def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: flo
 
 
 def _total(tokens: str | float | None, size: str | float | None, epochs: float) -> float:
-    """Tokens of the run."""
     if (tokens is None) == (size is None):
-        raise ArgumentError("say how long the run is: tokens=1T, or dataset_size=200M and epochs=3, not both")
+        raise ArgumentError("give the length of the run: tokens=1T, or dataset_size=200M and epochs=3, not both")
     if not 0 < epochs < 1e6:
         raise ArgumentError(f"epochs={epochs:g} must be above 0 and below a million")
     if tokens is not None and epochs != 1:
@@ -248,39 +258,39 @@ def _total(tokens: str | float | None, size: str | float | None, epochs: float) 
 
 
 def asked_prices(file: str | Path | None) -> Prices:
-    """A user's table, or the shipped one; PlanError for a file that cannot be read."""
+    """Return the user's table, or the shipped one. Raises PlanError for an unreadable file."""
     return price_tables.shipped() if file is None else price_tables.read(Path(file))
 
 
-def asked_devices(given: str | Sequence[str] | None, table: Prices) -> tuple[str, ...]:
-    """Names of devices with a price, of a list or as "h100,h200"; ArgumentError where one that was named has none."""
-    given = given.split(",") if isinstance(given, str) else given
-    priced = tuple(dict.fromkeys(one.device for one in table.offers))
-    if given is None:
+def asked_devices(names: str | Sequence[str] | None, table: Prices) -> tuple[str, ...]:
+    """Return names of priced devices. Raises ArgumentError for a named device without a price or a figure."""
+    names = names.split(",") if isinstance(names, str) else names
+    priced = tuple(dict.fromkeys(offer.device for offer in table.offers))
+    if names is None:
         return priced
-    found = price_tables.keys_of(given)
-    for name, device in zip(given, found, strict=True):
+    devices = price_tables.keys_of(names)
+    for name, device in zip(names, devices, strict=True):
         if device not in priced:
             raise ArgumentError(f"devices={name} has no price in {table.file}: give one with prices=FILE.csv")
         if missing := lacks(presets.device(name)):
             raise ArgumentError(f"devices={name} has no {missing}, which a prediction needs: leave it out")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(devices))
 
 
-def asked_nodes(given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Numbers of nodes that are tried; ArgumentError for one that makes no sense."""
-    given = [given] if isinstance(given, int) else given
-    for number in given or ():
+def asked_nodes(numbers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the numbers of nodes to try. Raises ArgumentError out of range."""
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    for number in numbers or ():
         if not 1 <= number <= MOST_NODES:
             raise ArgumentError(f"nodes={number} must be at least 1 and at most {MOST_NODES:,}")
-    return tuple(sorted(set(given))) if given else NODES
+    return tuple(sorted(set(numbers))) if numbers else NODES
 
 
 def _conditions(
     mtbf: float | None, restart: float | None, repair: float | None, storage: float | None, evaluation: float | None,
     spares: int | None,
 ) -> Conditions:  # fmt: skip
-    """With the defaults of what is not given; ArgumentError outside of what makes sense."""
+    """Return the conditions, with defaults. Raises ArgumentError out of range."""
     _within("mtbf", mtbf, 1, 1e9)
     _within("restart", restart, 0, 1e6)
     _within("repair", repair, 0.01, 1e5)
@@ -299,13 +309,12 @@ def _conditions(
     )
 
 
-def _within(name: str, value: float | None, least: float, most: float) -> None:
-    if value is not None and not least <= value <= most:
-        raise ArgumentError(f"{name}={value:g} must be at least {least:g} and at most {most:,.10g}")
+def _within(name: str, number: float | None, least: float, most: float) -> None:
+    if number is not None and not least <= number <= most:
+        raise ArgumentError(f"{name}={number:g} must be at least {least:g} and at most {most:,.10g}")
 
 
-def _nothing(asked: RentAsked, swept: Swept) -> DoesNotFit:
-    """Why no run was found."""
+def _no_run(asked: RentAsked, swept: Swept) -> DoesNotFit:
     name, years = asked.plan.model.name, many(round(asked.longest_s / LONGEST_S), "year")
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
     if slow and not unfit:

@@ -1,4 +1,4 @@
-"""`rent --serve`: which devices serve a load, for how much an hour, how fast."""
+"""`rent --serve`: devices for a served load: cost per hour against speed."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from meshwright.spec.errors import ArgumentError, DoesNotFit
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServeRentAnswer(Answer):
-    """The deployments that no other beats in both money and time per token, the cheapest first."""
+    """The deployments that no other beats in both cost and time per token, the cheapest first."""
 
     asked: ServingAsked
     swept: SweptServing
@@ -32,7 +32,7 @@ class ServeRentAnswer(Answer):
     quantization: str
     latency_s: float = float("inf")
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """As of RentAnswer."""
+    """Priced devices that were not tried -> their missing figure. Empty = devices were named."""
 
     @property
     def front(self) -> tuple[ServedOn, ...]:
@@ -41,21 +41,21 @@ class ServeRentAnswer(Answer):
 
     @property
     def cheapest(self) -> ServedOn | None:
-        """The cheapest whose tokens come fast enough; None where none does."""
-        return next((one for one in self.front if one.per_token_s <= self.latency_s), None)
+        """The cheapest deployment within the latency. None = none is."""
+        return next((deployment for deployment in self.front if deployment.per_token_s <= self.latency_s), None)
 
     @property
     def recommended(self) -> ServedOn:
-        """The cheapest that is fast enough; the fastest of all where none is."""
+        """The cheapest deployment within the latency, or else the fastest of all."""
         return self.cheapest or self.front[-1]
 
     @property
     def meets(self) -> bool:
-        """Whether there is one."""
+        """Is there a deployment within the latency?"""
         return self.cheapest is not None
 
     def check(self) -> None:
-        """DoesNotFit where none answers fast enough: what is possible, and what to change."""
+        """Raise DoesNotFit, with what is possible, if none is within the latency."""
         if not self.meets:
             first = self.front[-1]
             raise DoesNotFit(
@@ -64,13 +64,13 @@ class ServeRentAnswer(Answer):
                 f"({first.offer.title}): allow more, or take narrower weights (quantization=fp8)"
             )
 
-    def command(self, one: ServedOn) -> str:
-        """The `plan --serve` that gives the figures of a row again."""
-        words = [*self.words, "--cluster", one.offer.name, "--nodes", str(one.offer.nodes)]
-        return shlex.join([*words, "--layout", f"tp={one.layout.degrees.tp}"])
+    def command(self, deployment: ServedOn) -> str:
+        """Return the `plan --serve` command that repeats the figures of a row."""
+        words = [*self.words, "--cluster", deployment.offer.name, "--nodes", str(deployment.offer.nodes)]
+        return shlex.join([*words, "--layout", f"tp={deployment.layout.degrees.tp}"])
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright rent --serve --json` prints."""
+        """Return the document that `meshwright rent --serve --json` prints."""
         asked, best = self.asked, self.cheapest
         return {
             "kind": "rent serving", "model": asked.model.shape.name, "input_length": asked.input_tokens,
@@ -85,19 +85,19 @@ class ServeRentAnswer(Answer):
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each deployment of the front."""
-        return [self._row(one) for one in self.front]
+        """Return a row for each deployment of the front."""
+        return [self._row(deployment) for deployment in self.front]
 
-    def _row(self, one: ServedOn) -> dict[str, Any]:
-        layout, offer = one.layout, one.offer
-        users = None if self.latency_s == float("inf") else one.users_within(self.latency_s)
+    def _row(self, deployment: ServedOn) -> dict[str, Any]:
+        layout, offer = deployment.layout, deployment.offer
+        users = None if self.latency_s == float("inf") else deployment.users_within(self.latency_s)
         return {
             "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "devices": offer.devices,
             "layout": layout.words, **asdict(layout.degrees), "engines": layout.engines,
-            "usd_per_hour": one.usd_per_hour, "usd_per_million_tokens": one.usd_per_million,
-            "per_token_seconds": one.per_token_s, "first_token_seconds": one.first_token_s,
-            "tokens_per_second": layout.tokens_per_s, "users_within_latency": users, "kilowatts": one.kilowatts,
-            "price_source": offer.price.words, "command": self.command(one),
+            "usd_per_hour": deployment.usd_per_hour, "usd_per_million_tokens": deployment.usd_per_million,
+            "per_token_seconds": deployment.per_token_s, "first_token_seconds": deployment.first_token_s,
+            "tokens_per_second": layout.tokens_per_s, "users_within_latency": users, "kilowatts": deployment.kilowatts,
+            "price_source": offer.price.words, "command": self.command(deployment),
         }  # fmt: skip
 
     def __repr__(self) -> str:
@@ -109,8 +109,9 @@ class ServeRentAnswer(Answer):
 
     def _repr_html_(self) -> str:
         cells = [
-            (one.offer.title, one.layout.words, f"${three(one.usd_per_hour)}", f"{one.per_token_s * 1e3:.3g} ms")
-            for one in self.front
+            (deployment.offer.title, deployment.layout.words, f"${three(deployment.usd_per_hour)}",
+             f"{deployment.per_token_s * 1e3:.3g} ms")
+            for deployment in self.front
         ]  # fmt: skip
         return whole(line(repr(self)), table(("cluster", "layout", "per hour", "per token"), cells))
 
@@ -130,12 +131,16 @@ def rent_serving(
     devices: str | Sequence[str] | None = None,
     nodes: int | Sequence[int] | None = None,
 ) -> ServeRentAnswer:
-    """Dollars per hour against time per token of a served load, over all devices with a price.
+    """Weigh dollars per hour against time per token of a served load, over all devices with a price.
 
-    `input_length`, `output_length`, `concurrency`, `quantization`, `kv_dtype`, `framework`: as for `plan_serving`.
-    `latency`: milliseconds per token after the first. `prices`, `devices`, `nodes`: as for `rent`.
+    Args:
+        latency: Longest time per token after the first, in ms.
 
-    DoesNotFit where no cluster holds all requests at once. PlanError for what makes no sense.
+    `prices`, `devices` and `nodes` are those of `rent`; all other arguments are those of `plan_serving`.
+
+    Raises:
+        DoesNotFit: No cluster holds all requests at once.
+        PlanError: An argument makes no sense.
     """
     if latency is not None and not 0 < latency < 1e9:
         raise ArgumentError(f"latency={latency:g} must be a number of milliseconds above 0")

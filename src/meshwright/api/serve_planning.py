@@ -1,4 +1,4 @@
-"""`plan --serve`: memory, concurrency and speed of a served model, by tensor parallel. Needs no torch, no GPU."""
+"""`plan --serve`: memory, concurrency and speed of a served model, by tensor parallelism. Needs no torch, no GPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from meshwright.model import Transformer
 
 CACHE_WIDTHS: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
-"""Dtype of keys and values -> bytes of a number."""
+"""Dtype of keys and values -> bytes per number."""
 NARROWER = ("fp8", "int4_wo")
-"""Formats that are tried where weights are too large."""
+"""Formats to suggest when weights are too large."""
 MOST_TOKENS, MOST_REQUESTS = 10**7, 10**6
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ServingAnswer(Answer):
-    """The layouts of a served model that fit, most tokens per second first."""
+    """The layouts of a served model, most tokens per second first."""
 
     layouts: tuple[ServingLayout, ...]
     timed: Timed
@@ -67,13 +67,13 @@ class ServingAnswer(Answer):
 
     @property
     def best(self) -> ServingLayout:
-        """The recommended one: most tokens per second at the asked load, among those that hold all its requests."""
+        """The recommended layout: most tokens per second of those that hold all requests."""
         return self.layouts[0]
 
     @property
     def fitting(self) -> tuple[ServingLayout, ...]:
-        """Those that hold at least one sequence."""
-        return tuple(one for one in self.layouts if one.fits)
+        """The layouts that hold at least one sequence."""
+        return tuple(layout for layout in self.layouts if layout.fits)
 
     @cached_property
     def curve(self) -> tuple[CurvePoint, ...]:
@@ -82,12 +82,12 @@ class ServingAnswer(Answer):
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
+        """Parameters of the model."""
         return num_parameters(self.asked.model.shape)
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of all GPUs of one engine: weights, and the cache of the requests it serves."""
+        """Bytes of all GPUs of one engine, for weights and the cache of its requests, per parameter."""
         best = self.best
         sequences = min(self.asked.concurrency / best.engines, best.memory.most_sequences * best.degrees.attention_dp)
         ranks = best.degrees.tp
@@ -95,13 +95,15 @@ class ServingAnswer(Answer):
         return held / self.parameters
 
     def measure(self, waves: int = 4, model: "Transformer | None" = None) -> "ServingColumns":
-        """Run the load here through Meshwright's own engine in fp32, with `model` or with weights of chance: planned,
-        dry run and measured. `waves`: requests per place in flight. ArgumentError where another machine or engine is
-        planned."""
+        """Run the load on this machine with Meshwright's engine in fp32, and return planned, dry run and measured.
+
+        `waves`: requests per slot in flight. `model`: None = random weights. Raises ArgumentError if another machine or
+        engine was planned.
+        """
         from meshwright.api.serving_load import columns
 
-        of = self.best.deployment
-        if of.framework.name != MESHWRIGHT.name or of.device.is_gpu or self.quantization != "fp32":
+        deployment = self.best.deployment
+        if deployment.framework.name != MESHWRIGHT.name or deployment.device.is_gpu or self.quantization != "fp32":
             raise ArgumentError(
                 "measure runs Meshwright's engine on this machine in fp32: plan with cluster=FILE.toml of calibrate"
             )
@@ -109,10 +111,10 @@ class ServingAnswer(Answer):
             input_tokens=self.asked.input_tokens, output_tokens=self.asked.output_tokens,
             concurrency=self.asked.concurrency, waves=waves,
         )  # fmt: skip
-        return columns(self.timed(of), load, model)
+        return columns(self.timed(deployment), load, model)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright plan --serve --json` prints."""
+        """Return the document that `meshwright plan --serve --json` prints."""
         asked = self.asked
         return {
             "kind": "serving plan",
@@ -131,14 +133,14 @@ class ServingAnswer(Answer):
             "cache_elements_per_layer_and_token": elements_per_position(asked.model.shape),
             "bytes_per_parameter": self.bytes_per_parameter,
             "best": row_of(self.best),
-            "alternatives": [row_of(one) for one in self.fitting[1:]],
-            "does_not_fit": [row_of(one) for one in self.layouts if not one.fits],
-            "curve": [asdict(one) for one in self.curve],
+            "alternatives": [row_of(layout) for layout in self.fitting[1:]],
+            "does_not_fit": [row_of(layout) for layout in self.layouts if not layout.fits],
+            "curve": [asdict(point) for point in self.curve],
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each layout, the recommended one first."""
-        return [row_of(one) for one in self.layouts]
+        """Return a row for each layout, the recommended one first."""
+        return [row_of(layout) for layout in self.layouts]
 
     def __repr__(self) -> str:
         best, asked = self.best, self.asked
@@ -151,33 +153,33 @@ class ServingAnswer(Answer):
 
     def _repr_html_(self) -> str:
         cells = [
-            (one.words, f"{one.served.first_token_s * 1e3:.0f} ms", f"{one.served.per_token_s * 1e3:.1f} ms",
-             f"{one.tokens_per_s_per_gpu:,.0f}", gib(one.memory.weights_bytes), f"{one.most_requests:,.0f}")
-            for one in self.fitting if one.served
+            (layout.words, f"{layout.served.first_token_s * 1e3:.0f} ms", f"{layout.served.per_token_s * 1e3:.1f} ms",
+             f"{layout.tokens_per_s_per_gpu:,.0f}", gib(layout.memory.weights_bytes), f"{layout.most_requests:,.0f}")
+            for layout in self.fitting if layout.served
         ]  # fmt: skip
         heads = ("layout", "first token", "per token", "tokens/s per GPU", "weights", "requests at most")
         return whole(line(repr(self)), table(heads, cells))
 
 
-def row_of(one: ServingLayout) -> dict[str, Any]:
-    """Of one layout, in plain units."""
-    served_, memory = one.served, one.memory
+def row_of(layout: ServingLayout) -> dict[str, Any]:
+    """Return the figures of a layout in plain units."""
+    served_load, memory = layout.served, layout.memory
     return {
-        "layout": one.words, **asdict(one.degrees), "engines": one.engines, "fits": one.fits,
-        "first_token_seconds": served_.first_token_s if served_ else None,
-        "per_token_seconds": served_.per_token_s if served_ else None,
-        "tokens_per_second": one.tokens_per_s if served_ else None,
-        "tokens_per_second_per_gpu": one.tokens_per_s_per_gpu if served_ else None,
+        "layout": layout.words, **asdict(layout.degrees), "engines": layout.engines, "fits": layout.fits,
+        "first_token_seconds": served_load.first_token_s if served_load else None,
+        "per_token_seconds": served_load.per_token_s if served_load else None,
+        "tokens_per_second": layout.tokens_per_s if served_load else None,
+        "tokens_per_second_per_gpu": layout.tokens_per_s_per_gpu if served_load else None,
         "weights_bytes": round(memory.weights_bytes), "adapters_bytes": round(memory.adapters_bytes),
         "activations_bytes": round(memory.activations_bytes), "copies_bytes": round(memory.copies_bytes),
-        "graphs_bytes": round(memory.graphs_bytes), "waits": one.waits,
-        "cache_bytes": _whole(memory.cache_bytes), "cache_bytes_per_token": round(memory.position_bytes),
-        "cache_bytes_per_sequence": round(memory.sequence_bytes), "most_requests": _whole(one.most_requests),
+        "graphs_bytes": round(memory.graphs_bytes), "waits": layout.waits,
+        "cache_bytes": _finite(memory.cache_bytes), "cache_bytes_per_token": round(memory.position_bytes),
+        "cache_bytes_per_sequence": round(memory.sequence_bytes), "most_requests": _finite(layout.most_requests),
     }  # fmt: skip
 
 
-def _whole(value: float) -> int | None:
-    return None if value == float("inf") else round(value)
+def _finite(number: float) -> int | None:
+    return None if number == float("inf") else round(number)
 
 
 @checked
@@ -197,46 +199,60 @@ def plan_serving(
     adapter_rank: int = 16,
     adapter_targets: str = "all",
 ) -> ServingAnswer:
-    """Memory, concurrency and speed of a served model, for layouts by tensor parallel.
+    """Plan memory, concurrency and speed of a served model, for layouts by tensor parallelism.
 
-    `model`, `cluster`, `nodes`: as for `plan`. `input_length`, `output_length`: tokens of a request; `concurrency`:
-    requests in flight on the whole cluster. `quantization`: bf16, fp8, nvfp4, int4_wo or a scheme of `quantize`;
-    `kv_dtype`: of keys and values. By default both are bf16, and fp32 on a measured machine. `framework`: vllm, sglang,
-    trtllm or meshwright. `tp`: this degree alone. `adapters`: so many of `adapter_rank` on `adapter_targets` (as
-    model.lora) are held beside the model; they take memory, and their time is not planned.
+    Args:
+        model: As for `plan`.
+        cluster: As for `plan`.
+        nodes: As for `plan`.
+        input_length: Tokens of a prompt.
+        output_length: Tokens of an answer.
+        concurrency: Requests in flight on the whole cluster.
+        quantization: Weights as bf16, fp8, nvfp4, int4_wo or a scheme of `quantize`. Empty = bf16, or fp32 on a
+        measured
+            machine.
+        kv_dtype: Dtype of keys and values. Empty = as for `quantization`.
+        framework: vllm, sglang, trtllm or meshwright.
+        tp: Tensor-parallel degree. 0 = all that divide model and node.
+        adapters: LoRA adapters in memory beside the model. Their time is not planned.
+        adapter_rank: Rank of each adapter.
+        adapter_targets: Adapted matrices, as model.lora.targets.
 
-    DoesNotFit where no layout holds one sequence. PlanError for what makes no sense.
+    Raises:
+        DoesNotFit: No layout holds one sequence.
+        PlanError: An argument makes no sense.
     """
     plan = asked_plan(model, cluster, nodes, ())
-    own = cluster if cluster is not None and is_file(cluster) else None
-    plain = "fp32" if own else "bf16"
-    quantization, kv_dtype = quantization or plain, kv_dtype or plain
+    machine_file = cluster if cluster is not None and is_file(cluster) else None
+    default_format = "fp32" if machine_file else "bf16"
+    quantization, kv_dtype = quantization or default_format, kv_dtype or default_format
     asked, timed = asked_load(
-        plan, own, input_length=input_length, output_length=output_length, concurrency=concurrency,
+        plan, machine_file, input_length=input_length, output_length=output_length, concurrency=concurrency,
         quantization=quantization, kv_dtype=kv_dtype, framework=framework,
     )  # fmt: skip
     if adapters:
         lora = _adapter(asked, adapters, adapter_rank, adapter_targets)
         asked = replace(asked, adapters=adapters, adapter=lora)
-    found = layouts(asked, timed, tp)
-    if not found:
+    planned = layouts(asked, timed, tp)
+    if not planned:
         raise ArgumentError(
             f"tp={tp} does not divide both {plan.model.name} and a node of {plan.cluster.devices_per_node} "
             "devices: leave it out to see what does"
         )
-    answer = ServingAnswer(layouts=tuple(found), timed=timed, quantization=quantization, kv_dtype=kv_dtype)
+    answer = ServingAnswer(layouts=tuple(planned), timed=timed, quantization=quantization, kv_dtype=kv_dtype)
     if not answer.fitting:
         raise _does_not_fit(answer)
-    holding = [one for one in found if one.fits and not one.waits]
-    if holding and holding[0] is not found[0]:
-        found.remove(holding[0])
-        answer = replace(answer, layouts=(holding[0], *found))
+    # Prefer a layout that holds all requests at once to faster ones that let some wait.
+    holding = [layout for layout in planned if layout.fits and not layout.waits]
+    if holding and holding[0] is not planned[0]:
+        planned.remove(holding[0])
+        answer = replace(answer, layouts=(holding[0], *planned))
     return answer
 
 
 def asked_load(
     plan: Plan,
-    own: str | None,
+    machine_file: str | None,
     *,
     input_length: int,
     output_length: int,
@@ -245,14 +261,16 @@ def asked_load(
     kv_dtype: str,
     framework: str,
 ) -> tuple[ServingAsked, Timed]:
-    """What is asked of a plan's model and cluster, and the times of its steps. `own`: the file of a measured machine.
-    ArgumentError where something makes no sense."""
+    """Return the requested load for the model and cluster of a plan, and the times of its steps.
+
+    `machine_file`: the file of a measured machine. Raises ArgumentError.
+    """
     _check_range("input_length", input_length, MOST_TOKENS)
     _check_range("output_length", output_length, MOST_TOKENS)
     _check_range("concurrency", concurrency, MOST_REQUESTS)
     if kv_dtype not in CACHE_WIDTHS:
         raise ArgumentError(f"kv_dtype={kv_dtype!r} is not known: take one of {', '.join(CACHE_WIDTHS)}")
-    rules, timed = _rules(framework, plan, own)
+    rules, timed = _framework_rules(framework, plan, machine_file)
     asked = ServingAsked(
         model=served(plan.model.base), cluster=plan.cluster, framework=rules,
         formats=formats_of(quantization, experts=plan.model.moe is not None), cache_width=CACHE_WIDTHS[kv_dtype],
@@ -266,21 +284,21 @@ def asked_load(
     return asked, timed
 
 
-def _rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framework, Timed]:
-    """Of a framework, with the times of a measured machine where `cluster` is its file."""
-    own = meshwright_on(plan.cluster.device, plan.model.hidden)
-    known = {**FRAMEWORKS, own.name: own}
-    if name and name not in known:
-        raise ArgumentError(f"framework={name!r} is not known: take one of {', '.join(known)}")
+def _framework_rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framework, Timed]:
+    """Return the rules of a framework and its step times, measured ones if `cluster` is a file."""
+    engine = meshwright_on(plan.cluster.device, plan.model.hidden)
+    frameworks = {**FRAMEWORKS, engine.name: engine}
+    if name and name not in frameworks:
+        raise ArgumentError(f"framework={name!r} is not known: take one of {', '.join(frameworks)}")
     if cluster is None:
-        return known[name or VLLM.name], StepTimes
+        return frameworks[name or VLLM.name], StepTimes
     if name not in ("", MESHWRIGHT.name):
         raise ArgumentError(f"framework={name}: a measured machine runs Meshwright's own engine: framework=meshwright")
-    return own, measured_times(cluster, plan)
+    return engine, measured_times(cluster, plan)
 
 
 def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes]:
-    """Steps of Meshwright's engine on the machine of a cluster file."""
+    """Return step times of Meshwright's engine on the machine of a cluster file."""
     file = measured(cluster)[0]
     estimator = file.estimator(plan)
     if file.serving:
@@ -288,29 +306,32 @@ def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes
     host = estimator.speeds.host
     each = host.layer(plan.model.base, routed=plan.model.moe is not None, experts=0)[0] if host else 0.0
 
-    def timed(of: Deployment) -> StepTimes:
-        rules = of.framework._replace(layer_us=each * 1e6, beside=0 if of.device.is_gpu else BESIDE_ANSWERS)
-        return StepTimes(replace(of, framework=rules), MeasuredKernels(estimator.speeds, estimator.links))
+    def timed(deployment: Deployment) -> StepTimes:
+        rules = deployment.framework._replace(
+            layer_us=each * 1e6, beside=0 if deployment.device.is_gpu else BESIDE_ANSWERS
+        )
+        return StepTimes(replace(deployment, framework=rules), MeasuredKernels(estimator.speeds, estimator.links))
 
     return timed
 
 
 def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[Deployment], StepTimes]:
-    """Steps of Meshwright's engine by its own rates on a machine."""
+    """Return step times of Meshwright's engine by its measured rates on a machine."""
 
-    def timed(of: Deployment) -> StepTimes:
-        sequence_s = rates.sequence_s + rates.logit_s * of.model.shape.vocab
-        rules = of.framework._replace(
+    def timed(deployment: Deployment) -> StepTimes:
+        sequence_s = rates.sequence_s + rates.logit_s * deployment.model.shape.vocab
+        rules = deployment.framework._replace(
             layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=sequence_s * 1e6, fuses=True,
             prompt_layer_us=rates.prompt_layer_s * 1e6, beside=BESIDE_ANSWERS,
         )  # fmt: skip
-        return StepTimes(replace(of, framework=rules), EngineKernels(speeds, links, rates, weights_bytes(of)))
+        return StepTimes(
+            replace(deployment, framework=rules), EngineKernels(speeds, links, rates, weights_bytes(deployment))
+        )
 
     return timed
 
 
 def _adapter(asked: ServingAsked, number: int, rank: int, targets: str) -> LoRAShape:
-    """ArgumentError where it makes no sense."""
     _check_range("adapters", number, MOST_REQUESTS)
     try:
         lora = LoRAShape(rank=rank, targets=targets)
@@ -320,29 +341,29 @@ def _adapter(asked: ServingAsked, number: int, rank: int, targets: str) -> LoRAS
     return lora
 
 
-def _check_range(name: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise ArgumentError(f"{name}={value} must be at least 1 and at most {most:,}")
+def _check_range(name: str, number: int, most: int) -> None:
+    if not 1 <= number <= most:
+        raise ArgumentError(f"{name}={number} must be at least 1 and at most {most:,}")
 
 
 def _does_not_fit(answer: ServingAnswer) -> DoesNotFit:
-    """With the nearest layout, and what would fit."""
-    one, asked = answer.best, answer.asked
-    memory = one.memory
+    """Return the error, with the nearest layout and what would fit."""
+    best, load = answer.best, answer.asked
+    memory = best.memory
     needed = memory.held_bytes + memory.sequence_bytes
     others = [
-        (f"quantization={name}", formats_of(name, experts=asked.model.shape.moe is not None))
-        for name in NARROWER if FORMATS[name].width < asked.formats.experts.width
+        (f"quantization={name}", formats_of(name, experts=load.model.shape.moe is not None))
+        for name in NARROWER if FORMATS[name].width < load.formats.experts.width
     ]  # fmt: skip
-    smaller = smallest_format(asked, others)
-    more = Cluster(device=asked.cluster.device, devices_per_node=2 * asked.cluster.devices_per_node)
-    hint = smaller or f"cluster={more.device.name} with more than {asked.cluster.devices_per_node} devices in a node"
+    smaller = smallest_format(load, others)
+    more = Cluster(device=load.cluster.device, devices_per_node=2 * load.cluster.devices_per_node)
+    hint = smaller or f"cluster={more.device.name} with more than {load.cluster.devices_per_node} devices in a node"
     error = DoesNotFit(
-        f"{asked.model.shape.name} with one sequence of {asked.length:,} tokens needs {gib(needed)} per GPU with "
-        f"{one.words}, and {gib(memory.usable_bytes)} are usable: take {hint}"
+        f"{load.model.shape.name} with one sequence of {load.length:,} tokens needs {gib(needed)} per GPU with "
+        f"{best.words}, and {gib(memory.usable_bytes)} are usable: take {hint}"
     )
     error.document = {
-        "kind": "serving plan", "fits": False, "model": asked.model.shape.name,
-        "does_not_fit": [row_of(one) for one in answer.layouts],
+        "kind": "serving plan", "fits": False, "model": load.model.shape.name,
+        "does_not_fit": [row_of(best) for best in answer.layouts],
     }  # fmt: skip
     return error

@@ -1,4 +1,4 @@
-"""A model behind an HTTP address: what `meshwright serve` and `TrainedModel.serve` share."""
+"""A model behind an HTTP address, shared by `meshwright serve` and `TrainedModel.serve`."""
 
 import asyncio
 import threading
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from meshwright.server.http_server import HttpServer
 
 Ready = Callable[["HttpServer"], None]
-"""Called when the first request may come."""
+"""Called when the server accepts requests."""
 
 
 def server_of(
     name: str, opened: "OpenModel", options: ServerOptions, engine: EngineOptions, on_ready: Ready | None = None
 ) -> "HttpServer":
-    """A server that has its address. ArgumentError; PlanError where its libraries are not installed."""
+    """Return a server that has its address. Raises ArgumentError, and PlanError without its libraries."""
     require("serve", "serve")
     from meshwright.server.http_server import HttpServer
 
@@ -33,28 +33,28 @@ def server_of(
 
 
 def run(server: "HttpServer") -> None:
-    """Answer until SIGTERM, which is a good end, or Ctrl-C, which is raised again when requests have ended."""
+    """Answer until SIGTERM, a good end, or Ctrl-C, which is raised again once requests have ended."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         server.run()
     else:
-        _run_beside_a_loop(server)
+        _run_in_thread(server)
     if server.interrupted:
         raise KeyboardInterrupt
 
 
-def _run_beside_a_loop(server: "HttpServer") -> None:
-    """In a notebook, whose thread has a loop already."""
+def _run_in_thread(server: "HttpServer") -> None:
+    """Run in a thread of its own: a notebook's thread has a loop already."""
     failures = list[BaseException]()
 
-    def target() -> None:
+    def serve() -> None:
         try:
             server.run()
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=target, name="meshwright-serve")
+    thread = threading.Thread(target=serve, name="meshwright-serve")
     thread.start()
     try:
         thread.join()
@@ -67,7 +67,7 @@ def _run_beside_a_loop(server: "HttpServer") -> None:
 
 
 def served_name(path: Path) -> str:
-    """Of a folder or file, as requests call it."""
+    """Return the default name of a model in requests: that of its folder or file."""
     path = path.resolve()
     return path.stem if path.suffix == ".gguf" else path.name
 
@@ -75,23 +75,25 @@ def served_name(path: Path) -> str:
 def configuration(
     server: "HttpServer", engine: EngineOptions, draft: Path | None = None, adapters: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """What a server runs with: keys are counted, not shown. `draft`: where the model was read from that guesses;
-    `adapters`: by name."""
+    """Return the settings of a server. Keys are counted, not shown.
+
+    `draft`: path of the model that guesses. `adapters`: their names.
+    """
     options = server.options
     shown = [name for name in EngineOptions.__slots__ if name not in ("speculation", "on_progress")]
-    own = {name: getattr(engine, name) for name in shown}
-    own |= {name: own[name] or "auto" for name in ("cache_bytes", "most_tokens", "most_sequences")}
+    settings = {name: getattr(engine, name) for name in shown}
+    settings |= {name: settings[name] or "auto" for name in ("cache_bytes", "most_tokens", "most_sequences")}
     return {
         "keys": len(options.keys),
         "adapters": ",".join(adapters) or "none",
         "adapter_dir": options.adapter_folder or "none",
-        **own,
-        **_guesses(engine.speculation, draft),
+        **settings,
+        **_guess_settings(engine.speculation, draft),
         **{name: getattr(options.limits, name) for name in type(options.limits).__slots__},
     }
 
 
-def _guesses(speculation: "Speculation | None", draft: Path | None) -> dict[str, Any]:
+def _guess_settings(speculation: "Speculation | None", draft: Path | None) -> dict[str, Any]:
     if speculation is None:
         return {"guess_tokens": 0}
     how = {"draft": draft} if draft is not None else {"guess_ngram": speculation.ngram}

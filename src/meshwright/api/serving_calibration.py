@@ -1,5 +1,8 @@
-"""Measures what the serving engine reaches on this machine: real steps of models that have little to compute, a long
-context, prompts, and products as the engine has them. A part of `calibrate`."""
+"""Rates of the serving engine on this machine, a part of `calibrate`.
+
+Measures real steps of models with little to compute, a long context, prompts, and products as the engine makes
+them.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +17,7 @@ from torch import Tensor
 from meshwright.kernels.compiled import library
 from meshwright.kernels.linear import linear
 from meshwright.kernels.prepared_product import PreparedProduct, prepared_product
-from meshwright.model import Transformer, build
+from meshwright.model import build
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.serve.engine_options import EngineOptions
@@ -24,27 +27,27 @@ from meshwright.spec.inventory import num_parameters
 from meshwright.spec.shape import ModelShape
 
 Clock = Callable[[], float]
-"""Seconds. Of one thread's processor time, other programs on the machine change little."""
+"""Returns seconds. Other programs hardly affect one thread's processor time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEffort:
-    """How much is measured."""
+    """Amount of measuring."""
 
     rows: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 64, 65, 128, 512)
-    """On both sides of the number at which the engine takes another library's products."""
+    """Rows of products, on both sides of the number at which the engine switches to another library."""
     dims: tuple[float, ...] = (64, 256, 1024, 4096)
     pools: tuple[int, ...] = (2**18, 2**21, 2**23, 2**25)
-    """Numbers of all weights that products take in turn, fp32: from what a core's own cache holds to more than all."""
+    """fp32 numbers of all weights that products take in turn: from the size of a core's cache to beyond all caches."""
     steps: int = 40
     rounds: int = 5
     window_s: float = 0.003
     long: int = 1024
     """Tokens of the long context."""
     prompts: tuple[int, int, int] = (72, 192, 512)
-    """Tokens of prompts that are one step each."""
+    """Tokens of prompts of one step each."""
     vocab: int = 8192
-    """Of the model whose logits are many."""
+    """Vocabulary of the model with many logits."""
 
 
 QUICK = ServingEffort(
@@ -55,53 +58,53 @@ QUICK = ServingEffort(
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Times of steps without their products."""
+    """Measures times of steps without their products."""
 
     effort: ServingEffort
     clock: Clock
     grid: RateGrid
 
     def step(self, layers: int, batch: int, context: int, hidden: int = 64, vocab: int = 256) -> float:
-        """Of decoding."""
+        """Return the time of a decoding step."""
         shape = _shape(layers, hidden, 2 * context + self.effort.steps + 64, vocab)
         seconds = _step_s(shape, batch, context, self.effort, self.clock)
         return max(1e-7, seconds - _products_s(shape, batch, batch, self.grid))
 
     def prompt(self, layers: int, tokens: int, hidden: int) -> float:
-        """Of reading a prompt."""
+        """Return the time of reading a prompt."""
         shape = _shape(layers, hidden, tokens + 64, 256)
         return _prompt_s(shape, tokens, self.effort, self.clock) - _products_s(shape, tokens, 1, self.grid)
 
 
 def engine_rates(effort: ServingEffort | None = None, clock: Clock = time.perf_counter) -> EngineRates:
-    """Half a minute; a second with QUICK. On the CPU, with the threads that torch has."""
+    """Measure on the CPU with the threads that torch has, for half a minute, or a second with QUICK."""
     effort = effort or ServingEffort()
     probe = _Probe(effort, clock, _products(effort, clock))
-    one, deep, wide = probe.step(1, 1, 16), probe.step(5, 1, 16), probe.step(1, 8, 16)
+    base, deep, wide = probe.step(1, 1, 16), probe.step(5, 1, 16), probe.step(1, 8, 16)
     logit_s = max(0.0, probe.step(1, 8, 16, vocab=effort.vocab) - wide) / (8 * (effort.vocab - 256))
-    layer_s = max(1e-7, (deep - one) / 4)
-    sequence_s = max(1e-8, (wide - one) / 7 - 256 * logit_s)
+    layer_s = max(1e-7, (deep - base) / 4)
+    sequence_s = max(1e-8, (wide - base) / 7 - 256 * logit_s)
     long, short = probe.step(4, 8, effort.long, 256), probe.step(4, 8, 16, 256)
     read = 4 * 8 * (effort.long - 16) * 2 * 256 * 4.0
     pair_flop = 2.0 * 4 * 256
-    once_s, linear_s, square_s = _by_tokens(
-        [(n, probe.prompt(4, n, 256) - one - 4 * layer_s) for n in effort.prompts],
-        least_pair_s=pair_flop / max(probe.grid.values),  # attention multiplies no faster than the best product
+    once_s, linear_s, square_s = _fit_prompts(
+        [(n, probe.prompt(4, n, 256) - base - 4 * layer_s) for n in effort.prompts],
+        least_pair_s=pair_flop / max(probe.grid.values),  # attention is no faster than the best product
     )
     return EngineRates(
-        step_s=max(1e-7, one - layer_s - sequence_s - 256 * logit_s), sequence_s=sequence_s, logit_s=logit_s,
+        step_s=max(1e-7, base - layer_s - sequence_s - 256 * logit_s), sequence_s=sequence_s, logit_s=logit_s,
         layer_s=layer_s, token_layer_s=linear_s / (4 * 256), cached_bytes_per_s=read / max(1e-6, long - short),
         prompt_flop_per_s=pair_flop / square_s, products=probe.grid, prompt_layer_s=once_s / 4,
     )  # fmt: skip
 
 
-def _by_tokens(prompts: Sequence[tuple[int, float]], least_pair_s: float) -> tuple[float, float, float]:
-    """Seconds of three prompts by their tokens -> (of any, for each token, for each pair).
+def _fit_prompts(prompts: Sequence[tuple[int, float]], least_pair_s: float) -> tuple[float, float, float]:
+    """Fit the seconds of three prompts by their tokens: (constant, per token, per pair of tokens).
 
-    Short prompts measured in a hurry may show no share of pairs at all: it is at least `least_pair_s`.
+    Short prompts measured in a hurry may show no cost per pair at all, so it is at least `least_pair_s`.
     """
-    (few, first), (some, second), (many, third) = prompts
-    lower, upper = (second - first) / (some - few), (third - second) / (many - some)
+    (few, first), (medium, second), (many, third) = prompts
+    lower, upper = (second - first) / (medium - few), (third - second) / (many - medium)
     square = max(least_pair_s, (upper - lower) / (many - few))
     each = max(0.0, (third - first) / (many - few) - square * (many + few))
     return max(0.0, first - each * few - square * few**2), each, square
@@ -115,7 +118,10 @@ def _shape(layers: int, hidden: int, positions: int, vocab: int) -> ModelShape:
 
 
 def _products_s(shape: ModelShape, rows: int, logits: int, grid: RateGrid) -> float:
-    """Of all products of a step with so many tokens and rows of logits, read from the grid as the planner reads it."""
+    """Return the seconds of all products of a step, read from the grid as the planner does.
+
+    `logits`: rows of the head.
+    """
     hidden, ffn, weights = shape.hidden, shape.ffn, 4.0 * num_parameters(shape)
     inner = hidden + 2 * shape.kv_heads * shape.head_dim
     layer = [(rows, hidden, inner), (rows, hidden, hidden), (rows, hidden, 2 * ffn), (rows, ffn, hidden)]
@@ -124,104 +130,102 @@ def _products_s(shape: ModelShape, rows: int, logits: int, grid: RateGrid) -> fl
 
 
 def _products(effort: ServingEffort, clock: Clock) -> RateGrid:
-    """By the products that the engine prepares, inputs (m, k) and weights (n, k). Each call takes the next of many
-    weights, as a step of a model does, whose matrices are as large together. Products of few rows are without what a
-    call costs: a step makes them inside of a block's call, whose cost is a layer's."""
+    """Measure products as the engine prepares them, with inputs (m, k) and weights (n, k).
+
+    Each call takes the next of many weights, as a step of a model of that size does. Products of few rows exclude the
+    cost of a call, since a step makes them inside the call of a block, whose cost belongs to the layer.
+    """
     rates = dict[tuple[float, ...], float]()
     numbers = torch.randn(max(effort.pools))
     with torch.no_grad(), library.used(library.compiled()):
         call_s = _least(partial(_product(numbers[:256].view(16, 16)), torch.randn(1, 16)), effort, clock)
         for k, n in product(effort.dims, effort.dims):
-            every = numbers[: max(1, numbers.numel() // int(k * n)) * int(k * n)].view(-1, int(n), int(k))
-            ready = [_product(one) for one in every]
+            weights = numbers[: max(1, numbers.numel() // int(k * n)) * int(k * n)].view(-1, int(n), int(k))
+            ready = [_product(weight) for weight in weights]
             for m in effort.rows:
                 beside_s = call_s if m <= library.ROWS else 0.0
-                rates.update(_by_pool(ready, torch.randn(int(m), int(k)), (m, k, n), effort, clock, beside_s))
-    places = product((4.0 * one for one in effort.pools), effort.rows, effort.dims, effort.dims)
+                rates.update(_rates_by_pool(ready, torch.randn(int(m), int(k)), (m, k, n), effort, clock, beside_s))
+    grid_points = product((4.0 * pool for pool in effort.pools), effort.rows, effort.dims, effort.dims)
     return RateGrid(
-        (tuple(4.0 * one for one in effort.pools), effort.rows, effort.dims, effort.dims),
-        tuple(rates[place] for place in places),
+        (tuple(4.0 * pool for pool in effort.pools), effort.rows, effort.dims, effort.dims),
+        tuple(rates[point] for point in grid_points),
     )
 
 
-def _by_pool(
+def _rates_by_pool(
     ready: list[Callable[[Tensor], Tensor]], x: Tensor, sizes: tuple[float, ...], effort: ServingEffort, clock: Clock,
     beside_s: float,
 ) -> Iterator[tuple[tuple[float, ...], float]]:  # fmt: skip
-    """FLOP per second of one product, by the bytes of all weights and its sizes. `beside_s`: of a call, but the
-    product, which is at least a tenth of the time that is measured."""
+    """Yield FLOP per second of one product, by the bytes of all weights and its sizes.
+
+    `beside_s`: time of a call without the product, which is taken for at least a tenth of the measured time.
+    """
     m, k, n = sizes
     known = dict[int, float]()
     for pool in effort.pools:
         count = min(len(ready), max(1, pool // int(k * n)))
         if count not in known:
-            call_s = _least(partial(_next_product, x, cycle(ready[:count])), effort, clock)
+            call_s = _least(partial(_multiply_next, x, cycle(ready[:count])), effort, clock)
             known[count] = 2 * m * k * n / max(call_s - beside_s, call_s / 10)
         yield (4.0 * pool, *sizes), known[count]
 
 
 def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """As the engine has it."""
-    found: PreparedProduct | None = prepared_product([weight], [None])
-    return found or partial(linear, weight=weight)
+    prepared: PreparedProduct | None = prepared_product([weight], [None])
+    return prepared or partial(linear, weight=weight)
 
 
-def _next_product(x: Tensor, products: Iterator[Callable[[Tensor], Tensor]]) -> Tensor:
+def _multiply_next(x: Tensor, products: Iterator[Callable[[Tensor], Tensor]]) -> Tensor:
     return next(products)(x)
 
 
 def _least(run: Callable[[], object], effort: ServingEffort, clock: Clock) -> float:
-    """The least of rounds of the mean of a window."""
+    """Return the least, over rounds, of the mean time in a window."""
     run()
-    found = []
+    means = []
     for _ in range(effort.rounds):
         count, start = 0, clock()
         while (now := clock() - start) < effort.window_s or not count:
             run()
             count += 1
-        found.append(now / max(1, count))
-    return min(found)
+        means.append(now / max(1, count))
+    return min(means)
 
 
 def _step_s(shape: ModelShape, batch: int, context: int, effort: ServingEffort, clock: Clock) -> float:
-    """Of a step in which `batch` sequences get a token: the mean, as some steps begin blocks; of each the least of
-    rounds."""
+    """Return the mean step in which `batch` sequences get a token, since some steps begin blocks; of each the least."""
     engine = _engine(shape, batch)
     least = [float("inf")] * effort.steps
     for turn in range(min(4, effort.rounds)):
-        asked = RequestOptions(max_new_tokens=effort.steps + 2 + context * batch // 256, salt=None)
-        requests = [engine.add(_prompt(context, turn * batch + number), asked) for number in range(batch)]
+        options = RequestOptions(max_new_tokens=effort.steps + 2 + context * batch // 256, salt=None)
+        requests = [engine.add(_prompt(context, turn * batch + number), options) for number in range(batch)]
         while not all(request.answers[0].ids for request in requests):
             engine.step()
-        for place, before in enumerate(least):
+        for step, before in enumerate(least):
             start = clock()
             engine.step()
-            least[place] = min(before, clock() - start)
+            least[step] = min(before, clock() - start)
         engine.run(requests)
     return mean(least)
 
 
 def _prompt_s(shape: ModelShape, tokens: int, effort: ServingEffort, clock: Clock) -> float:
-    """Of a step that reads a prompt of so many tokens."""
     engine = _engine(shape, 1)
-    found = []
+    seconds = []
     for number in range(max(3, effort.steps // 4)):
         request = engine.add(_prompt(tokens, number), RequestOptions(max_new_tokens=1, salt=None))
         start = clock()
         engine.run([request])
-        found.append(clock() - start)
-    return min(found)
+        seconds.append(clock() - start)
+    return min(seconds)
 
 
 def _engine(shape: ModelShape, batch: int) -> ServingEngine:
-    return ServingEngine(_model(shape), EngineOptions(most_sequences=batch))
-
-
-def _model(shape: ModelShape) -> Transformer:
     torch.manual_seed(0)
-    return build(shape, dtype=torch.float32, device=torch.device("cpu"))
+    model = build(shape, dtype=torch.float32, device=torch.device("cpu"))
+    return ServingEngine(model, EngineOptions(most_sequences=batch))
 
 
 def _prompt(tokens: int, number: int) -> list[int]:
-    """Unlike others from its first token on."""
-    return [(7 * place + 31 * number + 1) % 255 for place in range(tokens)]
+    """Return a prompt that differs from others in its first token."""
+    return [(7 * position + 31 * number + 1) % 255 for position in range(tokens)]

@@ -29,22 +29,22 @@ class ServingComparison(Answer):
     columns: ServingColumns
     tolerance: float
     title: str
-    """What was served."""
+    """Name of the served model."""
 
     @property
     def compared(self) -> tuple[ComparedRow, ...]:
-        """Memory, then time, then use."""
-        of, planned, measured = self.columns, self.columns.planned, self.columns.measured
-        held = of.measured_weights_bytes + of.measured_cache_bytes + of.measured_copies_bytes
+        """Rows of memory, then time, then use."""
+        figures, planned_speed, measured_speed = self.columns, self.columns.planned, self.columns.measured
+        held = figures.measured_weights_bytes + figures.measured_cache_bytes + figures.measured_copies_bytes
         sizes: Mapping[str, Values] = {
-            WEIGHTS: (of.planned_weights_bytes, of.dry_weights_bytes, of.measured_weights_bytes),
-            CACHE: (of.planned_cache_bytes, of.dry_cache_bytes, of.measured_cache_bytes),
-            COPIES: (of.planned_copies_bytes, None, of.measured_copies_bytes),
+            WEIGHTS: (figures.planned_weights_bytes, figures.dry_weights_bytes, figures.measured_weights_bytes),
+            CACHE: (figures.planned_cache_bytes, figures.dry_cache_bytes, figures.measured_cache_bytes),
+            COPIES: (figures.planned_copies_bytes, None, figures.measured_copies_bytes),
         }
-        figures = (
-            ("time", "first token", "seconds", planned.first_token_s, measured.first_token_s),
-            ("time", "per token", "seconds", planned.per_token_s, measured.per_token_s),
-            ("use", "tokens/s", "tokens/s", planned.output_tokens_per_s, measured.output_tokens_per_s),
+        speeds = (
+            ("time", "first token", "seconds", planned_speed.first_token_s, measured_speed.first_token_s),
+            ("time", "per token", "seconds", planned_speed.per_token_s, measured_speed.per_token_s),
+            ("use", "tokens/s", "tokens/s", planned_speed.output_tokens_per_s, measured_speed.output_tokens_per_s),
         )
         return (
             *(
@@ -59,7 +59,7 @@ class ServingComparison(Answer):
                     section=section, what=what, unit=unit, values=(a, None, b), tolerance=self.tolerance,
                     missing=("", TIMELESS, ""),
                 )
-                for section, what, unit, a, b in figures
+                for section, what, unit, a, b in speeds
             ),
         )  # fmt: skip
 
@@ -70,11 +70,11 @@ class ServingComparison(Answer):
 
     @property
     def agrees(self) -> bool:
-        """Whether no row is beyond it."""
+        """Are all rows within the tolerance?"""
         return not self.disagreeing
 
     def check(self) -> None:
-        """OutsideTolerance with the first row that disagrees."""
+        """Raise OutsideTolerance with the first row that disagrees."""
         if self.disagreeing:
             row = self.disagreeing[0]
             raise OutsideTolerance(
@@ -83,7 +83,7 @@ class ServingComparison(Answer):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright compare --serve --json` prints."""
+        """Return the document that `meshwright compare --serve --json` prints."""
         asked = self.plan.asked
         return {
             "kind": "served load", "model": asked.model.shape.name, "title": self.title,
@@ -93,7 +93,7 @@ class ServingComparison(Answer):
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each figure: planned, dryrun and measured, with the errors of the first two."""
+        """Return a row for each figure: planned, dryrun and measured, with the errors of the first two."""
         names = ("section", "what", "unit", "planned", "dryrun", "measured", "planned_error", "dryrun_error", "agrees")
         return [{name: row[name] for name in names} for row in self.to_dict()["rows"]]
 
@@ -115,11 +115,18 @@ def compare_serving(
     model: Place, *, cluster: str, input_length: int = 256, output_length: int = 64, concurrency: int = 8,
     waves: int = 4, tolerance: float = 0.1,
 ) -> ServingComparison:  # fmt: skip
-    """Serve a load here with Meshwright's engine, and lay plan, dry run and measurement side by side.
+    """Serve a load here with Meshwright's engine, and compare plan, dry run and measurement.
 
-    `model`: a run folder or a Hugging Face directory, in fp32. `cluster`: FILE.toml of `calibrate`, whose machine this
-    is, as FILE.tomlx1. `input_length`, `output_length`: tokens of a request; `concurrency`: requests in flight;
-    `waves`: requests per place in flight. That rows disagree is an answer (`agrees`, `check`). PlanError.
+    Rows that disagree raise nothing: see `agrees` and `check`. Raises PlanError for arguments that make no sense.
+
+    Args:
+        model: A run folder or a Hugging Face directory, served in fp32.
+        cluster: FILE.toml of `calibrate` for this machine, as FILE.tomlx1.
+        input_length: Tokens of a prompt.
+        output_length: Tokens of an answer.
+        concurrency: Requests in flight.
+        waves: Requests per slot in flight.
+        tolerance: Largest relative error of a row.
     """
     from meshwright.api.model_opening import load
 

@@ -1,6 +1,6 @@
 """An engine over several ranks, each of which reads its own part of the weights.
 
-The ranks are processes of this machine that are started here, or those that torchrun has started already.
+The ranks are processes of this machine that are started here, or those that torchrun has started.
 """
 
 import signal
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.api.arguments import Place, folder_of
-from meshwright.api.model_opening import Placing, Put, described, opened
+from meshwright.api.model_opening import Allocate, Put, described, opened
 from meshwright.api.trained_model import TrainedModel
 from meshwright.model import Transformer
 from meshwright.model.hub.adapter import base_folder, is_adapter
@@ -40,26 +40,26 @@ from meshwright.store.model_place import LAST
 from meshwright.training.device import pick_device
 
 NEVER = timedelta(days=3650)
-"""After which a rank that waits for the next step gives up: a server may have nothing to do for long, and a rank that
-ends closes its connections."""
+"""Timeout of a rank that waits for the next step.
+
+A server may be idle for long, and a rank that ends closes its connections.
+"""
 MEET_S, POLL_S = 300.0, 0.02
-"""For the slowest rank to import torch; between looks whether it is there."""
+"""Seconds for the slowest rank to import torch; between checks whether it is there."""
 LAST_WORD_S = 2.0
-"""For a rank to say why it ends."""
-SAID = 500
-"""Letters of that."""
+"""Seconds for a rank to report why it ends."""
+MOST_LETTERS = 500
+"""Longest report of such a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What all ranks open."""
-
     path: Path
     dtype: str | None
     checkpoint: str
     layout: Layout
     store: str = ""
-    """Where ranks that are started here meet."""
+    """File at which ranks started here meet."""
     threads: int = 1
 
 
@@ -68,31 +68,42 @@ def sharded_engine(
     path: Place, options: EngineOptions | None = None, *, tp: int, ep: int = 1, dtype: str | None = "auto",
     checkpoint: str = LAST, adapters: Mapping[str, str | Path] | None = None,
 ) -> Iterator[ServingEngine | None]:  # fmt: skip
-    """An engine of a trained model over `tp` ranks; `ep`: over how many of them experts are spread, each whole.
+    """Open an engine of a trained model over `tp` ranks, with experts spread over `ep` of them.
 
-    Without a process group tp - 1 processes of this machine are started, which end with the context. In one of tp
-    ranks (torchrun) every rank enters: the first is given the engine, and others None, when the first has left.
-    `path`, `dtype`, `checkpoint`: as `load`. `options`: bytes are those of each rank. `adapters`: as
-    TrainedModel.engine; the first rank reads them. ArgumentError, IllegalLayout, RunError, and what `load` raises."""
-    with sharded_model(path, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint) as found:
-        yield None if found is None else found.engine(options, adapters=adapters)
+    Outside a process group, tp - 1 processes of this machine are started, and end with the context. In a group of tp
+    ranks (torchrun) every rank enters: the first gets the engine, the others get None once the first has left.
+
+    Args:
+        path: As for `load`, and so are `dtype` and `checkpoint`.
+        options: Options of the engine. Bytes are those of each rank.
+        tp: Ranks that share every layer.
+        ep: Ranks that experts are spread over, each expert whole.
+        dtype: As for `load`.
+        checkpoint: As for `load`.
+        adapters: As for TrainedModel.engine. The first rank reads them.
+
+    Raises:
+        ArgumentError, IllegalLayout, RunError: And all that `load` raises.
+    """
+    with sharded_model(path, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint) as first_rank:
+        yield None if first_rank is None else first_rank.engine(options, adapters=adapters)
 
 
 @contextmanager
 def sharded_model(
     path: Place, *, tp: int, ep: int = 1, dtype: str | None = "auto", checkpoint: str = LAST
 ) -> Iterator[TrainedModel | None]:
-    """The first rank's part of a model, for an engine alone; None on other ranks. As `sharded_engine`."""
+    """Open the first rank's part of a model, for an engine only; None on other ranks. As `sharded_engine`."""
     task = _Task(path=folder_of(path), dtype=dtype, checkpoint=checkpoint, layout=_layout(tp, ep))
     _check(task)
     if dist.is_initialized():
         if dist.get_world_size() != tp:
             raise ArgumentError(f"tp={tp}: the process group has {dist.get_world_size()} ranks, and all of them serve")
-        with _joined(task) as found:
-            yield found
+        with _rank_part(task) as part:
+            yield part
         return
-    with _started(task) as found:
-        yield found
+    with _with_processes(task) as part:
+        yield part
 
 
 def _layout(tp: int, ep: int) -> Layout:
@@ -102,9 +113,9 @@ def _layout(tp: int, ep: int) -> Layout:
 
 
 def _check(task: _Task) -> None:
-    """Whatever can be refused before a process is started."""
+    """Check all that can be checked before a process is started."""
     if is_quantized(task.path):
-        raise ArgumentError("quantized weights are whole on every device: take tp=1")
+        raise ArgumentError("quantized weights cannot be split over ranks: take tp=1")
     path, layout = base_folder(task.path) if is_adapter(task.path) else task.path, task.layout
     shape = described(path, task.checkpoint).model.shape
     refused = layout_violations(shape, Recipe(sequence=layout.tp), layout)
@@ -116,9 +127,10 @@ def _check(task: _Task) -> None:
 
 
 @contextmanager
-def _started(task: _Task) -> Iterator[TrainedModel]:
-    """With processes of this machine as the other ranks."""
+def _with_processes(task: _Task) -> Iterator[TrainedModel]:
+    """Start processes of this machine as the other ranks."""
     before = torch.get_num_threads()
+    # The ranks share the cores of this machine.
     threads = max(1, before // task.layout.tp)
     with tempfile.TemporaryDirectory() as folder:
         task = replace(task, store=str(Path(folder, "store")), threads=threads)
@@ -126,16 +138,17 @@ def _started(task: _Task) -> Iterator[TrainedModel]:
         try:
             torch.set_num_threads(threads)
             _meet(task, 0, [process for process, _ in others])
-            with _joined(task) as found:
-                assert found is not None and found.ranks is not None
+            with _rank_part(task) as part:
+                assert part is not None and part.ranks is not None
                 ends = [process.sentinel for process, _ in others]
-                threading.Thread(target=_watch, args=(ends, found.ranks), daemon=True).start()
-                yield found
+                threading.Thread(target=_watch, args=(ends, part.ranks), daemon=True).start()
+                yield part
             for process, _ in others:
                 process.join(LAST_WORD_S)
         except RunError as error:
-            said = _last_words([pipe for _, pipe in others])
-            raise RunError(f"{error} ({said})" if said else str(error)) from error
+            # A rank that ended may have reported why; here only its connection is lost.
+            last_words = _last_words([pipe for _, pipe in others])
+            raise RunError(f"{error} ({last_words})" if last_words else str(error)) from error
         finally:
             torch.set_num_threads(before)
             for process, pipe in others:
@@ -147,56 +160,56 @@ def _started(task: _Task) -> Iterator[TrainedModel]:
 
 
 def _watch(ends: list[int], ranks: ServingRanks) -> None:
-    """Know at once when a process ends, also where nobody asks anything of the ranks."""
+    """Mark the ranks as broken at once when a process ends, even if nobody uses them."""
     wait(ends)
     ranks.broken = True
 
 
 @contextmanager
-def _joined(task: _Task) -> Iterator[TrainedModel | None]:
-    """This rank's part, and what it is for: the first rank says at the end that it is one."""
+def _rank_part(task: _Task) -> Iterator[TrainedModel | None]:
+    """Open this rank's part. Other ranks follow the first one, which tells them when to end."""
     mesh = make_mesh(task.layout)
-    found = opened(task.path, task.dtype, task.checkpoint, _placing(mesh))
-    ranks = ServingRanks(mesh, found.model)
+    part = opened(task.path, task.dtype, task.checkpoint, _allocate_part(mesh))
+    ranks = ServingRanks(mesh, part.model)
     if not ranks.leads:
-        follow(found.model, ranks)
+        follow(part.model, ranks)
         yield None
         return
     try:
-        yield replace(found, ranks=ranks)
+        yield replace(part, ranks=ranks)
     finally:
         if not ranks.broken:
-            with suppress(RunError):  # who is gone hears no end
+            with suppress(RunError):  # a rank that is gone needs no END
                 ranks.say(RankCommand.END)
 
 
-def _placing(mesh: Mesh) -> Placing:
-    """Takes this rank's boxes of each weight."""
+def _allocate_part(mesh: Mesh) -> Allocate:
+    """Return an allocator of this rank's part, which stores its boxes of each weight."""
 
-    def place(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
+    def allocate(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
         device = pick_device()
         engine = build_engine(
             shape, mesh.layout, mesh=mesh, device=device, dtype=dtype, initialize=False, trains=False
         )  # fmt: skip
-        places, boxes = engine.model.state_dict(), engine.boxes
+        parameters, boxes = engine.model.state_dict(), engine.boxes
 
         def put(name: str, tensor: Tensor) -> None:
-            places[name].copy_(tensor[boxes[name].slices] if name in boxes else tensor)
+            parameters[name].copy_(tensor[boxes[name].slices] if name in boxes else tensor)
 
         return engine.model, put
 
-    return place
+    return allocate
 
 
 def _meet(task: _Task, rank: int, others: list[Any]) -> None:
-    """Make the process group when all ranks are there. RunError: one has ended."""
+    """Make the process group once all ranks are there. Raises RunError if one has ended."""
     store = dist.FileStore(task.store, task.layout.tp)
     store.set_timeout(NEVER)
     store.set(f"here/{rank}", "")
     end = time.monotonic() + MEET_S
-    while not store.check([f"here/{place}" for place in range(task.layout.tp)]):
+    while not store.check([f"here/{other}" for other in range(task.layout.tp)]):
         if any(not process.is_alive() for process in others) or time.monotonic() > end:
-            raise RunError(f"a rank of {task.layout.tp} could not be started")
+            raise RunError(f"one of {task.layout.tp} ranks could not be started")
         time.sleep(POLL_S)
     backend = "gloo"
     if torch.cuda.is_available():
@@ -208,7 +221,7 @@ def _meet(task: _Task, rank: int, others: list[Any]) -> None:
 
 
 def _serve_rank(pipe: Connection, function: Any, task: _Task, rank: int) -> None:
-    """A process of its own; Ctrl-C is for who started it."""
+    """Run one rank in its own process. Ctrl-C is handled by the process that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         function(task, rank)
@@ -217,20 +230,19 @@ def _serve_rank(pipe: Connection, function: Any, task: _Task, rank: int) -> None
         if not known:
             traceback.print_exc()
         with suppress(OSError):
-            said = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
-            pipe.send_bytes(f"rank {rank}: {said[:SAID]}".encode())
+            reason = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
+            pipe.send_bytes(f"rank {rank}: {reason[:MOST_LETTERS]}".encode())
         raise SystemExit(1) from None
 
 
 def _follow_task(task: _Task, rank: int) -> None:
     torch.set_num_threads(task.threads)
     _meet(task, rank, [])
-    with _joined(task):
+    with _rank_part(task):
         pass
 
 
 def _last_words(pipes: list[Connection]) -> str:
-    """What a rank said that ended by itself; empty = nothing."""
     for pipe in pipes:
         with suppress(EOFError, OSError):
             if pipe.poll(LAST_WORD_S):

@@ -1,4 +1,4 @@
-"""A trained model and what it is asked for: answers, and the score of a text. `model_opening` reads one."""
+"""A trained model: it answers prompts and scores texts. `model_opening` reads one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from meshwright.training.watch import EvalMetrics
 
 LONGEST = 2048
-"""Tokens of a window that is scored, for a Hugging Face directory, which does not say how long it was trained with."""
+"""Tokens of a scored window, for a Hugging Face directory, which does not record its training length."""
 ROWS_TOKENS = 8192
 """Tokens of one forward pass of an evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """A prompt and what a model made of it."""
+    """A prompt and its continuation."""
 
     text: str | None
-    """The new tokens as text; None = there is no tokenizer."""
+    """The new tokens as text. None = there is no tokenizer."""
     prompt: str | None
-    """None = it was given as ids, and there is no tokenizer."""
+    """None = the prompt was ids, and there is no tokenizer."""
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
-    """New tokens; the last may be one that ends a text."""
+    """New tokens. The last may be one that ends a text."""
     logprobs: tuple[float, ...]
-    """That the model (untempered) gave each."""
+    """Log-probability of each, without temperature."""
 
     def __str__(self) -> str:
         return ",".join(map(str, self.ids)) if self.text is None else f"{self.prompt or ''}{self.text}"
@@ -71,23 +71,23 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainedModel:
-    """A model ready to answer, and what was found beside it."""
+    """A model ready to answer, with what is stored beside it."""
 
     model: Transformer
     tokenizer: Tokenizer | None
-    """None = the Hugging Face directory holds none."""
+    """None = the Hugging Face directory has none."""
     tokenizer_file: str
-    """As `data.tokenizer` takes it."""
+    """Its path, as for `data.tokenizer`."""
     plan: Plan | None
-    """Of the run; None for a Hugging Face directory."""
+    """Plan of the run. None = not a run."""
     stop_ids: tuple[int, ...]
     """Tokens that end a text."""
     path: Path = Path()
-    """Where it was read from."""
+    """Path that it was read from."""
     generation: Mapping[str, object] = field(default_factory=dict)
     """Its generation_config.json."""
     ranks: ServingRanks | None = None
-    """Those that have the other parts of the model; None = it is whole."""
+    """Ranks that hold the other parts of the model. None = it is whole."""
 
     @checked
     def generate(
@@ -102,17 +102,26 @@ class TrainedModel:
         on_token: Callable[[int], None] | None = None,
         adapter: str | Path | None = None,
     ) -> Generated:
-        """Continue a text, or token ids, until the model ends it. `temperature` 0: always the likeliest token;
-        `top_k`: only the k likeliest, 0 = all; `top_p`: only the likeliest that together reach p. `on_token` hears of
-        each new one. `adapter`: one as those of `engine`, for all tokens. PlanError, ArgumentError."""
+        """Continue a text, or token ids, until the model ends it. Raises PlanError, ArgumentError.
+
+        Args:
+            prompt: Text, or token ids.
+            max_new_tokens: Most new tokens.
+            temperature: Sampling temperature, 0 = always the likeliest token.
+            top_k: Sample from the k likeliest tokens only, 0 = all.
+            top_p: Sample from the likeliest tokens that together reach p only.
+            seed: Seed of the sampling.
+            on_token: Called with each new token.
+            adapter: A LoRA adapter to apply, as those of `engine`.
+        """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         with nullcontext() if adapter is None else beside(adapter, self.model, self.path):
-            found = generate(
+            generated = generate(
                 self.model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids,
                 on_token=on_token,
             )  # fmt: skip
-        return self._answer(prompt, ids, found.ids, found.logprobs)
+        return self._answer(prompt, ids, generated.ids, generated.logprobs)
 
     @checked
     def generate_many(
@@ -123,27 +132,32 @@ class TrainedModel:
         engine: EngineOptions | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> tuple[Generated, ...]:
-        """Continue many texts, or lists of token ids, at once. `options`: of all, or of each; greedy by default. An
-        option n makes n answers, one behind the other. `adapters`: as `engine`. PlanError, ArgumentError."""
+        """Continue many texts, or lists of token ids, at once.
+
+        `options`: for all prompts, or one for each; None = greedy. With n answers per prompt, they follow each other.
+        `adapters`: as for `engine`. Raises PlanError, ArgumentError.
+        """
         chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
         if len(chosen) != len(prompts):
             raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         serving = self.engine(engine or self._options_for(ids, chosen), adapters=adapters)
-        asked = [serving.add(own, one) for own, one in zip(ids, chosen, strict=True)]
-        serving.run(asked)
-        found = zip(prompts, asked, strict=True)
+        requests = [serving.add(prompt_ids, each) for prompt_ids, each in zip(ids, chosen, strict=True)]
+        serving.run(requests)
+        answered = zip(prompts, requests, strict=True)
         return tuple(
-            self._generated(prompt, request.prompt, one) for prompt, request in found for one in request.answers
+            self._generated(prompt, request.prompt, answer)
+            for prompt, request in answered
+            for answer in request.answers
         )
 
     def _options_for(self, ids: Sequence[Sequence[int]], asked: Sequence[RequestOptions]) -> EngineOptions:
-        """An engine for these answers alone. A server's would take most of a GPU, which is the caller's."""
+        """Return options for these answers alone. Those of a server would take most of the caller's GPU."""
         if self.model.embed.weight.device.type == "cpu" or not ids:
             return EngineOptions(warm_start=False)
-        needed = max(len(prompt) + one.max_new_tokens for prompt, one in zip(ids, asked, strict=True))
+        needed = max(len(prompt) + options.max_new_tokens for prompt, options in zip(ids, asked, strict=True))
         return EngineOptions(
-            warm_start=False, most_sequences=min(GPU_SEQUENCES, sum(one.n for one in asked)),
+            warm_start=False, most_sequences=min(GPU_SEQUENCES, sum(options.n for options in asked)),
             longest=min(needed, self.model.shape.max_positions),
         )  # fmt: skip
 
@@ -151,8 +165,11 @@ class TrainedModel:
     def engine(
         self, options: EngineOptions | None = None, *, adapters: Mapping[str, str | Path] | None = None
     ) -> ServingEngine:
-        """An engine that answers many requests with this model, step by step. `adapters`: by the names that requests
-        say, folders in PEFT's format or runs with model.lora. ArgumentError, HubError, CheckpointError."""
+        """Return an engine that answers many requests with this model, step by step.
+
+        `adapters`: folders in PEFT's format or runs with model.lora, by the names that requests use. Raises
+        ArgumentError, HubError, CheckpointError.
+        """
         decode = self.tokenizer.decode if self.tokenizer else None
         return ServingEngine(
             self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer,
@@ -161,7 +178,7 @@ class TrainedModel:
 
     @checked
     def open_adapter(self, path: str | Path) -> ServedAdapter:
-        """One as those of `engine`, for `ServingEngine.adapters.load` while it runs. As `engine`."""
+        """Open an adapter for `ServingEngine.adapters.load` while the engine runs. Raises as `engine`."""
         return opened_adapter(Path(path).name, Path(path), self.model, self.path)
 
     @checked
@@ -179,12 +196,20 @@ class TrainedModel:
         adapter_dir: str | Path | None = None,
         generation_config: bool = True,
     ) -> None:
-        """Answer HTTP requests until SIGTERM or Ctrl-C; what is being answered then is finished first.
+        """Answer HTTP requests until SIGTERM or Ctrl-C, and finish those in progress. Raises ArgumentError.
 
-        `keys`: any of them opens the server; without one it listens on this machine alone, unless `without_key`.
-        `name`: what requests call the model; None = the name of its folder. `adapters`: as `engine`, each a model of
-        its own for requests. `adapter_dir`: in which others lie that requests may load. `generation_config`: requests
-        that say no temperature, top_p or the like have the model's. ArgumentError."""
+        Args:
+            host: Address to listen on.
+            port: Port to listen on, 0 = any free one.
+            keys: Accepted keys. Without one the server listens on this machine only, unless `without_key`.
+            without_key: Listen beyond this machine without any key.
+            name: Name of the model in requests. None = the name of its folder.
+            engine: Options of the engine.
+            limits: Limits of requests.
+            adapters: As for `engine`. Each is a model of its own in requests.
+            adapter_dir: Folder of adapters that requests may load.
+            generation_config: Take temperature, top_p and the like from the model, where a request gives none.
+        """
         from meshwright.api.serving import run, served_name, server_of
 
         called = name or served_name(self.path)
@@ -199,8 +224,10 @@ class TrainedModel:
         self, name: str, *, draft: Transformer | None = None, adapters: Mapping[str, str | Path] | None = None,
         generation_config: bool = True,
     ) -> HostedModel:  # fmt: skip
-        """As a server takes it, under the name that requests say. `draft`: what guesses for it; `adapters`: as
-        `engine`; `generation_config`: as `serve`."""
+        """Return the model as a server takes it, under its name in requests.
+
+        `draft`: the model that guesses for it. `adapters`: as for `engine`. `generation_config`: as for `serve`.
+        """
         from meshwright.server.request_fields import sampling_defaults
 
         return HostedModel(
@@ -211,42 +238,47 @@ class TrainedModel:
         )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
-        """A stop string ends the text, not the ids."""
-        found = self._answer(prompt, ids, answer.ids, answer.logprobs)
-        return replace(found, text=answer.text) if answer.options.stop else found
+        """Return an answer of the engine. A stop string ends the text, not the ids."""
+        generated = self._answer(prompt, ids, answer.ids, answer.logprobs)
+        return replace(generated, text=answer.text) if answer.options.stop else generated
 
     def _answer(
         self, prompt: str | Sequence[int], prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float]
     ) -> Generated:
-        own = self.tokenizer
+        tokenizer = self.tokenizer
         return Generated(
-            prompt=prompt if isinstance(prompt, str) else own.decode(prompt_ids) if own else None,
+            prompt=prompt if isinstance(prompt, str) else tokenizer.decode(prompt_ids) if tokenizer else None,
             prompt_ids=tuple(prompt_ids),
             ids=tuple(ids),
             logprobs=tuple(logprobs),
-            text=own.text_behind(prompt_ids, ids) if own else None,
+            text=tokenizer.text_behind(prompt_ids, ids) if tokenizer else None,
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, begun like a document if the tokenizer has a mark for that alone, or if there is no text.
-        PlanError where there is no tokenizer."""
+        """Return the ids of a prompt.
+
+        They begin like a document if the tokenizer has a mark for that alone, or if there is no text. Raises PlanError
+        without a tokenizer.
+        """
         if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: give the prompt as token ids")
         return self.tokenizer.begin(text)
 
-    def encode_chat(self, said: str) -> list[int]:
-        """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
-        DataError where the template fails."""
-        return self.encode_messages([{"role": "user", "content": said}])
+    def encode_chat(self, turn: str) -> list[int]:
+        """Return the ids of a user's turn, by the chat template of the model.
+
+        Raises PlanError without a tokenizer, DataError when the template fails.
+        """
+        return self.encode_messages([{"role": "user", "content": turn}])
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, as the chat template of the model asks for the next answer. As `encode_chat`."""
+        """Return the ids of a conversation, by the chat template of the model. Raises as `encode_chat`."""
         from meshwright.data.chat_prompt import chat_prompt
 
         return chat_prompt(*self.chat_template(), messages)
 
     def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
-        """The tokenizer, and what writes conversations for it. PlanError without a tokenizer."""
+        """Return the tokenizer and its chat template. Raises PlanError without a tokenizer."""
         from meshwright.data.chat_prompt import template_of
 
         tokenizer = self.tokenizer
@@ -256,9 +288,11 @@ class TrainedModel:
 
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> "EvalMetrics":
-        """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
-        run held out, of a mixture each source and their mean by weight, as the run does. `sequences`: at most so many
-        windows, 0 = all. PlanError, DataError."""
+        """Score the model on a text: nats per token, perplexity, bits per byte.
+
+        `data`: text to score in full. None = the held-out part of the run; of a mixture, each source and their weighted
+        mean, as the run does. `sequences`: most windows, 0 = all. Raises PlanError, DataError.
+        """
         if sequences < 0:
             raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
         rows = self.held_out_rows(data, sequences)
@@ -273,15 +307,18 @@ class TrainedModel:
         def score(_: Data, stream: TokenStream, limit: int) -> "EvalMetrics":
             return replace(rows, rows=each[id(stream)], stream=stream, limit=limit).evaluate(engine, device)
 
-        found = score_sources(self.plan.data, rows.stream, sequences, score)
-        assert found is not None, "held_out_rows refuses what has nothing held out"
-        return found
+        scores = score_sources(self.plan.data, rows.stream, sequences, score)
+        assert scores is not None, "held_out_rows refuses what has nothing held out"
+        return scores
 
     def held_out_rows(
         self, data: str | Path | None, sequences: int, *, apart: bool = False, trained: bool = False
     ) -> "HeldOutRows":
-        """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one. `trained`:
-        of what a run trained on, in place of what it held out."""
+        """Return the rows that `evaluate` scores.
+
+        `apart`: a row for each sample, whose loss is the same as in a shared row. `trained`: rows of the training text
+        instead of the held-out part.
+        """
         from meshwright.training.evaluate import HeldOutRows
 
         settings, corpus = self._corpus(data)
@@ -294,6 +331,7 @@ class TrainedModel:
                 "Give a longer text as data=PATH"
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
+        # Whatever a run was trained for, a score is nats per token.
         recipe = replace(recipe, objective=CROSS_ENTROPY)
         if any(part.pairs for part in corpus.train.parts):
             raise DataError(
@@ -309,8 +347,7 @@ class TrainedModel:
         )
 
     def _corpus(self, path: str | Path | None) -> tuple[Data, Corpus]:
-        """With a path the whole text there, read as the run read its own; without one what the run trained on and held
-        out."""
+        """Return settings and corpus: all of the text at a path, or what the run trained on and held out."""
         if self.tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json to read a text with: put its tokenizer there")
         data = self.plan.data if self.plan and (path is None or self.plan.data.form != "text") else Data()

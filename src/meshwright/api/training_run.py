@@ -1,4 +1,4 @@
-"""`train`: a plan, trained in this process."""
+"""`train` and `tune`: a plan, trained in this process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.determinism import set_environment
 from meshwright.api.markup import curve, line, whole
-from meshwright.api.plan_reading import read_plan
+from meshwright.api.plan_reading import read_plan, words_of
 from meshwright.observe.compare.metric_records import Record, records
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, RunError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainAnswer(Answer):
-    """How a run ended, and what its folder holds."""
+    """Outcome of a run, and the contents of its folder."""
 
     run: Path
     """The run folder."""
@@ -36,26 +36,26 @@ class TrainAnswer(Answer):
 
     @property
     def plan(self) -> "Plan":
-        """As the folder keeps it."""
+        """The plan, as the folder keeps it."""
         return RunFolder.open(self.run).plan
 
     @property
     def loss(self) -> float:
-        """Of the last step, nats per token."""
+        """Loss of the last step, in nats per token."""
         return self.summary.loss
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Of the last evaluation, on held-out text; None = there was none."""
+        """Bits per byte of the last evaluation on held-out text. None = there was none."""
         return self.summary.bits_per_byte
 
     @property
     def done(self) -> bool:
-        """Whether it went to its last step; else it was interrupted, and resume="auto" goes on."""
+        """Did it reach its last step? Otherwise it was interrupted, and resume="auto" continues."""
         return self.summary.stopped == "done"
 
     def check(self) -> None:
-        """RunError where a signal ended it before its last step: where it stands, and how it goes on."""
+        """Raise RunError for a run that a signal ended: how far it came, and how to continue."""
         if not self.done:
             raise RunError(f"{self.run}: {stopped(self.summary)}")
 
@@ -64,25 +64,25 @@ class TrainAnswer(Answer):
         return records(self.run / "metrics.jsonl")
 
     def rows(self) -> "list[Record]":
-        """A row for each step that was logged."""
+        """Return a row for each logged step."""
         return list(self._records[0])
 
     def evaluation_rows(self) -> "list[Record]":
-        """A row for each evaluation on held-out text."""
+        """Return a row for each evaluation on held-out text."""
         return list(self._records[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `meshwright train --json` prints."""
+        """Return the document that `meshwright train --json` prints."""
         return {"run": str(self.run), **asdict(self.summary)}
 
     def load(self, dtype: str | None = "auto", *, checkpoint: str = "last") -> "TrainedModel":
-        """The trained model; `checkpoint`: last, best, or the number of a step."""
+        """Open the trained model. `checkpoint`: last, best, or a step."""
         from meshwright.api.model_opening import load
 
         return load(self.run, dtype, checkpoint=checkpoint)
 
     def compare(self, **options: Any) -> "ComparisonAnswer":
-        """Planned, dry run and measured of this run, as `compare` has it."""
+        """Compare planned, dry run and measured of this run, as `compare`."""
         from meshwright.api.comparing import compare
 
         return compare(self.run, **options)
@@ -96,8 +96,8 @@ class TrainAnswer(Answer):
         )
 
     def _repr_html_(self) -> str:
-        steps = [(one["step"], one["loss"]) for one in self.rows() if isfinite(one["loss"])]
-        scores = [(one["step"], one["loss"]) for one in self.evaluation_rows() if isfinite(one["loss"])]
+        steps = [(row["step"], row["loss"]) for row in self.rows() if isfinite(row["loss"])]
+        scores = [(row["step"], row["loss"]) for row in self.evaluation_rows() if isfinite(row["loss"])]
         return whole(
             line(repr(self), "good" if self.done else "alarm"),
             curve({"training": steps, "held out": scores}, "step", "loss, nats per token"),
@@ -115,21 +115,54 @@ def train(
 ) -> TrainAnswer:
     """Train a plan in this process; without one, the default plan.
 
-    `plan`: a plan file, a plan or an answer about one, and KEY=VALUE changes; keywords are keys of a plan file, as
-    model="llama-tiny", data="texts", recipe={"steps": 500}, run="runs/a". `resume`: no, auto (the newest checkpoint of
-    the run folder, if any) or a checkpoint's path. `dry_run`: before the first step; `anyway`: also where it says that
-    the plan does not fit. `watchers` see the run; without any a line is printed for each step that is logged, () is
-    silent. An interrupt saves, and ends the call with an answer.
+    A layout of several ranks raises IllegalLayout, which names the torchrun command. An interrupt saves a checkpoint
+    and ends the call with an answer.
 
-    One process: IllegalLayout names the torchrun command of a layout of several. PlanError, DataError, RunError,
-    DoesNotFit.
+    Args:
+        plan: A plan file, a plan or an answer about one, and KEY=VALUE changes.
+        resume: no, auto (the newest checkpoint of the run folder, if any), or the path of a checkpoint.
+        dry_run: Make a dry run before the first step.
+        anyway: Train even if the dry run says that the plan does not fit.
+        watchers: Watch the run. None = print a line for each logged step, () = print nothing.
+        keys: Keys of a plan file, as model="llama-tiny", data="texts", recipe={"steps": 500}, run="runs/a".
+
+    Raises:
+        PlanError, DataError, RunError, DoesNotFit: The plan cannot be trained here.
     """
-    asked, also = read_plan(plan, keys)
-    violation = world_violation(asked, 1)
+    parsed, word = read_plan(plan, keys)
+    return run_alone(parsed, resume if word == "no" else word, dry_run=dry_run, anyway=anyway, watchers=watchers)
+
+
+@checked
+def tune(
+    *plan: str | Path | Plan | HasPlan,
+    resume: str = "no",
+    dry_run: bool = True,
+    anyway: bool = False,
+    watchers: Sequence[Watcher] | None = None,
+    **keys: Any,
+) -> TrainAnswer:
+    """Fine-tune a model in this process: model="hf_folder", data="chat.jsonl".
+
+    The data are conversations, or pairs of a better and a worse answer. Without a plan file, `DEFAULTS` or
+    `PREFERENCE_DEFAULTS` apply wherever nothing else is given, and weights come from a Hugging Face folder. Arguments
+    and errors are those of `train`.
+    """
+    from meshwright.api.tuning_plan import tuning_plan
+
+    parsed, word = tuning_plan([*plan, *(word for key, value in keys.items() for word in words_of(key, value))])
+    return run_alone(parsed, resume if word == "no" else word, dry_run=dry_run, anyway=anyway, watchers=watchers)
+
+
+def run_alone(
+    plan: Plan, resume: str, *, dry_run: bool, anyway: bool, watchers: Sequence[Watcher] | None
+) -> TrainAnswer:
+    """Train a plan of one rank; None = a watcher that prints lines. Raises IllegalLayout for a plan of several."""
+    violation = world_violation(plan, 1)
     if violation:
         raise IllegalLayout(violation)
-    seen = (Lines(),) if watchers is None else watchers
-    return run(asked, resume=resume if also == "no" else also, dry_run=dry_run, anyway=anyway, watchers=seen)
+    watching = (Lines(),) if watchers is None else watchers
+    return run(plan, resume=resume, dry_run=dry_run, anyway=anyway, watchers=watching)
 
 
 def run(
@@ -143,16 +176,19 @@ def run(
     pulse: "Heartbeat | None" = None,
     machines: int = 1,
 ) -> TrainAnswer:
-    """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
-    encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
+    """Train one rank's part of a plan, whose layout has as many ranks as there are processes.
+
+    `progress`: called while text is encoded. `pulse`: for a watchdog. `machines`: number that the ranks are spread
+    over.
+    """
     from meshwright.api.preflight import preflight, settle
     from meshwright.training import loop
 
     set_environment(plan)
-    chosen = Chosen(Path(plan.run))
+    folder_watcher = RunFolderWatcher(Path(plan.run))
     summary = loop.run(
         plan,
-        watchers=[chosen, *watchers],
+        watchers=[folder_watcher, *watchers],
         resume=resume,
         progress=progress,
         pulse=pulse,
@@ -161,54 +197,54 @@ def run(
         machines=machines,
         sampler=_sampled_answers,
     )
-    return TrainAnswer(run=chosen.run, summary=summary)
+    return TrainAnswer(run=folder_watcher.run, summary=summary)
 
 
 def _sampled_answers(*prompts: Any, **options: Any) -> list[list[int]]:
-    """As meshwright.serve answers them; a run that samples nothing does not load it."""
+    """Sample with meshwright.serve. A run that samples nothing does not import it."""
     from meshwright.serve.sampled_answers import sampled_answers
 
     return sampled_answers(*prompts, **options)
 
 
 def stopped(summary: Summary) -> str:
-    """Of a run that a signal ended."""
+    """Describe a run that a signal ended."""
     signal = {"interrupted": "Ctrl-C", "terminated": "SIGTERM"}[summary.stopped]
     saved = " and saved" if summary.checkpoint else ""
     return f'stopped by {signal} after step {summary.step} of {summary.steps}{saved}; resume="auto" continues'
 
 
-class Chosen(Watcher):
-    """The run folder, once it is chosen."""
+class RunFolderWatcher(Watcher):
+    """Learns the run folder once it is chosen."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
 
     def started(self, info: "RunInfo") -> None:
-        """The plan as it is run."""
+        """Keep the folder of the plan as it is run."""
         self.run = Path(info.plan.run)
 
 
 class Lines(Watcher):
-    """A line for what is known before the first step, for each step that is logged, and for each evaluation."""
+    """Prints a line for figures known before the first step, for each logged step, and for each evaluation."""
 
     def started(self, info: "RunInfo") -> None:
-        """Where, how long, and what plan and dry run say."""
+        """Print folder, length, plan and dry run."""
         print(f"{info.plan.run}: {info.steps} steps on {info.device}")
         for label, sentence in info.foreseen:
             print(f"{label}: {sentence}")
 
     def stepped(self, metrics: "StepMetrics") -> None:
-        """Loss and speed."""
+        """Print loss and speed."""
         print(f"step {metrics.step}: loss {metrics.loss:.3f}, {count(metrics.tokens_per_second)} tokens/s")
 
     def evaluated(self, metrics: "EvalMetrics") -> None:
-        """On held-out text."""
+        """Print the figures on held-out text."""
         known = [] if metrics.bits_per_byte is None else [f"{metrics.bits_per_byte:.3f} bits per byte"]
-        known += [f"{name.replace('_', ' ')} {value:.3f}" for name, value in metrics.figures.items()]
+        known += [f"{name.replace('_', ' ')} {figure:.3f}" for name, figure in metrics.figures.items()]
         print(", ".join((f"step {metrics.step}: held out {metrics.loss:.3f}", *known)))
 
     def ended(self, summary: "Summary") -> None:
-        """Where it was not the last step."""
+        """Print where a run stopped before its last step."""
         if summary.stopped != "done":
             print(stopped(summary))

@@ -1,4 +1,4 @@
-"""The plan of `tune`: that of `train`, with the defaults of fine-tuning, which are said. Reading it loads no torch."""
+"""The plan of `tune`: that of `train`, with the defaults of fine-tuning. Reading it imports no torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,18 +23,19 @@ from meshwright.spec.plan import RANDOM
 
 
 def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:
-    """(plan, resume), as read_plan, with the defaults of fine-tuning; those that were taken are said in `notes`."""
-    given = [str(word) for word in words if plan_of(word) is None]
-    whole = len(given) < len(words) or any("=" not in word for word in given)
-    keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
-    alone = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
-    shared = {} if alone else SHARED
+    """Return (plan, resume), as read_plan, with the defaults of fine-tuning. `notes` takes those that were used."""
+    typed = [str(word) for word in words if plan_of(word) is None]
+    whole = len(typed) < len(words) or any("=" not in word for word in typed)
+    keys = {key for word in typed if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
+    is_laid_out = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
+    shared = {} if is_laid_out else SHARED
     added = {} if whole else {**defaults_of(DEFAULTS, keys), **shared}
 
     def read(notes: list[str] | None) -> tuple[Plan, str]:
         more = [f"{key}={value}" for key, value in added.items()]
         return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
 
+    # The data, the adapters and the positions of the plan decide on further defaults: read it, then read it again.
     plan, resume = read(notes)
     if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
         raise PlanError(
@@ -42,9 +43,9 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
             "from a run). For random weights give model.init=random"
         )
     if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
-        raise PlanError("recipe.epochs=0 reads nothing: say how often, or recipe.steps or recipe.tokens")
-    if any(word == "data.form=text" for word in given):
-        raise PlanError("data.form=text: tune reads samples, and of text all is trained: take meshwright train")
+        raise PlanError("recipe.epochs=0 reads nothing: give a number of epochs, recipe.steps or recipe.tokens")
+    if any(word == "data.form=text" for word in typed):
+        raise PlanError("data.form=text has no answers to tune on: take meshwright train, which trains on all text")
     pairs = holds_pairs(plan.data)
     if not whole and pairs:
         added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}

@@ -20,12 +20,22 @@ USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ 
 """Base class of parser errors. Some versions of typer carry their own copy of click."""
 
 
-class Verb(TyperCommand):
-    """A command whose help calls types NAME, INT, FILE, and whose --help defaults to false."""
+class KnownHelp:
+    """A command or group whose --help defaults to false.
+
+    typer reads an unknown default through pydantic, which costs 90 ms.
+    """
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return typer's help option with a default."""
-        return _without_unknown(super().get_help_option(ctx))
+        option = super().get_help_option(ctx)  # type: ignore[misc]  # of the class beside this one
+        if option is not None and option.default is None:
+            option.default = False
+        return option
+
+
+class Verb(KnownHelp, TyperCommand):
+    """A command whose help calls types NAME, INT, FILE."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments by name and options with their types, each under its panel."""
@@ -58,19 +68,8 @@ def _shown_name(name: str, *, argument: bool) -> str:
     return re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: TYPES.get(kind[1].lower(), kind[1].upper()), name)
 
 
-class Verbs(TyperGroup):
-    """A group of commands whose --help defaults to false."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return typer's help option with a default."""
-        return _without_unknown(super().get_help_option(ctx))
-
-
-def _without_unknown(option: Any) -> Any:
-    # typer reads an unknown default through pydantic, which costs 90 ms.
-    if option is not None and option.default is None:
-        option.default = False
-    return option
+class Verbs(KnownHelp, TyperGroup):
+    """A group of commands."""
 
 
 FUNCTIONS = {"eval": "evaluate", "import": "import_"}

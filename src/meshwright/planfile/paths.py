@@ -81,7 +81,6 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def absolute(plan: Plan) -> Plan:
     """Return the plan with absolute paths, so that equal locations compare equal."""
-
     return _with_paths(plan, lambda value: os.path.realpath(os.path.expanduser(value)))
 
 

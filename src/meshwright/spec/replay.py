@@ -14,11 +14,17 @@ class Timed(Protocol):
     """Seconds of one stage and one micro-batch. `Times` is one implementation."""
 
     @property
-    def forward_s(self) -> float: ...
+    def forward_s(self) -> float:
+        """Time of the forward pass, in seconds."""
+        ...
     @property
-    def input_s(self) -> float: ...
+    def input_s(self) -> float:
+        """Time of the backward pass of the inputs, in seconds."""
+        ...
     @property
-    def weight_s(self) -> float: ...
+    def weight_s(self) -> float:
+        """Time of the backward pass of the weights, in seconds."""
+        ...
 
 
 class Times(NamedTuple):

@@ -1,8 +1,7 @@
 """Options of `serve` that configure the serving engine."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,151 +10,97 @@ from meshwright.spec.errors import ArgumentError
 ENGINE = "Engine"
 """Panel of the help that lists these options."""
 
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact", help="Answers do not depend on other requests, to the last bit. On CPUs.", rich_help_panel=ENGINE
-    ),
-]  # fmt: skip
+
+def _option(name: str, help: str, **settings: Any) -> Any:
+    return typer.Option(name, help=help, rich_help_panel=ENGINE, **settings)
+
+
+Exact = Annotated[bool, _option("--exact", "Answers do not depend on other requests, to the last bit. On CPUs.")]
 Cache = Annotated[
     int,
-    typer.Option(
-        "--cache-mib", metavar="INT", min=0,
-        help="Memory of the KV cache; 0 = 1024 on a CPU, --memory-share on a GPU.", rich_help_panel=ENGINE
-    ),
-]  # fmt: skip
+    _option("--cache-mib", "Memory of the KV cache; 0 = 1024 on a CPU, --memory-share on a GPU.", metavar="INT", min=0),
+]
 MemoryShare = Annotated[
     float,
-    typer.Option(
-        "--memory-share", metavar="SHARE",
-        help="On a GPU: share of the memory left by weights, graphs and one step that the KV cache takes.",
-        rich_help_panel=ENGINE,
+    _option(
+        "--memory-share",
+        "On a GPU: share of the memory left by weights, graphs and one step that the KV cache takes.",
+        metavar="SHARE",
     ),
-]  # fmt: skip
+]
 SecondLayouts = Annotated[
     bool,
-    typer.Option(
+    _option(
         "--second-layouts/--no-second-layouts",
-        help="On a GPU: also keep 4-bit codes in a second layout, or as 16-bit numbers, where that is faster.",
-        rich_help_panel=ENGINE,
+        "On a GPU: also keep 4-bit codes in a second layout, or as 16-bit numbers, where that is faster.",
     ),
-]  # fmt: skip
+]
 CacheDtype = Annotated[
-    str,
-    typer.Option(
-        "--cache-dtype", help="Dtype of the KV cache: that of the model (model), or 8 bits: int8, fp8.",
-        rich_help_panel=ENGINE,
-    ),
-]  # fmt: skip
+    str, _option("--cache-dtype", "Dtype of the KV cache: that of the model (model), or 8 bits: int8, fp8.")
+]
 HostCache = Annotated[
     int,
-    typer.Option(
+    _option(
         "--host-cache-mib",
+        "On a GPU: host memory for prefixes evicted from the KV cache; 0 = none.",
         metavar="INT",
         min=0,
-        help="On a GPU: host memory for prefixes evicted from the KV cache; 0 = none.",
-        rich_help_panel=ENGINE,
     ),
 ]
 Copies = Annotated[
     int | None,
-    typer.Option(
+    _option(
         "--copies-mib",
+        "Without a C compiler: memory for contiguous copies of keys and values; 0 = none. [default: 256]",
         metavar="INT",
         min=0,
-        help="Without a C compiler: memory for contiguous copies of keys and values; 0 = none. [default: 256]",
-        rich_help_panel=ENGINE,
     ),
 ]
-Block = Annotated[
-    int, typer.Option("--block", help="Positions per block of the KV cache.", rich_help_panel=ENGINE)
-]  # fmt: skip
+Block = Annotated[int, _option("--block", "Positions per block of the KV cache.")]
 MostTokens = Annotated[
     int,
-    typer.Option(
+    _option(
         "--most-tokens",
-        help="Tokens per step: new ones of all answers, and chunks of prompts; 0 = 512 on a CPU, by speed on a GPU.",
-        rich_help_panel=ENGINE,
+        "Tokens per step: new ones of all answers, and chunks of prompts; 0 = 512 on a CPU, by speed on a GPU.",
     ),
 ]
 PromptTokens = Annotated[
     int,
-    typer.Option(
+    _option(
         "--prompt-tokens",
-        help="Prompt tokens per step while answers grow; 0 = 128 on a CPU, the rest of --most-tokens on a GPU.",
-        rich_help_panel=ENGINE,
+        "Prompt tokens per step while answers grow; 0 = 128 on a CPU, the rest of --most-tokens on a GPU.",
     ),
 ]
-MostSequences = Annotated[
-    int,
-    typer.Option(
-        "--most-sequences", help="Answers generated at once; 0 = 64 on a CPU, 256 on a GPU.", rich_help_panel=ENGINE
-    ),
-]
-Longest = Annotated[
-    int,
-    typer.Option(
-        "--longest", help="Tokens of prompt and answer together; 0 = the model's positions.", rich_help_panel=ENGINE
-    ),
-]  # fmt: skip
+MostSequences = Annotated[int, _option("--most-sequences", "Answers generated at once; 0 = 64 on a CPU, 256 on a GPU.")]
+Longest = Annotated[int, _option("--longest", "Tokens of prompt and answer together; 0 = the model's positions.")]
 Packed = Annotated[
-    bool,
-    typer.Option(
-        "--packed/--no-packed", help="On a CPU: copy matrices into the order that products of few rows read.",
-        rich_help_panel=ENGINE,
-    ),
-]  # fmt: skip
-Compiled = Annotated[
-    bool,
-    typer.Option(
-        "--compiled/--no-compiled", help="On a CPU with a C compiler: compiled loops in fp32.", rich_help_panel=ENGINE
-    ),
+    bool, _option("--packed/--no-packed", "On a CPU: copy matrices into the order that products of few rows read.")
 ]
-Head = Annotated[
-    str,
-    typer.Option(
-        "--head", help="Precision of the head: that of the model (model), or 8 bits: int8.", rich_help_panel=ENGINE
-    ),
-]
+Compiled = Annotated[bool, _option("--compiled/--no-compiled", "On a CPU with a C compiler: compiled loops in fp32.")]
+Head = Annotated[str, _option("--head", "Precision of the head: that of the model (model), or 8 bits: int8.")]
 GuessTokens = Annotated[
     int | None,
-    typer.Option(
-        "--guess-tokens",
-        help="Tokens guessed at once, looked up in the text so far.  [default: none; 8 with --draft]",
-        rich_help_panel=ENGINE,
-    ),
+    _option("--guess-tokens", "Tokens guessed at once, looked up in the text so far.  [default: none; 8 with --draft]"),
 ]
 GuessNgram = Annotated[
-    int | None,
-    typer.Option(
-        "--guess-ngram", help="With --guess-tokens: longest run of tokens to look up.  [default: 4]",
-        rich_help_panel=ENGINE,
-    ),
-]  # fmt: skip
+    int | None, _option("--guess-ngram", "With --guess-tokens: longest run of tokens to look up.  [default: 4]")
+]
 Draft = Annotated[
     Path | None,
-    typer.Option(
-        "--draft", metavar="RUN_OR_HF_DIR",
-        help="Small model with the same tokenizer that guesses in place of the look-up.", rich_help_panel=ENGINE,
+    _option(
+        "--draft", "Small model with the same tokenizer that guesses in place of the look-up.", metavar="RUN_OR_HF_DIR"
     ),
-]  # fmt: skip
+]
 CudaGraphs = Annotated[
     str,
-    typer.Option(
-        "--cuda-graphs", metavar="auto|on|off",
-        help="On a GPU: launch a step without prompt chunks as one CUDA graph; auto: where possible.",
-        rich_help_panel=ENGINE,
-    ),
-]  # fmt: skip
-TensorRanks = Annotated[
-    int, typer.Option("--tp", help="Processes on this machine that share every layer.", rich_help_panel=ENGINE)
-]
-ExpertRanks = Annotated[
-    int,
-    typer.Option(
-        "--ep", help="Processes among these that experts are spread over, each expert whole.", rich_help_panel=ENGINE
+    _option(
+        "--cuda-graphs",
+        "On a GPU: launch a step without prompt chunks as one CUDA graph; auto: where possible.",
+        metavar="auto|on|off",
     ),
 ]
+TensorRanks = Annotated[int, _option("--tp", "Processes on this machine that share every layer.")]
+ExpertRanks = Annotated[int, _option("--ep", "Processes among these that experts are spread over, each expert whole.")]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
@@ -172,24 +117,6 @@ AdapterFolder = Annotated[
         help="Let requests load PEFT adapters from this folder, and unload any, while the server runs.",
     ),
 ]
-
-
-def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
-    """Return {name: folder} of NAME=DIR words.
-
-    Raises ArgumentError for a malformed word, a missing folder, or a name that is taken, as `model` is.
-    """
-    folders: dict[str, Path] = {}
-    for word in words or ():
-        name, _, folder = word.partition("=")
-        if not name or not folder:
-            raise ArgumentError(f'adapter="{word}" must be NAME=DIR: the name that requests use, and a folder')
-        if name in folders or name == model:
-            raise ArgumentError(f'adapter="{word}": the name {name} is taken; give each adapter its own')
-        if not Path(folder).is_dir():
-            raise ArgumentError(f'adapter="{word}" does not exist: give NAME=FOLDER')
-        folders[name] = Path(folder)
-    return folders
 
 
 def check_tensor_ranks(tp: int, ep: int) -> None:

@@ -1,5 +1,6 @@
 """A trained model on the command line: where it is, in which dtype, and how it samples."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +40,24 @@ def check_adapter(adapter: Path | None) -> None:
             f"adapter={adapter} does not exist: give a folder of PEFT or of `meshwright export --adapter`, or "
             "a run with model.lora"
         )
+
+
+def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
+    """Return {name: folder} of NAME=DIR words.
+
+    Raises ArgumentError for a malformed word, a missing folder, or a name that is taken, as `model` is.
+    """
+    folders: dict[str, Path] = {}
+    for word in words or ():
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            raise ArgumentError(f'adapter="{word}" must be NAME=DIR: the name that requests use, and a folder')
+        if name in folders or name == model:
+            raise ArgumentError(f'adapter="{word}": the name {name} is taken; give each adapter its own')
+        if not Path(folder).is_dir():
+            raise ArgumentError(f'adapter="{word}" does not exist: give NAME=FOLDER')
+        folders[name] = Path(folder)
+    return folders
 
 
 def chosen_temperature(greedy: bool, temperature: float | None) -> float:

@@ -21,7 +21,6 @@ def launched(words: Sequence[str], *, nodes: int, per_node: int, host: str = "")
 
 
 def _torchrun() -> str:
-    """Return the torchrun of this very environment."""
     beside = Path(sys.executable).with_name("torchrun")
     if not beside.exists():
         return f"{shlex.quote(_short_path(Path(sys.executable)))} -m torch.distributed.run"

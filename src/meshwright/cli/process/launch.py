@@ -86,6 +86,7 @@ def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
         return
     import torch.distributed as dist
 
+    # Watch first: a rank that fails or hangs while the group is made is reported, too.
     backend = _backend()
     _watchdog = _meet(MEET_S, hang_after_s)
     try:
@@ -150,7 +151,6 @@ def _backend() -> str:
 
 
 def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
-    """Find the other ranks and watch them from now on."""
     import torch
     import torch.distributed as dist
 
@@ -212,10 +212,9 @@ def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":
 
 
 def _connect_within(limit_s: float, connect: "Callable[[], dist.TCPStore]") -> "dist.TCPStore":
-    """Connect in a thread that may be left behind.
+    """Connect in a thread that may be left behind, while the main thread handles signals.
 
-    Whatever listens on the port may accept and never answer, for which the library has no timeout. The main thread
-    keeps handling signals.
+    Whatever listens on the port may accept and never answer, for which the library has no timeout.
     """
     outcomes: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
 

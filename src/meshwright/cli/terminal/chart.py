@@ -68,17 +68,12 @@ def braille(values: Sequence[float], width: int, height: int, low: float, high: 
     numbers = [v for v in values if math.isfinite(v)]
     if not numbers or width < 1 or height < 1 or not high > low:
         return [chr(BLANK) * width for _ in range(height)]
-    rows = [_row(value, 4 * height, low, high) for value in resample(numbers, 2 * width)]
+    dots, shares = 4 * height, ((high - value) / (high - low) for value in resample(numbers, 2 * width))
+    rows = [min(dots - 1, max(0, int(share * dots))) for share in shares]  # from the top; beyond the span at its edge
     for x, y in enumerate(rows):
         for dot in range(*_stroke(rows[x - 1] if x else y, y)):
             cells[dot // 4][x // 2] |= DOTS[x % 2][dot % 4]
     return ["".join(chr(BLANK + bits) for bits in row) for row in cells]
-
-
-def _row(value: float, dots: int, low: float, high: float) -> int:
-    """Return the dot row, counted from the top. Values beyond the span stay at its edge."""
-    share = (high - value) / (high - low)
-    return min(dots - 1, max(0, int(share * dots)))
 
 
 def _stroke(before: int, now: int) -> tuple[int, int]:

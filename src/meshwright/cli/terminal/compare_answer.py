@@ -26,6 +26,7 @@ def answer(comparison: Comparison, run: str, *, every: bool = False) -> Iterator
     rows = [row for row in comparison.rows if any(value is not None for value in row.values)]
     table = rows if every else [row for row in rows if _differs(row)]
     names = {id(row): _name(comparison, row) for row in table}
+    # Names share a width, which leaves room for the figures.
     wide = min(max((len(name) for name in names.values()), default=0) + 2, columns - 3 * VALUE - 2 * ERROR - UNIT)
     if table:
         yield ""
@@ -60,7 +61,6 @@ def _unjudged(comparison: Comparison) -> Iterator[str]:
 
 
 def _verdict(comparison: Comparison, run: str) -> Iterator[str]:
-    """Yield the verdict, with the first row that differs explained."""
     bad, judged, columns = comparison.disagreeing, comparison.judged, width()
     bounds = f"tolerance {comparison.tolerance:.0%}, traffic exact"
     if not judged:

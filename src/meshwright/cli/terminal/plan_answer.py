@@ -45,7 +45,8 @@ def answer(estimator: Estimator, ranking: Ranking, asked: Asked) -> Iterator[str
     yield from headline(best.plan)
     yield ""
     rows = merge_alike(ranking.best)
-    yield from _verdict(best, _note(rows[0][1], _recommended(ranking.best) if chosen else ""))
+    notes = [_recommended(ranking.best)] if chosen else []
+    yield from _verdict(best, ", ".join([*notes, *([_same_speed(rows[0][1])] if rows[0][1] else [])]))
     on_batch = explain.batch_note(best.plan) if asked.own_batch else ()
     for line in (*on_batch, *caveats(best), *explain.caution(estimator, ranking, asked.fixed)):
         yield from _marked(line)
@@ -101,11 +102,6 @@ def _recommended(listed: list[Prediction]) -> str:
     return f"recommended: the fastest that fits with {LIKELY:.0%}" if free else "recommended"
 
 
-def _note(vps: list[int], recommended: str) -> str:
-    words = [recommended] if recommended else []
-    return ", ".join(words + ([_same_speed(vps)] if vps else []))
-
-
 def _same_speed(vps: list[int]) -> str:
     """Name the values of vp that differ from a row in nothing else, and have no row."""
     return f"same speed with vp={_runs(vps)}"
@@ -123,7 +119,6 @@ def _runs(numbers: list[int]) -> str:
 
 
 def _verdict(best: Prediction, note: str) -> Iterator[str]:
-    """Yield the verdict, the layout, and its three figures."""
     columns, room = width(), usable_bytes(best.plan)
     fits = best.peak_bytes <= room
     word, colour = ("TIGHT", "yellow") if is_bold(best) else ("FITS", "green")
@@ -192,7 +187,6 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
 
 
 def _marked(sentence: str) -> Iterator[str]:
-    """Yield a caution."""
     yield from marked(wrapped(sentence, width(), "  ! "), "!", "yellow")
 
 

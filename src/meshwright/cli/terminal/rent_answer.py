@@ -101,6 +101,7 @@ def shown(
     def distance(n: int) -> float:
         return min(abs(points[n][0] - points[k][0]) + abs(points[n][1] - points[k][1]) for k in shown_rows)
 
+    # Add the row farthest from all shown ones, until there are enough.
     while len(shown_rows) < min(most, len(front)):
         shown_rows.add(max(set(range(len(front))) - shown_rows, key=distance))
     return [front[n] for n in sorted(shown_rows)]
@@ -112,10 +113,7 @@ def _left_out(number: int) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
-    """Yield columns as wide as their widest cell, each aligned to its side.
-
-    Columns that the terminal has no room for follow below each row, by name.
-    """
+    """Yield aligned columns as wide as their widest cell. Those without room follow below each row, by name."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     fits = sum(end <= width() for end in accumulate(size + 2 for size in wide))
     for row in rows:
@@ -136,7 +134,6 @@ def _cells(run: RunOn) -> tuple[str, ...]:
 
 
 def _joined(offer: Offer, spares: str = "") -> str:
-    """Return nodes and their devices as one cell."""
     return f"{offer.nodes}{spares} x {offer.devices_per_node} {offer.price.device}"
 
 

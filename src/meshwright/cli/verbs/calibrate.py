@@ -38,6 +38,7 @@ def calibrate(
     from meshwright.cli.process.launch import processes
     from meshwright.store.durable import refuse_unwritable
 
+    # Measuring takes a minute: check the arguments before.
     if processes() > 1:
         raise PlanError("calibrate starts its processes itself: run it without torchrun")
     if out is not None and (out.suffix != ".toml" or out.is_dir()):

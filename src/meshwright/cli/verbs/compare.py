@@ -20,8 +20,7 @@ def compare(
         typer.Option("--tolerance", metavar="SHARE", help="Largest relative error of a row; traffic must be exact."),
     ] = 0.1,
     dryrun: Annotated[
-        bool,
-        typer.Option("--dry-run/--no-dry-run", help="Make the dry run if the folder has none, and keep it there."),
+        bool, typer.Option("--dry-run/--no-dry-run", help="Make the dry run if the folder has none, and keep it there.")
     ] = True,
     cluster: RunCluster = None,
     serve: Annotated[
@@ -60,12 +59,11 @@ def compare(
     if json:
         print_json(answer.to_dict())
     else:
-        show(in_words(answer.found, str(run), every=every))
+        show(in_words(answer.comparison, str(run), every=every))
     answer.check()
 
 
 def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
-    """Serve a load on this machine and compare it with its plan."""
     from meshwright.api.serving_comparison import compare_serving
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.cli.terminal.screen_text import show

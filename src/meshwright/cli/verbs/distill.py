@@ -7,16 +7,7 @@ import typer
 
 from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.process.launch import processes
-from meshwright.cli.verbs.train import (
-    Anyway,
-    AsJson,
-    HangAfter,
-    NoDryRun,
-    Options,
-    TensorBoard,
-    WandB,
-    start,
-)
+from meshwright.cli.verbs.train import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
 from meshwright.spec.errors import PlanError
 
 
@@ -61,6 +52,7 @@ def distill(
     from meshwright.compress.distill_sequences import AnswerSearch, questions
     from meshwright.store.model_place import check_model
 
+    # A file of answers is another job, which trains nothing.
     if sequences is not None:
         if prompts is None or not teacher or words or student:
             raise PlanError(

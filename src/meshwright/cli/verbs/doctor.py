@@ -49,14 +49,13 @@ def doctor(
 
 
 def _progress(name: str) -> None:
-    """Show the current check, on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{name} ...", end="", file=sys.stderr, flush=True)
 
 
 def lines(examination: "Examination") -> list[str]:
     """Return the report for people: verdict, problems with advice, then every check."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty():  # erase the line of progress
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     bad = [finding for finding in examination.findings if finding.state in ("failure", "warning")]
     failures = sum(finding.state == "failure" for finding in bad)

@@ -66,7 +66,7 @@ def dryrun(
     if json:
         print_json(answer.to_dict())
     else:
-        show(folded(lines(answer.found, answer.room)))
+        show(folded(lines(answer.simulation, answer.room)))
     answer.check()
 
 
@@ -130,8 +130,7 @@ def _table(run: "DryRun") -> Iterator[str]:
     from meshwright.cli.terminal.screen_text import width
 
     ranks = sorted(
-        sorted(run.ranks, key=lambda rank: -rank.peak_bytes)[: min(8, (width() - 20) // 12)],
-        key=lambda rank: rank.rank,
+        sorted(run.ranks, key=lambda rank: -rank.peak_bytes)[: min(8, (width() - 20) // 12)], key=lambda rank: rank.rank
     )
     yield f"{'at the peak of rank':<20}" + "".join(f"{rank.rank:>12}" for rank in ranks)
     for kind in KINDS:

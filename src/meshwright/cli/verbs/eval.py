@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath
+from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath, named_adapters
 
 
 def evaluate(
@@ -44,7 +44,6 @@ def evaluate(
 ) -> None:
     """Score a model on held-out text or tasks. With --against, say what changed, and whether beyond noise."""
     from meshwright.api.evaluation_request import check_request
-    from meshwright.cli.inputs.engine_arguments import named_adapters
     from meshwright.cli.terminal.output import print_json
 
     adapters = named_adapters(adapter, "")
@@ -52,6 +51,7 @@ def evaluate(
         model, tasks=tasks or (), against=against, adapters=adapters, data=data, dtype=dtype, sequences=sequences,
         limit=limit, shots=shots, checkpoint=checkpoint,
     )  # fmt: skip
+    # One model on text needs neither the harness nor paired statistics.
     if not tasks and against is None and not adapter:
         _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return

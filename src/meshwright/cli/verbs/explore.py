@@ -5,12 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_arguments import (
-    AskedCluster,
-    AskedModel,
-    AskedNodes,
-    AskedRecipe,
-)
+from meshwright.cli.inputs.plan_arguments import AskedCluster, AskedModel, AskedNodes, AskedRecipe
 from meshwright.cli.verbs.plan_stack import AskedStack
 
 COUNTING = "explore: computing memory and time of every legal layout, about ten seconds"

@@ -15,8 +15,7 @@ WEIGHT_FILES = (".bin", ".pt", ".pth", ".safetensors")
 
 def export(
     run: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints; for GGUF any model."),
+        Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints; for GGUF any model.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, new or empty; or a .gguf file.")],
     checkpoint: Checkpoint = "last",
@@ -134,6 +133,7 @@ def write_directory(
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     if adapter and run.plan.model.lora is None:
         raise PlanError(f"{run.path} trained all weights and has no adapter: leave --adapter out")
+    # An adapter without its base is useless, and random weights are in no folder.
     if adapter and run.plan.init == RANDOM:
         raise PlanError(
             f"{run.path} trained its adapter beside random weights, which no folder holds. Leave --adapter "

@@ -13,8 +13,6 @@ from meshwright.spec.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import Generated, TrainedModel
-    from meshwright.compress.distill_sequences import Question
-    from meshwright.serve.request_options import RequestOptions
 
 
 def generate(
@@ -48,7 +46,12 @@ def generate(
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     typed_ids = _ids(prompt_ids) if prompt_ids is not None else None
     chosen_temperature = asked.chosen_temperature(greedy, temperature)
-    _check(prompt, typed_ids, prompts, max_new_tokens, samples)
+    if [prompt is None, typed_ids is None, prompts is None].count(False) != 1:
+        raise PlanError("give a prompt: either --prompt TEXT, --prompt-ids 1,2,3, or --prompts FILE")
+    if samples < 1:
+        raise PlanError(f"--samples {samples} must be at least 1")
+    if max_new_tokens < 0:
+        raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")
     asked.check_adapter(adapter)
     if chat and typed_ids is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template takes text, as --prompt")
@@ -64,7 +67,12 @@ def generate(
         if typed_ids is not None:
             raise PlanError("--samples and --prompt-ids contradict each other: give a text, as --prompt or --prompts")
         questions = questions_of([prompt or ""], chat=chat) if prompts is None else read_prompts(prompts, chat=chat)
-        _print_rows(model, dtype, checkpoint, questions, options, adapter)
+        from meshwright.api.model_opening import load
+        from meshwright.api.offline_answers import answer_prompts
+        from meshwright.cli.terminal.output import print_json
+
+        for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), questions, options, adapter=adapter):
+            print_json(row)
         return
     from meshwright.api.model_opening import load  # loads torch
     from meshwright.cli.terminal.output import print_json
@@ -122,28 +130,3 @@ def _ids(text: str) -> list[int]:
     if not ids or min(ids) < 0:
         raise PlanError(f"--prompt-ids {text!r} is not understood: give token ids as 1,2,3")
     return ids
-
-
-def _print_rows(
-    model: Path, dtype: str, checkpoint: str, questions: "Sequence[Question]", options: "RequestOptions",
-    adapter: Path | None,
-) -> None:  # fmt: skip
-    """Print a row of JSON for each answer to a prompt."""
-    from meshwright.api.model_opening import load
-    from meshwright.api.offline_answers import answer_prompts
-    from meshwright.cli.terminal.output import print_json
-
-    for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), questions, options, adapter=adapter):
-        print_json(row)
-
-
-def _check(
-    prompt: str | None, ids: Sequence[int] | None, prompts: Path | None, max_new_tokens: int, samples: int
-) -> None:
-    """Check all that needs no torch. Raises PlanError."""
-    if [prompt is None, ids is None, prompts is None].count(False) != 1:
-        raise PlanError("give a prompt: either --prompt TEXT, --prompt-ids 1,2,3, or --prompts FILE")
-    if samples < 1:
-        raise PlanError(f"--samples {samples} must be at least 1")
-    if max_new_tokens < 0:
-        raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")

@@ -117,6 +117,8 @@ def plan(
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
     cluster = _with_gpus(cluster, gpus)
+    # One verb for three questions: a configuration (--from), serving (--serve), and training. Options of another
+    # question are refused, since ignoring them would mislead.
     if source:
         from meshwright.api.config_planning import plan_from
 
@@ -188,7 +190,7 @@ def plan(
         own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
     )
-    show([*in_words(answer.estimator, answer.found, asked), *_device_note(cluster, nodes or 1)])
+    show([*in_words(answer.estimator, answer.ranking, asked), *_device_note(cluster, nodes or 1)])
     if answer.software:
         show(after_plan(answer, written))
     elif save:

@@ -131,7 +131,6 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
 
 
 def _better(answer: "ConfigAnswer") -> Iterator[str]:
-    """Yield the best layout of the same devices."""
     from meshwright.cli.terminal.screen_text import width, wrapped
     from meshwright.spec.units import short_gib, step_time
 

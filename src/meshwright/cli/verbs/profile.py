@@ -55,7 +55,7 @@ def profile(
     from meshwright.cli.terminal.output import console, print_json
 
     people = console(json=json)
-    answer = profiling.kept(plan, lambda plan: _measured(plan, steps, people))
+    answer = profiling.measure_and_keep(plan, lambda plan: _measured(plan, steps, people))
     if answer is None:
         return
     if json:
@@ -63,7 +63,7 @@ def profile(
         return
     for note in notes:
         print(f"meshwright: note: {note}", file=sys.stderr)
-    for part in shown(answer.found):
+    for part in shown(answer.profile):
         people.print(part)
     people.print(f"written: {answer.files[0]}, and {answer.files[1]} for https://ui.perfetto.dev")
 
@@ -118,10 +118,7 @@ def _first_steps(profile: "Profile") -> str:
 
 
 def _ranks(profile: "Profile") -> "Table":
-    """Return a table with a column per rank: memory, and the parts of the step.
-
-    Of many ranks, one per pipeline stage.
-    """
+    """Return a table with a column per rank, of many ranks one per stage: memory, and the parts of the step."""
     from meshwright.observe.profile.step_record import PARTS
 
     ranks = profile.ranks

@@ -52,6 +52,7 @@ def quickstart(
     plan = planfile.read(PLAN, [f"run={RUN}", *(words or ())])
     if not any(word.startswith("run=") for word in words or ()):
         plan = replace(plan, run=str(free_folder(Path(plan.run))))
+    # Check everything before torch is imported, which takes seconds.
     plan.check()
     refuse_unwritable(Path(plan.run))
     check_sources(plan.data)

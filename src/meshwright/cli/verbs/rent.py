@@ -101,6 +101,7 @@ def rent(
         "latency": latency, "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
     }  # fmt: skip
+    # Options of the other question are refused, since ignoring them would mislead.
     wanted, other = (serving, training) if serve else (training, serving)
     wrong = next((name for name, setting in other.items() if _is_set(setting)), None)
     if wrong:
@@ -108,12 +109,6 @@ def rent(
         raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
     asked = {name: setting for name, setting in wanted.items() if _is_set(setting)}
     asked |= {"prices": prices, "devices": _names(devices, "--devices", "h100,mi300x"), "nodes": _numbers(nodes)}
-    _answer(model, asked, serve=serve, html=html, every=every, json=json)
-
-
-def _answer(
-    model: str, asked: dict[str, Any], *, serve: bool, html: Path | None, every: bool, json: bool
-) -> None:  # fmt: skip
     from meshwright.api.documents import check_page, write_page
     from meshwright.api.renting import RentAnswer
     from meshwright.api.renting import rent as rent_training

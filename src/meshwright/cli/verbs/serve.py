@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from meshwright.cli.inputs import engine_arguments as asked
-from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath, ServedDtype
+from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath, ServedDtype, named_adapters
 from meshwright.cli.terminal.server_settings import in_full, in_short
 from meshwright.cli.verbs.chat import warn_of_missing_template
 from meshwright.spec.extras import require
@@ -120,7 +120,7 @@ def serve(
     if draft is not None:
         check_model(draft, dtype=dtype, named="draft=")
     called = name or served_name(model)
-    adapters = asked.named_adapters(adapter, called)
+    adapters = named_adapters(adapter, called)
     options.listener().close()
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,

@@ -39,8 +39,7 @@ Anyway = Annotated[bool, typer.Option("--anyway", help="Train even if the dry ru
 NoDryRun = Annotated[
     bool,
     typer.Option(
-        "--no-dry-run",
-        help="Skip plan and dry run: train at once, and show only measured figures at the end.",
+        "--no-dry-run", help="Skip plan and dry run: train at once, and show only measured figures at the end."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
@@ -137,10 +136,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
             elif not answer.done:
                 where = f"step {answer.summary.step} of {answer.summary.steps}"
                 done = f"Saved after {where}" if answer.summary.checkpoint else "Stopped before the first step"
-                print(
-                    f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}",
-                    flush=True,
-                )
+                print(f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}", flush=True)
             elif dry_run and (memory := memory_summary(answer.run, answer.summary)):
                 print(f"{memory}\nmore: {command(['compare', str(answer.run)])}", flush=True)
     if answer.summary.stopped == "interrupted":

@@ -2,16 +2,7 @@
 
 from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.process.launch import processes
-from meshwright.cli.verbs.train import (
-    Anyway,
-    AsJson,
-    HangAfter,
-    NoDryRun,
-    Options,
-    TensorBoard,
-    WandB,
-    start,
-)
+from meshwright.cli.verbs.train import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
 
 
 def tune(

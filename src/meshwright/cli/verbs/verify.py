@@ -45,7 +45,7 @@ def verify(
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - ALL.keys()
     if unknown:
-        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: choose from {', '.join(ALL)}")
+        raise PlanError(f"--only {sorted(unknown)[0]!r} is not a feature: choose from {', '.join(ALL)}")
     if processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")
     if seed is not None and random is None:
@@ -64,11 +64,11 @@ def verify(
     processes = min(processes, allowed)
     if random is not None or case is not None:
         if (random is not None and case is not None) or wanted or page:
-            raise PlanError("--random and --case go with --seed, --processes, --device and --json only, one of them")
+            raise PlanError("give either --random or --case, with --seed, --processes, --device and --json only")
         if random is not None:
             return verify_random(random, seed or 0, processes=processes, device=device, json=json, compiled=compiled)
         if compiled:
-            raise PlanError("--case says itself whether blocks are compiled: give it compile=on")
+            raise PlanError("--compiled is for --random: add compile=on to the case")
         if not (case or "").strip():
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)

@@ -44,6 +44,7 @@ def _end(verdicts: Sequence[CaseVerdict], *, device: str, json: bool, seed: int 
     failed = [verdict for verdict in verdicts if verdict.difference]
     commands: dict[int, str] = {}
     for verdict in failed:
+        # Only random cases are shrunk: a case that was named is the one to look at.
         small = random_run.smallest(verdict, device) if seed is not None else verdict
         commands[verdict.index] = f"meshwright verify --case '{format_case(small.drawn)}'"
         if not json and seed is not None:

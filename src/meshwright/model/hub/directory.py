@@ -38,12 +38,18 @@ class HubTokenizer(Protocol):
     """Tokenizer with ids of its marks that can write its files."""
 
     @property
-    def bos(self) -> int | None: ...
+    def bos(self) -> int | None:
+        """Token that begins a text, None = there is none."""
+        ...
 
     @property
-    def eos(self) -> int | None: ...
+    def eos(self) -> int | None:
+        """Token that ends a text, None = there is none."""
+        ...
 
-    def save(self, folder: Path) -> object: ...
+    def save(self, folder: Path) -> object:
+        """Write its files into a folder."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
