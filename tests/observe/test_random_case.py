@@ -13,7 +13,7 @@ from meshwright.model.moe import Router
 from meshwright.observe.verify.case_text import DrawnCase, format_case, parse_case, settings_of, violations
 from meshwright.observe.verify.one_device import case_batch, margin
 from meshwright.observe.verify.random_case import random_case
-from meshwright.observe.verify.shrinking import shrink_case
+from meshwright.observe.verify.random_run import shrink_case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes, shares_codes
 from meshwright.spec.recipe import NO_SCHEME

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.observe.calibrate.host_floor import tiny_plans, with_floors
-from meshwright.observe.calibrate.timed_steps import threads_of
+from meshwright.observe.calibrate.timed_steps import threads_of, tiny_plans, with_floors
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.links import Links

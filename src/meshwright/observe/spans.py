@@ -53,7 +53,7 @@ def report_spans(report: SpanListener) -> Iterator[None]:
     order = _Order()
 
     def part(span: Span, run: Callable[[], Any]) -> Any:
-        if order.open:
+        if order.open:  # inside another part, which counts
             return run()
         order.open = True
         report(span)
@@ -67,6 +67,7 @@ def report_spans(report: SpanListener) -> Iterator[None]:
         name = pipeline_action.kind if passes.train else "evaluate"
         part(Span(name, pipeline_action.stage, pipeline_action.micro_batch), lambda: inner(passes, pipeline_action))
 
+    # The micro-batch is known by the order of calls where no schedule names it.
     def forward(inner: Inner, *arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return part(Span("evaluate"), lambda: inner(*arguments))

@@ -31,7 +31,7 @@ def in_subprocesses(
     Args:
         processes: Largest number at once. 0 = one per core.
     """
-    waiting = list(enumerate(tasks))[::-1]
+    waiting = list(enumerate(tasks))[::-1]  # taken from the end, so in order
     running: dict[Connection, tuple[int, Any]] = {}
     until = None if limit_s is None else time.monotonic() + limit_s
     workers = processes or len(os.sched_getaffinity(0))

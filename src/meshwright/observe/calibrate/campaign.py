@@ -19,10 +19,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright import __version__
-from meshwright.observe.calibrate.collective_rates import exchange_grids
-from meshwright.observe.calibrate.host_floor import measure_floors, with_floors
-from meshwright.observe.calibrate.rates import ON_GPU, QUICK, Effort, measure_curves, measure_eager_passes
-from meshwright.observe.calibrate.timed_steps import Timing, measure_steps, threads_of
+from meshwright.observe.calibrate.rates import (
+    ON_GPU,
+    QUICK,
+    Effort,
+    exchange_grids,
+    measure_curves,
+    measure_eager_passes,
+)
+from meshwright.observe.calibrate.timed_steps import Timing, measure_floors, measure_steps, threads_of, with_floors
 from meshwright.observe.ranks import on_ranks
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.links import Links
@@ -71,10 +76,10 @@ def calibrate(
     effort = QUICK if quick else Effort() if device == "cpu" else ON_GPU
     measured: dict[int, RankMeasurement] = {}
     for world in worlds:
-        say(
-            f"rates of {world} {'process' if device == 'cpu' else 'GPU'}{'es' if device == 'cpu' and world > 1 else ''}"
-        )
+        unit = "GPU" if device == "cuda" else "process" if world == 1 else "processes"
+        say(f"rates of {world} {unit}")
         measured[world] = _average_ranks(on_ranks(world, _measure_rank, effort, device, limit_s=LIMIT_S, device=device))
+    # Each fit uses what the one before it found: rates, then host times, then the overheads of whole steps.
     machine = _describe_machine(device, measured)
     if not quick:
         if device == "cpu":

@@ -9,7 +9,6 @@ from meshwright.observe.check.events import RankTrace, Start, Touch, Violation, 
 from meshwright.observe.check.sequences import mismatches
 
 TOUCHES = {"read": "reads what arrives", "written": "changes the buffer", "freed": "frees the buffer"}
-"""Descriptions of touches of a buffer by local work."""
 SHOWN = 10
 """Most violations of one rule that are listed."""
 

@@ -9,7 +9,6 @@ from meshwright.spec.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
 
 NAMED = 3
-"""Sources that are listed."""
 ALIKE = 0.05
 """A difference is attributed to what is as large as it, within this share."""
 TITLES = ("planned", "dry run", "measured")

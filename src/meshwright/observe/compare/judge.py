@@ -59,7 +59,6 @@ class ComparedRow:
     whole: float = 0.0
     """Whole of which the figure is a part; small parts are judged against a share of it."""
     missing: Reasons = ("", "", "")
-    """Reasons why a figure is None."""
     aside: tuple[int, ...] = ()
     """Columns of another moment than the rest: shown but not judged."""
     note: str = ""
@@ -208,6 +207,7 @@ def _peak_row(rank: int, columns: Columns, tolerance: float) -> ComparedRow:
 def _kind_rows(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRow]:
     seen = [column.rank(rank) for column in columns]
     known = [{held.kind: held.bytes for held in record.memory} if record else {} for record in seen]
+    # Training without a profile measures lasting states only, and at the optimizer's update.
     states_only = bool(known[2]) and not any(kind not in STATES for kind in known[2])
     reach: tuple[Sequence[str], ...] = (PLANNED, KINDS, STATES if states_only else KINDS)
     whole = max((record.peak_bytes or 0 for record in seen if record), default=0)

@@ -74,7 +74,9 @@ def examine(
         *_kernel_checks(device),
         ("checkpoint", partial(training.check_checkpoint, device, folder, world)),
     ]
-    local = _run_checks(checks, say if world.index == 0 else _silent)
+    if world.index:
+        say = _silent  # the first rank speaks for all
+    local = _run_checks(checks, say)
     findings = merge_ranks(network.gather_from_all(world, local), nodes)
     findings += _check_world(world, device, nodes, local, say) if world.size > 1 else _check_locally(device, quick, say)
     return Examination(
@@ -156,11 +158,10 @@ def _measure_links(kind: str) -> tuple[Finding, list[network.NetworkLink]]:
 def _check_world(
     world: Group, device: torch.device, nodes: Sequence[int], local: Sequence[Finding], say: Say
 ) -> list[Finding]:
-    tell = say if world.index == 0 else _silent
-    tell("collectives")
+    say("collectives")
     collectives = run_check("collectives", lambda: network.check_collectives(world, device))
     merged = merge_ranks(network.gather_from_all(world, [collectives]), nodes)
-    tell("links")
+    say("links")
     link_finding = run_check("links", lambda: network.judge_links(network.measure_links(world, device), nodes))
     rate = next(
         (float(finding.figures.get("flop_per_s", 0.0)) for finding in local if finding.check == "products"), 0.0

@@ -70,16 +70,15 @@ def verdict(findings: Sequence[Finding]) -> State:
 
 def merge_ranks(ranks: Sequence[Sequence[Finding]], nodes: Sequence[int]) -> list[Finding]:
     """Merge the findings of all ranks into one per check, keeping the worst. Ranks that differ are named."""
-    return [_merged(findings, nodes) for findings in zip(*ranks, strict=True)]
-
-
-def _merged(findings: Sequence[Finding], nodes: Sequence[int]) -> Finding:
-    worst = verdict(findings)
-    ranks = [rank for rank, finding in enumerate(findings) if finding.state == worst]
-    first = replace(findings[ranks[0]], seconds=max(finding.seconds for finding in findings))
-    if len(ranks) == len(findings):
-        return first
-    return replace(first, observation=f"{name_ranks(ranks, nodes)}: {first.observation}")
+    merged = []
+    for findings in zip(*ranks, strict=True):
+        worst = verdict(findings)
+        worst_ranks = [rank for rank, finding in enumerate(findings) if finding.state == worst]
+        first = replace(findings[worst_ranks[0]], seconds=max(finding.seconds for finding in findings))
+        if len(worst_ranks) < len(findings):
+            first = replace(first, observation=f"{name_ranks(worst_ranks, nodes)}: {first.observation}")
+        merged.append(first)
+    return merged
 
 
 SHOWN = 5

@@ -30,7 +30,6 @@ SLOW = 0.6
 
 
 LENGTH = 256
-"""Positions of a row, unless a form says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

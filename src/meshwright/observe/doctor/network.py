@@ -60,6 +60,7 @@ def check_collectives(world: Group, device: torch.device) -> Finding:
         own_values = torch.full((4,), float(mine + 1), device=device)
         return own_values, torch.arange(1, n + 1, device=device, dtype=torch.float32), torch.empty_like(own_values)
 
+    # Allocations come first: a rank that fails here would leave the others waiting in a collective.
     own_values, every, arrived = run_everywhere(world, buffers)
     following, previous = (mine + 1) % n, (mine - 1) % n
     for work in world.exchange([(own_values.clone(), following)], [(arrived, previous)]):
@@ -130,19 +131,15 @@ def judge_links(links: Sequence[NetworkLink], nodes: Sequence[int]) -> Finding:
         return skipped("links", "one process has none")
     kinds: dict[str, list[NetworkLink]] = {}
     for link in links:
-        kinds.setdefault("within a node" if nodes[link.source] == nodes[link.target] else "between nodes", []).append(
-            link
-        )
+        kind = "within a node" if nodes[link.source] == nodes[link.target] else "between nodes"
+        kinds.setdefault(kind, []).append(link)
     medians = {kind: statistics.median(link.bytes_per_s for link in of_kind) for kind, of_kind in kinds.items()}
-    slow = [
-        (link, kind)
-        for kind, of_kind in kinds.items()
-        for link in of_kind
-        if link.bytes_per_s < SLOW_LINK * medians[kind]
-    ]
+    every = [(link, kind) for kind, of_kind in kinds.items() for link in of_kind]
+    slow = [(link, kind) for link, kind in every if link.bytes_per_s < SLOW_LINK * medians[kind]]
     summary = ", ".join(f"{rate / 1e9:.3g} GB/s {kind}" for kind, rate in medians.items())
     if not slow:
         return ok("links", summary, medians=medians)
+    # A rank that is slow in both directions with everyone has a fault of its own: name it, not its links.
     ranks = {link.source for link, _ in slow} & {link.target for link, _ in slow}
     alone = [r for r in sorted(ranks) if _all_slow(r, links, {(link.source, link.target) for link, _ in slow})]
     figures = {"medians": medians, "slow": [[a.source, a.target, a.bytes_per_s] for a, _ in slow]}

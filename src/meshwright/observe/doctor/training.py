@@ -70,15 +70,13 @@ def _compare_with_one_device(
     for batch in [[candidate] for candidate in chosen] if cold else [chosen]:
         try:
             limit_s = COLD_S * (1 if cold else len(batch))
-            ranks = run(
-                2, outcomes_of, [(case, candidate.layout) for candidate in batch], kind, limit_s=limit_s, device=kind
-            )
+            cases = [(case, candidate.layout) for candidate in batch]
+            ranks = run(2, outcomes_of, cases, kind, limit_s=limit_s, device=kind)
         except RankError as error:
+            # Ranks that failed together share one message, since nobody knows which layout it was.
             hangs = "did not answer" in str(error)
-            wrong |= {
-                candidate.title: f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last_line(error)
-                for candidate in batch
-            }
+            message = f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last_line(error)
+            wrong |= {candidate.title: message for candidate in batch}
             continue
         for index, candidate in enumerate(batch):
             difference = first_difference(alone, [from_arrays(rank[index]) for rank in ranks], BANDS["fp32"])
@@ -87,12 +85,8 @@ def _compare_with_one_device(
     if wrong:
         name, message = next(iter(wrong.items()))
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        return failure(
-            check,
-            f"{name}: {message}{more}",
-            "do not train with it; report it with this file (NCCL_DEBUG=WARN shows more)",
-            wrong=wrong,
-        )
+        advice = "do not train with it; report it with this file (NCCL_DEBUG=WARN shows more)"
+        return failure(check, f"{name}: {message}{more}", advice, wrong=wrong)
     return ok(check, f"{', '.join(candidate.title for candidate in chosen)} equal one device", tried=len(chosen))
 
 
@@ -125,6 +119,7 @@ def _save_and_load(device: torch.device, folder: Path, world: Group) -> Finding:
         folder.mkdir(parents=True, exist_ok=True)
         return tensors | states, before, dict(values), expected
 
+    # Each part that can fail on one rank alone runs on all, so that all give up together.
     saving, before, values, expected = run_everywhere(world, begin)
     scratch_name = run_everywhere(world, lambda: tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else "")
     scratch = Path(gather_from_all(world, scratch_name)[0])
@@ -149,6 +144,7 @@ def _save_and_load(device: torch.device, folder: Path, world: Group) -> Finding:
     finally:
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
+    # Restored states must give the numbers that were drawn right after they were saved.
     set_rng_state(loaded, values, rank)
     different = [name for name, x in before.items() if not torch.equal(loaded[name], x)]
     if not torch.equal(_draw(device), expected):

@@ -45,12 +45,10 @@ class WatchedRank:
     when: str
     """Part of the program and the pass in it: `step 2, BW 0 3`."""
     kinds: dict[str, int]
-    """Bytes at the peak by kind."""
     where: dict[str, int]
     """Bytes of activations at the peak by module and operation."""
     largest: tuple[LargeTensor, ...]
     sent: tuple[Counts, ...]
-    """Traffic of each step."""
     parts: tuple[ProgramPart, ...]
     """Parts of the program: build, tokens, step 1, update 1 ..."""
     passes: tuple[ProgramPart, ...]
@@ -82,6 +80,7 @@ class Watched:
             stack.enter_context(replaced(torch.UntypedStorage, "resize_", resize_))
             stack.enter_context(report_spans(self._pass))
             program.build()
+            # States are known by their owners, so they are labelled before steps make other tensors.
             label_states(watch, program.state, teacher_tensors(program.objective))
             hold_pool(program.state.engine.graphs, watch)
             self._name_modules(stack)
@@ -89,7 +88,7 @@ class Watched:
                 before = program.mesh.traffic.snapshot()
                 program.step(number, count)
                 self.sent.append(program.mesh.traffic.since(before))
-                if number == 1:
+                if number == 1:  # a thread writes the first checkpoint during the second step
                     program.copy()
             program.rest()
             label_states(watch, program.state)
@@ -140,6 +139,7 @@ class Watched:
         totals = list(accumulate(size for _, size in watch.events()))
         of_parts, of_phases = _highest(totals, self.parts), _highest(totals, phases)
         peak_at = self._peak_event(totals)
+        # One pass over the events adds up kinds, and copies the sums only where some part has its peak.
         wanted = {*of_parts, *of_phases, peak_at}
         kinds, alive, kinds_at = dict.fromkeys(KINDS, 0), dict[int, int](), dict[int, dict[str, int]]()
         at_peak: dict[int, int] = {}
@@ -152,8 +152,8 @@ class Watched:
                 at_peak = {number: held for number, held in alive.items() if held}
 
         def peaks(starts: Sequence[tuple[str, int]], highest: Sequence[int]) -> tuple[ProgramPart, ...]:
-            report_spans = [(name, at) for (name, _), at in zip(starts, highest, strict=True) if at >= 0]
-            return tuple(ProgramPart(name=name, peak_bytes=totals[at], kinds=kinds_at[at]) for name, at in report_spans)
+            busy = [(name, at) for (name, _), at in zip(starts, highest, strict=True) if at >= 0]
+            return tuple(ProgramPart(name=name, peak_bytes=totals[at], kinds=kinds_at[at]) for name, at in busy)
 
         largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
         names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]

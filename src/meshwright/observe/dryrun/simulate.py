@@ -109,6 +109,7 @@ def dry_run(
     """
     device = device or device_of(plan)
     plan.check()
+    # The layout is resolved as on the target device: what auto means there, and kernels that run there.
     if device == "cuda":
         plan = predict(plan).settled
     if not compiles_blocks(plan.layout, plan.model, device, plan.recipe.fake_quantize):
@@ -120,6 +121,7 @@ def dry_run(
     check_ranks(plan.layout, ranks)
     every = plan.layout.micro_batches(plan.recipe.global_batch)
     counts = {rank: (every, every) if whole else probe_counts(plan, rank) for rank in ranks}
+    # The longest ranks start first, so that no core waits for a late start at the end.
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
     watched: dict[int, WatchedRank] = {}

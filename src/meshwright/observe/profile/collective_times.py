@@ -37,7 +37,7 @@ class CollectiveCall:
     sent_bytes: int
     start: Mark
     end: Mark = None
-    """Moment at which somebody had waited for it. None = nobody did."""
+    """Moment at which a wait for it had ended. None = nothing waited."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,6 @@ class TimelinePeak(Stretch):
     step: int
     """Number of the step. 0 = before the first one."""
     kinds: dict[str, int]
-    """Bytes by kind, by the watch."""
 
 
 def memory_timeline(seen: WatchedRank, watch: StorageWatch, account: AllocatorAccount) -> tuple[TimelinePeak, ...]:
@@ -160,7 +159,6 @@ def _stretches_by_phase(watch: StorageWatch, account: AllocatorAccount) -> list[
 FIRST = 4
 """Steps whose memory is measured: the first may differ, the last ones are alike."""
 STEPS = 4
-"""Default number of timed steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +173,9 @@ class RankProfile:
     memory: tuple[TimelinePeak, ...]
     """The parts of the first steps, in order."""
     traffic: Counts
-    """Traffic of one step."""
     steps: tuple[TimedStep, ...]
     operations: tuple[TimedOperation, ...]
     kernels: GpuKernels | None
-    """Kernels of a GPU."""
     clock: Aligned
     peak_flop_per_s: float | None
     compiled: bool = False

@@ -17,7 +17,6 @@ from meshwright.planner.explorer.explorer_page import source
 from meshwright.spec.units import gib, many
 
 BLAMED = 12
-"""Matrices in the picture of the worst."""
 WIDE, LEFT, RIGHT = 560, 150, 110
 """Width of a picture, and space for words on its left and right."""
 LOW, DECADES = -8.0, 10

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRAWS: Final = 1000
-"""Draws of a bootstrap."""
 DRAWS_OF_TEXTS: Final = 100
 """Draws where an item is texts, whose figure (BLEU) is slow; as in lm_eval."""
 FEWEST: Final = 5

@@ -28,7 +28,6 @@ EVERY_EXPERT = replace(CASE, shape=replace(CASE.shape, moe=CASE.shape.moe and re
 NARROW: Mapping[str, int] = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64}
 """Sizes for products in fp8: multiples of 16 on four tp ranks, and few layers, whose rounding accumulates."""
 ROUNDED = ("bf16", "fp8", "fp16", "no masters")
-"""Features with a wider band."""
 
 COMPILED_ALONE = (
     ("compiled",), ("compiled", "bf16", "packed"), ("compiled", "bf16", "selective"), ("compiled", "bf16", "full"),

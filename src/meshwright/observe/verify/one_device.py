@@ -314,6 +314,7 @@ def first_difference(alone: RankOutcome, others: Sequence[RankOutcome], band: Ba
     terms, not with their total. A gradient that is zero but for rounding (of key biases) counts as ZERO times the
     gradient norm. Infinite numbers equal nothing, except in the step that must overflow.
     """
+    # Scalars first: they differ already where a sum over ranks is wrong, and cost nothing to compare.
     for index, other in enumerate(others):
         for what, mine, theirs, tolerance in (
             ("loss", alone.losses, other.losses, band.loss),
@@ -367,13 +368,11 @@ def _decided_by_rounding(name: str, alone: RankOutcome, band: Band) -> Tensor:
     """
     undecided = torch.zeros(alone.tensors[name][1].shape, dtype=torch.bool)
     step, is_weight, parameter = name.removeprefix("step ").partition(" weight ")
-    names = (
-        {number: f"step {number} gradient of {parameter}" for number in range(1, int(step) + 1)} if is_weight else {}
-    )
-    for number, gradient in (
-        (number, alone.tensors[each][1]) for number, each in names.items() if each in alone.tensors
-    ):
-        norm = alone.norms[number - 1]
+    for number in range(1, int(step) + 1) if is_weight else ():
+        key = f"step {number} gradient of {parameter}"
+        if key not in alone.tensors:  # a skipped step has none
+            continue
+        gradient, norm = alone.tensors[key][1], alone.norms[number - 1]
         if isfinite(norm) and 0 < _largest(gradient) <= torch.finfo(torch.float32).eps * norm:
             undecided |= True
         elif band.by_length and not begins_large(name):

@@ -33,7 +33,6 @@ MORE_SHAPES = 0.3
 """Share of cases with an optional part of a shape (experts, latent attention, tied head, window)."""
 
 MUON = 0.3
-"""Share of cases whose matrices use Muon."""
 Settings = dict[str, Any]
 
 
@@ -285,9 +284,7 @@ ROWS_BASE = "llm-int8"
 ROUNDED = 0.3
 """Share of cases whose matrices are rounded in every product, where possible."""
 ADAPTERS = 0.25
-"""Share of cases that train adapters alone."""
 TEACHERS = 0.25
-"""Share of cases with a teacher."""
 
 
 def often(random: Random, share: float) -> bool:
