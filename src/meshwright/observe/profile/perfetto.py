@@ -1,8 +1,8 @@
 """The timed steps of all ranks as a trace for https://ui.perfetto.dev (Chrome's JSON trace format), on one clock.
 
 A rank is a process of the trace. Its tracks are the schedule (steps, and in them passes by stage and micro-batch), its
-waits, and the collectives of each axis from their call to the end of the wait for them. A counter shows memory by kind,
-that of the same pass in the last watched step.
+waits, and the collectives of each axis. A collective lasts from its call to the end of the wait for it. A counter shows
+memory by kind, that of the same pass in the last watched step.
 """
 
 from collections.abc import Iterator
