@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.spec import Cluster
 from tests.cli.toy import call, refused, train, write_texts
-from tests.observe.folders import PLAN, dried, profiled, write
+from tests.observe.folders import PLAN, dry_run_json, profile_json, write_run
 
 
 def test_a_trained_run_is_compared_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,9 +44,9 @@ def test_the_dry_run_is_made_once_and_kept(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_beyond_the_tolerance_is_exit_code_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = profiled(PLAN)
+    document = profile_json(PLAN)
     document["ranks"][0]["peak_bytes"] *= 2
-    run = write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
+    run = write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=document)
     line = refused(capsys, "compare", run, code=4)
     assert "peak of rank 0: planned" in line
     assert call(capsys, "compare", run, "--tolerance", "0.6")[0] == 0
@@ -58,7 +58,7 @@ def test_the_planned_column_can_be_of_a_device_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a named device, the column is of the device that was measured."""
-    run = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), profile=profiled(PLAN))
+    run = write_run(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), profile=profile_json(PLAN))
     assert json.loads(call(capsys, "compare", run, "--no-dry-run", "--json")[1])["columns"]["planned"][
         "about"
     ].endswith(PLAN.cluster.device.name)
@@ -75,13 +75,13 @@ def test_the_planned_column_can_be_of_a_device_that_is_named(
 
 
 def test_nothing_to_compare_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), ledger=None)
+    run = write_run(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)), ledger=None)
     assert "no figure is known twice" in refused(capsys, "compare", run, "--no-dry-run")
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("x")
-    damaged = write(tmp_path / "damaged", ledger="{")
+    damaged = write_run(tmp_path / "damaged", ledger="{")
     for verb in ("compare", "report"):
         assert "does not exist" in refused(capsys, verb, tmp_path / "nowhere")
         assert "has no plan.yaml" in refused(capsys, verb, tmp_path)
@@ -94,7 +94,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_two_runs_in_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write(tmp_path / name / "run") for name in ("a", "b")]
+    runs = [write_run(tmp_path / name / "run") for name in ("a", "b")]
     code, out, _ = call(capsys, "report", *runs, "--out", tmp_path / "both.html")
     assert code == 0 and "2 runs" in out
     text = (tmp_path / "both.html").read_text()
@@ -107,9 +107,9 @@ def test_the_table_keeps_to_its_width(
 ) -> None:
     """Verdict first, one unit per row, no broken words; equal rows and single figures become sentences."""
     monkeypatch.chdir(tmp_path)
-    document = profiled(PLAN)
+    document = profile_json(PLAN)
     document["ranks"][0]["peak_bytes"] = round(1.03 * document["ranks"][0]["peak_bytes"])
-    write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
+    write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=document)
     monkeypatch.setenv("COLUMNS", "200")
     whole = call(capsys, "compare", "run")[1]
     monkeypatch.setenv("COLUMNS", str(columns))

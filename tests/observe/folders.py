@@ -23,7 +23,7 @@ PLAN = Plan(
 ALONE = replace(PLAN, layout=Layout(micro_batch=2))
 
 
-def of_ranks(plan: Plan) -> list[dict[str, Any]]:
+def rank_records(plan: Plan) -> list[dict[str, Any]]:
     """What each pipeline place holds and sends, as a dry run would tell it."""
     prediction = predict(plan)
     return [
@@ -49,15 +49,15 @@ def of_ranks(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def dried(plan: Plan) -> dict[str, Any]:
+def dry_run_json(plan: Plan) -> dict[str, Any]:
     """dryrun.json."""
-    return {"source": "dryrun", "plan": asdict(plan), "device": "cuda", "ranks": of_ranks(plan), "notes": [],
+    return {"source": "dryrun", "plan": asdict(plan), "device": "cuda", "ranks": rank_records(plan), "notes": [],
             "environment": {"meshwright": __version__}}  # fmt: skip
 
 
-def profiled(plan: Plan) -> dict[str, Any]:
+def profile_json(plan: Plan) -> dict[str, Any]:
     """profile.json: what was planned, came."""
-    content = document(predict(plan)) | {"source": "measured", "device": "cuda", "ranks": of_ranks(plan)}
+    content = document(predict(plan)) | {"source": "measured", "device": "cuda", "ranks": rank_records(plan)}
     for stage, rank in enumerate(content["ranks"]):
         rank["memory_timeline"] = [{**moment, "step": 1} for moment in rank.pop("passes")]
         rank["spans"] = list(spans(plan, stage))
@@ -78,7 +78,7 @@ def spans(plan: Plan, stage: int) -> list[dict[str, Any]]:
     return rows
 
 
-def metrics(steps: int, loss: float = 8.0) -> list[dict[str, Any]]:
+def metric_rows(steps: int, loss: float = 8.0) -> list[dict[str, Any]]:
     """Records of training, with an evaluation every ten steps."""
     rows: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
@@ -93,23 +93,23 @@ def metrics(steps: int, loss: float = 8.0) -> list[dict[str, Any]]:
     return rows
 
 
-def write(folder: Path, plan: Plan = PLAN, *, steps: int = 40, loss: float = 8.0, **files: Any) -> Path:
+def write_run(folder: Path, plan: Plan = PLAN, *, steps: int = 40, loss: float = 8.0, **files: Any) -> Path:
     """A run folder; `files`: documents by name (ledger, dryrun, profile), None = without. By default a ledger only."""
     folder.mkdir(parents=True)
     planfile.write(plan, folder / "plan.yaml")
     if steps:
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(steps, loss)))
-    for name, content in {"ledger": ledger(plan), **files}.items():
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metric_rows(steps, loss)))
+    for name, content in {"ledger": ledger_json(plan), **files}.items():
         if content is not None:
             text = content if isinstance(content, str) else json.dumps(content)
             (folder / f"{name}.json").write_text(text)
     return folder
 
 
-def ledger(plan: Plan) -> dict[str, Any]:
+def ledger_json(plan: Plan) -> dict[str, Any]:
     """ledger.json of a run on GPUs."""
     ranks = [
-        deepcopy({key: rank[key] for key in ("rank", "memory", "traffic", "peak_bytes")}) for rank in of_ranks(plan)
+        deepcopy({key: rank[key] for key in ("rank", "memory", "traffic", "peak_bytes")}) for rank in rank_records(plan)
     ]
     for rank in ranks:
         rank["memory"] = [held for held in rank["memory"] if held["kind"] in STATES]

@@ -19,10 +19,10 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.shared_document import TimePart, parse_document
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
-from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
+from tests.observe.folders import ALONE, PLAN, dry_run_json, ledger_json, profile_json, write_run
 
 
-def laid(folder: Path, tolerance: float = 0.1) -> Comparison:
+def compare_folder(folder: Path, tolerance: float = 0.1) -> Comparison:
     run = open_run(folder)
     return compare(run.plan_as_run, columns(run), tolerance)
 
@@ -37,7 +37,7 @@ def row(comparison: Comparison, section: str, what: str, unit: str = "", rank: i
 
 
 def test_equal_columns_agree_in_every_row(tmp_path: Path) -> None:
-    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=profile_json(PLAN)))
     assert comparison.disagreeing == ()
     kinds = {line.what for line in comparison.rows if line.section == "memory"}
     assert {"peak", "parameters", "gradients", "moments", "activations", "logits", "reserve"} <= kinds
@@ -50,8 +50,8 @@ def test_equal_columns_agree_in_every_row(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_compared_without_another(tmp_path: Path) -> None:
-    comparison = laid(write(tmp_path / "run"), 1e9)
-    assert row(comparison, "memory", "peak", rank=2).values[2] == ledger(PLAN)["ranks"][1]["peak_bytes"]
+    comparison = compare_folder(write_run(tmp_path / "run"), 1e9)
+    assert row(comparison, "memory", "peak", rank=2).values[2] == ledger_json(PLAN)["ranks"][1]["peak_bytes"]
     assert row(comparison, "memory", "moments", rank=0).error(0) == 0
     activations = row(comparison, "memory", "activations", rank=0)
     assert activations.values[1:] == (None, None)
@@ -66,8 +66,8 @@ def test_a_finished_run_is_compared_without_another(tmp_path: Path) -> None:
 
 def test_an_unknown_device_has_no_times_and_says_so(tmp_path: Path) -> None:
     plan = replace(PLAN, cluster=Cluster(devices_per_node=4))
-    stored = ledger(plan) | {"environment": {"device": "NVIDIA T1000"}}
-    comparison = laid(write(tmp_path / "run", plan, ledger=stored))
+    stored = ledger_json(plan) | {"environment": {"device": "NVIDIA T1000"}}
+    comparison = compare_folder(write_run(tmp_path / "run", plan, ledger=stored))
     assert all(line.values[0] is None for line in comparison.rows if line.section in ("time", "use"))
     assert "is not described: name a cluster" in row(comparison, "time", "step").missing[0]
     assert row(comparison, "memory", "parameters", rank=0).values[0] > 0
@@ -76,27 +76,27 @@ def test_an_unknown_device_has_no_times_and_says_so(tmp_path: Path) -> None:
 def test_a_run_that_kept_no_device_is_planned_for_the_gpu_that_its_ledger_names(tmp_path: Path) -> None:
     """As runs were kept whose plan named no cluster. A chip that there is in two sizes is not guessed."""
     plan = replace(PLAN, cluster=Cluster())
-    stored = ledger(plan) | {"environment": {"device": "NVIDIA H200"}}
-    folder = write(tmp_path / "run", plan, ledger=stored)
-    comparison = laid(folder)
+    stored = ledger_json(plan) | {"environment": {"device": "NVIDIA H200"}}
+    folder = write_run(tmp_path / "run", plan, ledger=stored)
+    comparison = compare_folder(folder)
     assert open_run(folder).plan.cluster == presets.cluster("h200x4")
     step, named = (
         row(comparison, "time", "step"),
-        laid(write(tmp_path / "named", replace(plan, cluster=presets.cluster("h200x4")))),
+        compare_folder(write_run(tmp_path / "named", replace(plan, cluster=presets.cluster("h200x4")))),
     )
     assert step.values[0] == row(named, "time", "step").values[0] > 0 and not step.missing[0]
-    unsure = ledger(plan) | {"environment": {"device": "NVIDIA GH200"}}
-    assert row(laid(write(tmp_path / "unsure", plan, ledger=unsure)), "time", "step").values[0] is None
+    unsure = ledger_json(plan) | {"environment": {"device": "NVIDIA GH200"}}
+    assert row(compare_folder(write_run(tmp_path / "unsure", plan, ledger=unsure)), "time", "step").values[0] is None
 
 
 def test_a_plan_for_another_device_is_compared_by_its_program(tmp_path: Path) -> None:
     here = replace(ALONE, cluster=Cluster())
     files: dict[str, Any] = {
-        name: make(here) | {"device": "cpu"} for name, make in (("ledger", ledger), ("dryrun", dried))
+        name: make(here) | {"device": "cpu"} for name, make in (("ledger", ledger_json), ("dryrun", dry_run_json))
     }
     assert presets.device("h100").is_gpu and not here.cluster.device.is_gpu
-    comparison = laid(write(tmp_path / "run", replace(ALONE, cluster=presets.cluster("h100x1")), **files))
-    on_cpu = laid(write(tmp_path / "own", here, **files))
+    comparison = compare_folder(write_run(tmp_path / "run", replace(ALONE, cluster=presets.cluster("h100x1")), **files))
+    on_cpu = compare_folder(write_run(tmp_path / "own", here, **files))
     assert [line.values for line in comparison.rows] == [
         line.values for line in on_cpu.rows
     ] and comparison.disagreeing == ()
@@ -107,10 +107,10 @@ def test_a_plan_for_another_device_is_compared_by_its_program(tmp_path: Path) ->
 
 
 def test_traffic_that_is_one_call_off_disagrees_and_is_explained(tmp_path: Path) -> None:
-    document = profiled(PLAN)
+    document = profile_json(PLAN)
     sent = next(entry for entry in document["ranks"][1]["traffic"] if entry["axis"] == "tp")
     sent["calls"] += 1
-    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=document), tolerance=0.5)
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=document), tolerance=0.5)
     [bad] = comparison.disagreeing
     assert (bad.what, bad.unit, bad.rank, bad.beyond) == ("tp all_reduce", "calls", 2, (0, 1))
     first = explanation(comparison, bad)
@@ -118,15 +118,15 @@ def test_traffic_that_is_one_call_off_disagrees_and_is_explained(tmp_path: Path)
 
 
 def test_memory_that_is_off_is_explained_by_module(tmp_path: Path) -> None:
-    document = profiled(PLAN)
+    document = profile_json(PLAN)
     rank = document["ranks"][0]
     held = next(held_bytes for held_bytes in rank["memory"] if held_bytes["kind"] == "activations")
     held["bytes"] += 40_000
     rank["peak_bytes"] += 40_000
     rank["activations"][0]["bytes"] = 44_000
-    dry = dried(PLAN)
+    dry = dry_run_json(PLAN)
     dry["ranks"][0]["activations"].append({"where": "norm mul", "bytes": 40_000})
-    comparison = laid(write(tmp_path / "run", dryrun=dry, profile=document), tolerance=0.001)
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=dry, profile=document), tolerance=0.001)
     peak, activations = comparison.disagreeing
     assert (peak.what, activations.what) == ("peak", "activations")
     words = " ".join(explanation(comparison, peak))
@@ -135,31 +135,34 @@ def test_memory_that_is_off_is_explained_by_module(tmp_path: Path) -> None:
 
 
 def test_small_parts_are_held_against_the_whole(tmp_path: Path) -> None:
-    document = profiled(PLAN)
+    document = profile_json(PLAN)
     for rank in document["ranks"]:
         next(held for held in rank["memory"] if held["kind"] == "counters")["bytes"] *= 3
-    folder = write(tmp_path / "run", dryrun=dried(PLAN), profile=document)
-    counters = row(laid(folder), "memory", "counters", rank=0)
+    folder = write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=document)
+    counters = row(compare_folder(folder), "memory", "counters", rank=0)
     assert counters.agrees() and counters.error(0) == pytest.approx(-2 / 3)
-    assert not row(laid(folder, 0.0), "memory", "counters", rank=0).agrees()
+    assert not row(compare_folder(folder, 0.0), "memory", "counters", rank=0).agrees()
 
 
 def test_a_toy_differs_by_less_than_a_segment_of_the_allocator(tmp_path: Path) -> None:
-    document = profiled(PLAN)
+    document = profile_json(PLAN)
     for rank in document["ranks"]:
         next(part for part in rank["memory"] if part["kind"] == "activations")["bytes"] += 3 * 2**19
         rank["peak_bytes"] += 3 * 2**19
-    toy = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=document))
+    toy = compare_folder(write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=document))
     assert not toy.disagreeing and row(toy, "memory", "activations", rank=0).small
     for rank in document["ranks"]:
         rank["peak_bytes"] += 2**20
-    assert {part.what for part in laid(write(tmp_path / "more", dryrun=dried(PLAN), profile=document)).disagreeing} == {
-        "peak"
-    }
+    assert {
+        part.what
+        for part in compare_folder(
+            write_run(tmp_path / "more", dryrun=dry_run_json(PLAN), profile=document)
+        ).disagreeing
+    } == {"peak"}
 
 
 def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
-    comparison = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=dry_run_json(ALONE), profile=profile_json(ALONE)))
     assert comparison.columns[1].document is None and "of another plan" in comparison.columns[1].about
     assert "and not used" in comparison.columns[2].about
     assert row(comparison, "memory", "activations", rank=0).values[2] is None
@@ -169,22 +172,22 @@ def test_a_dry_run_is_asked_for_where_none_is_kept(tmp_path: Path) -> None:
     from meshwright.observe.shared_document import parse_document
 
     asked = []
-    run = open_run(write(tmp_path / "run"))
+    run = open_run(write_run(tmp_path / "run"))
 
     def dryer(plan: Any, device: str) -> Any:
         asked.append((plan.layout.pp, device))
-        return parse_document(dried(plan), "")
+        return parse_document(dry_run_json(plan), "")
 
     comparison = compare(run.plan_as_run, columns(run, dryer=dryer))
     assert asked == [(2, "cuda")] and row(comparison, "memory", "activations", rank=0).values[1] > 0
 
 
 def test_the_batch_of_the_last_step_is_the_one_compared(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run")
+    folder = write_run(tmp_path / "run")
     text = (folder / "metrics.jsonl").read_text().replace('"global_batch": 4', '"global_batch": 2')
     (folder / "metrics.jsonl").write_text(text)
     assert open_run(folder).plan_as_run.recipe.global_batch == 2
-    assert row(laid(folder), "traffic", "pp send", "calls", rank=0).values == (2, None, 4)
+    assert row(compare_folder(folder), "traffic", "pp send", "calls", rank=0).values == (2, None, 4)
 
 
 @pytest.mark.parametrize(
@@ -198,18 +201,18 @@ def test_the_batch_of_the_last_step_is_the_one_compared(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_damaged_files_are_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
-    folder = write(tmp_path / "run", **{name: text})
+    folder = write_run(tmp_path / "run", **{name: text})
     with pytest.raises(RunError) as caught:
-        laid(folder)
+        compare_folder(folder)
     assert f"{name}.json" in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_foreign_folders_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="holds no step of a run yet"):
-        open_run(write(tmp_path / "empty", steps=0))
+        open_run(write_run(tmp_path / "empty", steps=0))
     with pytest.raises(RunError, match="does not exist"):
         open_run(tmp_path / "nowhere")
-    folder = write(tmp_path / "foreign")
+    folder = write_run(tmp_path / "foreign")
     (folder / "metrics.jsonl").write_text('{"step": 1, "accuracy": 0.5}\n')
     with pytest.raises(RunError, match="of another program: the record of step 1 has no number loss"):
         open_run(folder)
@@ -219,13 +222,17 @@ def test_foreign_folders_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_ledger_of_one_rank_is_still_read(tmp_path: Path) -> None:
-    old = {key: value for key, value in ledger(ALONE).items() if key in ("source", "rank", "step", "memory", "traffic")}
-    comparison = laid(write(tmp_path / "run", ALONE, ledger=old))
+    old = {
+        key: value
+        for key, value in ledger_json(ALONE).items()
+        if key in ("source", "rank", "step", "memory", "traffic")
+    }
+    comparison = compare_folder(write_run(tmp_path / "run", ALONE, ledger=old))
     assert row(comparison, "memory", "moments").error(0) == 0 and row(comparison, "memory", "peak").values[2] is None
 
 
 def test_json_and_lines_say_the_same(tmp_path: Path) -> None:
-    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN)))
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=dry_run_json(PLAN)))
     document = json.loads(json.dumps(as_json(comparison, "run"), allow_nan=False))
     assert document["rank"] == comparison.rank and len(document["rows"]) == len(comparison.rows)
     assert document["agrees"] == (not comparison.disagreeing) and document["columns"]["dryrun"]["there"]
@@ -246,13 +253,13 @@ def off(document: dict[str, Any], kind: str, times: float) -> dict[str, Any]:
 
 
 def test_gradients_are_judged_where_nothing_was_measured(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30))
+    folder = write_run(tmp_path / "run", dryrun=off(dry_run_json(PLAN), "gradients", 30))
     (folder / "ledger.json").unlink()
-    assert "gradients" in {line.what for line in laid(folder).disagreeing}
+    assert "gradients" in {line.what for line in compare_folder(folder).disagreeing}
 
 
 def test_gradients_of_plan_and_dry_run_are_judged_beside_those_of_the_update(tmp_path: Path) -> None:
-    comparison = laid(write(tmp_path / "run", dryrun=off(dried(PLAN), "gradients", 30)))
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=off(dry_run_json(PLAN), "gradients", 30)))
     bad = row(comparison, "memory", "gradients", rank=0)
     assert (bad.reference, bad.beyond, bad.aside) == (1, (0,), (2,)) and "update" in bad.note
 
@@ -261,13 +268,13 @@ def test_gradients_of_plan_and_dry_run_are_judged_beside_those_of_the_update(tmp
 def test_whole_copies_are_gone_at_the_update(zero: int, tmp_path: Path) -> None:
     """A run measures its memory there: of ZeRO-1 and ZeRO-2 it holds shards alone."""
     sharded = replace(PLAN, layout=Layout(dp_shard=4, zero=zero, micro_batch=1))
-    document = ledger(sharded)
+    document = ledger_json(sharded)
     for owner in (document, *document["ranks"]):
         sizes = {held["kind"]: held["bytes"] for held in owner["memory"]}
         assert sizes["parameters"] > sizes["shards"] > 0
         remaining = sizes | {"parameters": sizes["shards"]}
         owner["memory"] = [{"kind": kind, "bytes": size} for kind, size in remaining.items() if kind != "shards"]
-    comparison = laid(write(tmp_path / "run", sharded, ledger=document, dryrun=dried(sharded)))
+    comparison = compare_folder(write_run(tmp_path / "run", sharded, ledger=document, dryrun=dry_run_json(sharded)))
     assert not [line.what for line in comparison.disagreeing if line.section == "memory"]
     copies = row(comparison, "memory", "parameters", rank=0)
     assert copies.aside and "measured at the optimizer's update" in copies.note
@@ -278,29 +285,31 @@ def test_only_bytes_to_experts_may_differ(tmp_path: Path) -> None:
         PLAN, layout=Layout(dp_shard=4, ep=2, zero=1, micro_batch=1),
         model=replace(presets.model("mixtral-8x7b"), layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=1024),
     )  # fmt: skip
-    document = profiled(experts)
+    document = profile_json(experts)
     for sent in document["ranks"][0]["traffic"]:
         sent["bytes"] += 1 + sent["bytes"] // 20
-    comparison = laid(write(tmp_path / "run", experts, ledger=None, dryrun=dried(experts), profile=document))
+    comparison = compare_folder(
+        write_run(tmp_path / "run", experts, ledger=None, dryrun=dry_run_json(experts), profile=document)
+    )
     bad = {line.what for line in comparison.disagreeing if line.section == "traffic"}
     sent = {line.what for line in comparison.rows if line.section == "traffic" and any(line.values)}
     assert "ep all_to_all" in sent and bad == sent - {"ep all_to_all"}
     next(s for s in document["ranks"][0]["traffic"] if s["axis"] == "ep" and s["collective"] == "all_to_all")[
         "calls"
     ] += 1
-    comparison = laid(write(tmp_path / "more", experts, dryrun=dried(experts), profile=document))
+    comparison = compare_folder(write_run(tmp_path / "more", experts, dryrun=dry_run_json(experts), profile=document))
     assert ("ep all_to_all", "calls") in {(line.what, line.unit) for line in comparison.disagreeing}
 
 
 def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
     """The dry run's peak stands at the head, the others' inside a layer: its total counts, what it is made of not."""
-    dry = dried(PLAN)
+    dry = dry_run_json(PLAN)
     first = dry["ranks"][0]
     inside = sum(held["bytes"] for held in first["memory"] if held["kind"] in ("activations", "temporaries"))
     first["memory"] = [held for held in first["memory"] if held["kind"] not in ("activations", "temporaries", "logits")]
     first["memory"].append({"kind": "logits", "bytes": inside})
     first["when"] = "step 2, F 0 1"
-    comparison = laid(write(tmp_path / "run", dryrun=dry, profile=profiled(PLAN)))
+    comparison = compare_folder(write_run(tmp_path / "run", dryrun=dry, profile=profile_json(PLAN)))
     assert comparison.disagreeing == ()
     logits = row(comparison, "memory", "logits", rank=0)
     assert logits.aside == (1,) and logits.error(1) is None and "dry run at head and loss" in logits.note
@@ -311,10 +320,12 @@ def test_kinds_are_judged_at_like_moments_only(tmp_path: Path) -> None:
 
 
 def test_training_beside_a_profile_is_judged_too(tmp_path: Path) -> None:
-    document = ledger(PLAN)
+    document = ledger_json(PLAN)
     document["ranks"][0]["peak_bytes"] *= 2
     document["ranks"][0]["traffic"][0]["calls"] += 7
-    comparison = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN), ledger=json.dumps(document)))
+    comparison = compare_folder(
+        write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=profile_json(PLAN), ledger=json.dumps(document))
+    )
     bad = [(line.what, line.unit, line.rank) for line in comparison.disagreeing]
     assert ("peak, in training", "bytes", 0) in bad
     [traffic] = [what for what, unit, rank in bad if (unit, rank) == ("calls", 0)]
@@ -323,29 +334,26 @@ def test_training_beside_a_profile_is_judged_too(tmp_path: Path) -> None:
 
 
 def test_nothing_known_twice_is_no_agreement(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)))
+    folder = write_run(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4)))
     (folder / "ledger.json").unlink()
-    comparison = laid(folder)
+    comparison = compare_folder(folder)
     assert comparison.judged == () and as_json(comparison, "run")["agrees"] is None
 
 
 def test_impossible_figures_are_no_profile(tmp_path: Path) -> None:
     for key, value in (("step_seconds", -1), ("peak_bytes", -5), ("mfu_full", -0.1)):
-        folder = write(tmp_path / key, profile={**profiled(PLAN), key: value})
+        folder = write_run(tmp_path / key, profile={**profile_json(PLAN), key: value})
         with pytest.raises(RunError, match=key):
             open_run(folder)
 
 
 def test_waiting_for_host_memory_is_computing_to_a_clock(tmp_path: Path) -> None:
     """The planner says it apart; a profile cannot."""
-    run = open_run(write(tmp_path / "run", dryrun=dried(PLAN), profile=profiled(PLAN)))
+    run = open_run(write_run(tmp_path / "run", dryrun=dry_run_json(PLAN), profile=profile_json(PLAN)))
     planned, *others = columns(run)
     assert planned.document is not None
     plain = row(compare(run.plan_as_run, (planned, *others), 0.1), "time", "compute").values[0]
-    time = (
-        *(part for part in planned.document.time if part.what != "offload"),
-        TimePart(what="offload", seconds=2.0),
-    )
+    time = (*(part for part in planned.document.time if part.what != "offload"), TimePart(what="offload", seconds=2.0))
     waiting = replace(planned, document=replace(planned.document, time=time))
     comparison = compare(run.plan_as_run, (waiting, *others), 0.1)
     assert row(comparison, "time", "compute").values[0] == pytest.approx(plain + 2.0)

@@ -58,8 +58,7 @@ CODED = replace(SMALL, hidden=512, ffn=1408, vocab=1024, lora=LoRAShape(rank=8, 
 REAL = {
     "one": plan(SMALL, 16, micro_batch=8),
     "noise": replace(
-        plan(SMALL, 4, micro_batch=1),
-        recipe=replace(plan(SMALL, 4, micro_batch=1).recipe, noise_scale_every=5),
+        plan(SMALL, 4, micro_batch=1), recipe=replace(plan(SMALL, 4, micro_batch=1).recipe, noise_scale_every=5)
     ),
     "ramp": ramped(plan(SMALL, 2, micro_batch=8), 32),
     "async": plan(SMALL, 4, micro_batch=2, saving="async"),

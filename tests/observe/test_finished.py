@@ -17,7 +17,7 @@ from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
 from tests.cli.toy import call, refused
-from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
+from tests.observe.folders import ALONE, PLAN, dry_run_json, metric_rows, profile_json, write_run
 
 
 def document_of(
@@ -114,9 +114,9 @@ def test_records_that_are_none_are_one_line(
 
 def with_last(folder: Path, change: Change, plan: Plan = PLAN) -> Path:
     """A run folder whose last step is another one."""
-    rows = [row for row in metrics(5) if "kind" not in row]
+    rows = [row for row in metric_rows(5) if "kind" not in row]
     change(rows[-1])
-    write(folder, plan)
+    write_run(folder, plan)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -136,7 +136,7 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
     refuse_other(tmp_path / "nowhere", PLAN)
     (tmp_path / "empty").mkdir()
     refuse_other(tmp_path / "empty", PLAN)
-    run = write(tmp_path / "run", profile=profiled(PLAN), dryrun=dried(PLAN))
+    run = write_run(tmp_path / "run", profile=profile_json(PLAN), dryrun=dry_run_json(PLAN))
     refuse_other(run, changed(steps=9, learning_rate=1e-5))
     refuse_other(run, changed(compile="off"))  # which auto may be
     for other in (ALONE, changed(kernels="eager"), changed(sequence=256)):
@@ -156,5 +156,5 @@ def test_a_profile_of_the_batch_that_a_ramp_came_to_is_of_the_folder(tmp_path: P
 @pytest.mark.parametrize("steps", [0, 5])
 def test_that_kinds_are_of_the_program_uncompiled_stands_in_the_comparison(tmp_path: Path, steps: int) -> None:
     note = "kinds of memory are of the program uncompiled"
-    run = open_run(write(tmp_path / "run", steps=steps, profile=profiled(PLAN) | {"notes": [note]}))
+    run = open_run(write_run(tmp_path / "run", steps=steps, profile=profile_json(PLAN) | {"notes": [note]}))
     assert f"a profile of the plan (profile.json); {note}" in columns(run)[2].about

@@ -11,7 +11,7 @@ import pytest
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.report.report_page import POINTS, curves, page
 from meshwright.spec import Cluster
-from tests.observe.folders import ALONE, PLAN, dried, metrics, profiled, write
+from tests.observe.folders import ALONE, PLAN, dry_run_json, metric_rows, profile_json, write_run
 from tests.planner.browser import CHROMIUM, Browser
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -27,11 +27,11 @@ def browser() -> Iterator[Browser]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """full: everything there; both: a second run over it, of one process; bare: metrics and no more."""
     folder = tmp_path_factory.mktemp("reports")
-    full = write(folder / "full", dryrun=dried(PLAN), profile=profiled(PLAN))
-    alone = write(folder / "alone", replace(ALONE, cluster=Cluster()), loss=6.0)
-    twin = write(folder / "twin", dryrun=dried(PLAN), profile=profiled(PLAN))
-    bare = write(folder / "<b>bare", ALONE, steps=1, ledger=None)
-    profile_only = write(folder / "profile", PLAN, steps=0, profile=profiled(PLAN), ledger=None)
+    full = write_run(folder / "full", dryrun=dry_run_json(PLAN), profile=profile_json(PLAN))
+    alone = write_run(folder / "alone", replace(ALONE, cluster=Cluster()), loss=6.0)
+    twin = write_run(folder / "twin", dryrun=dry_run_json(PLAN), profile=profile_json(PLAN))
+    bare = write_run(folder / "<b>bare", ALONE, steps=1, ledger=None)
+    profile_only = write_run(folder / "profile", PLAN, steps=0, profile=profile_json(PLAN), ledger=None)
     files = {}
     for name, runs in (
         ("full", [full]), ("both", [full, alone]), ("twins", [full, twin]),
@@ -75,7 +75,7 @@ def test_everything_is_there_offline(browser: Browser, pages: dict[str, Path]) -
 @in_browser
 def test_held_out_text_of_a_distilled_run_is_beside_its_cross_entropy(browser: Browser, tmp_path: Path) -> None:
     """Its loss is a divergence, of another size."""
-    run = write(tmp_path / "runs" / "distilled", ALONE, ledger=None)
+    run = write_run(tmp_path / "runs" / "distilled", ALONE, ledger=None)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         if row.get("kind") != "eval":
@@ -100,7 +100,7 @@ def test_bars_are_as_long_as_the_bytes(browser: Browser, pages: dict[str, Path])
         "Object.fromEntries([...document.querySelectorAll('rect.part')].map((part) =>"
         " [part.dataset.bar, Number(part.getAttribute('width'))]))"
     )
-    held = {held["kind"]: held["bytes"] for held in dried(PLAN)["ranks"][0]["memory"]}
+    held = {held["kind"]: held["bytes"] for held in dry_run_json(PLAN)["ranks"][0]["memory"]}
     assert widths["0 dryrun parameters"] == pytest.approx(widths["0 planned parameters"])
     ratio = widths["0 measured activations"] / widths["0 measured parameters"]
     assert ratio == pytest.approx(held["activations"] / held["parameters"], rel=1e-6)
@@ -272,7 +272,7 @@ def test_a_page_is_one_small_file(pages: dict[str, Path]) -> None:
 
 
 def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
-    steps: list[dict[str, Any]] = [row for row in metrics(9000) if "kind" not in row]
+    steps: list[dict[str, Any]] = [row for row in metric_rows(9000) if "kind" not in row]
     steps[4321]["loss"], steps[5000]["loss"] = 99.0, float("nan")
     series = curves(steps)
     assert {len(values) for values in series.values()} == {POINTS}
@@ -286,7 +286,7 @@ def test_many_steps_become_few_points_and_no_spike_is_lost() -> None:
 @in_browser
 def test_samples_of_any_step_are_shown(browser: Browser, tmp_path: Path) -> None:
     """The last ones first; text of a model is no HTML."""
-    run = write(tmp_path / "run", ALONE, steps=2, ledger=None)
+    run = write_run(tmp_path / "run", ALONE, steps=2, ledger=None)
     lines = [
         {"step": step, "samples": [{"prompt": "say ", "text": f"<b>{step}</b>", "held_out": "it"}, "no sample"]}
         for step in range(1, 21)

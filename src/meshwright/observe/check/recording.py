@@ -201,9 +201,7 @@ def _with_micro_batches(plan: Plan, count: int) -> Plan:
     rows = plan.recipe.global_batch // plan.layout.micro_batches(plan.recipe.global_batch)
     size = plan.layout.micro_batch_of(plan.recipe.global_batch)
     return replace(
-        plan,
-        recipe=replace(plan.recipe, global_batch=rows * count),
-        layout=replace(plan.layout, micro_batch=size),
+        plan, recipe=replace(plan.recipe, global_batch=rows * count), layout=replace(plan.layout, micro_batch=size)
     )
 
 

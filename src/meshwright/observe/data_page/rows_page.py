@@ -51,10 +51,7 @@ def page(view: DataView) -> str:
             "".join(_lengths(view)) + "".join(_length_legend(view)),
         ),
         *([section("Who says it", "".join(_roles(view)))] if view.samples else ()),
-        section(
-            f"Rows of {view.sequence:,} tokens",
-            "".join(_legend(view)) + shown + _HELP,
-        ),
+        section(f"Rows of {view.sequence:,} tokens", "".join(_legend(view)) + shown + _HELP),
         "</main>",
         *([f"<p class='small'>{escape(view.malformed.note)}</p>"] if view.malformed.malformed else ()),
         f"<footer class='small'>tokenizer {escape(view.tokenizer)}, {view.vocab:,} ids; fingerprint "

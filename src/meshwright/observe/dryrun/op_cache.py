@@ -179,14 +179,7 @@ class OpCache:
                 if leaf.constant is not None or dtype.is_complex or leaf.is_neg():
                     return False
                 tensors.append(leaf)
-                key += (
-                    dtype,
-                    leaf.shape,
-                    leaf.stride(),
-                    leaf.storage_offset(),
-                    leaf.fake_device,
-                    leaf.requires_grad,
-                )
+                key += (dtype, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.fake_device, leaf.requires_grad)
             elif kind in PLAIN:
                 key += (kind, leaf)
             elif kind in SEQUENCES:

@@ -122,10 +122,7 @@ class Watched:
             if not torch.compiler.is_compiling():
                 watch.module = outer.pop()
 
-        for handle in (
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        ):
+        for handle in (register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)):
             stack.callback(handle.remove)
 
     def _parameter_shapes(self) -> set[tuple[int, ...]]:

@@ -162,11 +162,7 @@ def _memory_moments(column: Column, plan: Any) -> dict[str, list[list[Any]]]:
         parts = seen.memory_timeline or seen.passes if seen else ()
         if parts:
             by_rank[str(rank)] = [
-                [
-                    part.name,
-                    step,
-                    [{held.kind: held.bytes for held in part.memory}.get(kind, 0) for kind in PLANNED],
-                ]
+                [part.name, step, [{held.kind: held.bytes for held in part.memory}.get(kind, 0) for kind in PLANNED]]
                 for part, step in _thin_moments(parts)
             ]
     return by_rank
