@@ -40,8 +40,8 @@ def test_what_a_split_backward_pass_leaves_of_adapters_is_as_large_as_planned(dr
     assert len(left) == 2 * len(products)
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
                 for part in left if isinstance(part, torch.Tensor)}  # fmt: skip
-    of = local_shape(shape, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
-    planned = SHAPE.layers * queued(of, _widths(of), None)
+    local = local_shape(shape, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
+    planned = SHAPE.layers * queued(local, _widths(local), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.1)
 
 
@@ -52,8 +52,8 @@ def test_what_was_gathered_beside_codes_is_kept_whatever_norms_do(recompute: str
     recipe = Recipe(sequence=2048, global_batch=4, precision="bf16")
     asked = plan(shape, recipe, tp=4, sp=True, recompute=recompute, compile="off", micro_batch=4)
     seen = dry_run(asked, ranks=[0], device="cuda").ranks[0]
-    said = predict(asked).memory[0]
-    assert said.kinds["activations"] == pytest.approx(seen.kinds["activations"], rel=0.06)
+    planned = predict(asked).memory[0]
+    assert planned.kinds["activations"] == pytest.approx(seen.kinds["activations"], rel=0.06)
 
 
 UNCOMPILED: dict[str, dict[str, Any]] = {
@@ -66,6 +66,6 @@ UNCOMPILED: dict[str, dict[str, Any]] = {
 def test_what_is_not_compiled_takes_as_long_as_with_compiling_off(name: str) -> None:
     """Without Triton's kernels, which fuse as the compiler does."""
     plain: dict[str, Any] = {"shape": SHAPE, "recipe": Recipe(sequence=2048, global_batch=4)}
-    for given, alike in ((plain, False), (plain | UNCOMPILED[name], True)):
-        on, off = (predict(plan(**given, compile=compile, kernels="eager")).step_s for compile in ("on", "off"))
+    for settings, alike in ((plain, False), (plain | UNCOMPILED[name], True)):
+        on, off = (predict(plan(**settings, compile=compile, kernels="eager")).step_s for compile in ("on", "off"))
         assert (on == off) == alike

@@ -51,21 +51,21 @@ def longest_s(actions: Actions, times: list[Times], send_s: float) -> float:
     """The longest path: an action ends as long after the last that it waits for as it takes."""
     holders = placement_of(actions)
     made = {
-        ("F" if one.kind == "F" else "B", one.stage, one.micro_batch): (rank, place)
-        for rank, own in enumerate(actions)
-        for place, one in enumerate(own)
-        if one.kind != "W"
+        ("F" if action.kind == "F" else "B", action.stage, action.micro_batch): (rank, index)
+        for rank, rank_actions in enumerate(actions)
+        for index, action in enumerate(rank_actions)
+        if action.kind != "W"
     }
 
     @cache
-    def end_s(rank: int, place: int) -> float:
-        one = actions[rank][place]
-        f, b, w = times[one.stage]
-        before = [end_s(rank, place - 1) if place else 0.0]
-        before += [end_s(*made[q]) + (send_s if holders[q[1]] != rank else 0.0) for q in needs(one, len(holders))]
-        return max(before) + {"F": f, "B": b, "W": w, "BW": b + w}[one.kind]
+    def end_s(rank: int, index: int) -> float:
+        action = actions[rank][index]
+        f, b, w = times[action.stage]
+        before = [end_s(rank, index - 1) if index else 0.0]
+        before += [end_s(*made[q]) + (send_s if holders[q[1]] != rank else 0.0) for q in needs(action, len(holders))]
+        return max(before) + {"F": f, "B": b, "W": w, "BW": b + w}[action.kind]
 
-    return max(end_s(rank, len(own) - 1) for rank, own in enumerate(actions))
+    return max(end_s(rank, len(rank_actions) - 1) for rank, rank_actions in enumerate(actions))
 
 
 @pytest.mark.parametrize(("name", "v"), EVERY)

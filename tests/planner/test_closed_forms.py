@@ -65,8 +65,8 @@ def test_a_window_over_context_ranks_multiplies_what_it_sees() -> None:
     shape = replace(GPT, window=window)
     seen = [min(at + 1, window) for at in range(S)]
     for split, pairs in (("zigzag", sum(seen) / ranks), ("chunks", sum(seen[-S // ranks :]))):
-        of = local_shape(shape, MESHWRIGHT, Layout(cp=ranks, context_split=split), S, B, 2)  # type: ignore[arg-type]  # a word of the layout
-        operations = layer(of, window=window).operations
+        local = local_shape(shape, MESHWRIGHT, Layout(cp=ranks, context_split=split), S, B, 2)  # type: ignore[arg-type]  # a word of the layout
+        operations = layer(local, window=window).operations
         core = next(op for op in operations if op.name == "attention")
         flop = sum(work.flop for work in core.forward if isinstance(work, AttentionCore))
         assert flop == pytest.approx(4 * B * pairs * D, rel=0.005)
@@ -93,16 +93,16 @@ def test_llama_keeps_twelve_hidden_states_and_its_mlp() -> None:
         ranks = 8 if layout.sp else layout.cp
         # Plain norms also keep 4 bytes per fp32 input, plain MLPs silu(gate) and the product.
         norms, inside = (4 * 2 + 2 * 4) * 4096, word - 4 * 2 * 4096 - 4 * 32 + 2 * 2 * 14336
-        kept = word / ranks if layout.kernels == "auto" else norms + inside / 8
-        assert block(layout, shape, MESHWRIGHT).kept_bytes("selective") == S * B * kept
+        normed = word / ranks if layout.kernels == "auto" else norms + inside / 8
+        assert block(layout, shape, MESHWRIGHT).kept_bytes("selective") == S * B * normed
 
 
 def test_head_and_embedding_beyond_the_layers() -> None:
     """Korthikanti et al. 2022, section 4.3: the embedding's dropout mask, input of the last norm and of the head, and
     fp32 logits: S B D (1 + 2 + 2) and 4 S B V, all shared by t."""
-    of = local_shape(GPT, replace(MEGATRON_2022, logit_kept=4.0), Layout(tp=8, sp=True), S, B, 2)
-    assert embedding(of).logits.kept_bytes == S * B * D / 8
-    assert head(of).logits.kept_bytes == (4 * S * B * D + 4 * S * B * GPT.vocab) / 8
+    local = local_shape(GPT, replace(MEGATRON_2022, logit_kept=4.0), Layout(tp=8, sp=True), S, B, 2)
+    assert embedding(local).logits.kept_bytes == S * B * D / 8
+    assert head(local).logits.kept_bytes == (4 * S * B * D + 4 * S * B * GPT.vocab) / 8
 
 
 def test_in_flight() -> None:
@@ -145,13 +145,13 @@ def test_korthikanti_figure_1(name: str) -> None:
     params, pp, vp, batch, micro = TABLE[name]
     layers, hidden, heads, _ = params
     plan = paper(params, pp, vp, batch, micro)
-    found = build_estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
+    kinds = build_estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
     alive = layers * (1 + (pp - 1) / (pp * vp) if vp > 1 else 1)
-    kept = S * micro * hidden * (10 + 24 / 8 + 5 * heads * S / hidden / 8) * alive
-    assert found["activations"] == pytest.approx(kept, rel=1e-12)
+    activations = S * micro * hidden * (10 + 24 / 8 + 5 * heads * S / hidden / 8) * alive
+    assert kinds["activations"] == pytest.approx(activations, rel=1e-12)
     weights = 18 * 12 * hidden**2 * layers / (8 * pp)
     ends = 18 * hidden * (GPT.vocab / 8 + S + 13 * layers / pp)
-    held = sum(found[kind] for kind in ("parameters", "gradients", "masters", "moments"))
+    held = sum(kinds[kind] for kind in ("parameters", "gradients", "masters", "moments"))
     assert weights < held < weights + ends
 
 

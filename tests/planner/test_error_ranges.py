@@ -36,18 +36,18 @@ def plan_on(device: str, nodes: int, model: str = "llama-3.1-8b") -> Plan:
 
 
 def test_a_range_holds_the_prediction_and_a_rate_is_turned_round() -> None:
-    found = predict(plan_on("h100x8", 2))
-    said = ranges(found)
+    prediction = predict(plan_on("h100x8", 2))
+    known = ranges(prediction)
     for low, high, value in (
-        (*said.step_seconds, found.step_s),
-        (*said.tokens_per_second_per_device, found.tokens_per_s_per_device),
-        (*said.mfu_full, found.mfu(causal=False)),
-        (*said.peak_bytes, found.peak_bytes),
+        (*known.step_seconds, prediction.step_s),
+        (*known.tokens_per_second_per_device, prediction.tokens_per_s_per_device),
+        (*known.mfu_full, prediction.mfu(causal=False)),
+        (*known.peak_bytes, prediction.peak_bytes),
     ):
         assert low < value < high < 2 * low
-    slow, fast = said.step_seconds[1], said.tokens_per_second_per_device[0]
-    assert slow * fast * 16 == pytest.approx(found.tokens_per_step)
-    assert said.pooled, "no published row is of this engine"
+    slow, fast = known.step_seconds[1], known.tokens_per_second_per_device[0]
+    assert slow * fast * 16 == pytest.approx(prediction.tokens_per_step)
+    assert known.pooled, "no published row is of this engine"
 
 
 def test_software_with_rows_has_its_own_range_and_other_software_the_pool() -> None:
@@ -61,19 +61,19 @@ def test_software_with_rows_has_its_own_range_and_other_software_the_pool() -> N
 
 def test_experts_are_known_less_well() -> None:
     dense, routed = plan_on("h100x8", 4), plan_on("h100x8", 4, "qwen3-30b-a3b")
-    one, other = relative_range(dense), relative_range(routed)
-    assert other.high / other.low > one.high / one.low
+    of_dense, of_routed = relative_range(dense), relative_range(routed)
+    assert of_routed.high / of_routed.low > of_dense.high / of_dense.low
 
 
 def test_less_room_makes_a_fit_less_likely() -> None:
-    found = predict(plan_on("h100x8", 2))
+    prediction = predict(plan_on("h100x8", 2))
     shares = []
     for room in (0.7, 0.9, 1.0, 1.1, 1.5):
-        device = replace(found.plan.cluster.device, memory_bytes=int(found.peak_bytes * room) + 2**30)
-        cluster = replace(found.plan.cluster, device=device)
-        shares.append(fit_probability(replace(found, plan=replace(found.plan, cluster=cluster))))
+        device = replace(prediction.plan.cluster.device, memory_bytes=int(prediction.peak_bytes * room) + 2**30)
+        cluster = replace(prediction.plan.cluster, device=device)
+        shares.append(fit_probability(replace(prediction, plan=replace(prediction.plan, cluster=cluster))))
     assert shares == sorted(shares) and shares[0] < 0.05 and shares[-1] > 0.95
-    assert 0.2 < shares[2] < 0.8 or memory_range(found.plan).low > 0.9
+    assert 0.2 < shares[2] < 0.8 or memory_range(prediction.plan).low > 0.9
 
 
 @settings(deadline=None)
@@ -89,11 +89,11 @@ def drawn(seed: int, models: int, each: int) -> list[RowError]:
     """Errors of models that are each off by something of their own, and rows by something of theirs."""
     dice = random.Random(seed)
     groups = row_groups("drawn", routed=False, nodes=2)
-    found = []
+    errors = []
     for model in range(models):
         bias = dice.gauss(0, 0.1)
-        found += [RowError(groups, (model,), dice.gauss(bias, 0.02)) for _ in range(each)]
-    return found
+        errors += [RowError(groups, (model,), dice.gauss(bias, 0.02)) for _ in range(each)]
+    return errors
 
 
 def test_models_nobody_has_run_lie_within_the_ranges_of_others() -> None:
@@ -132,8 +132,8 @@ def test_software_without_rows_has_no_narrower_a_range_than_any_that_has() -> No
             for row in of_software(name, f"{name} {model}", [dice.gauss(0, sigma) for _ in range(9)])]  # fmt: skip
 
     def width(group: str) -> float:
-        found = quantiles(spreads[group])
-        return found[STEPS - EDGE] - found[EDGE]
+        error_quantiles = quantiles(spreads[group])
+        return error_quantiles[STEPS - EDGE] - error_quantiles[EDGE]
 
     spreads = distributions(rows)
     for size in ("", ", to 8 nodes"):

@@ -34,12 +34,12 @@ def plan_of(
     model: str = "llama-3.2-1b", sequence: int = 4096, rows: int = 4, layers: int = 0, cluster: str = "h200x1",
     layout: dict[str, Any] | None = None, shape: dict[str, Any] | None = None, **recipe: Any,
 ) -> Plan:  # fmt: skip
-    found = presets.model(model)
-    found = replace(found, max_positions=max(found.max_positions, sequence), layers=layers or found.layers)
-    given = {"sequence": sequence, "global_batch": rows, "precision": "bf16", "document_mask": False, **recipe}
+    preset = presets.model(model)
+    preset = replace(preset, max_positions=max(preset.max_positions, sequence), layers=layers or preset.layers)
+    settings = {"sequence": sequence, "global_batch": rows, "precision": "bf16", "document_mask": False, **recipe}
     return Plan(
-        model=replace(found, **(shape or {})), cluster=Cluster(device=presets.cluster(cluster).device),
-        layout=Layout(micro_batch=rows, **(layout or {})), recipe=Recipe(**given),
+        model=replace(preset, **(shape or {})), cluster=Cluster(device=presets.cluster(cluster).device),
+        layout=Layout(micro_batch=rows, **(layout or {})), recipe=Recipe(**settings),
     )  # fmt: skip
 
 
@@ -83,12 +83,12 @@ def test_a_start_must_pay_for_itself() -> None:
     saved_s = short.best.time.total_s - long.best.time.total_s
     even = COMPILE_S / saved_s
     for steps, word in ((0.99 * even, "off"), (1.01 * even, "on")):
-        found = predict(plan_of("gpt2-124m", 1024, 32, steps=int(steps))).executions
-        assert found is not None and found.best.layout.compile == word
+        choice = predict(plan_of("gpt2-124m", 1024, 32, steps=int(steps))).executions
+        assert choice is not None and choice.best.layout.compile == word
     by_epochs = predict(plan_of("gpt2-124m", 1024, 32, epochs=1)).executions  # of unknown length: no start is weighed
     assert by_epochs is not None and by_epochs.best.layout.compile == "on"
-    of = replace(build_estimator(plan_of("gpt2-124m", 1024, 32)), run_steps=10**6)  # of a budget of tokens
-    budgeted = of.predict(plan_of("gpt2-124m", 1024, 32)).executions
+    estimator = replace(build_estimator(plan_of("gpt2-124m", 1024, 32)), run_steps=10**6)  # of a budget of tokens
+    budgeted = estimator.predict(plan_of("gpt2-124m", 1024, 32)).executions
     assert budgeted is not None and budgeted.best.layout.compile == "on"
 
 
@@ -99,18 +99,18 @@ def test_what_fits_comes_first() -> None:
     small = (ways["on"].peak_bytes + 1) / share
     room = small + plan.cluster.device.memory_bytes - usable_bytes(plan)
     tight = replace(plan, cluster=Cluster(device=replace(plan.cluster.device, memory_bytes=int(room))))
-    found = predict(tight).executions
-    assert found is not None and found.best.layout.compile == "on" and ways["off"].peak_bytes > share * small
-    assert any(said.startswith("As uncompiled") and " GiB of " in said for said in found.why)
+    choice = predict(tight).executions
+    assert choice is not None and choice.best.layout.compile == "on" and ways["off"].peak_bytes > share * small
+    assert any(sentence.startswith("As uncompiled") and " GiB of " in sentence for sentence in choice.why)
     none = replace(plan, cluster=Cluster(device=replace(plan.cluster.device, memory_bytes=8 * 2**30)))
     least = predict(none)
     assert not least.fits and least.peak_bytes == min(way.peak_bytes for way in ways_of(none))
 
 
 def ways_of(plan: Plan) -> list[Execution]:
-    found = predict(plan).executions
-    assert found is not None
-    return [found.best, *found.others]
+    choice = predict(plan).executions
+    assert choice is not None
+    return [choice.best, *choice.others]
 
 
 SMALL: dict[str, Any] = {"model": "gpt2-124m", "sequence": 1024, "rows": 4}
@@ -136,10 +136,10 @@ def test_what_cannot_be_captured_is_not_and_says_why(name: str) -> None:
     plain = predict(plan_of(**SMALL)).executions
     assert plain is not None and plain.best.captured and "CUDA graphs" in plain.why[0]
     keys, clash = CLASHES[name]
-    found = predict(plan_of(**{**SMALL, **keys})).executions
-    assert found is not None and not any(way.captured for way in (found.best, *found.others))
-    (said,) = [sentence for sentence in found.why if sentence.startswith("No CUDA graphs: a graph ")]
-    assert clash in said
+    choice = predict(plan_of(**{**SMALL, **keys})).executions
+    assert choice is not None and not any(way.captured for way in (choice.best, *choice.others))
+    (reason,) = [sentence for sentence in choice.why if sentence.startswith("No CUDA graphs: a graph ")]
+    assert clash in reason
 
 
 def test_what_recomputes_attention_is_captured_uncompiled() -> None:
@@ -158,9 +158,9 @@ def test_what_recomputes_attention_is_captured_uncompiled() -> None:
     ],
 )
 def test_what_is_not_compiled_says_why(keys: dict[str, Any], reason: str) -> None:
-    found = predict(plan_of(**keys)).executions
-    assert found is not None and all(way.layout.compile == "off" for way in (found.best, *found.others))
-    assert any(said.startswith("No blocks are compiled") and reason in said for said in found.why)
+    choice = predict(plan_of(**keys)).executions
+    assert choice is not None and all(way.layout.compile == "off" for way in (choice.best, *choice.others))
+    assert any(sentence.startswith("No blocks are compiled") and reason in sentence for sentence in choice.why)
     eight = predict(plan_of(deterministic=True, products="fp8")).executions
     assert eight is not None and {way.layout.compile for way in (eight.best, *eight.others)} == {"off", "on"}
 
@@ -168,8 +168,10 @@ def test_what_is_not_compiled_says_why(keys: dict[str, Any], reason: str) -> Non
 @pytest.mark.parametrize("words", list(product(("off", "on"), repeat=2)))
 def test_what_is_asked_for_is_kept(words: tuple[str, str]) -> None:
     asked = dict(zip(("compile", "cuda_graphs"), words, strict=True))
-    found = predict(plan_of(**SMALL, layout=asked))
-    assert found.settled == found.plan and found.executions is not None and not found.executions.others
+    prediction = predict(plan_of(**SMALL, layout=asked))
+    assert (
+        prediction.settled == prediction.plan and prediction.executions is not None and not prediction.executions.others
+    )
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -187,12 +189,12 @@ def test_graphs_gain_a_twentieth_or_are_left_out() -> None:
     """From launches that bind to kernels that do: where the gain falls below, graphs end."""
     gains = []
     for rows in (1, 2, 4, 8, 12, 16, 24, 32):
-        found = predict(plan_of("gpt2-124m", 1024, rows)).executions
-        assert found is not None
-        ways = {(way.layout.compile, way.captured): way.time.total_s for way in (found.best, *found.others)}
+        choice = predict(plan_of("gpt2-124m", 1024, rows)).executions
+        assert choice is not None
+        ways = {(way.layout.compile, way.captured): way.time.total_s for way in (choice.best, *choice.others)}
         gain = 1 - ways["off", True] / ways["off", False]
         gains.append(max(0.0, gain))
-        assert found.best.captured is (gain > GRAPHS_GAIN)
+        assert choice.best.captured is (gain > GRAPHS_GAIN)
     assert gains == sorted(gains, reverse=True) and gains[0] > 0.3 and gains[-1] < GRAPHS_GAIN
 
 
@@ -205,15 +207,15 @@ def test_a_cpu_and_other_software_have_no_choice() -> None:
 
 def test_a_run_settles_it_on_all_ranks_and_says_why() -> None:
     asked = plan_of(**SMALL)
-    settled, said = settle(asked, "")
-    assert settled == predict(asked).settled and settled.layout.cuda_graphs == "on" and "in CUDA graphs" in said
+    settled, words = settle(asked, "")
+    assert settled == predict(asked).settled and settled.layout.cuda_graphs == "on" and "in CUDA graphs" in words
     assert settle(settled, "") == (settled, "")
     long = plan_of("gpt2-124m", 1024, 32, steps=10**6)
     assert settle(long, "")[0].layout.compile == "on"
-    without, said = settle(long, "Triton")
-    assert without.layout.compile == "off" and "Triton is missing" in said
-    unknown, said = settle(replace(asked, cluster=Cluster()), "")
-    assert (unknown.layout.compile, unknown.layout.cuda_graphs) == ("off", "off") and "no plan knows this GPU" in said
+    without, words = settle(long, "Triton")
+    assert without.layout.compile == "off" and "Triton is missing" in words
+    unknown, words = settle(replace(asked, cluster=Cluster()), "")
+    assert (unknown.layout.compile, unknown.layout.cuda_graphs) == ("off", "off") and "no plan knows this GPU" in words
 
     rank_zero, gpu = RankZero(make_mesh(Layout())["world"]), torch.device("cuda", 0)
     seen: list[str] = []
@@ -268,8 +270,8 @@ def test_a_search_lists_layouts_as_they_run(tmp_path: Path, capsys: pytest.Captu
     assert best.step_s == best.executions.best.time.total_s and best.memory == best.executions.best.memory
     assert best.plan.layout.cuda_graphs == "auto" and "in CUDA graphs" in answer.best.execution[0]
     assert main(["plan", *small, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["execution"] == document(best)["execution"] and said["execution"]["cuda_graphs"] == "on"
+    answered = json.loads(capsys.readouterr().out)
+    assert answered["execution"] == document(best)["execution"] and answered["execution"]["cuda_graphs"] == "on"
     file = tmp_path / "plan.yaml"
     assert main(["plan", *small, "--details", "--save", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -277,4 +279,4 @@ def test_a_search_lists_layouts_as_they_run(tmp_path: Path, capsys: pytest.Captu
     assert "cuda_graphs: on" not in file.read_text()
     assert main(["plan", *small, "--layout", "cuda_graphs=off", "--json"]) == 0
     off = json.loads(capsys.readouterr().out)
-    assert off["execution"]["cuda_graphs"] == "off" and off["step_seconds"] > 1.3 * said["step_seconds"]
+    assert off["execution"]["cuda_graphs"] == "off" and off["step_seconds"] > 1.3 * answered["step_seconds"]

@@ -90,10 +90,10 @@ def columns(release: str, gpu: str, model: str, precision: str) -> dict[str, str
 )
 def test_recipes_of_releases(row: dict[str, str], graph: bool, hidden: bool, counts: bool) -> None:
     """Against scripts/performance/configs at v0.2.0 to v0.5.0 and perf_recipes at v0.6.0, read by hand."""
-    found: Stack = as_run(MEGATRON_CORE, row)
-    assert (found.host_s == 0, found.fused_experts, found.hides_experts == 1) == (graph, graph, hidden)
-    assert found.counts_s == (COUNTS_S if counts else 0.0)
-    assert found.routes_once is not counts
+    stack: Stack = as_run(MEGATRON_CORE, row)
+    assert (stack.host_s == 0, stack.fused_experts, stack.hides_experts == 1) == (graph, graph, hidden)
+    assert stack.counts_s == (COUNTS_S if counts else 0.0)
+    assert stack.routes_once is not counts
 
 
 def test_other_rows_are_left_alone() -> None:
@@ -168,10 +168,10 @@ def test_a_token_reaches_as_many_nodes_as_drawn_ones_do(routes: int, nodes: int,
     for _ in range(4000):
         within = dice.sample(range(groups), top) if groups > 1 else [0]
         each = nodes / groups
-        places = [dice.choice(within) * each + dice.random() * each for _ in range(routes)]
-        drawn += len({int(place) for place in places})
-    found = nodes_reached(routes, nodes, groups, top)
-    assert found == pytest.approx(drawn / 4000, rel=0.02 if nodes % groups == 0 or groups % nodes == 0 else 0.2)
+        nodes_of_experts = [dice.choice(within) * each + dice.random() * each for _ in range(routes)]
+        drawn += len({int(node) for node in nodes_of_experts})
+    expected = nodes_reached(routes, nodes, groups, top)
+    assert expected == pytest.approx(drawn / 4000, rel=0.02 if nodes % groups == 0 or groups % nodes == 0 else 0.2)
 
 
 def test_tokens_that_travel_in_fewer_bytes_take_less_of_the_network_one_way() -> None:

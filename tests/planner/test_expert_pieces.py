@@ -30,19 +30,19 @@ def played(pieces: int, each_s: float, compute_s: float) -> float:
 def timed(shape: ModelShape, layout: Layout, batch: int, nodes: int) -> tuple[float, float, float, float]:
     """Of a routed layer's forward pass: exposed exchanges, a piece's journey, the experts, the shared experts."""
     cluster = presets.cluster("h100x8", nodes)
-    of = local_shape(shape, MESHWRIGHT, layout, 4096, batch, 2, gpu=True)
+    local = local_shape(shape, MESHWRIGHT, layout, 4096, batch, 2, gpu=True)
     speeds, links = speeds_of(cluster.device), links_of(cluster)
-    block = layer(of, routed=True)
+    block = layer(local, routed=True)
 
     def seconds(*names: str) -> float:
-        found = [op for op in block.operations if op.name in names]
-        return sum(speeds.seconds(work) for op in found for work in op.forward)
+        operations = [op for op in block.operations if op.name in names]
+        return sum(speeds.seconds(work) for op in operations for work in op.forward)
 
     (tell, trip), _ = _exchanges(block.operations, "dispatch")
     each = links.seconds("all-to-all", trip.size_bytes, layout.ep)
     told = links.seconds("all-to-all", tell.size_bytes, layout.ep)
     experts = seconds("experts up", "experts activation", "experts down")
-    exposed = block_time(block, of, layout, speeds, links).forward[1] - told
+    exposed = block_time(block, local, layout, speeds, links).forward[1] - told
     return exposed, each, experts, seconds("shared up", "shared activation", "shared down")
 
 
@@ -80,8 +80,8 @@ def test_the_number_that_is_chosen_is_not_slower_than_one(
     recipe = Recipe(sequence=4096, global_batch=8 * nodes * micro_batch, precision="bf16")
     layout = Layout(dp_shard=8 * nodes, zero=1, ep=ep, micro_batch=micro_batch, recompute=recompute)  # type: ignore[arg-type]
     asked = Plan(model=shape, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", nodes))
-    chosen, one = predict(asked), predict(replace(asked, layout=replace(layout, ep_chunks=1)))
+    chosen, whole = predict(asked), predict(replace(asked, layout=replace(layout, ep_chunks=1)))
     rows = micro_batch * 4096 * shape.moe.top_k
     pieces = layout.ep_pieces(rows, shape.hidden, shape.moe, "cuda")
-    assert (chosen.time.exchange_s < one.time.exchange_s) == (pieces > 1)
-    assert chosen.step_s < 1.001 * one.step_s
+    assert (chosen.time.exchange_s < whole.time.exchange_s) == (pieces > 1)
+    assert chosen.step_s < 1.001 * whole.step_s

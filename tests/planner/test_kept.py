@@ -58,10 +58,10 @@ def alive(
         loss, balance = model.loss(tokens, targets)
         total = loss if balance is None else loss + balance.sum()
         del loss, balance
-        kept = seen.live_bytes
+        live_bytes = seen.live_bytes
         if whole:
             total.backward()
-    return seen.peak_bytes if whole else kept
+    return seen.peak_bytes if whole else live_bytes
 
 
 def counted(shape: ModelShape, recompute: str = "none", batch: int = BATCH) -> LocalShape:
@@ -74,9 +74,9 @@ def counted(shape: ModelShape, recompute: str = "none", batch: int = BATCH) -> L
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_layer_keeps_what_is_counted(name: str, recompute: str) -> None:
     shape = SHAPES[name]
-    one, two = (alive(replace(shape, layers=layers), recompute) for layers in (1, 2))
+    one_layer, two_layers = (alive(replace(shape, layers=layers), recompute) for layers in (1, 2))
     want = layer(counted(shape, recompute), routed=shape.moe is not None).kept_bytes(recompute)
-    assert want == pytest.approx(two - one, rel=0.01)
+    assert want == pytest.approx(two_layers - one_layer, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -160,17 +160,17 @@ def kept_compiled(shape: ModelShape) -> int:
     model = build(shape)
     apply_block_call(model, Layout(compile="on"), torch.device("cpu"))
     tokens, targets = (torch.randint(shape.vocab, (BATCH, SEQUENCE)) for _ in range(2))
-    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}
+    model_storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, torch.Tensor] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        if x.untyped_storage().data_ptr() not in own:
-            kept[x.untyped_storage().data_ptr()] = x.detach()
+        if x.untyped_storage().data_ptr() not in model_storages:
+            saved[x.untyped_storage().data_ptr()] = x.detach()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model.loss(tokens, targets)
-    return sum(one.untyped_storage().nbytes() for one in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 @pytest.mark.slow
@@ -179,20 +179,20 @@ def kept_compiled(shape: ModelShape) -> int:
 def test_a_compiled_layer_keeps_what_is_counted(name: str) -> None:
     """It makes norms and activations again, where torch's own rule would keep what products read."""
     shape = SHAPES[name]
-    one, two = (kept_compiled(replace(shape, layers=layers)) for layers in (1, 2))
-    of = local_shape(shape, MESHWRIGHT, Layout(micro_batch=BATCH, compile="on"), SEQUENCE, BATCH, 4)
-    counted = layer(of, routed=shape.moe is not None).kept_bytes("none")
+    one_layer, two_layers = (kept_compiled(replace(shape, layers=layers)) for layers in (1, 2))
+    local = local_shape(shape, MESHWRIGHT, Layout(micro_batch=BATCH, compile="on"), SEQUENCE, BATCH, 4)
+    counted = layer(local, routed=shape.moe is not None).kept_bytes("none")
     ungated_or_routed = {"gpt2": 0.7, "mixtral": 0.8, "shared": 0.8}.get(name, 0.98)  # activations too are made again
-    assert ungated_or_routed * counted < two - one < 1.02 * counted
+    assert ungated_or_routed * counted < two_layers - one_layer < 1.02 * counted
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "latent"])
 def test_embedding_and_head_keep_what_is_counted(name: str) -> None:
     shape = SHAPES[name]
-    one, two = (alive(replace(shape, layers=layers), "none") for layers in (1, 2))
-    of = counted(shape)
-    want = head(of).logits.kept_bytes + embedding(of).logits.kept_bytes
-    assert want == pytest.approx(2 * one - two, rel=0.02)
+    one_layer, two_layers = (alive(replace(shape, layers=layers), "none") for layers in (1, 2))
+    local = counted(shape)
+    want = head(local).logits.kept_bytes + embedding(local).logits.kept_bytes
+    assert want == pytest.approx(2 * one_layer - two_layers, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +203,8 @@ def test_the_peak_of_both_passes_is_near_what_is_counted(name: str, recompute: s
     """Beside parameters, with enough tokens that their gradients hardly weigh: within 6 %."""
     shape, batch = replace(SHAPES[name], layers=3), 32
     seen = alive(shape, recompute, batch, whole=True)
-    of = counted(shape, recompute, batch)
-    block, end = layer(of, routed=shape.moe is not None), head(of)
+    local = counted(shape, recompute, batch)
+    block, end = layer(local, routed=shape.moe is not None), head(local)
     inside = block.transient_bytes
     if recompute != "none":
         inside += block.kept_bytes("none") - block.kept_bytes(recompute)

@@ -15,9 +15,9 @@ from meshwright.spec.matrix_exchange import dealt, flop
 def spread_of(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
     """Parameter -> (pieces of its first matrix, the most ranks that hold one)."""
     return {
-        one.matrix.name: (len(one.tiles), max(map(len, one.tiles.values())))
-        for one in dealt(shape, layout, 0)
-        if one.matrix.expert == 0
+        matrix.matrix.name: (len(matrix.tiles), max(map(len, matrix.tiles.values())))
+        for matrix in dealt(shape, layout, 0)
+        if matrix.matrix.expert == 0
     }
 
 
@@ -30,11 +30,11 @@ def test_pieces_and_copies_are_those_that_are_dealt(seed: int) -> None:
         shape, layout = drawn.case.shape, drawn.layout
         if layout.pp > 1:
             continue
-        known = {one.name: one for one in parameters(shape)}
+        known = {parameter.name: parameter for parameter in parameters(shape)}
         trained = {name: each for name, each in spread_of(shape, layout).items() if known[name].trained}
         for name, (pieces, copies) in trained.items():
-            found = spread(known[name], shape, layout)
-            assert found[0] == pieces and found[1] == pytest.approx(copies), (drawn, name)
+            counted = spread(known[name], shape, layout)
+            assert counted[0] == pieces and counted[1] == pytest.approx(copies), (drawn, name)
             seen += 1
     assert seen > 200
 
@@ -53,25 +53,25 @@ def test_what_travels_is_what_is_dealt_on_average(name: str, layout: Layout) -> 
     shape = presets.model(name)
     routed = shape.moe is not None
     sent, ranks = Counter[str](), layout.world
-    for one in dealt(shape, layout, 0):
-        for piece, holders in one.tiles.items():
-            sent["gathered"] += piece.numel * (one.owner not in holders)
-            sent["scattered"] += piece.numel * sum(place != one.owner for place in holders)
+    for matrix in dealt(shape, layout, 0):
+        for piece, holders in matrix.tiles.items():
+            sent["gathered"] += piece.numel * (matrix.owner not in holders)
+            sent["scattered"] += piece.numel * sum(holder != matrix.owner for holder in holders)
             sent["updated"] += piece.numel * len(holders)
-        sent["owned"] += one.matrix.numel
-    found = moved(shape, layout, routed)
+        sent["owned"] += matrix.matrix.numel
+    counted = moved(shape, layout, routed)
     for key, total in sent.items():
-        assert shape.layers * getattr(found, key) == pytest.approx(total / ranks, rel=0.01), key
+        assert shape.layers * getattr(counted, key) == pytest.approx(total / ranks, rel=0.01), key
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
 def test_seconds_are_those_of_the_flop_at_less_than_the_best_rate(name: str) -> None:
     shape, device = presets.model(name), presets.cluster("h100x8").device
     speeds = speeds_of(device)
-    found = layer_matrices(shape, "bf16", speeds)
-    for routed, seconds in ((False, found.dense_s), (True, found.routed_s)):
+    matrices = layer_matrices(shape, "bf16", speeds)
+    for routed, seconds in ((False, matrices.dense_s), (True, matrices.routed_s)):
         layer = _layer_matrices(shape, routed)
-        work = sum(one.matrices[0] * flop(*one.matrices[1:]) for one in layer if one.matrices)
+        work = sum(parameter.matrices[0] * flop(*parameter.matrices[1:]) for parameter in layer if parameter.matrices)
         if layer:
             assert work / speeds.matmul_flop_per_s < seconds < 3 * work / speeds.matmul_flop_per_s
-    assert layer_matrices(shape, "fp32", speeds).dense_s > 5 * found.dense_s
+    assert layer_matrices(shape, "fp32", speeds).dense_s > 5 * matrices.dense_s

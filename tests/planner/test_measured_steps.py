@@ -49,17 +49,17 @@ copies that widen gradients, new weights and the norm."""
 @pytest.mark.parametrize("words", KERNELS_MS)
 def test_each_part_of_a_step_takes_what_its_kernels_took(words: str, steps: list[MeasuredStep]) -> None:
     """By kernels alone, as a profiled step after a pause has them: power does not bound it yet."""
-    step = next(one for one in steps if one.words == words)
-    of = build_estimator(step.plan, MEASURED_STACK)
-    local, _ = of.parts(step.plan.layout)
+    step = next(candidate for candidate in steps if candidate.words == words)
+    estimator = build_estimator(step.plan, MEASURED_STACK)
+    local, _ = estimator.parts(step.plan.layout)
     shape, parts = step.plan.model, Counter[str]()
     blocks = [(embedding(local), 1), (head(local), 1), (layer(local, routed=bool(shape.moe)), shape.layers)]
     for block, times in blocks:
         for op in block.operations:
             for work in (*op.forward, *op.inputs, *op.weights):
                 kind = {Product: "products", AttentionCore: "attention", MemoryPass: "passes"}[type(work)]
-                parts[kind] += times * of.speeds.seconds(work) * 1e3
-    parts["optimizer"] = of.time(step.plan.layout).optimizer_s * 1e3
+                parts[kind] += times * estimator.speeds.seconds(work) * 1e3
+    parts["optimizer"] = estimator.time(step.plan.layout).optimizer_s * 1e3
     for kind, took in KERNELS_MS[words].items():
         assert parts[kind] == pytest.approx(took, rel=0.06), kind
 
@@ -78,7 +78,7 @@ def test_power_bounds_products_by_their_share_of_the_time() -> None:
 
 def test_published_software_on_hopper_is_at_the_same_limit() -> None:
     """Nobody fitted these two to one another: runs of Megatron-LM and others on H100, 85 % products, and our steps."""
-    published, ours = (of(presets.device("h100")) for of in (speeds_of, engine_speeds))
+    published, ours = (source(presets.device("h100")) for source in (speeds_of, engine_speeds))
     bound = ours.product_share / ours.slowed(0.85, 0.15)
     assert bound == pytest.approx(ARCHITECTURES["H100"]["product_share"], rel=0.06) and published.power is None
 
@@ -102,11 +102,11 @@ def plan(model: str = "llama-3.2-1b", cluster: str = "h200x1", **recipe: object)
 )
 def test_steps_with_cudnns_attention(row: str, took: float, steps: list[MeasuredStep]) -> None:
     """The same steps of the same H200 with that kernel switched on: products slow down as attention speeds up."""
-    step = next(one for one in steps if one.words == row)
-    of = {flash: build_estimator(step.plan, replace(MEASURED_STACK, flash=flash)) for flash in (2, 3)}
-    assert of[3].time(step.plan.layout).total_s == pytest.approx(took, rel=0.04)
-    alone = of[3].speeds.attention_forward / of[2].speeds.attention_forward
-    assert alone > 1.8 and of[3].speeds.parted == of[2].speeds.parted
+    step = next(candidate for candidate in steps if candidate.words == row)
+    estimators = {flash: build_estimator(step.plan, replace(MEASURED_STACK, flash=flash)) for flash in (2, 3)}
+    assert estimators[3].time(step.plan.layout).total_s == pytest.approx(took, rel=0.04)
+    alone = estimators[3].speeds.attention_forward / estimators[2].speeds.attention_forward
+    assert alone > 1.8 and estimators[3].speeds.parted == estimators[2].speeds.parted
 
 
 def test_plans_take_the_attention_that_the_engine_takes() -> None:
@@ -139,9 +139,9 @@ def test_documents_take_what_their_lengths_ask_for() -> None:
 
 
 def test_experts_compute_the_tiles_that_their_rows_begin() -> None:
-    of = engine_speeds(presets.device("h200"))
+    speeds = engine_speeds(presets.device("h200"))
     even, each = Product(512, 2048, 768, 128.0), Product(512, 2048, 768, 128.0, grouped=True)
-    assert of.seconds(each) > 1.2 * of.seconds(even)
+    assert speeds.seconds(each) > 1.2 * speeds.seconds(even)
     routed = plan("qwen3-30b-a3b")
     local, _ = build_estimator(routed).parts(routed.layout)
     rows = {
@@ -152,17 +152,17 @@ def test_experts_compute_the_tiles_that_their_rows_begin() -> None:
 
 
 def test_odd_widths_fall_off_the_fast_kernels() -> None:
-    of = engine_speeds(presets.device("h200"))
-    fast, slow = (of.seconds(Product(2521, 768, vocab)) for vocab in (50304, 50257))
-    assert 4 < slow / fast < 8 and of.is_bound(Product(1, 8, 8)) and not of.is_bound(Product(1, 8, 50257))
+    speeds = engine_speeds(presets.device("h200"))
+    fast, slow = (speeds.seconds(Product(2521, 768, vocab)) for vocab in (50304, 50257))
+    assert 4 < slow / fast < 8 and speeds.is_bound(Product(1, 8, 8)) and not speeds.is_bound(Product(1, 8, 50257))
     odd = replace(plan("gpt2-124m", sequence=1024, global_batch=32), layout=Layout(micro_batch=32))
     padded, plain = (predict(odd, stack).step_s for stack in (MESHWRIGHT, MEASURED_STACK))
     assert plain > 1.4 * padded
 
 
 def test_gradients_of_later_micro_batches_are_added() -> None:
-    one, four = (replace(plan(), recipe=replace(plan().recipe, global_batch=4 * times)) for times in (1, 4))
-    more = predict(four).time.optimizer_s - predict(one).time.optimizer_s
+    single, four = (replace(plan(), recipe=replace(plan().recipe, global_batch=4 * times)) for times in (1, 4))
+    more = predict(four).time.optimizer_s - predict(single).time.optimizer_s
     assert more > 3 * 1.2e9 * 10 / 4.8e12  # 10 bytes of each parameter, at the memory's rate
 
 
@@ -173,9 +173,12 @@ def test_what_was_not_measured_and_what_nobody_reached_is_said() -> None:
         layout=Layout(dp_shard=4, zero=3, micro_batch=1),
         recipe=Recipe(sequence=2048, global_batch=4, precision="bf16"),
     )  # fmt: skip
-    found = predict(dense)
+    prediction = predict(dense)
     best, source = BEST_MFU["A100"]
-    faster = replace(found, time=replace(found.time, compute_s=found.time.compute_s * found.mfu(causal=False) / 0.75))
+    faster = replace(
+        prediction,
+        time=replace(prediction.time, compute_s=prediction.time.compute_s * prediction.mfu(causal=False) / 0.75),
+    )
     faster = replace(faster, time=replace(faster.time, weights_s=0.0, gradients_s=0.0, optimizer_s=0.0))
     assert faster.mfu(causal=False) > best > 0
     (above,) = (line for line in caveats(faster) if "above the best published" in line)
@@ -183,7 +186,9 @@ def test_what_was_not_measured_and_what_nobody_reached_is_said() -> None:
     assert above in document(faster)["caveats"] and json.dumps(document(faster))
     slower = replace(faster, time=replace(faster.time, compute_s=2 * faster.time.compute_s))
     assert not any("above the best" in line for line in caveats(slower))
-    assert any("prediction" in line for line in caveats(found)) and any("Documents" in line for line in caveats(found))
+    assert any("prediction" in line for line in caveats(prediction)) and any(
+        "Documents" in line for line in caveats(prediction)
+    )
     there = caveats(predict(plan(document_mask=True), document_tokens=512))
     assert not any("prediction" in line or "Documents" in line for line in there)
 

@@ -50,8 +50,8 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
     products = [product for each in queue._deferred.values() for product in each if isinstance(product, WeightProduct)]
     left = [part for product in products for part in (product.gradient, product.x)]
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in left}
-    of = local_shape(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
-    planned = SHAPE.layers * queued(of, _widths(of), None)
+    local = local_shape(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
+    planned = SHAPE.layers * queued(local, _widths(local), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.02)
 
 
@@ -76,15 +76,15 @@ def test_what_a_split_backward_pass_leaves_holds_no_graph(recompute: str) -> Non
 def test_compiled_blocks_leave_and_gain_what_others_do(tp: int) -> None:
     """Inputs and gradients of the products with weights wait, and the bubble is shorter."""
     recipe = Recipe(sequence=4096, global_batch=16, precision="bf16", document_mask=False)
-    found = {
+    predictions = {
         (schedule, compiled): predict(
             plan(LLAMA, recipe, nodes=tp, pp=8, tp=tp, micro_batch=1, schedule=schedule, compile=compiled)
         )
         for schedule in ("1f1b", "zb-h1") for compiled in ("auto", "off")
     }  # fmt: skip
-    last = {key: one.memory[-1].kinds["activations"] for key, one in found.items()}
+    last = {key: prediction.memory[-1].kinds["activations"] for key, prediction in predictions.items()}
     for compiled in ("auto", "off"):
-        assert found["zb-h1", compiled].time.bubble_s < 0.9 * found["1f1b", compiled].time.bubble_s
+        assert predictions["zb-h1", compiled].time.bubble_s < 0.9 * predictions["1f1b", compiled].time.bubble_s
         assert last["zb-h1", compiled] > 4 * last["1f1b", compiled]
     normed = 4096 * LLAMA.hidden * 2
     assert last["zb-h1", "off"] - 16 * normed < last["zb-h1", "auto"] <= last["zb-h1", "off"]  # norms are made again
@@ -97,13 +97,13 @@ def test_interleaved_rounds_wider_than_the_pipeline() -> None:
 
 def test_seconds_of_data_parallelism_are_those_of_the_ledgers_calls() -> None:
     """ZeRO-3: a gather a unit, of which each costs its latency."""
-    one = plan(LLAMA, Recipe(sequence=4096, global_batch=512, precision="bf16"), nodes=64, dp_shard=512, zero=3)
-    of = build_estimator(one)
+    asked = plan(LLAMA, Recipe(sequence=4096, global_batch=512, precision="bf16"), nodes=64, dp_shard=512, zero=3)
+    estimator = build_estimator(asked)
     held = StageContents(tuple(range(LLAMA.layers)), True, True)
-    whole = sharing(LLAMA, one.layout, held, of.links, 2, 4, True)
-    apart = sharing(LLAMA, one.layout, held, of.links, 2, 4, False)
-    calls = {sent.collective: sent.calls for sent in traffic(one) if sent.axis == "shard"}
-    least = of.links.seconds("all-gather", 1.0, 512, 1)
+    whole = sharing(LLAMA, asked.layout, held, estimator.links, 2, 4, True)
+    apart = sharing(LLAMA, asked.layout, held, estimator.links, 2, 4, False)
+    calls = {sent.collective: sent.calls for sent in traffic(asked) if sent.axis == "shard"}
+    least = estimator.links.seconds("all-gather", 1.0, 512, 1)
     assert apart.gather_s == pytest.approx(whole.gather_s + (calls["reduce_scatter"] - 1) * least, rel=1e-3)
 
 
@@ -197,9 +197,9 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384)
     recipe = Recipe(sequence=2048, global_batch=32, precision="bf16", document_mask=False)
     asked = plan(shape, recipe, compile="off", **layout)
-    said, run = predict(asked), dry_run(asked, device="cuda")
-    for one, seen in zip(said.memory, run.ranks, strict=True):
-        assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
+    prediction, run = predict(asked), dry_run(asked, device="cuda")
+    for planned, seen in zip(prediction.memory, run.ranks, strict=True):
+        assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), planned.when
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -238,8 +238,10 @@ def test_no_gradient_stands_beside_a_wide_copy_of_itself(
     batch = micro_batches * (4 if layout else 1)
     recipe = Recipe(sequence=256, global_batch=batch, precision="bf16", document_mask=False)
     asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
-    said, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
-    assert said.memory[0].total_bytes - said.memory[0].kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.005)
+    prediction, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
+    assert prediction.memory[0].total_bytes - prediction.memory[0].kinds["reserve"] == pytest.approx(
+        run.peak_bytes, rel=0.005
+    )
 
 
 @pytest.mark.parametrize("products", ["fp8", "fp8-all"])
@@ -257,9 +259,9 @@ def test_operands_of_8_bits_take_what_was_planned(
     batch = 4 * (4 if "dp_shard" in layout else 1)
     recipe = Recipe(sequence=tokens, global_batch=batch, precision="bf16", document_mask=False, products=products)  # type: ignore[arg-type]
     asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
-    said, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
-    planned = said.memory[0].total_bytes - said.memory[0].kinds["reserve"]
-    assert planned == pytest.approx(run.peak_bytes, rel=0.015), said.memory[0].when
+    prediction, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
+    planned = prediction.memory[0].total_bytes - prediction.memory[0].kinds["reserve"]
+    assert planned == pytest.approx(run.peak_bytes, rel=0.015), prediction.memory[0].when
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -278,14 +280,14 @@ def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precisi
     shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, moe=moe)
     recipe = Recipe(sequence=64, global_batch=4, precision=precision, document_mask=False, optimizer="muon")  # type: ignore[arg-type]
     asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
-    of, run = build_estimator(asked), dry_run(asked, device="cuda")
-    for place, seen in enumerate(run.ranks):
-        count = of.held(asked.layout, place)
-        state = of.states(asked.layout, count, asked.micro_batches)
-        planned = sum(state.update.values()) + of.update_bytes(asked.layout, place, count, state)
+    estimator, run = build_estimator(asked), dry_run(asked, device="cuda")
+    for rank, seen in enumerate(run.ranks):
+        count = estimator.held(asked.layout, rank)
+        state = estimator.states(asked.layout, count, asked.micro_batches)
+        planned = sum(state.update.values()) + estimator.update_bytes(asked.layout, rank, count, state)
         held = max(sum(part.kinds.values()) for part in seen.passes if part.name == "optimizer")
         assert planned == pytest.approx(held, rel=0.08)
-        sent = {(each.axis, each.collective): (each.calls, each.sent_bytes) for each in traffic(asked, place)}
+        sent = {(each.axis, each.collective): (each.calls, each.sent_bytes) for each in traffic(asked, rank)}
         assert sent.get(("stage", "all_to_all")) == dict(run.traffic(seen.rank)).get(("stage", "all_to_all"))
 
 
@@ -294,9 +296,11 @@ def test_muon_updates_one_parameter_at_a_time() -> None:
     shape = replace(SHAPE, vocab=4096, hidden=256, heads=4, kv_heads=2, ffn=704, layers=12)
     recipe = Recipe(sequence=64, global_batch=1, precision="bf16", document_mask=False, optimizer="muon")
     asked = plan(shape, recipe, compile="off")
-    said, run = predict(asked), dry_run(asked, device="cuda")
-    [found] = said.memory
-    assert found.total_bytes - found.kinds["reserve"] == pytest.approx(run.ranks[0].peak_bytes, rel=0.03), found.when
+    prediction, run = predict(asked), dry_run(asked, device="cuda")
+    [planned] = prediction.memory
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(run.ranks[0].peak_bytes, rel=0.03), (
+        planned.when
+    )
 
 
 def test_muons_time_is_that_of_its_flop_and_no_flop_of_the_model() -> None:
@@ -306,7 +310,7 @@ def test_muons_time_is_that_of_its_flop_and_no_flop_of_the_model() -> None:
         predict(plan(LLAMA, replace(recipe, optimizer=name), dp_shard=8, zero=3, micro_batch=1))
         for name in ("muon", "adamw")
     )
-    work = sum(flop(*one.matrices[1:]) for one in parameters(LLAMA) if one.matrices) / 8
+    work = sum(flop(*parameter.matrices[1:]) for parameter in parameters(LLAMA) if parameter.matrices) / 8
     assert work / 989e12 < muon.time.muon_s < 3 * work / 989e12
     assert adamw.time.muon_s == 0 and muon.time.optimizer_s < adamw.time.optimizer_s
     assert muon.mfu(causal=False) < adamw.mfu(causal=False)
@@ -319,9 +323,9 @@ def test_ends_that_are_most_of_a_model(layout: dict[str, object]) -> None:
     """A chunk of logits is gone before the next, and parameters with a stage's last backward pass."""
     recipe = Recipe(sequence=8192, global_batch=16, precision="bf16", document_mask=False)
     asked = plan(replace(SHAPE, vocab=131072), recipe, compile="off", recompute="full", micro_batch=1, **layout)
-    said, run = predict(asked), dry_run(asked, device="cuda")
-    for one, seen in zip(said.memory, run.ranks, strict=True):
-        assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.03), one.when
+    prediction, run = predict(asked), dry_run(asked, device="cuda")
+    for planned, seen in zip(prediction.memory, run.ranks, strict=True):
+        assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.03), planned.when
 
 
 @pytest.mark.parametrize(
@@ -329,20 +333,20 @@ def test_ends_that_are_most_of_a_model(layout: dict[str, object]) -> None:
 )
 def test_a_shortened_step_holds_as_much_as_the_whole(schedule: str, ranks: int, vp: int, whole: int) -> None:
     recipe = Recipe(sequence=4096, global_batch=whole, precision="bf16", document_mask=False)
-    one = plan(LLAMA, recipe, pp=ranks, vp=vp, schedule=schedule, micro_batch=1, recompute="full", compile="off")
-    for rank, said in enumerate(predict(one).memory):
-        first, count = probe_counts(one, rank)
+    asked = plan(LLAMA, recipe, pp=ranks, vp=vp, schedule=schedule, micro_batch=1, recompute="full", compile="off")
+    for rank, planned in enumerate(predict(asked).memory):
+        first, count = probe_counts(asked, rank)
         assert first < count < whole
-        short = predict(replace(one, recipe=replace(recipe, global_batch=count)))
-        assert short.memory[rank].total_bytes == said.total_bytes
+        short = predict(replace(asked, recipe=replace(recipe, global_batch=count)))
+        assert short.memory[rank].total_bytes == planned.total_bytes
 
 
 def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
     """Those of a step's second micro-batch are the first to find any."""
-    found = schedule_moments("zb-h1", 2, 1, 1, 1)
-    assert {one.what for one in found} == {"loss", "inputs", "split", "weights", "reduce"}
-    assert all(one.graded == (one.what == "reduce",) for one in found)
-    assert (1,) in {one.graded for one in schedule_moments("zb-h1", 2, 3, 1, 1) if one.what == "weights"}
+    moments = schedule_moments("zb-h1", 2, 1, 1, 1)
+    assert {moment.what for moment in moments} == {"loss", "inputs", "split", "weights", "reduce"}
+    assert all(moment.graded == (moment.what == "reduce",) for moment in moments)
+    assert (1,) in {moment.graded for moment in schedule_moments("zb-h1", 2, 3, 1, 1) if moment.what == "weights"}
     small, large = (
         predict(plan(LLAMA, Recipe(sequence=4096, global_batch=batch, precision="bf16"), pp=2, schedule="zb-h1",
                      micro_batch=1, compile="off")).memory[0].kinds["gradients"]
@@ -379,45 +383,49 @@ def test_sifted_moments_hold_as_much_as_all(
     recipe = Recipe(sequence=4096, global_batch=32, precision="bf16", document_mask=False)
     splits: list[dict[str, int]] = [{"dp_shard": 2, "zero": 1}, {"dp_replicate": 2}, {}]
     for split in splits:
-        one = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
+        asked = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
                    **split)  # fmt: skip
         monkeypatch.setattr(of_estimator, "fullest_moments", fullest_moments)
-        sifted = build_estimator(one).memory(one.layout, range(4))
+        sifted = build_estimator(asked).memory(asked.layout, range(4))
         monkeypatch.setattr(
             of_estimator,
             "fullest_moments",
-            lambda found, costs, shares: tuple(m for one in found for m in fullest_moments((one,), costs, shares)),
+            lambda moments, costs, shares: tuple(
+                m for moment in moments for m in fullest_moments((moment,), costs, shares)
+            ),
         )
         assert [rank.total_bytes for rank in sifted] == pytest.approx(
-            [rank.total_bytes for rank in build_estimator(one).memory(one.layout, range(4))]
+            [rank.total_bytes for rank in build_estimator(asked).memory(asked.layout, range(4))]
         )
 
 
 def test_parameters_go_with_a_stages_last_backward_pass() -> None:
     shape = replace(SHAPE, layers=8, hidden=1024, ffn=4096, vocab=65536)
     recipe = Recipe(sequence=1024, global_batch=16, precision="bf16", document_mask=False)
-    one = plan(shape, recipe, pp=2, schedule="afab", dp_shard=8, zero=1, micro_batch=1, recompute="full", compile="off")
-    said, run = predict(one), dry_run(one, ranks=[0], device="cuda")
-    planned = said.memory[0].total_bytes - said.memory[0].kinds["reserve"]
-    assert planned == pytest.approx(run.peak_bytes, rel=0.03), said.memory[0].when
+    asked = plan(
+        shape, recipe, pp=2, schedule="afab", dp_shard=8, zero=1, micro_batch=1, recompute="full", compile="off"
+    )
+    prediction, run = predict(asked), dry_run(asked, ranks=[0], device="cuda")
+    planned = prediction.memory[0].total_bytes - prediction.memory[0].kinds["reserve"]
+    assert planned == pytest.approx(run.peak_bytes, rel=0.03), prediction.memory[0].when
 
 
 def test_a_routed_layer_keeps_two_copies_of_its_input_and_not_the_input() -> None:
     shape = replace(SHAPE, layers=8, hidden=1024, heads=16, kv_heads=4, moe=MoEShape(experts=8, top_k=1, ffn=256))
     recipe = Recipe(sequence=4096, global_batch=1, precision="bf16", document_mask=False)
-    one = plan(shape, recipe, recompute="none", compile="off")
-    said, run = predict(one).memory[0], dry_run(one, device="cuda")
-    assert said.kinds["activations"] == pytest.approx(run.worst.kinds["activations"], rel=0.02)
-    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
+    asked = plan(shape, recipe, recompute="none", compile="off")
+    planned, run = predict(asked).memory[0], dry_run(asked, device="cuda")
+    assert planned.kinds["activations"] == pytest.approx(run.worst.kinds["activations"], rel=0.02)
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), planned.when
 
 
 def test_gradients_of_weights_are_made_one_at_a_time() -> None:
     """Beside none of another weight; a split pass makes none of them. After the last they are reduced unit by unit."""
     shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, moe=MoEShape(experts=16, top_k=1, ffn=2048))
     recipe = Recipe(sequence=512, global_batch=64, precision="bf16", document_mask=False)
-    one = plan(shape, recipe, pp=2, schedule="zb-h1", dp_shard=8, zero=1, micro_batch=1, compile="off")
-    for said, seen in zip(predict(one).memory, dry_run(one, device="cuda").ranks, strict=True):
-        assert said.total_bytes - said.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.02), said.when
+    asked = plan(shape, recipe, pp=2, schedule="zb-h1", dp_shard=8, zero=1, micro_batch=1, compile="off")
+    for planned, seen in zip(predict(asked).memory, dry_run(asked, device="cuda").ranks, strict=True):
+        assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.02), planned.when
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "rounds", "zero"), [(4, 2, 1, 1), (2, 4, 1, 3), (2, 2, 2, 1)])
@@ -426,10 +434,10 @@ def test_a_chunk_that_is_reduced_keeps_no_whole_gradients(ranks: int, virtual: i
     """In a step of one round a chunk's last backward pass ends before the next chunk's first begins."""
     shape = replace(SHAPE, layers=8, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384)
     recipe = Recipe(sequence=512, global_batch=8 * ranks * rounds, precision="bf16", document_mask=False)
-    one = plan(shape, recipe, pp=ranks, vp=virtual, schedule="interleaved", dp_shard=8, zero=zero, micro_batch=1,
+    asked = plan(shape, recipe, pp=ranks, vp=virtual, schedule="interleaved", dp_shard=8, zero=zero, micro_batch=1,
                recompute="full", compile="off")  # fmt: skip
-    for said, seen in zip(predict(one).memory, dry_run(one, device="cuda").ranks, strict=True):
-        assert said.total_bytes - said.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), said.when
+    for planned, seen in zip(predict(asked).memory, dry_run(asked, device="cuda").ranks, strict=True):
+        assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), planned.when
 
 
 @pytest.mark.parametrize("shared", [0, 1])
@@ -448,7 +456,7 @@ def test_pieces_of_experts_hold_what_one_piece_holds(shared: int, recompute: str
         asked = replace(whole, layout=replace(whole.layout, ep_chunks=pieces))
         run = dry_run(asked, ranks=(0,), device="cuda")
         assert run.ranks[0].peak_bytes == pytest.approx(alone, rel=0.01)
-        calls = {(one.axis, one.collective): one.calls for one in traffic(asked)}
+        calls = {(sent.axis, sent.collective): sent.calls for sent in traffic(asked)}
         assert run.traffic(0)["ep", "all_to_all"][0] == calls["ep", "all_to_all"]
 
 
@@ -482,8 +490,8 @@ def test_experts_that_are_a_unit_of_their_own(
     recipe = Recipe(sequence=tokens, global_batch=passes * int(str(layout["dp_shard"])), precision="bf16",
                     document_mask=False)  # fmt: skip
     asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
-    said, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
-    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
+    planned, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), planned.when
 
 
 @pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.long), 3])
@@ -492,5 +500,5 @@ def test_gradients_of_a_step_of_one_micro_batch_are_reduced_layer_by_layer(zero:
     shape = replace(SHAPE, layers=6, hidden=1024, heads=16, kv_heads=4, ffn=4096)
     recipe = Recipe(sequence=256, global_batch=4, precision="bf16", document_mask=False)
     asked = plan(shape, recipe, compile="off", dp_shard=4, zero=zero, micro_batch=1, recompute="full")
-    said, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
-    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
+    planned, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), planned.when

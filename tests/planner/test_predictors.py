@@ -44,10 +44,10 @@ def test_it_is_work_of_the_last_stage_and_of_no_other() -> None:
 
 def test_the_rank_of_the_last_stage_holds_it() -> None:
     ranks = range(16)
-    plain, more = ([one.held(LAYOUT, rank) for rank in ranks] for one in (_of(V3), _of(WITH)))
+    plain, more = ([first.held(LAYOUT, rank) for rank in ranks] for first in (_of(V3), _of(WITH)))
     assert more[:-1] == plain[:-1]
-    one, two = (counts(shape, Layout(), range(61), first=True, last=True).whole for shape in (V3, WITH))
-    assert (one, two) == (num_parameters(V3), num_parameters(WITH))
+    first, two = (counts(shape, Layout(), range(61), first=True, last=True).whole for shape in (V3, WITH))
+    assert (first, two) == (num_parameters(V3), num_parameters(WITH))
     assert 0 < more[-1].whole - plain[-1].whole < num_parameters(WITH) - num_parameters(V3)
 
 

@@ -26,17 +26,17 @@ def plan(objective: ObjectiveName, layout: dict[str, object]) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])], ids=str
+    "layout", [*LAYOUTS[:1], *(pytest.param(part, marks=pytest.mark.slow) for part in LAYOUTS[1:])], ids=str
 )
 def test_peak_and_traffic_are_those_of_the_dry_run(layout: dict[str, object]) -> None:
     asked = plan("dpo", layout)
     asked.check()
     run, planned = dry_run(asked, device="cuda"), predict(asked)
-    for place, seen in enumerate(run.ranks):
-        sent = {(one.axis, one.collective): (one.calls, one.sent_bytes) for one in traffic(asked, place)}
+    for rank, seen in enumerate(run.ranks):
+        sent = {(part.axis, part.collective): (part.calls, part.sent_bytes) for part in traffic(asked, rank)}
         assert dict(run.traffic(seen.rank)) == sent
-    for one, seen in zip(planned.memory, run.ranks, strict=True):
-        assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
+    for part, seen in zip(planned.memory, run.ranks, strict=True):
+        assert part.total_bytes - part.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), part.when
 
 
 def test_logits_that_are_made_twice_take_longer() -> None:

@@ -32,28 +32,32 @@ class Counted(TorchDispatchMode):
         self.bytes, self.operations = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        read, made = ([one for one in tree_leaves(some) if isinstance(one, torch.Tensor)] for some in (args, found))
-        if any(_same_memory(one, other) for one in made for other in read) and "_" not in func.__name__[-9:]:
-            return found
+        outcome = func(*args, **(kwargs or {}))
+        read, made = (
+            [tensor for tensor in tree_leaves(tree) if isinstance(tensor, torch.Tensor)] for tree in (args, outcome)
+        )
+        if any(_same_memory(tensor, other) for tensor in made for other in read) and "_" not in func.__name__[-9:]:
+            return outcome
         if "empty" not in func.__name__:
-            self.bytes += sum(one.nbytes for one in (*read, *(one for one in made if all(one is not a for a in read))))
+            self.bytes += sum(
+                tensor.nbytes for tensor in (*read, *(tensor for tensor in made if all(tensor is not a for a in read)))
+            )
             self.operations += 1
-        return found
+        return outcome
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one is not other
+def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and tensor is not other
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("what", [*learnable(), ROWS])
 def test_a_piece_takes_as_many_bytes_and_kernels_as_the_planner_says(what: str, dtype: torch.dtype) -> None:
-    some = torch.randn(1024, PIECE // 1024, dtype=dtype)
+    piece = torch.randn(1024, PIECE // 1024, dtype=dtype)
     with Counted() as counted, torch.no_grad():
-        rounded_rows(some) if what == ROWS else straight_through(some, SCHEMES[what])
+        rounded_rows(piece) if what == ROWS else straight_through(piece, SCHEMES[what])
     fp32, narrow, launches = PASSES[what]
-    moved = counted.bytes / some.numel()
+    moved = counted.bytes / piece.numel()
     assert moved == pytest.approx(fp32 if dtype == torch.float32 else narrow, rel=0.01)
     assert counted.operations == pytest.approx(launches, abs=2)
 
@@ -83,17 +87,17 @@ def test_a_model_rounds_in_a_pass_forward_what_the_planner_counts(
     model = build(shape, seed=1)
     put_fake_quantization([model], shape, scheme)
     model(torch.randint(shape.vocab, (2, 32)))
-    of = local_shape(shape, MESHWRIGHT, Layout(compile="off"), 32, 2, 4, fake_quantize=scheme)
+    local = local_shape(shape, MESHWRIGHT, Layout(compile="off"), 32, 2, 4, fake_quantize=scheme)
     works = [
-        one
+        work
         for number in range(shape.layers)
-        for op in layer(of, routed=number >= shape.layers - shape.routed_layers).operations
+        for op in layer(local, routed=number >= shape.layers - shape.routed_layers).operations
         if op.name.startswith("rounding")
-        for one in op.forward
+        for work in op.forward
     ]
-    passes = [one for one in works if isinstance(one, MemoryPass)]
-    assert counted.bytes == pytest.approx(sum(one.moved_bytes for one in passes), rel=0.03)
-    assert counted.operations == pytest.approx(sum(one.launches for one in passes), rel=0.1)
+    passes = [work for work in works if isinstance(work, MemoryPass)]
+    assert counted.bytes == pytest.approx(sum(work.moved_bytes for work in passes), rel=0.03)
+    assert counted.operations == pytest.approx(sum(work.launches for work in passes), rel=0.1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "selective", "full"])

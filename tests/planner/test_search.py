@@ -42,13 +42,13 @@ def plan(shape: ModelShape, devices: int, gib: float, batch: int = 16, **recipe:
     return Plan(model=shape, recipe=asked, cluster=cluster, layout=LOOKED_AT)
 
 
-def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
+def every_layout(plan: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
     """All legal ones: no shortcut, but ZeRO 2 and 3 under a pipeline, shards that nothing is sharded over, norms
     where compiled blocks make them again by themselves, and selective where no S x S weights are stored, which the
     search leaves out on purpose."""
-    devices, batch, shape = of.cluster.devices, of.recipe.global_batch, of.model
+    devices, batch, shape = plan.cluster.devices, plan.recipe.global_batch, plan.model
     degrees = [d for d in range(1, devices + 1) if devices % d == 0]
-    found = []
+    layouts = []
     [offload] = fixed.get("offload", ("off",))
     for tp, cp, pp, shard, sp in product(degrees, degrees, degrees, degrees, (False, True)):
         if devices % (tp * cp * pp * shard) or (sp and tp == 1) or pp > shape.layers:
@@ -65,8 +65,8 @@ def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
                 continue
             layout = Layout(
                 dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp, pp=pp, sp=sp, zero=zero, ep=ep, schedule=name,
-                vp=vp, micro_batch=micro, recompute=recompute, offload=offload, compile=of.layout.compile,
-                cuda_graphs=of.layout.cuda_graphs,
+                vp=vp, micro_batch=micro, recompute=recompute, offload=offload, compile=plan.layout.compile,
+                cuda_graphs=plan.layout.cuda_graphs,
             )  # type: ignore[arg-type]  # fmt: skip
             if any(getattr(layout, name) not in values for name, values in fixed.items()):
                 continue
@@ -74,19 +74,19 @@ def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
             if idle and "recompute" not in fixed:
                 continue
             try:
-                if not replace(of, layout=layout).violations():
-                    found.append(layout)
+                if not replace(plan, layout=layout).violations():
+                    layouts.append(layout)
             except (IllegalLayout, PlanError):
                 continue
-    return found
+    return layouts
 
 
 def deals(shape: ModelShape, pp: int) -> list[tuple[str, int]]:
     """(schedule, stages of a rank)."""
     if pp == 1:
         return [("1f1b", 1)]
-    found = [(name, 2 if name in V_PLACED else 1) for name in NAMES if name != "interleaved"]
-    return [(n, v) for n, v in [*found, *(("interleaved", v) for v in range(2, shape.layers + 1))]
+    pipelines = [(name, 2 if name in V_PLACED else 1) for name in NAMES if name != "interleaved"]
+    return [(n, v) for n, v in [*pipelines, *(("interleaved", v) for v in range(2, shape.layers + 1))]
             if pp * v <= shape.layers]  # fmt: skip
 
 
@@ -118,10 +118,10 @@ def random_plan(dice: Random) -> tuple[Plan, dict[str, tuple[Any, ...]]]:
     return Plan(model=shape, recipe=recipe, cluster=cluster, layout=LOOKED_AT), fixed
 
 
-def counted(of: Estimator, asked: Plan, layouts: list[Layout]) -> list[tuple[float, float]]:
+def counted(estimator: Estimator, asked: Plan, layouts: list[Layout]) -> list[tuple[float, float]]:
     """(seconds, bytes) of each."""
-    made = [of.predict(replace(asked, layout=layout)) for layout in layouts]
-    return [(one.step_s, one.peak_bytes) for one in made]
+    made = [estimator.predict(replace(asked, layout=layout)) for layout in layouts]
+    return [(prediction.step_s, prediction.peak_bytes) for prediction in made]
 
 
 CASES = [*(("off", seed) for seed in range(20)), *(("activations", seed) for seed in range(4))]
@@ -131,7 +131,7 @@ def with_offload(asked: Plan, fixed: Fixed, offload: str) -> tuple[Plan, Fixed]:
     """The same with activations in host memory, under a policy that goes with it; or as it is."""
     if offload == "off":
         return asked, fixed
-    policies = [one for one in fixed.get("recompute", OFFLOADED) if one in OFFLOADED] or OFFLOADED
+    policies = [policy for policy in fixed.get("recompute", OFFLOADED) if policy in OFFLOADED] or OFFLOADED
     return asked, {**fixed, "recompute": tuple(policies), "offload": (offload,)}
 
 
@@ -152,20 +152,23 @@ def test_search_lists_what_looking_at_every_layout_lists(offload: str, seed: int
         device = replace(asked.cluster.device, memory_bytes=int(room + DRIVER_BYTES) + 1)
         asked = replace(asked, cluster=replace(asked.cluster, device=device))
         listed = dice.choice([1, 5, 20])
-        found = search(build_estimator(asked), asked, fixed=fixed, listed=listed)
+        ranking = search(build_estimator(asked), asked, fixed=fixed, listed=listed)
         fitting = sorted(step_s for step_s, peak in truth if peak <= usable_bytes(asked))
-        assert sorted(one.step_s for one in found.best) == pytest.approx(fitting[:listed], rel=1e-9), (asked, fixed)
-        assert found.legal == len(every) == found.too_large + found.slower + len(found.best)
+        assert sorted(prediction.step_s for prediction in ranking.best) == pytest.approx(fitting[:listed], rel=1e-9), (
+            asked,
+            fixed,
+        )
+        assert ranking.legal == len(every) == ranking.too_large + ranking.slower + len(ranking.best)
         if not fitting:
-            assert found.nearest is not None and found.nearest.peak_bytes == pytest.approx(peaks[0], rel=1e-12)
+            assert ranking.nearest is not None and ranking.nearest.peak_bytes == pytest.approx(peaks[0], rel=1e-12)
 
 
 @pytest.mark.parametrize(("offload", "seed"), CASES[10:])
 def test_no_layout_is_below_the_least_of_its_kind(offload: str, seed: int) -> None:
     dice = Random(100 + seed)
     asked, fixed = with_offload(*random_plan(dice), offload)
-    of = build_estimator(asked)
-    for least, family in families(of, search_base(asked, fixed), fixed):
+    estimator = build_estimator(asked)
+    for least, family in families(estimator, search_base(asked, fixed), fixed):
         family_s, family_bytes = least.family_s(family), least.family_bytes(family)
         whole_s = least.whole_family_s(family)
         for region in family.regions():
@@ -173,9 +176,9 @@ def test_no_layout_is_below_the_least_of_its_kind(offload: str, seed: int) -> No
             assert family_s <= region_s * (1 + 1e-9) and family_bytes <= region_bytes
             bounds = zip(least.splits_s(region), least.splits, strict=True)
             for split_s, split in list(bounds)[:: max(1, len(least.splits) - 1)]:
-                one = of.predict(replace(asked, layout=region.layout(*split, base=least.base)))
-                assert max(region_s, whole_s, split_s) <= one.step_s * (1 + 1e-9), one.plan.layout
-                assert region_bytes <= one.peak_bytes, one.plan.layout
+                prediction = estimator.predict(replace(asked, layout=region.layout(*split, base=least.base)))
+                assert max(region_s, whole_s, split_s) <= prediction.step_s * (1 + 1e-9), prediction.plan.layout
+                assert region_bytes <= prediction.peak_bytes, prediction.plan.layout
 
 
 @pytest.mark.parametrize("experts", [0, 4])
@@ -193,13 +196,15 @@ def test_no_layout_is_below_the_least_of_its_kind_with_parts_of_other_families(
         model=shape, recipe=Recipe(sequence=2048, global_batch=16, precision="bf16"), cluster=presets.cluster("h100x4"),
         layout=LOOKED_AT,
     )  # fmt: skip
-    of, seen = build_estimator(asked), 0
-    for least, family in list(families(of, search_base(asked, {}), {}))[::7]:
+    estimator, seen = build_estimator(asked), 0
+    for least, family in list(families(estimator, search_base(asked, {}), {}))[::7]:
         for region in list(family.regions())[:2]:
             region_bytes, bounds = least.region_bytes(region), zip(least.splits_s(region), least.splits, strict=True)
             for split_s, split in list(bounds)[:: max(1, len(least.splits) - 1)]:
-                one = of.predict(replace(asked, layout=region.layout(*split, base=least.base)))
-                assert split_s <= one.step_s * (1 + 1e-9) and region_bytes <= one.peak_bytes, one.plan.layout
+                prediction = estimator.predict(replace(asked, layout=region.layout(*split, base=least.base)))
+                assert split_s <= prediction.step_s * (1 + 1e-9) and region_bytes <= prediction.peak_bytes, (
+                    prediction.plan.layout
+                )
                 seen += 1
     assert seen > 20
 
@@ -239,17 +244,17 @@ def test_no_layout_is_below_what_its_family_and_split_take_with_data_parallelism
     """Nor has any less memory. And the bounds are worth their name: of half the layouts that of their split is above
     89 % of the truth, that of their family above 70 %."""
     asked, stack, ranks_per_core = BOUNDED[case]
-    of = build_estimator(asked, stack)
-    of = replace(of, speeds=replace(of.speeds, ranks_per_core=ranks_per_core))
+    estimator = build_estimator(asked, stack)
+    estimator = replace(estimator, speeds=replace(estimator.speeds, ranks_per_core=ranks_per_core))
     dice = Random(7)
     shares: list[tuple[float, float]] = []
-    every = list(families(of, search_base(asked, {}), {}))
+    every = list(families(estimator, search_base(asked, {}), {}))
     for least, family in dice.sample(every, min(len(every), 600)):
         region = dice.choice(list(family.regions()))
         family_s, fullest = least.whole_family_s(family), region.layout(*least.splits[0], base=least.base)
-        assert least.region_bytes(region) <= fullest_rank(of, fullest).total_bytes, region
+        assert least.region_bytes(region) <= fullest_rank(estimator, fullest).total_bytes, region
         for least_s, split in zip(least.splits_s(region), least.splits, strict=True):
-            step_s = of.time(region.layout(*split, base=least.base)).total_s
+            step_s = estimator.time(region.layout(*split, base=least.base)).total_s
             assert max(family_s, least_s) <= step_s * (1 + 1e-9), (region, split)
             shares.append((least_s / step_s, family_s / step_s))
     assert median(share for share, _ in shares) > 0.89 and median(share for _, share in shares) > 0.7
@@ -271,7 +276,7 @@ def test_what_leads_is_a_moment_of_the_schedule(name: str) -> None:
 @pytest.mark.parametrize(("p", "v", "m"), [(8, 4, 63), (16, 2, 95), (8, 3, 36), (4, 5, 64), (4, 5, 84)])
 def test_a_short_step_has_as_much_in_flight_as_a_long_one(p: int, v: int, m: int) -> None:
     few = enough("interleaved", p, m, v)
-    most = [max(sum(one.alive) for one in schedule_moments("interleaved", p, n, v, 0)) for n in (few, m)]
+    most = [max(sum(moment.alive) for moment in schedule_moments("interleaved", p, n, v, 0)) for n in (few, m)]
     assert most[0] == most[1]
 
 
@@ -281,9 +286,9 @@ def test_the_least_memory_of_a_cell_does_not_depend_on_cells_before_it() -> None
         model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=64, precision="bf16"),
         cluster=presets.cluster("h100x8", 2),
     )  # fmt: skip
-    of, pipelines = build_estimator(asked), set()
-    for least, family in families(of, asked, {"tp": (2,)}):
-        alone = CellBounds(of, asked, least.cell, least.splits, CellTerms())
+    estimator, pipelines = build_estimator(asked), set()
+    for least, family in families(estimator, asked, {"tp": (2,)}):
+        alone = CellBounds(estimator, asked, least.cell, least.splits, CellTerms())
         assert least.kept_bytes(family.recompute) == alone.kept_bytes(family.recompute)
         pipelines.add(least.cell.pp)
     assert {1, 2} <= pipelines
@@ -295,8 +300,8 @@ def test_interleaved_stages_of_every_number_are_looked_at() -> None:
     fixed = {"pp": (4,), "schedule": ("interleaved",), "micro_batch": (1,), "recompute": ("full",)}
     asked = replace(asked, cluster=replace(asked.cluster, device=replace(asked.cluster.device, memory_bytes=2**40)))
     best = search(build_estimator(asked), asked, fixed=fixed)
-    assert {one.plan.layout.vp for one in best.best} == set(range(2, 9))
-    assert min(best.best, key=lambda one: one.step_s).plan.layout.vp > 5
+    assert {prediction.plan.layout.vp for prediction in best.best} == set(range(2, 9))
+    assert min(best.best, key=lambda prediction: prediction.step_s).plan.layout.vp > 5
 
 
 def test_the_end_of_the_list_is_ranked_as_blocks_will_run() -> None:
@@ -307,37 +312,39 @@ def test_the_end_of_the_list_is_ranked_as_blocks_will_run() -> None:
     )  # fmt: skip
     fixed = {"schedule": ("1f1b",), "recompute": ("none",)}
     short, long = (search(build_estimator(asked), asked, fixed=fixed, listed=number).best for number in (20, 60))
-    assert [one.plan.layout for one in short] == [one.plan.layout for one in long[:20]]
-    compiled_s = [build_estimator(asked).time(replace(one.plan.layout, compile="on")).total_s for one in long]
+    assert [prediction.plan.layout for prediction in short] == [prediction.plan.layout for prediction in long[:20]]
+    compiled_s = [
+        build_estimator(asked).time(replace(prediction.plan.layout, compile="on")).total_s for prediction in long
+    ]
     assert min(compiled_s[20:]) < max(compiled_s[:20]), "by compiled blocks alone the list would end otherwise"
 
 
 def test_every_listed_layout_is_legal_and_fits() -> None:
     asked = plan(presets.model("llama-3.1-8b"), 32, 80.0, batch=64)
-    found = search(build_estimator(asked), asked)
-    assert found.best
-    for one in found.best:
-        assert one.plan.violations() == []
-        assert one.peak_bytes <= usable_bytes(asked)
-        assert one.plan.layout.world == 32
-    times = [one.step_s for one in found.best]
+    ranking = search(build_estimator(asked), asked)
+    assert ranking.best
+    for prediction in ranking.best:
+        assert prediction.plan.violations() == []
+        assert prediction.peak_bytes <= usable_bytes(asked)
+        assert prediction.plan.layout.world == 32
+    times = [prediction.step_s for prediction in ranking.best]
     assert times == pytest.approx(sorted(times), rel=1e-2)
-    assert found.legal >= found.too_large + found.slower + len(found.best)
+    assert ranking.legal >= ranking.too_large + ranking.slower + len(ranking.best)
 
 
 def test_what_is_fixed_stays() -> None:
     asked = plan(presets.model("llama-3.1-8b"), 16, 80.0, batch=64)
-    found = search(build_estimator(asked), asked, fixed={"tp": (4,), "recompute": ("full",), "dp": (4,)})
-    assert {(p.plan.layout.tp, p.plan.layout.recompute, p.plan.layout.dp) for p in found.best} == {(4, "full", 4)}
+    ranking = search(build_estimator(asked), asked, fixed={"tp": (4,), "recompute": ("full",), "dp": (4,)})
+    assert {(p.plan.layout.tp, p.plan.layout.recompute, p.plan.layout.dp) for p in ranking.best} == {(4, "full", 4)}
 
 
 def test_where_nothing_fits_the_nearest_is_told() -> None:
     asked = plan(presets.model("llama-3.1-70b"), 4, 80.0)
-    found: Ranking = search(build_estimator(asked), asked)
-    assert not found.best
-    assert found.nearest is not None
-    assert found.nearest.peak_bytes > usable_bytes(asked)
-    assert found.too_large == found.legal
+    ranking: Ranking = search(build_estimator(asked), asked)
+    assert not ranking.best
+    assert ranking.nearest is not None
+    assert ranking.nearest.peak_bytes > usable_bytes(asked)
+    assert ranking.too_large == ranking.legal
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -105,7 +105,7 @@ def counted(program: str) -> tuple[int, dict[str, int], int]:
 
 def check(program: str, most: Work) -> None:
     calls, by_name, modules = counted(program)
-    often = ", ".join(f"{name} {number:,}" for name, number in sorted(by_name.items(), key=lambda one: -one[1])[:8])
+    often = ", ".join(f"{name} {number:,}" for name, number in sorted(by_name.items(), key=lambda pair: -pair[1])[:8])
     looked = by_name.get("Estimator.time", 0)
     assert looked <= most.layouts, (
         f"{looked:,} layouts were timed, {most.layouts:,} at most: a bound of planner/search/bounds.py is further from "

@@ -29,33 +29,33 @@ def links(name: str, nodes: int = 1) -> Links:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_no_product_beats_the_data_sheet(name: str) -> None:
-    device, of = presets.device(name), speeds(name)
+    device, rates = presets.device(name), speeds(name)
     for m, k, n in ((8192, 8192, 8192), (16384, 4096, 14336), (4096, 53248, 16384), (1, 4096, 4096)):
         work = Product(m, k, n)
-        assert work.flop / of.seconds(work) < device.bf16_flop_per_s
+        assert work.flop / rates.seconds(work) < device.bf16_flop_per_s
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_large_products_reach_most_of_it_and_small_ones_do_not(name: str) -> None:
-    of = speeds(name)
+    rates = speeds(name)
 
     def share(size: int) -> float:
         work = Product(size, size, size)
-        return work.flop / of.seconds(work) / of.matmul_flop_per_s
+        return work.flop / rates.seconds(work) / rates.matmul_flop_per_s
 
     assert share(16384) > 0.7
     assert share(128) < share(512) < share(2048) < share(16384)
 
 
 def test_a_thin_product_is_bound_by_memory() -> None:
-    of = speeds("a100")
+    rates = speeds("a100")
     work = Product(8, 8192, 8192)
-    assert of.seconds(work) == pytest.approx(2 * 8192 * 8192 / (2039e9 * of.memory_share), rel=0.25)
+    assert rates.seconds(work) == pytest.approx(2 * 8192 * 8192 / (2039e9 * rates.memory_share), rel=0.25)
 
 
 def test_odd_rows_feed_no_tensor_core() -> None:
-    of = speeds("a100")
-    assert of.seconds(Product(8192, 2048, 50257)) > 2 * of.seconds(Product(8192, 2048, 50304))
+    rates = speeds("a100")
+    assert rates.seconds(Product(8192, 2048, 50257)) > 2 * rates.seconds(Product(8192, 2048, 50304))
 
 
 def test_narrow_operands_are_faster_where_the_device_has_them() -> None:
@@ -78,36 +78,36 @@ def test_attention_gains_with_length_and_generation() -> None:
 
 
 def test_a_pass_is_memory_and_launches() -> None:
-    of = speeds("h100")
-    assert of.seconds(MemoryPass(0.0, 3)) == pytest.approx(3 * of.launch_s)
-    assert of.seconds(MemoryPass(3.35e9)) == pytest.approx(1e-3 / of.memory_share, rel=0.01)
+    rates = speeds("h100")
+    assert rates.seconds(MemoryPass(0.0, 3)) == pytest.approx(3 * rates.launch_s)
+    assert rates.seconds(MemoryPass(3.35e9)) == pytest.approx(1e-3 / rates.memory_share, rel=0.01)
 
 
 @pytest.mark.parametrize(("ranks", "size"), A100_ALL_REDUCE)
 def test_all_reduces_of_a_node_take_what_was_measured(ranks: int, size: int) -> None:
-    found = links("a100").seconds("all-reduce", size * 2**20, ranks)
-    assert found == pytest.approx(A100_ALL_REDUCE[ranks, size] * 1e-6, rel=0.22)
+    seconds = links("a100").seconds("all-reduce", size * 2**20, ranks)
+    assert seconds == pytest.approx(A100_ALL_REDUCE[ranks, size] * 1e-6, rel=0.22)
 
 
 @pytest.mark.parametrize("collective", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"])
 def test_more_bytes_and_more_nodes_take_longer(collective: str) -> None:
-    of = links("h100", 64)
+    cluster_links = links("h100", 64)
     for ranks in (2, 8, 64, 512):
-        times = [of.seconds(collective, 2.0**power, ranks) for power in range(10, 34, 4)]
+        times = [cluster_links.seconds(collective, 2.0**power, ranks) for power in range(10, 34, 4)]
         assert times == sorted(times)
     for size in (2**20, 2**30):
-        times = [of.seconds(collective, size, ranks) for ranks in (8, 16, 64, 512)]
+        times = [cluster_links.seconds(collective, size, ranks) for ranks in (8, 16, 64, 512)]
         assert times == sorted(times)
 
 
 def test_the_switch_sums_from_five_ranks_on() -> None:
     """H200 (nccl-tests, 8 GiB): 364 GB/s of bus bandwidth with 4 ranks, 470 with 8; gathers stay at 361."""
-    of = links("h200")
+    node_links = links("h200")
     size = 8 * 2**30
 
     def bus(collective: str, ranks: int) -> float:
         rounds = 2 if collective == "all-reduce" else 1
-        return rounds * (ranks - 1) / ranks * size / of.seconds(collective, size, ranks) / 1e9
+        return rounds * (ranks - 1) / ranks * size / node_links.seconds(collective, size, ranks) / 1e9
 
     assert bus("all-reduce", 4) == pytest.approx(364, rel=0.03)
     assert bus("all-reduce", 8) == pytest.approx(470, rel=0.03)
@@ -116,14 +116,18 @@ def test_the_switch_sums_from_five_ranks_on() -> None:
 
 def test_ranks_of_a_node_use_its_network_cards_together() -> None:
     """Eight groups of one rank each share the cards as one group of eight does."""
-    of = links("h100", 2)
-    assert of.span(16, 1) == (8, 2) and of.span(2, 8) == (1, 2) and of.span(8, 4) == (2, 4)
-    assert of.bandwidth(8, 2) == 8 * of.bandwidth(1, 2)
-    assert of.seconds("all-gather", 2**30, 2, 8) > 4 * of.seconds("all-gather", 2**30, 16, 1)
+    cluster_links = links("h100", 2)
+    assert (
+        cluster_links.span(16, 1) == (8, 2)
+        and cluster_links.span(2, 8) == (1, 2)
+        and cluster_links.span(8, 4) == (2, 4)
+    )
+    assert cluster_links.bandwidth(8, 2) == 8 * cluster_links.bandwidth(1, 2)
+    assert cluster_links.seconds("all-gather", 2**30, 2, 8) > 4 * cluster_links.seconds("all-gather", 2**30, 16, 1)
 
 
 def test_between_two_nodes_an_all_reduce_sends_half_of_what_a_ring_does() -> None:
     """Each node sends its sum and gets the other's: as long as one gather, where the network is what takes the time."""
-    of = replace(links("h100", 2), network_bytes_per_s=10e9)
-    assert of.seconds("all-reduce", 2**30, 16) < 1.2 * of.seconds("all-gather", 2**30, 16)
-    assert of.seconds("all-reduce", 2**30, 64) > 1.5 * of.seconds("all-gather", 2**30, 64)
+    cluster_links = replace(links("h100", 2), network_bytes_per_s=10e9)
+    assert cluster_links.seconds("all-reduce", 2**30, 16) < 1.2 * cluster_links.seconds("all-gather", 2**30, 16)
+    assert cluster_links.seconds("all-reduce", 2**30, 64) > 1.5 * cluster_links.seconds("all-gather", 2**30, 64)

@@ -38,8 +38,8 @@ def test_a_prediction_does_not_depend_on_what_was_predicted_before(name: str) ->
     fresh = predict(plan)
     shared = build_estimator(plan)
     shared.predict(other)
-    found = shared.predict(plan)
-    assert (found.step_s, found.peak_bytes) == (fresh.step_s, fresh.peak_bytes)
+    prediction = shared.predict(plan)
+    assert (prediction.step_s, prediction.peak_bytes) == (fresh.step_s, fresh.peak_bytes)
 
 
 CASES: dict[str, tuple[ModelShape, dict[str, Any], tuple[Layout, ...]]] = {
@@ -88,7 +88,7 @@ def variants(layout: Layout) -> Iterator[Layout]:
                 yield replace(layout, **{field.name: other})
 
 
-def kept(plan: Plan) -> Iterator[tuple[str, object, object]]:
+def cached(plan: Plan) -> Iterator[tuple[str, object, object]]:
     """(memo, key, what it keeps) of an estimator that was asked for this plan alone."""
     asked = build_estimator(plan)
     asked.measure(plan.layout, exact=False)
@@ -105,19 +105,19 @@ def conflicts(case: str) -> dict[str, tuple[Layout, Layout]]:
     model, asked, layouts = CASES[case]
     recipe = Recipe(sequence=4096, global_batch=64, **{"precision": "bf16", **asked})
     seen: dict[tuple[str, object], tuple[object, Layout]] = {}
-    found: dict[str, tuple[Layout, Layout]] = {}
-    for layout in (other for one in layouts for other in variants(one)):
+    pairs: dict[str, tuple[Layout, Layout]] = {}
+    for layout in (other for base in layouts for other in variants(base)):
         nodes, teacher = layout.world // 8, LLAMA if recipe.objective == "distill" else None
         cluster = presets.cluster("h100x8", nodes or 1)
         plan = Plan(model=model, recipe=recipe, layout=layout, cluster=cluster, teacher=teacher)
         if layout.world % 8 or plan.violations():
             continue
-        for memo, key, entry in kept(plan):
+        for memo, key, entry in cached(plan):
             before, first = seen.setdefault((memo, key), (entry, layout))
             if before != entry:
-                found[memo] = first, layout
+                pairs[memo] = first, layout
     assert len(seen) > 100
-    return found
+    return pairs
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -137,9 +137,9 @@ def test_a_field_that_a_key_forgets_is_told(
 ) -> None:
     whole = getattr(SharedCosts, keys)
 
-    def without(of: SharedCosts, layout: Layout) -> tuple[object, ...]:
-        return cast(tuple[object, ...], whole(of, replace(layout, **{forgotten: getattr(Layout(), forgotten)})))
+    def without(costs: SharedCosts, layout: Layout) -> tuple[object, ...]:
+        return cast(tuple[object, ...], whole(costs, replace(layout, **{forgotten: getattr(Layout(), forgotten)})))
 
     monkeypatch.setattr(SharedCosts, keys, without)
     told = conflicts(case)
-    assert any(getattr(one, forgotten) != getattr(other, forgotten) for one, other in told.values())
+    assert any(getattr(layout, forgotten) != getattr(other, forgotten) for layout, other in told.values())

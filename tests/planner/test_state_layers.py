@@ -73,14 +73,14 @@ def test_the_products_of_lightning_attention_are_those_that_transformers_multipl
 
 @pytest.mark.parametrize("shape", [NEXT, MINIMAX], ids=lambda shape: shape.name)
 def test_a_layer_multiplies_what_is_counted_for_a_token(shape: ModelShape) -> None:
-    of = replace(_local(shape), gpu=False)  # a GPU's grouped products fill tiles up with rows that nobody asked for
+    local = replace(_local(shape), gpu=False)  # a GPU's grouped products fill tiles up with rows that nobody asked for
     flop = 0.0
     for number in range(shape.layers):
         state = bool(shape.linear_of(number))
-        for op in layer(of, routed=True, state=state).operations:
+        for op in layer(local, routed=True, state=state).operations:
             flop += sum(work.flop for work in op.forward if not isinstance(work, MemoryPass))
-    counted = token_flop(shape, of.sequence, causal=True)
-    assert flop / of.tokens == pytest.approx(counted.layers + counted.attention, rel=2e-3)
+    counted = token_flop(shape, local.sequence, causal=True)
+    assert flop / local.tokens == pytest.approx(counted.layers + counted.attention, rel=2e-3)
 
 
 def test_a_state_does_not_grow_with_the_sequence_and_scores_do() -> None:
@@ -108,9 +108,11 @@ def test_ranks_hold_the_parameters_of_their_own_layers() -> None:
         model=NEXT, recipe=Recipe(sequence=4096, global_batch=64, optimizer="adamw"),
         layout=Layout(pp=24, dp_shard=8, zero=1), cluster=presets.cluster("h100x8", nodes=24),
     )  # fmt: skip
-    of = build_estimator(plan)
-    by_layer = {n: sum(one.numel for one in parameters(NEXT) if one.layer == n) for n in range(NEXT.layers)}
-    held = [of.held(plan.layout, rank).whole for rank in range(24)]
+    estimator = build_estimator(plan)
+    by_layer = {
+        n: sum(parameter.numel for parameter in parameters(NEXT) if parameter.layer == n) for n in range(NEXT.layers)
+    }
+    held = [estimator.held(plan.layout, rank).whole for rank in range(24)]
     ends = [NEXT.vocab * NEXT.hidden, NEXT.vocab * NEXT.hidden + NEXT.hidden]
     expected = [by_layer[2 * rank] + by_layer[2 * rank + 1] for rank in range(24)]
     expected[0] += ends[0]
@@ -121,32 +123,35 @@ def test_ranks_hold_the_parameters_of_their_own_layers() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_heads() -> None:
-    one, eight = (counts(NEXT, Layout(tp=tp), (0,), first=False, last=False).whole for tp in (1, 8))
+    all_heads, share = (counts(NEXT, Layout(tp=tp), (0,), first=False, last=False).whole for tp in (1, 8))
     whole = sum(p.numel for p in parameters(NEXT) if p.layer == 0 and "tp" not in p.axes)
-    assert eight == (one - whole) / 8 + whole
+    assert share == (all_heads - whole) / 8 + whole
 
 
 def test_kept_tensors_are_those_that_the_published_kernel_saves() -> None:
     """ChunkGatedDeltaRuleFunction saves q, k, v, g, beta and the inverse of each triangle."""
     linear = NEXT.linear_of(0)
     assert linear is not None
-    of = _local(NEXT)
-    names = {one.name: one.none for one in layer(of, routed=True, state=True).tensors}
-    assert names["queries, keys, values"] == of.tokens * 2 * (2 * 2048 + 4096)
-    assert names["triangles"] == of.tokens * 2 * 32 * 64
-    assert names["rates"] == of.tokens * 32 * (2 * 2 + 4)
-    assert not {"log-sum-exp", "triangles"} <= {one.name for one in layer(of, routed=True).tensors}
+    local = _local(NEXT)
+    names = {tensor.name: tensor.none for tensor in layer(local, routed=True, state=True).tensors}
+    assert names["queries, keys, values"] == local.tokens * 2 * (2 * 2048 + 4096)
+    assert names["triangles"] == local.tokens * 2 * 32 * 64
+    assert names["rates"] == local.tokens * 32 * (2 * 2 + 4)
+    assert not {"log-sum-exp", "triangles"} <= {tensor.name for tensor in layer(local, routed=True).tensors}
 
 
 def test_a_sequence_that_is_served_keeps_keys_of_a_quarter_and_states_of_the_others() -> None:
     model = served(NEXT)
-    assert [(one.layers, one.state_elements) for one in model.groups] == [(36, 32 * 128 * 128 + 3 * 8192), (12, 0)]
+    assert [(group.layers, group.state_elements) for group in model.groups] == [
+        (36, 32 * 128 * 128 + 3 * 8192),
+        (12, 0),
+    ]
     short, long = (sequence_bytes(model, positions, 2.0) for positions in (1, 100_001))
     assert long - short == 100_000 * 12 * 2 * 2 * 256 * 2
 
 
 @pytest.mark.parametrize(
-    ("layout", "optimizer", "said"),
+    ("layout", "optimizer", "reason"),
     [
         (Layout(tp=32), "adamw", "layout.tp=32 does not divide the 16 key heads of linear attention"),
         (Layout(cp=2), "adamw", "states of linear attention are not counted: take layout.cp=1"),
@@ -154,10 +159,10 @@ def test_a_sequence_that_is_served_keeps_keys_of_a_quarter_and_states_of_the_oth
         (Layout(tp=8, dp_shard=2), "adamw", ""),
     ],
 )
-def test_layouts_without_a_formula_are_refused(layout: Layout, optimizer: str, said: str) -> None:
+def test_layouts_without_a_formula_are_refused(layout: Layout, optimizer: str, reason: str) -> None:
     shape = replace(NEXT, heads=32)
-    found = layout_violations(shape, Recipe(sequence=4096, global_batch=64, optimizer=optimizer), layout)  # type: ignore[arg-type]  # one of both
-    assert any(said in one for one in found) if said else not found
+    violations = layout_violations(shape, Recipe(sequence=4096, global_batch=64, optimizer=optimizer), layout)  # type: ignore[arg-type]  # one of both
+    assert any(reason in violation for violation in violations) if reason else not violations
 
 
 @pytest.mark.parametrize("fields", [{"full_every": 0}, {"taps": -1}, {"value_heads": 3}, {"key_dim": 0}])
@@ -168,9 +173,9 @@ def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
 
 def test_a_plan_says_what_stands_behind_it() -> None:
     answer = planning.plan("Qwen/Qwen3-Next-80B-A3B-Instruct", cluster="h100x8", nodes=8)
-    said = " ".join(answer.to_dict()["caveats"])
-    assert "linear attention (gated delta rule) in all but one of 4 layers" in said
-    assert "no published run" in said
+    sentences = " ".join(answer.to_dict()["caveats"])
+    assert "linear attention (gated delta rule) in all but one of 4 layers" in sentences
+    assert "no published run" in sentences
 
 
 def test_the_explorer_refuses_a_hybrid() -> None:
@@ -186,10 +191,10 @@ def test_a_dense_hybrid_counts_both_kinds_by_their_share() -> None:
     plan = Plan(
         model=shape, recipe=Recipe(sequence=1024, global_batch=8), layout=Layout(), cluster=presets.cluster("h100")
     )
-    of = build_estimator(plan)
-    counted, found = of.parts(plan.layout)
-    state, plain = (layer(counted, state=one).kept_bytes("none") for one in (True, False))
-    assert found.dense.kept_bytes == pytest.approx(0.75 * state + 0.25 * plain)
+    estimator = build_estimator(plan)
+    counted, costs = estimator.parts(plan.layout)
+    state, plain = (layer(counted, state=is_linear).kept_bytes("none") for is_linear in (True, False))
+    assert costs.dense.kept_bytes == pytest.approx(0.75 * state + 0.25 * plain)
     assert all(isinstance(work, Product) for op in layer(counted, state=True).operations if op.name == "attention"
                for work in (*op.forward, *op.inputs))  # fmt: skip
 
@@ -203,5 +208,5 @@ def test_gradients_of_both_kinds_are_summed() -> None:
     state, plain = (
         sharing(NEXT, layout, StageContents((n,), False, False), links, 2.0, 4.0, False).reduce_s for n in (0, 3)
     )
-    sizes = [sum(one.numel for one in parameters(NEXT) if one.layer == n) for n in (0, 3)]
+    sizes = [sum(parameter.numel for parameter in parameters(NEXT) if parameter.layer == n) for n in (0, 3)]
     assert state / plain == pytest.approx(sizes[0] / sizes[1], rel=0.02)

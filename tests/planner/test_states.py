@@ -53,19 +53,19 @@ EXPERT_LAYOUTS = [
 
 
 def planned(
-    shape: ModelShape, layout: Layout, precision: str, place: int, storage: StateStorage = FP32_STATES, **batch: Any
+    shape: ModelShape, layout: Layout, precision: str, pp_rank: int, storage: StateStorage = FP32_STATES, **batch: Any
 ) -> dict[str, dict[str, float]]:
     """Of a pipeline place, as the estimator asks for it: {phase: {kind: bytes}} without those that have nothing."""
-    count = stage_counts(shape, layout, place, storage)
-    found = states(MESHWRIGHT, layout, precision, count, storage=storage, **batch)
-    phases = {"step": found.step, "update": found.update}
+    count = stage_counts(shape, layout, pp_rank, storage)
+    bytes_by_kind = states(MESHWRIGHT, layout, precision, count, storage=storage, **batch)
+    phases = {"step": bytes_by_kind.step, "update": bytes_by_kind.update}
     return {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in phases.items()}
 
 
-def stage_counts(shape: ModelShape, layout: Layout, place: int, storage: StateStorage = FP32_STATES) -> ElementCounts:
-    split, own = layers_of_stages(shape.layers, layout), own_stages(layout, place)
-    layers = tuple(layer for stage in own for layer in split[stage])
-    return counts(shape, layout, layers, first=0 in own, last=len(split) - 1 in own, storage=storage)
+def stage_counts(shape: ModelShape, layout: Layout, pp_rank: int, storage: StateStorage = FP32_STATES) -> ElementCounts:
+    split, stages = layers_of_stages(shape.layers, layout), own_stages(layout, pp_rank)
+    layers = tuple(layer for stage in stages for layer in split[stage])
+    return counts(shape, layout, layers, first=0 in stages, last=len(split) - 1 in stages, storage=storage)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_states_of_random_plans_are_those_of_the_inventory(seed: int) -> None:
         drawn = random_case(seed, index)
         case, layout = drawn.case, drawn.layout
         batch = {"micro_batches": layout.micro_batches(case.global_batch)}
-        for place, rank in enumerate(pipeline_ranks(layout)):
+        for pp_rank, rank in enumerate(pipeline_ranks(layout)):
             storage = case.recipe.storage
             want = memory(case.shape, layout, case.precision, rank, storage=storage, **batch)
-            assert planned(case.shape, layout, case.precision, place, storage, **batch) == want, (drawn, place)
+            assert planned(case.shape, layout, case.precision, pp_rank, storage, **batch) == want, (drawn, pp_rank)
 
 
 @pytest.mark.parametrize(

@@ -33,21 +33,23 @@ def drawn_plan(seed: int, index: int) -> Plan:
 
 def bytes_of(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     """Of storages that are not in `seen`."""
-    storages = {compat.storage_key(one): one for one in (local(t.detach()).untyped_storage() for t in tensors)}
-    new = {key: one.nbytes() for key, one in storages.items() if key not in seen}
+    storages = {
+        compat.storage_key(storage): storage for storage in (local(t.detach()).untyped_storage() for t in tensors)
+    }
+    new = {key: storage.nbytes() for key, storage in storages.items() if key not in seen}
     seen |= set(new)
     return sum(new.values())
 
 
 def made(seed: int, index: int, rank: int) -> dict[str, int]:
     """Bytes of each kind when the optimizer begins."""
-    plan, found = drawn_plan(seed, index), {}
+    plan, created = drawn_plan(seed, index), {}
 
     def told(part: str) -> None:
         if part == "update 1":
             seen: set[int] = set()
             tensors = kept(program.state.engine, program.state.optimizer)
-            found.update({kind: bytes_of(each, seen) for kind, each in tensors.items()})
+            created.update({kind: bytes_of(each, seen) for kind, each in tensors.items()})
 
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), simulate_device("cpu"), without_values():
         program = TrainingProgram(
@@ -55,7 +57,7 @@ def made(seed: int, index: int, rank: int) -> dict[str, int]:
         )
         program.build()
         program.step(1, program.plan.layout.micro_batches(plan.recipe.global_batch))
-    return {kind: size for kind, size in found.items() if size}
+    return {kind: size for kind, size in created.items() if size}
 
 
 @pytest.mark.parametrize("seed", range(3))

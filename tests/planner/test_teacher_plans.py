@@ -31,16 +31,16 @@ SLOW = ("a pipeline with ZeRO-3", "a V")
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(one, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name, one in LAYOUTS.items()],
+    [pytest.param(layout, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name, layout in LAYOUTS.items()],
 )
 @pytest.mark.long
 def test_weights_are_those_of_the_dry_run_and_the_peak_is_near(layout: Layout) -> None:
     plan = replace(TAUGHT, layout=layout)
     for planned in predict(plan).memory:
         first = planned.pp_rank * (layout.world // layout.pp)
-        found = dry_run(plan, ranks=[first], device="cpu").worst
-        assert planned.kinds["parameters"] == found.kinds["parameters"]
-        assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(found.peak_bytes, rel=0.05)
+        run = dry_run(plan, ranks=[first], device="cpu").worst
+        assert planned.kinds["parameters"] == run.kinds["parameters"]
+        assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.05)
 
 
 def test_its_forward_passes_take_time_by_their_flop() -> None:
@@ -52,8 +52,8 @@ def test_its_forward_passes_take_time_by_their_flop() -> None:
 
 
 def test_one_that_is_asked_before_the_run_costs_a_step_nothing() -> None:
-    kept = replace(TAUGHT, recipe=replace(TAUGHT.recipe, distillation_top_k=16))
-    assert predict(kept).worst.kinds["parameters"] == predict(ALONE).worst.kinds["parameters"]
+    stored = replace(TAUGHT, recipe=replace(TAUGHT.recipe, distillation_top_k=16))
+    assert predict(stored).worst.kinds["parameters"] == predict(ALONE).worst.kinds["parameters"]
 
 
 def test_the_search_offers_pipelines_for_which_a_teacher_has_layers() -> None:
@@ -66,9 +66,11 @@ def test_a_student_that_samples_is_offered_whole_weights_alone() -> None:
     recipe = replace(TAUGHT.recipe, distillation_on_policy=0.5)
     cluster = presets.cluster("h100x8")
     asked = replace(TAUGHT, recipe=recipe, cluster=cluster)
-    found = search(build_estimator(asked), asked).best
-    assert found and not any(one.plan.violations() for one in found)
-    assert {(one.plan.layout.tp, one.plan.layout.pp, one.plan.layout.zero) for one in found} == {(1, 1, 0)}
+    listed = search(build_estimator(asked), asked).best
+    assert listed and not any(prediction.plan.violations() for prediction in listed)
+    assert {
+        (prediction.plan.layout.tp, prediction.plan.layout.pp, prediction.plan.layout.zero) for prediction in listed
+    } == {(1, 1, 0)}
 
 
 def test_a_pipeline_waits_for_a_teachers_passes() -> None:
@@ -86,5 +88,5 @@ def test_a_memory_does_not_depend_on_what_was_asked_before() -> None:
     assert fresh[1][0].kinds["logits"] > fresh[0][0].kinds["logits"]
     for order in (layouts, layouts[::-1]):
         shared = build_estimator(TAUGHT)
-        found = {layout.zero: shared.memory(layout, [0]) for layout in order}
-        assert [found[layout.zero] for layout in layouts] == fresh
+        memories = {layout.zero: shared.memory(layout, [0]) for layout in order}
+        assert [memories[layout.zero] for layout in layouts] == fresh

@@ -28,8 +28,8 @@ def plan(case: Case = CASE, **options: Any) -> Plan:
     return Plan(model=case.shape, recipe=recipe, layout=Layout(**options))
 
 
-def told(of: Plan, pp_rank: int = 0) -> Sent:
-    return {(one.axis, one.collective): (one.calls, one.sent_bytes) for one in traffic(of, pp_rank)}
+def told(plan: Plan, pp_rank: int = 0) -> Sent:
+    return {(part.axis, part.collective): (part.calls, part.sent_bytes) for part in traffic(plan, pp_rank)}
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -37,20 +37,20 @@ def told(of: Plan, pp_rank: int = 0) -> Sent:
 def test_zero_sends_two_or_three_times_the_parameters(n: int, zero: int) -> None:
     """(n - 1)/n x 4 N bytes: 2 (all-reduce), 2 (scatter, gather), 2, 3 but for norm and head, which stay gathered."""
     whole = (n - 1) * WORD * N // n
-    found = told(plan(dp_shard=n, zero=zero))
+    sent = told(plan(dp_shard=n, zero=zero))
     if zero == 0:
-        assert found["data", "all_reduce"][1] - 2 * (n - 1) * 8 // n == pytest.approx(2 * whole, abs=n)
+        assert sent["data", "all_reduce"][1] - 2 * (n - 1) * 8 // n == pytest.approx(2 * whole, abs=n)
         return
-    kept = (n - 1) * WORD * HEAD // n
-    assert found["shard", "reduce_scatter"][1] == whole
-    assert found["shard", "all_gather"][1] == (2 * whole - kept if zero == 3 else whole)
+    regathered = (n - 1) * WORD * HEAD // n
+    assert sent["shard", "reduce_scatter"][1] == whole
+    assert sent["shard", "all_gather"][1] == (2 * whole - regathered if zero == 3 else whole)
 
 
 @pytest.mark.parametrize(("zero", "scatters", "gathers"), [(1, 1, 1), (2, 4, 1), (3, 4, 4)])
 def test_micro_batches_repeat_what_their_stage_does_not_keep(zero: int, scatters: int, gathers: int) -> None:
-    one, four = (told(plan(dp_shard=2, zero=zero, micro_batch=size)) for size in (4, 1))
-    assert four["shard", "reduce_scatter"][1] == scatters * one["shard", "reduce_scatter"][1]
-    assert four["shard", "all_gather"][1] == gathers * one["shard", "all_gather"][1]
+    single, four = (told(plan(dp_shard=2, zero=zero, micro_batch=size)) for size in (4, 1))
+    assert four["shard", "reduce_scatter"][1] == scatters * single["shard", "reduce_scatter"][1]
+    assert four["shard", "all_gather"][1] == gathers * single["shard", "all_gather"][1]
 
 
 @pytest.mark.parametrize("t", [2, 4])
@@ -58,12 +58,12 @@ def test_micro_batches_repeat_what_their_stage_does_not_keep(zero: int, scatters
 def test_a_layer_sends_eight_activations_under_tensor_parallelism(t: int, sp: bool) -> None:
     """2 all-reduces forward and 2 backward of A = b s h: 8 (t-1)/t A; with sp the same as gathers and scatters, and 2
     gathers more; full recomputation repeats those that something kept depends on."""
-    of = local_shape(SHAPE, MESHWRIGHT, Layout(tp=t, sp=sp), S, B, WORD)
+    local = local_shape(SHAPE, MESHWRIGHT, Layout(tp=t, sp=sp), S, B, WORD)
     activation = B * S * D * WORD
-    sums = [times * each for times, each in (exchange_calls(one, t) for one in exchanges(layer(of)))]
+    sums = [times * each for times, each in (exchange_calls(exchange, t) for exchange in exchanges(layer(local)))]
     assert sum(sums) == pytest.approx((10 if sp else 8) * (t - 1) / t * activation)
     again = sum(
-        times * each for times, each in (exchange_calls(one, t) for one in exchanges(layer(of), "full"))
+        times * each for times, each in (exchange_calls(exchange, t) for exchange in exchanges(layer(local), "full"))
     )  # the last all-reduce of a layer feeds the residual stream alone
     assert again - sum(sums) == pytest.approx((3 if sp else 2) * (t - 1) / t * activation)
 
@@ -72,27 +72,27 @@ def test_a_layer_sends_eight_activations_under_tensor_parallelism(t: int, sp: bo
 @pytest.mark.parametrize(("precision", "gradients"), [(4, 1), (2, 2)])
 def test_context_parallelism_sends_keys_and_values_in_hops(c: int, precision: int, gradients: int) -> None:
     """(c - 1) hops of 2 b s/c g h forward; backward those again and their gradients, which are fp32."""
-    of = local_shape(SHAPE, MESHWRIGHT, Layout(cp=c), S, B, precision)
+    local = local_shape(SHAPE, MESHWRIGHT, Layout(cp=c), S, B, precision)
     hop = 2 * B * S / c * SHAPE.kv_heads * SHAPE.head_dim * precision
-    found = [exchange_calls(one, c) for one in exchanges(layer(of))]
-    assert [times for times, _ in found] == [c - 1] * 3
-    assert [each for _, each in found] == [hop, hop, gradients * hop]
+    calls = [exchange_calls(exchange, c) for exchange in exchanges(layer(local))]
+    assert [times for times, _ in calls] == [c - 1] * 3
+    assert [each for _, each in calls] == [hop, hop, gradients * hop]
 
 
 def test_a_pipeline_sends_an_activation_each_way_over_each_border() -> None:
     for sp, slices in ((False, 1), (True, 2)):
         for rank, borders in enumerate((1, 2, 2, 1)):
-            found = told(plan(pp=4, tp=2, sp=sp, micro_batch=2), rank)
-            assert found["pp", "send"] == (4 * borders, borders * B * S * D * WORD // slices)
+            sent = told(plan(pp=4, tp=2, sp=sp, micro_batch=2), rank)
+            assert sent["pp", "send"] == (4 * borders, borders * B * S * D * WORD // slices)
 
 
 def test_experts_get_k_rows_a_token_and_send_them_back() -> None:
     """Forward there and back, backward the same: 4 (e-1)/e k rows; 8 bytes an expert tell how many."""
     moe = MoEShape(experts=8, top_k=2, ffn=16)
     shape = replace(SHAPE, layers=2, family="mixtral", moe=moe)
-    found = told(plan(replace(CASE, shape=shape), dp_shard=4, ep=4))
+    sent = told(plan(replace(CASE, shape=shape), dp_shard=4, ep=4))
     rows = moe.top_k * B // 4 * S * D * WORD
-    assert found["ep", "all_to_all"] == (5 * 2, 2 * (4 * rows * 3 // 4 + 8 * moe.experts * 3 // 4))
+    assert sent["ep", "all_to_all"] == (5 * 2, 2 * (4 * rows * 3 // 4 + 8 * moe.experts * 3 // 4))
 
 
 def test_one_device_sends_nothing() -> None:
@@ -230,13 +230,13 @@ def test_the_trainer_counts_the_same(case: Case, world: int, options: list[dict[
     """Calls and bytes by axis and collective, exactly. Every expert gets every token, so routing leaves no choice. A
     pipeline's barrier is met once in a run, not once a step."""
     counted = on_ranks(world, sent_by, case, options)
-    for place, each in enumerate(options):
-        of = plan(case, **each)
+    for index, each in enumerate(options):
+        asked = plan(case, **each)
         for rank in range(world):
-            at = place_of(of.layout, rank)
+            at = place_of(asked.layout, rank)
             if not any(number for axis, number in at.items() if axis != "pp"):
-                sent = {key: value for key, value in counted[rank][place].items() if key[1] != "barrier"}
-                assert told(of, at["pp"]) == sent, f"{each}, rank {rank}"
+                sent = {key: value for key, value in counted[rank][index].items() if key[1] != "barrier"}
+                assert told(asked, at["pp"]) == sent, f"{each}, rank {rank}"
 
 
 def test_a_prediction_tells_its_traffic() -> None:
@@ -245,10 +245,10 @@ def test_a_prediction_tells_its_traffic() -> None:
     llama = presets.model("llama-3.1-8b")
     cluster = presets.cluster("h100x8", 2)
     layout = Layout(dp_shard=8, tp=2, sp=True, zero=1, micro_batch=1)
-    of = Plan(
+    plan = Plan(
         model=llama, recipe=Recipe(global_batch=16, sequence=4096, precision="bf16"), layout=layout, cluster=cluster
     )
-    found = predict(of).traffic()
-    assert found == traffic(of)
-    gathered = next(one for one in found if (one.axis, one.collective) == ("tp", "all_gather"))
+    predicted = predict(plan).traffic()
+    assert predicted == traffic(plan)
+    gathered = next(part for part in predicted if (part.axis, part.collective) == ("tp", "all_gather"))
     assert gathered.sent_bytes == 2 * (6 * 32 + 2) * 4096 * 4096 * 2 // 2  # two micro-batches

@@ -57,12 +57,12 @@ ARGUMENTS = """torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-laye
 
 
 def test_a_yaml_of_nemo_1_means_what_megatrons_arguments_mean(tmp_path: Path) -> None:
-    found = mw.plan_from(write(tmp_path, "a.yaml", GPT), cluster="h100x8")
+    answer = mw.plan_from(write(tmp_path, "a.yaml", GPT), cluster="h100x8")
     same = mw.plan_from(write(tmp_path, "a.sh", ARGUMENTS), cluster="h100x8")
-    assert found.software.word == "nemo" and found.plan.layout == same.plan.layout
-    assert found.plan.cluster.nodes == 2 and found.plan.recipe.sequence == same.plan.recipe.sequence
-    assert found.plan.model == same.plan.model == presets.model("llama-2-7b")
-    assert found.given.peak_bytes == same.given.peak_bytes
+    assert answer.software.word == "nemo" and answer.plan.layout == same.plan.layout
+    assert answer.plan.cluster.nodes == 2 and answer.plan.recipe.sequence == same.plan.recipe.sequence
+    assert answer.plan.model == same.plan.model == presets.model("llama-2-7b")
+    assert answer.given.peak_bytes == same.given.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,10 @@ def test_accelerate_loads_its_file(model: str, word: str, tmp_path: Path) -> Non
     from accelerate.commands.config.config_args import load_config_from_file
 
     written(word, model, tmp_path)
-    found = load_config_from_file(str(tmp_path / "accelerate.yaml"))
-    assert (found.num_processes, found.mixed_precision, str(found.distributed_type.value)) == (8, "bf16", "FSDP")
-    assert found.fsdp_config["fsdp_reshard_after_forward"] is True
-    assert found.fsdp_config["fsdp_activation_checkpointing"] is True
+    parsed = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (parsed.num_processes, parsed.mixed_precision, str(parsed.distributed_type.value)) == (8, "bf16", "FSDP")
+    assert parsed.fsdp_config["fsdp_reshard_after_forward"] is True
+    assert parsed.fsdp_config["fsdp_activation_checkpointing"] is True
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # of transformers 5.24
@@ -90,11 +90,11 @@ def test_deepspeed_takes_its_json(model: str, tmp_path: Path, monkeypatch: pytes
             return 8
 
     written("deepspeed", model, tmp_path)
-    found = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text(encoding="utf-8")), mpu=Groups())
-    assert found.zero_optimization_stage == 3
-    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu) == (64, 2)
-    assert found.gradient_accumulation_steps == 4
-    assert found.bfloat16_config.enabled
+    parsed = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text(encoding="utf-8")), mpu=Groups())
+    assert parsed.zero_optimization_stage == 3
+    assert (parsed.train_batch_size, parsed.train_micro_batch_size_per_gpu) == (64, 2)
+    assert parsed.gradient_accumulation_steps == 4
+    assert parsed.bfloat16_config.enabled
 
 
 @pytest.mark.parametrize("model", list(TITAN)[:10])
@@ -128,37 +128,41 @@ def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: 
     for entry in entries_of(tmp_path / "arguments.sh"):
         words += [entry.key] if entry.value is True else [entry.key, str(entry.value)]
     monkeypatch.setattr(sys, "argv", words)
-    found = arguments.parse_args()
+    parsed = arguments.parse_args()
     shape = presets.model(model)
-    assert (found.num_layers, found.hidden_size, found.ffn_hidden_size) == (shape.layers, shape.hidden, shape.ffn)
-    assert (found.tensor_model_parallel_size, found.sequence_parallel, found.use_distributed_optimizer) == (
+    assert (parsed.num_layers, parsed.hidden_size, parsed.ffn_hidden_size) == (shape.layers, shape.hidden, shape.ffn)
+    assert (parsed.tensor_model_parallel_size, parsed.sequence_parallel, parsed.use_distributed_optimizer) == (
         2,
         True,
         True,
     )
-    assert (found.micro_batch_size, found.global_batch_size, found.seq_length) == (2, 64, 4096)
-    assert found.recompute_granularity == "full"
-    assert found.bf16
+    assert (parsed.micro_batch_size, parsed.global_batch_size, parsed.seq_length) == (2, 64, 4096)
+    assert parsed.recompute_granularity == "full"
+    assert parsed.bf16
 
 
 def test_megatron_parses_experts_latent_attention_and_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = pytest.importorskip("megatron.training.arguments")
     piped: dict[str, Any] = {"dp_shard": 1, "pp": 6, "vp": 2, "schedule": "interleaved", "micro_batch": 4}
-    found = {}
+    parsed = {}
     for model, layout in (("deepseek-v3", {"ep": 8}), ("llama-3.1-8b", piped)):
         written("megatron-lm", model, tmp_path, zero=1, **layout)
         entries = entries_of(tmp_path / "arguments.sh")
-        words = [word for one in entries for word in ([one.key] if one.value is True else [one.key, str(one.value)])]
+        words = [
+            word
+            for entry in entries
+            for word in ([entry.key] if entry.value is True else [entry.key, str(entry.value)])
+        ]
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-        found[model] = arguments.parse_args()
-    experts = found["deepseek-v3"]
+        parsed[model] = arguments.parse_args()
+    experts = parsed["deepseek-v3"]
     assert (experts.moe_token_dispatcher_type, experts.moe_flex_dispatcher_backend) == ("flex", "deepep")
     assert (experts.moe_grouped_gemm, experts.moe_router_score_function, experts.moe_router_num_groups) == (
         True, "sigmoid", 8,
     )  # fmt: skip
     assert (experts.moe_layer_freq, experts.rotary_scaling_factor) == ([0] * 3 + [1] * 58, 40.0)
-    assert found["llama-3.1-8b"].microbatch_group_size_per_vp_stage == 8  # of 16; rounds of 6 leave 4
-    assert found["llama-3.1-8b"].use_rope_scaling
+    assert parsed["llama-3.1-8b"].microbatch_group_size_per_vp_stage == 8  # of 16; rounds of 6 leave 4
+    assert parsed["llama-3.1-8b"].use_rope_scaling
 
 
 @pytest.mark.parametrize("model", TEN)
@@ -170,11 +174,11 @@ def test_axolotl_takes_its_yaml(model: str, tmp_path: Path) -> None:
     written("axolotl", model, tmp_path)
     document = yaml.safe_load((tmp_path / "axolotl.yaml").read_text(encoding="utf-8"))
     assert set(document) <= set(schema.model_fields)
-    found = schema(**document)
-    assert (found.sequence_len, found.micro_batch_size, found.gradient_accumulation_steps) == (4096, 2, 4)
-    assert set(document["fsdp_config"]) <= set(type(found.fsdp_config).model_fields)
-    assert found.fsdp_config.reshard_after_forward is True
-    assert (found.dp_shard_size, found.gradient_checkpointing, found.optimizer) == (8, True, "adamw_torch_fused")
+    parsed = schema(**document)
+    assert (parsed.sequence_len, parsed.micro_batch_size, parsed.gradient_accumulation_steps) == (4096, 2, 4)
+    assert set(document["fsdp_config"]) <= set(type(parsed.fsdp_config).model_fields)
+    assert parsed.fsdp_config.reshard_after_forward is True
+    assert (parsed.dp_shard_size, parsed.gradient_checkpointing, parsed.optimizer) == (8, True, "adamw_torch_fused")
 
 
 @pytest.mark.parametrize("model", [name for name in TEN if not name.startswith(("qwen", "mixtral"))])
@@ -182,21 +186,21 @@ def test_nanotron_parses_its_yaml(model: str, tmp_path: Path) -> None:
     """Its own loader, which refuses keys and types that it does not know."""
     config = pytest.importorskip("nanotron.config", exc_type=ImportError)
     written("nanotron", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
-    found, shape = config.get_config_from_file(str(tmp_path / "nanotron.yaml")), presets.model(model)
-    llama = found.model.model_config
+    parsed, shape = config.get_config_from_file(str(tmp_path / "nanotron.yaml")), presets.model(model)
+    llama = parsed.model.model_config
     assert isinstance(llama, config.LlamaConfig)
     assert (llama.num_hidden_layers, llama.hidden_size, llama.num_key_value_heads, llama.vocab_size) == (
         shape.layers, shape.hidden, shape.kv_heads, shape.vocab,
     )  # fmt: skip
-    assert (found.parallelism.dp, found.parallelism.tp, found.parallelism.tp_mode.name) == (4, 2, "REDUCE_SCATTER")
-    assert (found.tokens.micro_batch_size, found.tokens.batch_accumulation_per_replica) == (2, 8)
-    assert (found.optimizer.zero_stage, found.parallelism.recompute_layer) == (1, True)
+    assert (parsed.parallelism.dp, parsed.parallelism.tp, parsed.parallelism.tp_mode.name) == (4, 2, "REDUCE_SCATTER")
+    assert (parsed.tokens.micro_batch_size, parsed.tokens.batch_accumulation_per_replica) == (2, 8)
+    assert (parsed.optimizer.zero_stage, parsed.parallelism.recompute_layer) == (1, True)
 
 
 def bridge_source() -> Path:
     """The installed source of Megatron-Bridge: importing it takes Transformer Engine and a GPU."""
-    found = find_spec("megatron")
-    folders = [Path(one) / "bridge" for one in (found.submodule_search_locations or ())] if found else []
+    spec = find_spec("megatron")
+    folders = [Path(name) / "bridge" for name in (spec.submodule_search_locations or ())] if spec else []
     for folder in folders:
         if (folder / "recipes").is_dir():
             return folder
@@ -227,7 +231,7 @@ def test_megatron_bridge_has_every_option_and_recipe(model: str, tmp_path: Path)
     set_here = {entry.key for entry in entries_of(tmp_path / "nemo_plan.py") if "." in entry.key}
     assert {"model.tensor_model_parallel_size", "train.micro_batch_size", "ddp.overlap_grad_reduce"} <= set_here
     assert set_here <= names_of(folder)
-    sources = "".join(one.read_text(encoding="utf-8") for one in (folder / "recipes" / module).rglob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (folder / "recipes" / module).rglob("*.py"))
     hub = str(hub_name(plan.model)).rpartition("/")[2].replace("Llama-3", "").replace("Llama-2-7b-hf", "Llama-2-7b")
     assert hub in sources
 
@@ -239,16 +243,17 @@ def test_maxtext_parses_its_yaml(model: str, tmp_path: Path) -> None:
     pyconfig = pytest.importorskip("maxtext.configs.pyconfig")
     plan = written("maxtext", model, tmp_path, tp=2, sp=True, dp_shard=2, dp_replicate=2)
     alone = ["internal_compile=true", "internal_compile_num_devices=8", "skip_jax_distributed_system=true"]
-    found = pyconfig.initialize_pydantic(["", str(tmp_path / "maxtext.yml"), *alone])
-    assert (found.ici_tensor_parallelism, found.ici_fsdp_parallelism, found.ici_data_parallelism) == (2, 2, 2)
-    assert found.micro_batch_size_to_train_on == 2 * 4
-    assert found.global_batch_size_to_train_on == plan.recipe.global_batch
-    assert (found.max_target_length, found.remat_policy, found.hardware) == (4096, "full", "gpu")
+    parsed = pyconfig.initialize_pydantic(["", str(tmp_path / "maxtext.yml"), *alone])
+    assert (parsed.ici_tensor_parallelism, parsed.ici_fsdp_parallelism, parsed.ici_data_parallelism) == (2, 2, 2)
+    assert parsed.micro_batch_size_to_train_on == 2 * 4
+    assert parsed.global_batch_size_to_train_on == plan.recipe.global_batch
+    assert (parsed.max_target_length, parsed.remat_policy, parsed.hardware) == (4096, "full", "gpu")
     shape = plan.model
-    assert (found.num_decoder_layers, found.emb_dim, found.num_query_heads, found.num_kv_heads, found.head_dim) == (
-        shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim,
+    assert (parsed.num_decoder_layers, parsed.emb_dim) == (shape.layers, shape.hidden)
+    assert (parsed.num_query_heads, parsed.num_kv_heads, parsed.head_dim) == (
+        shape.heads, shape.kv_heads, shape.head_dim,
     )  # fmt: skip
-    assert (found.mlp_dim, found.vocab_size, found.logits_via_embedding) == (shape.ffn, shape.vocab, shape.tied)
+    assert (parsed.mlp_dim, parsed.vocab_size, parsed.logits_via_embedding) == (shape.ffn, shape.vocab, shape.tied)
 
 
 @pytest.mark.filterwarnings("ignore")  # the same
@@ -258,7 +263,7 @@ def test_maxtext_takes_every_axis_and_policy(tmp_path: Path) -> None:
     on = {"none": "h100x8", "selective": "tpu-v6ex8", "full": "tpu-v5px8"}
     for recompute, cluster in on.items():
         written("maxtext", "llama-3.1-8b", tmp_path, cluster, tp=2, sp=True, cp=2, dp_shard=2, recompute=recompute)
-        found = pyconfig.initialize_pydantic(["", str(tmp_path / "maxtext.yml"), *alone])
-        assert (found.ici_context_parallelism, found.per_device_batch_size) == (2, 0.5)
-        assert found.hardware == ("gpu" if cluster == "h100x8" else "tpu")
-        assert found.remat_policy == {"none": None, "selective": "minimal", "full": "full"}[recompute]
+        parsed = pyconfig.initialize_pydantic(["", str(tmp_path / "maxtext.yml"), *alone])
+        assert (parsed.ici_context_parallelism, parsed.per_device_batch_size) == (2, 0.5)
+        assert parsed.hardware == ("gpu" if cluster == "h100x8" else "tpu")
+        assert parsed.remat_policy == {"none": None, "selective": "minimal", "full": "full"}[recompute]

@@ -47,9 +47,9 @@ def test_torchtune_shards_all_ranks_and_its_recipes_for_one_device_none(tmp_path
     assert set(lora.targets.split(",")) == {"q", "v", "o", "gate", "up", "down"}
     assert (layout.zero, layout.dp_shard, layout.micro_batch, answer.plan.recipe.global_batch) == (3, 8, 2, 128)
     assert layout.recompute == "full" and answer.config.unknown == ()
-    one = mw.plan_from(write(tmp_path, "8B_lora_single_device.yaml", TORCHTUNE), cluster="h100x8")
-    assert (one.plan.cluster.devices, one.plan.layout.zero, one.plan.recipe.global_batch) == (1, 0, 16)
-    assert any("The file is for 1 device" in said for said in one.config.uncounted)
+    single = mw.plan_from(write(tmp_path, "8B_lora_single_device.yaml", TORCHTUNE), cluster="h100x8")
+    assert (single.plan.cluster.devices, single.plan.layout.zero, single.plan.recipe.global_batch) == (1, 0, 16)
+    assert any("The file is for 1 device" in sentence for sentence in single.config.uncounted)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_torchtune_shards_all_ranks_and_its_recipes_for_one_device_none(tmp_path
 )  # fmt: skip
 def test_builders_of_torchtune_name_their_models(builder: str, model: str, tmp_path: Path) -> None:
     text = TORCHTUNE.replace("llama3_1.lora_llama3_1_8b", builder)
-    found = read(str(write(tmp_path, "a.yaml", text)))
-    assert found.shape is not None and found.shape.name == model
+    config = read(str(write(tmp_path, "a.yaml", text)))
+    assert config.shape is not None and config.shape.name == model
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_litgpt_over_several_devices_shards_and_checkpoints_blocks(tmp_path: Pat
     answer = mw.plan_from(write(tmp_path, "a.yaml", text), cluster="h100x8")
     layout = answer.plan.layout
     assert (layout.zero, layout.dp_shard, layout.recompute, answer.plan.cluster.devices) == (3, 4, "full", 4)
-    assert any(said.startswith("precision=bf16-true keeps weights") for said in answer.config.bounds)
+    assert any(sentence.startswith("precision=bf16-true keeps weights") for sentence in answer.config.bounds)
 
 
 FOUNDRY = """
@@ -172,7 +172,7 @@ def test_llm_foundrys_mpt_has_its_published_parameters(tmp_path: Path) -> None:
     answer = mw.plan_from(write(tmp_path, "a.yaml", FOUNDRY), cluster="h100x8")
     layout, shape = answer.plan.layout, answer.plan.model
     assert answer.software.word == "llm-foundry"
-    weights = sum(one.numel for one in parameters(shape) if one.decays)
+    weights = sum(parameter.numel for parameter in parameters(shape) if parameter.decays)
     assert weights == 6_649_286_656 - 64 * 4096 - 65 * 4096  # and a weight for each of 65 norms, which decays nothing
     assert (answer.plan.recipe.sequence, answer.plan.recipe.global_batch, layout.micro_batch) == (2048, 1024, 8)
     assert (layout.zero, layout.dp_shard, layout.recompute) == (3, 8, "full")
@@ -280,7 +280,7 @@ def test_what_trains_nothing_or_images_is_refused_whatever_model_is_given(tmp_pa
 
 def test_a_folder_of_codes_is_told_to_be_counted_in_16_bits(tmp_path: Path) -> None:
     text = FACTORY.replace("meta-llama/Llama-3.1-8B", "a/Llama-3.1-8B-Instruct-GPTQ")
-    assert any("gptq in a/Llama" in said for said in read(str(write(tmp_path, "a.yaml", text))).uncounted)
+    assert any("gptq in a/Llama" in sentence for sentence in read(str(write(tmp_path, "a.yaml", text))).uncounted)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def pretrain_recipe(dir=None, tensor_parallelism: int = 8, pipeline_parallelism:
 
 
 def test_a_recipes_arguments_have_their_defaults(tmp_path: Path) -> None:
-    found = mw.plan_from(f"{write(tmp_path, 'a.py', RECIPE)}:pretrain_recipe", cluster="h100x8").plan
-    assert (found.model.name, found.cluster.nodes, found.recipe.sequence) == ("qwen2.5-72b", 4, 4096)
-    assert (found.layout.tp, found.layout.pp, found.layout.micro_batch, found.recipe.global_batch) == (8, 4, 1, 32)
+    plan = mw.plan_from(f"{write(tmp_path, 'a.py', RECIPE)}:pretrain_recipe", cluster="h100x8").plan
+    assert (plan.model.name, plan.cluster.nodes, plan.recipe.sequence) == ("qwen2.5-72b", 4, 4096)
+    assert (plan.layout.tp, plan.layout.pp, plan.layout.micro_batch, plan.recipe.global_batch) == (8, 4, 1, 32)
 
 
 AXOLOTL = """
@@ -389,9 +389,11 @@ def test_matrices_that_are_trained_whole_are_counted_as_peft_keeps_them(tmp_path
     text = f"base_model: {config}\nsequence_len: 64\nmicro_batch_size: 1\nadapter: lora\nlora_r: 4\n"
     text += "lora_target_modules: [q_proj, v_proj]\nlora_modules_to_save: [embed_tokens, lm_head]\n"
     shape = mw.plan_from(write(tmp_path, "a.yaml", text), model=str(config), cluster="h100x8").plan.model
-    trained = sum(one.numel for one in parameters(shape) if one.trained)
-    assert trained == sum(one.numel() for one in theirs.parameters() if one.requires_grad)
-    assert sum(one.numel for one in parameters(shape)) == sum(one.numel() for one in theirs.parameters())
+    trained = sum(parameter.numel for parameter in parameters(shape) if parameter.trained)
+    assert trained == sum(parameter.numel() for parameter in theirs.parameters() if parameter.requires_grad)
+    assert sum(parameter.numel for parameter in parameters(shape)) == sum(
+        parameter.numel() for parameter in theirs.parameters()
+    )
     with pytest.raises(PlanError, match="score are trained whole"):
         read(str(write(tmp_path, "b.yaml", text.replace("[embed_tokens, lm_head]", "[score]"))))
 
@@ -423,11 +425,11 @@ def test_a_loss_over_pairs_is_counted_with_two_answers_and_a_frozen_copy(tmp_pat
     assert (pairs.plan.layout.micro_batch, pairs.plan.recipe.global_batch) == (4, 128)
     assert (fine.plan.layout.micro_batch, fine.plan.recipe.global_batch) == (2, 64)
     assert pairs.plan.teacher == pairs.plan.model and asked.plan.teacher is None
-    weights = sum(one.numel for one in parameters(pairs.plan.model))
+    weights = sum(parameter.numel for parameter in parameters(pairs.plan.model))
     held = pairs.given.peak_bytes - asked.given.peak_bytes
     assert held == pytest.approx(2 * weights / 8, rel=0.01)
     assert pairs.given.step_seconds > 1.15 * asked.given.step_seconds
-    assert any(said.startswith("Answers of a pair are two full sequences") for said in pairs.config.bounds)
+    assert any(sentence.startswith("Answers of a pair are two full sequences") for sentence in pairs.config.bounds)
     assert "gradient_checkpointing" in pairs.options(pairs.best.plan)
 
 

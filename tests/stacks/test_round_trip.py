@@ -26,15 +26,15 @@ def asked(model: str, nodes: int) -> Plan:
 
 def models_of(word: str) -> list[str]:
     """Those that the software has."""
-    found = []
+    cases = []
     for name in MODELS:
         plan = asked(name, 1)
-        one = replace(plan, layout=replace(plan.layout, dp_replicate=8, micro_batch=1))
+        trial = replace(plan, layout=replace(plan.layout, dp_replicate=8, micro_batch=1))
         with suppress(PlanError):
-            SOFTWARE[word].facts(one)
-            found.append(name)
-    assert "llama-3.1-8b" in found
-    return found
+            SOFTWARE[word].facts(trial)
+            cases.append(name)
+    assert "llama-3.1-8b" in cases
+    return cases
 
 
 @pytest.mark.long
@@ -43,23 +43,23 @@ def models_of(word: str) -> list[str]:
 @given(data=st.data(), nodes=st.sampled_from((1, 2)))
 def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: int, tmp_path: Path) -> None:
     software, plan = SOFTWARE[word], asked(data.draw(st.sampled_from(models_of(word))), nodes)
-    found = list(families(build_estimator(plan, software.stack({})), plan, software.fixed()))
-    if not found:
+    offered = list(families(build_estimator(plan, software.stack({})), plan, software.fixed()))
+    if not offered:
         return
-    least, family = data.draw(st.sampled_from(found))
+    least, family = data.draw(st.sampled_from(offered))
     region = data.draw(st.sampled_from(list(family.regions())))
     layout = region.layout(*data.draw(st.sampled_from(least.splits)))
-    one = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
+    original = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
     assert software.refusal(plan.model, layout) == ""
-    for name, text in texts(software, one).items():
+    for name, text in texts(software, original).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     again = read(str(tmp_path), word)
     assert again.unknown == ()
     assert again.shape is not None
-    assert again.plan(again.shape, plan.cluster, {}) == one
+    assert again.plan(again.shape, plan.cluster, {}) == original
     if layout.tp == 1 or layout.sp:
         read_s, written_s = (
-            build_estimator(plan, software.stack(facts)).predict(one).step_s for facts in (again.facts, {})
+            build_estimator(plan, software.stack(facts)).predict(original).step_s for facts in (again.facts, {})
         )
         assert read_s == written_s
 
@@ -68,16 +68,16 @@ def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: in
 def test_each_file_alone_says_what_it_states(word: str, tmp_path: Path) -> None:
     """The first file that has batch and sequence is enough by itself, where a software has them in one file."""
     software, plan = SOFTWARE[word], asked("llama-3.1-8b", 1)
-    found = next(iter(families(build_estimator(plan, software.stack({})), plan, software.fixed())))
-    layout = next(iter(found[1].regions())).layout(*found[0].splits[0])
-    one = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
-    for name, text in texts(software, one).items():
+    offered = next(iter(families(build_estimator(plan, software.stack({})), plan, software.fixed())))
+    layout = next(iter(offered[1].regions())).layout(*offered[0].splits[0])
+    original = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
+    for name, text in texts(software, original).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     for file in software.files:
         if {"sequence", "micro_batch"} <= {option.fact for option in file.options} and len(software.files) == 1:
             again = read(str(tmp_path / file.name))
             assert again.shape is not None
-            assert again.plan(again.shape, plan.cluster, {}) == one
+            assert again.plan(again.shape, plan.cluster, {}) == original
         assert read(str(tmp_path / file.name), word).software is software
 
 

@@ -32,17 +32,17 @@ def _bytes_of_a_kept_score() -> float:
         num_key_value_heads=2, attn_implementation="eager",
     )  # fmt: skip
     model, length = transformers.LlamaForCausalLM(config).bfloat16().train(), 96
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[-2:] == (length, length) and tensor.numel() == 2 * length**2:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+            saved[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
         loss = model(torch.zeros(1, length, dtype=torch.long)).logits.sum()
     assert loss.requires_grad
-    return sum(kept.values()) / (2 * length**2)
+    return sum(saved.values()) / (2 * length**2)
 
 
 @pytest.mark.parametrize("word", ["axolotl", "accelerate"])
