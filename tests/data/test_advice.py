@@ -1,4 +1,4 @@
-"""What is said of a tokenizer that does not suit its text, and how often a text is read."""
+"""Advice on a tokenizer that does not suit its text, and on how often a text is read."""
 
 from dataclasses import replace
 from pathlib import Path

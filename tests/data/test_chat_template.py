@@ -25,7 +25,7 @@ def ours(source: str) -> ChatTemplate:
 
 
 def theirs(source: str, messages: list[Any], **more: Any) -> tuple[str, list[tuple[int, int]]]:
-    """What transformers renders, and the spans that it finds generated."""
+    """Return the text that transformers renders, and the spans that it finds generated."""
     utils = pytest.importorskip("transformers").utils.chat_template_utils
     marks = "endgeneration" in source
     texts, spans = utils.render_jinja_template(
@@ -138,7 +138,7 @@ PIECES = [
 SECRETS = ("<class", "<module", "builtins", "<frame", "<code", "Environment object")
 
 GIVEN = re.compile(r"<class '(jinja2\.utils\.\w+|range|dict)'>|dict\['\w+'\]")
-"""How names that every template is given are shown; `dict.x` is a type by its name, `dict['x']`."""
+"""Ways in which names of every template are shown. `dict.x` is a type by its name, `dict['x']`."""
 
 
 @settings(max_examples=150, deadline=None)

@@ -17,7 +17,7 @@ KINDS = ("rows.jsonl", "rows.json", "rows.txt")
 
 
 def texts(path: Path) -> list[object]:
-    """As training reads them."""
+    """Return the texts as training reads them."""
     if path.suffix == ".txt":
         return ["".join(pieces.read(path))]
     return [row for _, row in (rows.jsonl if path.suffix == ".jsonl" else rows.json_array)(path)]

@@ -23,7 +23,7 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_si
 
 
 def read(data: bytes, block: int) -> list[Any]:
-    """With blocks of so many bytes, which end inside of words, numbers, escapes and characters."""
+    """Read with blocks of this size, which end within words, numbers, escapes and characters."""
     blocks = iter([data[begin : begin + block] for begin in range(0, len(data), block)])
     rows = []
     for number, row, complaint in _ArrayReader(Path("x.json"), blocks).objects():

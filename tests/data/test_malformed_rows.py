@@ -138,7 +138,7 @@ def test_rows_that_are_all_malformed_are_refused(folder: Path, malformed: str) -
 
 
 def test_a_template_that_fails_stops_all(folder: Path) -> None:
-    """What a template refuses itself is a row's fault; what it cannot do is its own."""
+    """A refusal by the template is a row's fault. A failure is the template's own."""
     odd = {"messages": [USER, {"role": "assistant", "content": "odd one"}]}
     (folder / "chat.jsonl").write_bytes(b"\n".join(spelled([*chats(6), odd])))
     template = (folder / "chat_template.jinja").read_text()
@@ -244,7 +244,7 @@ def test_a_mixture_names_the_rows_of_all_its_sources(folder: Path) -> None:
 
 
 def test_the_first_rows_may_be_malformed(folder: Path) -> None:
-    """What a file holds is said by the first row that can be read."""
+    """The first readable row decides the form of a file."""
     pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
     (folder / "pairs.jsonl").write_bytes(b"\n".join([b"{", b"[1]", *spelled([pair])]))
     data = Data(path=str(folder / "pairs.jsonl"))

@@ -18,7 +18,7 @@ WEIGHTS = st.floats(0.05, 5)
 
 
 def windows(lengths: list[int], sequence: int, offset: int = 0) -> Sampler:
-    """Of text whose tokens count from `offset`, so that each says which source it is of."""
+    """Return windows of text whose tokens count from `offset`, which identifies their source."""
     source = stream(lengths)
     object.__setattr__(source, "tokens", source.tokens + np.uint32(offset))
     return Sampler(source, sequence=sequence, tokenizer_separator=True, seed=3)

@@ -87,7 +87,7 @@ ANSWER: dict[str, Callable[[str], str]] = {
     "mistral-v1": lambda text: f" {text}</s>",
     "deepseek-v3": lambda text: f"{text}</s>",
 }
-"""What is trained of a turn."""
+"""Trained text of a turn."""
 
 SPOKEN = [
     {"role": "system", "content": "Be brief."},
@@ -227,7 +227,7 @@ def test_a_text_begins_once(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "end"), [("llama-2", "1808 <|endoftext|>"), ("mistral-v1", "1808<|endoftext|>")])
 def test_one_token_for_both_sides_only_ends(name: str, end: str) -> None:
-    """As GPT-2 has it: else it would be there twice between turns."""
+    """One token plays both roles, as in GPT-2. It would otherwise occur twice between turns."""
     text = template_of(Tokenizer.shipped().with_template(read(name))).render(SPOKEN).text
     assert text.count("<|endoftext|>") == 2 and text.endswith(end)
 

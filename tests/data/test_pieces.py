@@ -30,7 +30,7 @@ def test_pieces_make_up_the_text(text: str, size: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(text=LINES)
 def test_pieces_have_the_tokens_of_the_whole(name: str, text: str) -> None:
-    """With pieces long enough that a safe place to cut lies in each."""
+    """Pieces are long enough to contain a safe position to cut."""
     text = ("value = other\n" + text) * 3
     library = word_encoder.library(made(name))
     encode = word_encoder.encoder(library, 400)

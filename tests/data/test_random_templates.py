@@ -17,7 +17,7 @@ from tests.data.test_chat_template import HOSTILE, PIECES
 
 TEMPLATES = 400
 LIMIT_S = 1.0
-"""For the rows of one template; the start of a process comes on top."""
+"""Seconds for the rows of one template. Starting a process takes more."""
 START_S = 20.0
 TAGS = [
     "{% for m in messages %}{{ X }}{% endfor %}", "{% if X %}{{ X }}{% else %}{{ X }}{% endif %}",
@@ -122,7 +122,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_an_endless_template_is_ended_in_the_process_that_encodes(source: str) -> None:
-    """By its time or its length, with the row that it was given."""
+    """The process ends for its time or its length, and the error names the row."""
     tokenizer = Tokenizer.bytes()
     settings = SampleSettings(
         template=source, special={}, begins=(), eos=None, today="2026-01-01", template_file="endless.jinja"

@@ -55,7 +55,7 @@ def turns(*texts: str) -> list[dict[str, Any]]:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_what_is_trained_is_what_transformers_marks(name: str, marks: bool, data: st.DataObject) -> None:
-    """Of a template without marks: what it is asked to mark where the same one has them."""
+    """A template without marks trains what the same template with marks would mark."""
     messages = data.draw(conversations(system=name != "gemma"))
     source = TEMPLATES[name]
     text, spans = theirs(source, messages)
@@ -206,7 +206,7 @@ def test_tools_and_calls_are_shown() -> None:
 
 
 def test_calls_whose_arguments_are_json_are_shown_as_objects() -> None:
-    """As OpenAI's files have them; a template would write their JSON as a text in JSON, and a server gives objects."""
+    """Arguments are JSON texts in OpenAI's files. A template would quote them, and a server gives objects."""
     opened = {"city": "Oslo", "days": [1, 2]}
     for source, arguments in ((CHATML, opened), (CHATML, json.dumps(opened)), (AS_GIVEN, json.dumps(opened))):
         call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
@@ -304,7 +304,7 @@ ONE_CALL = (
     "{{ raise_exception('one call') }}{% endif %}{{ m.content + m.tool_calls[0].function.name }}"
     "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
 )
-"""As templates of Llama 3.1 ask for calls, and as DeepSeek-V3's adds them to a content."""
+"""Calls as templates of Llama 3.1 ask for them, and as DeepSeek-V3's add them to a content."""
 
 
 def test_what_a_turn_leaves_empty_is_trained_as_a_server_writes_it() -> None:
@@ -351,7 +351,7 @@ def test_an_answer_in_another_form_than_it_is_asked_for_is_refused() -> None:
 @pytest.mark.parametrize("word", ["search", "get", "run", "u"])
 @pytest.mark.parametrize("source", [DEFAULT, LLAMA3, MISTRAL], ids=["default", "llama3", "mistral"])
 def test_a_tool_whose_name_is_a_word_of_the_text_is_missed(source: str, word: str) -> None:
-    """What the template writes is the same with it and without, as transformers shows."""
+    """The template writes the same text with and without the tool, as transformers shows."""
     plain = turns("please search, get and run u", "u search, get and run")
     tool = {"type": "function", "function": {"name": word, "description": "d", "parameters": {}}}
     call = {"id": "abcdefghi", "type": "function", "function": {"name": word, "arguments": {"q": "please"}}}

@@ -111,7 +111,7 @@ def test_samples_do_not_depend_on_the_number_of_processes(folder: Path) -> None:
 
 
 def test_a_second_time_nothing_is_encoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By content: a file that was touched is read again and not encoded; one that was changed is."""
+    """Content decides: a touched file is read but not encoded again, a changed one is."""
     path = write(folder, chats(6))
     first = prepared(folder)
     monkeypatch.setattr(sample_cache, "Pool", None)
@@ -198,7 +198,7 @@ def test_what_cannot_be_trained_is_refused(
 
 
 def test_completions_that_never_end_are_refused(folder: Path) -> None:
-    """Of a tokenizer that names no end-of-text token none can be put behind them."""
+    """A tokenizer without an end-of-text token cannot end them."""
     (folder / "tokenizer.json").write_text(made("llama3").replace("<|endoftext|>", "<|fin|>"), encoding="utf-8")
     (folder / "tokenizer_config.json").unlink()
     path = write(folder, [{"prompt": "2+2=", "completion": " 4"}])

@@ -79,8 +79,10 @@ def tokenized(name: str, text: str, spans: list[tuple[int, int]], parts: bool) -
 @given(data=st.data())
 @pytest.mark.long
 def test_ids_and_masks_are_those_of_transformers(name: str, tokenizer: str, data: st.DataObject) -> None:
-    """With or without marks in the template. A tokenizer that can be given parts is given those that a model sees:
-    the words before an answer and the answer; else, and where no token reaches across, ids are those of the whole."""
+    """The template has marks or none. Where possible the words before an answer and the answer are encoded apart.
+
+    Otherwise, and if no token crosses the border, ids are those of the whole text.
+    """
     messages = data.draw(conversations(system=name != "gemma", answered=True))
     source = TEMPLATES[name]
     text, spans = theirs(source, messages)

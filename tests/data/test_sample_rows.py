@@ -60,7 +60,7 @@ def marked_rows(samples: list[tuple[list[int], list[int]]], sequence: int) -> Sa
 
 @st.composite
 def sample_lists(draw: st.DrawFn, longest: int = 12, least: int = 1) -> Samples:
-    """Of ASCII, a byte a token: cut anywhere, it is whole."""
+    """Return ASCII samples of one byte per token, which are whole wherever they are cut."""
     assert VOCAB <= 128
     samples = []
     for _ in range(draw(st.integers(least, 12))):

@@ -102,7 +102,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["messages", "conversations", "prompt"])
 def test_a_table_pads_tools_and_calls_with_nulls(name: str) -> None:
-    """As pyarrow does, which the datasets library writes by. The schema of `unit` takes null, so it stays."""
+    """Nulls as pyarrow and the datasets library write them. The schema of `unit` takes null, so it stays."""
     pyarrow = pytest.importorskip("pyarrow")
     weather = tool("weather", city={"type": "string"}, unit={"anyOf": [{"type": "string"}, {"type": "null"}]})
     time = tool("time", zone={"type": "string", "enum": ["UTC", "CET"]}, near={"type": "string"})
@@ -130,8 +130,7 @@ OSLO = {"name": "weather", "arguments": {"city": "Oslo"}}
 
 @pytest.mark.parametrize("calls", [[OSLO], [OSLO, {"name": "time", "arguments": {}}]], ids=["one", "two"])
 def test_calls_under_older_names_are_tool_calls(calls: list[dict[str, Any]]) -> None:
-    """As a template writes them in its model's own words: trained as bare JSON, a model calls no tool that a server
-    would find."""
+    """A template writes calls in its model's own words. After bare JSON, a model calls nothing that servers find."""
     wanted = [{"type": "function", "function": call} for call in calls]
     called, told = {"role": "assistant", "content": "", "tool_calls": wanted}, {"role": "tool", "content": "sun"}
     turns, text = [USER, called, told, ANSWER], json.dumps(calls if len(calls) > 1 else calls[0])

@@ -90,7 +90,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 class HubDataset:
-    """What is used of a dataset of the hub library."""
+    """Stand-in with the used part of a dataset of the hub library."""
 
     def __init__(self, rows: list[dict[str, object]], file: Path) -> None:
         self._rows = rows

@@ -1,4 +1,4 @@
-"""What is held out: about the share asked for, by content alone, and a border at a line."""
+"""Held-out text: about the share asked for, by content alone, with a border at a line."""
 
 import numpy as np
 import pytest

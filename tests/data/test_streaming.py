@@ -51,7 +51,7 @@ def written(path: Path, size: int) -> int:
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl", ".parquet"])
 def test_a_long_file_is_encoded_in_little_memory(tmp_path: Path, ending: str) -> None:
-    """What a small file needs is there already: libraries, tables, the first buffers."""
+    """Memory that a small file needs is the baseline: libraries, tables, the first buffers."""
     if not Path("/proc/self/status").is_file():
         pytest.skip("needs Linux to tell resident memory")
     small, large = (tmp_path / f"{name}{ending}" for name in ("small", "large"))

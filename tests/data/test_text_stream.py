@@ -27,7 +27,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], prompt: list[int], texts: Token
 
 @pytest.mark.parametrize("name", ALL)
 def test_text_in_many_alphabets(name: str) -> None:
-    """Also with borders of tokens within a character; half a character is never shown."""
+    """Tokens may end within a character. Half a character is never shown."""
     tokenizer = ALL[name]
     ids = tokenizer.begin(SPOKEN)
     for cut in (1, 2, 7, len(ids) // 2):

@@ -43,7 +43,7 @@ def test_a_text_begins_as_transformers_begins_it(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_prompt_that_spells_its_beginning_gets_no_second_one(name: str, tmp_path: Path) -> None:
-    """As one that a chat template has rendered."""
+    """Text in the form of a rendered chat template."""
     folder = written(tmp_path, name)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
     text = ours.decode(ours.begins) + TEXTS[0]

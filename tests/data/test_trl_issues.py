@@ -29,7 +29,7 @@ def rows(corpus: Corpus, sequence: int, **data: Any) -> SampleRows:
 
 
 def targets(corpus: Corpus, sample_rows: SampleRows) -> list[list[int]]:
-    """What each sample of all rows is trained on, in order."""
+    """Return the trained tokens of each sample of all rows, in order."""
     batch, every = sample_rows.take(0, len(sample_rows)), []
     for documents, ids in zip(batch.documents, batch.targets, strict=True):
         each = [ids[(documents == document) & (ids >= 0)].tolist() for document in range(documents.max() + 1)]

@@ -17,7 +17,7 @@ TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3}
 
 
 def longest_whole(pieces: list[bytes], most: int) -> int:
-    """How many of the first `most` tokens end with a whole character, by Python's own decoder."""
+    """Return how many of the first `most` tokens end with a whole character, by Python's own decoder."""
     for length in range(most, 0, -1):
         try:
             b"".join(pieces[:length]).decode()

@@ -85,7 +85,7 @@ def test_a_token_added_to_the_vocabulary_is_found_in_text(text: str) -> None:
 @given(text=TEXTS)
 @example(" caller's caller")
 def test_whole_words_of_the_vocabulary_come_before_merges(text: str) -> None:
-    """As in Llama-3, whose model takes a word that is a token without merging (`ignore_merges`)."""
+    """Take a word that is a token without merging (`ignore_merges`), as the model of Llama-3 does."""
     spec = json.loads(made("llama3"))
     spec["model"]["ignore_merges"] = True
     spec["model"]["vocab"]["\u0120caller"] = 330

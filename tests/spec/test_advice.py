@@ -49,7 +49,7 @@ def rule(sentence: str) -> str:
 
 
 def ways(sentence: str) -> list[dict[str, Any]]:
-    """What the advice of a refusal says to change, by alternative; those without a value are not counted."""
+    """Return the changes that the advice of a refusal names, by alternative. Those without a value are ignored."""
     advice = re.split(r"(?:[:;,]| or) take ", sentence)[-1]
     layouts = []
     for way in re.split(r",? or ", advice):

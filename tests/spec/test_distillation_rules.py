@@ -1,4 +1,4 @@
-"""Which plans distillation allows, each refusal with the key to change; and how a teacher is laid out."""
+"""Rules of distillation: each refusal names the key to change. Layout of a teacher."""
 
 from dataclasses import replace
 from typing import Any

@@ -64,7 +64,7 @@ def seen_by_hand(sequence: int, window: int) -> float:
 
 @pytest.mark.parametrize("window", [0, 1, 8, 63, 64, 200])
 def test_causal_attention_counts_the_keys_that_are_seen(window: int) -> None:
-    """To the half key by which the field rounds (S + 1) / 2 to S / 2."""
+    """The field rounds (S + 1) / 2 to S / 2, so half a key is allowed."""
     shape = small(window=window)
     keys = token_flop(shape, 64, causal=True).attention / (2 * 3 * 4 * 2 * 2)
     assert abs(keys - seen_by_hand(64, window)) <= 0.5

@@ -1,4 +1,4 @@
-"""Who orthogonalizes which matrix: ranks agree about what travels, every piece arrives once, and the work is even."""
+"""Distribution of matrices: ranks agree on what travels, every piece arrives once, and the work is even."""
 
 from collections import Counter
 
@@ -19,8 +19,10 @@ ROUTED = ModelShape(
 
 
 def agreed(shape: ModelShape, layout: Layout) -> None:
-    """Of each stage: what one rank sends another is what that expects, round by round, in the same order; every owner
-    gets each element once, and every holder what it holds."""
+    """Check each stage: senders and receivers expect the same, round by round and in order.
+
+    Every owner gets each element once, and every holder gets what it holds.
+    """
     for first in pipeline_ranks(layout):
         ranks = stage_ranks(layout, first)
         views = [rounds(shape, layout, rank) for rank in ranks]
@@ -61,7 +63,7 @@ def whole(exchange: ExchangeRound) -> None:
 
 
 def holders(shape: ModelShape, layout: Layout, ranks: tuple[int, ...], views: list[tuple[ExchangeRound, ...]]) -> None:
-    """What comes back to a rank is all that it holds of matrices."""
+    """Check that a rank gets back all that it holds of matrices."""
     for rank, view in zip(ranks, views, strict=True):
         back: Counter[str] = Counter()
         for exchange in view:
@@ -105,7 +107,7 @@ def test_ranks_agree_in_random_cases(seed: int) -> None:
 
 
 def test_the_inventory_names_matrices() -> None:
-    """Of an 8B model: all but embedding, head and norms. Each expert is a matrix of its own, a router none."""
+    """An 8B model has all but embedding, head and norms. Each expert is a matrix of its own, a router none."""
     shape = presets.model("llama-3.1-8b")
     elements = sum(parameter.numel for parameter in parameters(shape) if parameter.matrices)
     assert num_parameters(shape) - elements == 2 * 128256 * 4096 + 65 * 4096

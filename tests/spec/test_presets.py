@@ -58,7 +58,7 @@ def test_gpt3_is_the_count_of_its_paper() -> None:
 
 @pytest.mark.parametrize("name", [name for name in EXPERTS if presets.published(name).active])
 def test_active_parameters_are_the_published_figure(name: str) -> None:
-    """To one unit of the last digit printed: Qwen cuts 3.35 to 3.3."""
+    """Counts agree to one unit of the last printed digit: Qwen cuts 3.35 to 3.3."""
     known, shape = presets.published(name), presets.model(name)
     figure = known.active.removesuffix("B")
     unit = 10.0 ** -len(figure.partition(".")[2])
@@ -94,7 +94,7 @@ def test_transformers_counts_the_same(name: str) -> None:
     ],
 )
 def test_the_sizes_transformers_ships(config: str, name: str) -> None:
-    """Where a family's config class has a published model as its default, the sizes are those of the preset."""
+    """If a family's config class has a published model as its default, the preset has its sizes."""
     shape, theirs = presets.model(name), getattr(_transformers(), config)()
     assert (theirs.hidden_size, theirs.num_hidden_layers) == (shape.hidden, shape.layers)
     assert (theirs.num_attention_heads, theirs.vocab_size) == (shape.heads, shape.vocab)
@@ -119,7 +119,7 @@ def _transformers() -> Any:
 
 
 def _config(shape: ModelShape) -> dict[str, Any]:
-    """What `transformers` calls our fields."""
+    """Names of our fields in `transformers`."""
     fields: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -153,7 +153,7 @@ PEERS = {
 
 
 def _planned(shape: ModelShape) -> dict[str, Any]:
-    """What `transformers` calls further fields of families that are planned only."""
+    """Names in `transformers` of further fields, for families that are planned only."""
     fields: dict[str, Any] = {"attention_bias": shape.qkv_bias, "use_qk_norm": shape.qk_norm, "pad_token_id": 0}
     if shape.moe:
         fields |= {"num_local_experts": shape.moe.experts, "n_routed_experts": shape.moe.experts}

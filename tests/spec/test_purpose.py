@@ -1,4 +1,4 @@
-"""What memory is said to be for: by the innermost part that runs, in its own thread."""
+"""Purpose of memory: declared by the innermost function that runs, in its own thread."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""How numbers are printed."""
+"""Formats of printed numbers."""
 
 import re
 

@@ -17,7 +17,8 @@ def named_template(setting: str) -> str | None:
     if setting == AUTO:
         return None
     if setting in CHAT_FORMATS:
-        return _shipped(CHAT_FORMATS[setting])
+        shipped = resources.files("meshwright.data").joinpath("templates", CHAT_FORMATS[setting].file)
+        return shipped.read_text(encoding="utf-8")
     try:
         return Path(setting).expanduser().read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -49,10 +50,6 @@ def check_format(setting: str, tokenizer: Tokenizer) -> None:
 def fitting_formats(tokenizer: Tokenizer) -> list[str]:
     """Return the names of the formats whose tokens the vocabulary has."""
     return [name for name, form in CHAT_FORMATS.items() if not any(_lacked(form, tokenizer))]
-
-
-def _shipped(form: ChatFormat) -> str:
-    return resources.files("meshwright.data").joinpath("templates", form.file).read_text(encoding="utf-8")
 
 
 def _lacked(form: ChatFormat, tokenizer: Tokenizer) -> Iterator[str]:

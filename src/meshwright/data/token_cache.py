@@ -57,7 +57,8 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         counted, known = _count(data, source, index)
     digest, malformed = known["content"], MalformedRows(**known.get("malformed", {}))
     tokenizer = _tokenizer(data, source, digest, root)
-    fingerprint = _fingerprint(data, source, digest, tokenizer)
+    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
+    fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "tokens" / fingerprint[:24]
     if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
         return replace(corpus, malformed=malformed)  # files with the same texts share a folder, and differ in this
@@ -91,11 +92,6 @@ def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, dict[
 
 def _changed(data: Data) -> str:
     return f"data.path={data.path} changed while it was read: run again when nothing writes there"
-
-
-def _fingerprint(data: Data, source: Source, digest: str, tokenizer: Tokenizer) -> str:
-    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
-    return hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
 
 
 def _tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer:
@@ -160,7 +156,7 @@ class _Build:
         parts = split.parts(self.source.documents(malformed), chosen, reading)
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
-            for ids in pool.map(_remember(batched(parts, _length, _BATCH_CHARACTERS), waiting)):
+            for ids in pool.map(_remember(batched(parts, lambda part: len(part.text), _BATCH_CHARACTERS), waiting)):
                 for part, tokens in zip(waiting.pop(0), ids, strict=True):
                     streams[part.stream].write(part, tokens)
                     done += len(part.text.encode())
@@ -169,10 +165,6 @@ class _Build:
         if reading.survey().digest != self.counted.digest:
             raise DataError(_changed(self.data))
         return malformed
-
-
-def _length(part: split.SplitPart) -> int:
-    return len(part.text)
 
 
 def _remember(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:

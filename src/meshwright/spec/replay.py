@@ -16,15 +16,14 @@ class Timed(Protocol):
     @property
     def forward_s(self) -> float:
         """Time of the forward pass, in seconds."""
-        ...
+
     @property
     def input_s(self) -> float:
         """Time of the backward pass of the inputs, in seconds."""
-        ...
+
     @property
     def weight_s(self) -> float:
         """Time of the backward pass of the weights, in seconds."""
-        ...
 
 
 class Times(NamedTuple):
