@@ -24,11 +24,17 @@ READ = (
     "observe",
     "parallel",
     "planfile",
+    "planner/cost",
+    "planner/memory",
+    "planner/search",
+    "planner/step",
+    "planner/time",
     "server",
     "spec",
+    "stacks/trainers",
     "store",
 )
-"""Packages whose words have been revised."""
+"""Packages, or folders of one, whose words have been revised."""
 PRONOUNS = frozenset({"found", "one", "own", "some", "said", "kept", "given", "of", "place"})
 """Names that point at a thing without naming it."""
 PUBLIC = frozenset({("api/config_planning.py", "given")})
