@@ -21,8 +21,7 @@ from typing import Any
 from meshwright.observe.calibrate.campaign import calibrate
 from meshwright.observe.calibrate.timed_steps import Timing, measure_steps
 from meshwright.planner.explain import layout_words
-from meshwright.planner.machine.clusterfile import load
-from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.machine.clusterfile import load, text
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.inventory import num_parameters

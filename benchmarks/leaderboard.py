@@ -23,10 +23,9 @@ from pathlib import Path
 from meshwright.planner.accuracy import calibration as fit
 from meshwright.planner.accuracy import error_table, holdout, source_families
 from meshwright.planner.accuracy import score as accuracy
-from meshwright.planner.accuracy.choice import choices
+from meshwright.planner.accuracy.choice import layout_grids
 from meshwright.planner.accuracy.flop_conventions import convention_of, figures
-from meshwright.planner.accuracy.judged import Judged
-from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
+from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, read
 from meshwright.planner.step.error_ranges import FILE, LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +48,7 @@ def folder(path: str | None) -> Path | None:
     return next((candidate for candidate in candidates if (candidate / TABLES[0]).is_file()), None)
 
 
-Verdicts = Sequence[Judged | Unreadable]
+Verdicts = Sequence[JudgedRow | Unreadable]
 
 
 def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration) -> list[dict[str, object]]:
@@ -57,13 +56,13 @@ def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration)
     lines = []
     for name, verdicts in _grouped(zero).items():
         after = _grouped(calibrated)[name]
-        known = [verdict for verdict in verdicts if isinstance(verdict, Judged)]
+        known = [verdict for verdict in verdicts if isinstance(verdict, JudgedRow)]
         clusters = sorted({source_families.cluster_of(verdict.row) for verdict in known if verdict.row.step_s})
         fitted = [calibration.clusters[cluster] for cluster in clusters if cluster in calibration.clusters]
         score = accuracy.score(verdicts)
         times = [abs(verdict.step_error) for verdict in known if verdict.step_error is not None]
         memory = [abs(verdict.memory_error) for verdict in known if verdict.memory_error is not None]
-        unseen = [verdict for verdict in after if isinstance(verdict, Judged) and verdict.step_error is not None]
+        unseen = [verdict for verdict in after if isinstance(verdict, JudgedRow) and verdict.step_error is not None]
         held = {id(row) for row in _held(known, clusters, calibration)}
         lines.append(
             {
@@ -83,7 +82,7 @@ def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration)
                 "memory_p95": score.memory_p95,
                 "oom_accuracy": score.oom_accuracy,
                 "false_fits": score.false_fits,
-                "grids": len(choices([verdict for verdict in known if verdict.row.step_s])),
+                "grids": len(layout_grids([verdict for verdict in known if verdict.row.step_s])),
                 "rank_correlation": score.rank_correlation,
                 "regret": score.regret,
                 "rank_calibrated": accuracy.score(after).rank_correlation if fitted else None,
@@ -109,15 +108,15 @@ def figures_of(lines: Sequence[dict[str, object]]) -> dict[str, dict[str, float]
     return figures
 
 
-def _grouped(judged: Verdicts) -> dict[str, list[Judged | Unreadable]]:
-    groups: dict[str, list[Judged | Unreadable]] = {}
+def _grouped(judged: Verdicts) -> dict[str, list[JudgedRow | Unreadable]]:
+    groups: dict[str, list[JudgedRow | Unreadable]] = {}
     for verdict in judged:
-        source = verdict.row.source if isinstance(verdict, Judged) else verdict.source
+        source = verdict.row.source if isinstance(verdict, JudgedRow) else verdict.source
         groups.setdefault(source_families.family_of(source), []).append(verdict)
     return groups
 
 
-def _held(known: Sequence[Judged], clusters: Sequence[str], calibration: fit.Calibration) -> list[PublishedRow]:
+def _held(known: Sequence[JudgedRow], clusters: Sequence[str], calibration: fit.Calibration) -> list[PublishedRow]:
     """Rows of models and GPU counts that were held out whole."""
     held_rows: list[PublishedRow] = []
     for cluster in clusters:
@@ -310,7 +309,7 @@ def main() -> int:
         figures = {"by": figures_of(lines), "within": within, "clusters": clusters}
         print(json.dumps({"rows": len(rows), "lines": lines, **figures}, indent=1))
         return 0
-    scored = sum(isinstance(verdict, Judged) for verdict in zero)
+    scored = sum(isinstance(verdict, JudgedRow) for verdict in zero)
     tables = {
         "stamp": [
             f"Scored on {today} with Python {python}: {len(rows)} rows, {scored} of them scored; "

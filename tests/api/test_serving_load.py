@@ -18,7 +18,7 @@ from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine import clusterfile
-from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.machine.clusterfile import text
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load
 from meshwright.planner.serving.deployment import Deployment, EngineDegrees
@@ -102,11 +102,11 @@ def _file() -> clusterfile.ClusterFile:
     flat = RateGrid(((1.0, 8.0),), (1e9, 2e9))
     core = RateGrid(((1.0, 8.0), (32.0,)), (1e9, 2e9))
     curves = clusterfile.DeviceCurves(products={4.0: grid}, passes=flat, attention=(core, core), update=flat)
-    together = clusterfile.Together(
+    together = clusterfile.MeasuredRates(
         speeds=replace(speeds_of(device), curves=curves), links=links_of(Cluster(device=device))
     )
     cpu = replace(presets.device("local"), name="here, 2 cores", memory_bytes=2**33)
-    return clusterfile.ClusterFile(device=cpu, together={1: together})
+    return clusterfile.ClusterFile(device=cpu, rates={1: together})
 
 
 def _written(folder: Path, words: str) -> Path:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from meshwright import compat, planfile
-from meshwright.planner.machine.clusterfile import load
-from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.machine.clusterfile import load, text
 from tests.cli.toy import RECIPE, SHAPE, call, refused, train, write_texts
 from tests.planner.test_clusterfile import machine
 

@@ -180,7 +180,7 @@ def test_dearer_conditions_cost_more() -> None:
     worse = mw.rent("llama-3.2-1b", mtbf=100, **words)
     checked = mw.rent("llama-3.2-1b", evaluation=0.5, **words)
     assert plain.front[0].usd < worse.front[0].usd and plain.front[0].usd < checked.front[0].usd
-    assert plain.front[0].found.step_s == worse.front[0].found.step_s
+    assert plain.front[0].prediction.step_s == worse.front[0].prediction.step_s
 
 
 def test_epochs_of_a_dataset_are_its_tokens() -> None:

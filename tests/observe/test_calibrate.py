@@ -9,8 +9,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.observe.calibrate.campaign import calibrate, sample_plans
 from meshwright.observe.calibrate.timed_steps import Timing, measure_steps
-from meshwright.planner.machine.clusterfile import load
-from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.machine.clusterfile import load, text
 
 
 @pytest.mark.slow
@@ -19,8 +18,8 @@ def test_quick_calibration_makes_a_file_that_plan_reads(tmp_path: Path, capsys: 
     machine = calibrate(device="cpu", worlds=(1, 2), quick=True)
     path.write_text(text(machine))
     loaded = load(path)
-    assert set(loaded.together) == {1, 2} and loaded.provenance["command"] == "meshwright calibrate --quick"
-    curves = loaded.together[2].links.curves
+    assert set(loaded.rates) == {1, 2} and loaded.provenance["command"] == "meshwright calibrate --quick"
+    curves = loaded.rates[2].links.curves
     assert curves is not None
     assert {name for name, _ in curves.seconds} == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"}
     for plan in sample_plans(loaded, (1, 2), "fp32"):

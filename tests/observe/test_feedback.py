@@ -10,8 +10,7 @@ from meshwright import planfile
 from meshwright.cli.main import main
 from meshwright.observe.calibrate.feedback import learn, seconds_of
 from meshwright.observe.compare.finished_run import open_run
-from meshwright.planner.machine.clusterfile import ClusterFile, load
-from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.machine.clusterfile import ClusterFile, load, text
 from meshwright.spec.errors import RunError
 from tests.cli import toy
 from tests.planner.test_clusterfile import machine, plan

@@ -129,13 +129,13 @@ class _Open:
                 raise StrictError(f"{self.title}: what it sends was freed before it was waited for")
             if _sum(again()) != sum_before:
                 raise StrictError(f"{self.title}: what it sends was changed before it was waited for")
-        for (storage, again), found in zip(self.received, self.arrived, strict=True):
+        for (storage, again), arrived in zip(self.received, self.arrived, strict=True):
             if storage.expired():
                 raise StrictError(f"{self.title}: what it receives was freed before it was waited for")
             received = again()
             if not bool((_bytes(received) == POISON).all()):
                 raise StrictError(f"{self.title}: what it receives was written to before it was waited for")
-            _bytes(received).copy_(_bytes(found))
+            _bytes(received).copy_(_bytes(arrived))
         self.strict.checked += 1
 
 
@@ -186,17 +186,17 @@ def _line() -> str:
 @contextmanager
 def strict(seed: int = 0) -> Iterator[Strict]:
     """Inside, all collectives and messages of this process are strict."""
-    found = Strict(seed)
+    checks = Strict(seed)
 
     def gathers(inner: Any) -> Any:
         def call(out: Tensor, x: Tensor, group: Any, async_op: bool = False) -> Any:
-            return _run(found, "all_gather", [x], [out], async_op, lambda s, r: inner(r[0], s[0], group, True))
+            return _run(checks, "all_gather", [x], [out], async_op, lambda s, r: inner(r[0], s[0], group, True))
 
         return call
 
     def scatters(inner: Any) -> Any:
         def call(out: Tensor, x: Tensor, group: Any, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
-            return _run(found, "reduce_scatter", [x], [out], async_op, lambda s, r: inner(r[0], s[0], group, op, True))
+            return _run(checks, "reduce_scatter", [x], [out], async_op, lambda s, r: inner(r[0], s[0], group, op, True))
 
         return call
 
@@ -204,14 +204,14 @@ def strict(seed: int = 0) -> Iterator[Strict]:
         def call(x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
             if not x.is_contiguous():
                 return inner(x, op, group, async_op)
-            own = x.detach().clone()
+            copy = x.detach().clone()
 
             def start(_: Any, arrived: list[Tensor]) -> dist.Work:
-                arrived[0].copy_(own)
+                arrived[0].copy_(copy)
                 work: dist.Work = inner(arrived[0], op, group, True)
                 return work
 
-            return _run(found, "all_reduce", [], [x], async_op, start)
+            return _run(checks, "all_reduce", [], [x], async_op, start)
 
         return call
 
@@ -223,21 +223,23 @@ def strict(seed: int = 0) -> Iterator[Strict]:
                 work: dist.Work = inner(r[0], s[0], received, sent, group=group, async_op=True)
                 return work
 
-            return _run(found, "all_to_all", [x], [out], async_op, start)
+            return _run(checks, "all_to_all", [x], [out], async_op, start)
 
         return call
 
     def messages(inner: Any) -> Any:
         def call(operations: list[dist.P2POp]) -> list[_Work]:
-            found.delay()
+            checks.delay()
             opened, started = [], []
-            for one in operations:
-                sends = one.op is dist.isend
+            for operation in operations:
+                sends = operation.op is dist.isend
                 each = _Open(
-                    found, "send" if sends else "receive", *(([one.tensor], []) if sends else ([], [one.tensor]))
+                    checks,
+                    "send" if sends else "receive",
+                    *(([operation.tensor], []) if sends else ([], [operation.tensor])),
                 )
                 stand_in = (each.stand_ins or each.arrived)[0]
-                started.append(dist.P2POp(one.op, stand_in, one.peer, one.group))
+                started.append(dist.P2POp(operation.op, stand_in, operation.peer, operation.group))
                 opened.append(each)
             works = inner(started)
             for each, work in zip(opened, works, strict=True):
@@ -255,20 +257,20 @@ def strict(seed: int = 0) -> Iterator[Strict]:
             (dist, "batch_isend_irecv", messages),
         ):
             stack.enter_context(patch.object(owner, name, made(getattr(owner, name))))
-        yield found
-    found.end()
+        yield checks
+    checks.end()
 
 
 def _run(
-    found: Strict,
+    checks: Strict,
     name: str,
     sent: list[Tensor],
     received: list[Tensor],
     goes_on: bool,
     start: Callable[[list[Tensor], list[Tensor]], dist.Work],
 ) -> _Work | None:
-    found.delay()
-    opened = _Open(found, name, sent, received)
+    checks.delay()
+    opened = _Open(checks, name, sent, received)
     opened.works.append(start(opened.stand_ins, opened.arrived))
     if goes_on:
         return _Work(opened)

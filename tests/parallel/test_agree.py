@@ -27,14 +27,14 @@ def asked(differs: int | None) -> tuple[str, bool, list[int], int]:
     broadcasts = 0
     gather, broadcast = dist.all_gather_object, dist.broadcast_object_list
 
-    def gathering(found: list[Any], mine: Any, **options: Any) -> None:
+    def gathering(objects: list[Any], mine: Any, **options: Any) -> None:
         gathers.append(len(pickle.dumps(mine)))
-        gather(found, mine, **options)
+        gather(objects, mine, **options)
 
-    def broadcasting(*given: Any, **options: Any) -> None:
+    def broadcasting(*arguments: Any, **options: Any) -> None:
         nonlocal broadcasts
         broadcasts += 1
-        broadcast(*given, **options)
+        broadcast(*arguments, **options)
 
     dist.all_gather_object, dist.broadcast_object_list = gathering, broadcasting
     try:
@@ -43,10 +43,10 @@ def asked(differs: int | None) -> tuple[str, bool, list[int], int]:
             check_same(world, "plans", text.replace("line 7\n", "line x\n") if world.index == differs else text)
         except MeshwrightError as error:
             refusal = str(error)
-        found = union_of_names(names_of(world.index), world.process_group)
+        union = union_of_names(names_of(world.index), world.process_group)
     finally:
         dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
-    return refusal, found == names_of(0) | names_of(2), gathers, broadcasts
+    return refusal, union == names_of(0) | names_of(2), gathers, broadcasts
 
 
 @pytest.mark.parametrize(("differs", "broadcasts"), [(None, 2), (2, 4)])

@@ -29,15 +29,15 @@ class _Alive(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import weakref
 
-        found = operation(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+        output = operation(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.alive:
                     forget = weakref.finalize(storage, self.alive.pop, storage._cdata, None)
                     self.alive[storage._cdata] = (forget, storage.nbytes())
         self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return found
+        return output
 
 
 def _built(layouts: list[Layout]) -> list[tuple[int, int, float]]:
@@ -46,9 +46,9 @@ def _built(layouts: list[Layout]) -> list[tuple[int, int, float]]:
     for layout in layouts:
         with _Alive() as seen:
             engine = build_engine(SHAPE, layout)
-        kept = [local(parameter.detach()) for parameter in engine.parameters.values()]
-        bytes_kept = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        results.append((bytes_kept, seen.most, float(sum(tensor.double().sum() for tensor in kept))))
+        weights = [local(parameter.detach()) for parameter in engine.parameters.values()]
+        bytes_kept = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+        results.append((bytes_kept, seen.most, float(sum(tensor.double().sum() for tensor in weights))))
     return results
 
 
@@ -57,9 +57,9 @@ def test_a_rank_has_memory_for_its_part_only() -> None:
     [(alone, most, total)] = _built([Layout(compile="off")])
     assert alone == whole and most < whole + SLACK_BYTES
     [first, second] = on_ranks(2, _built, [Layout(dp_shard=2, zero=3, compile="off")])
-    for kept, most, _ in (first[0], second[0]):
-        assert abs(kept - whole / 2) < 0.01 * whole
-        assert most < kept + SLACK_BYTES < 0.8 * whole
+    for held, most, _ in (first[0], second[0]):
+        assert abs(held - whole / 2) < 0.01 * whole
+        assert most < held + SLACK_BYTES < 0.8 * whole
     assert abs(first[0][2] + second[0][2] - total) < 1e-6 * max(1.0, abs(total))
 
 

@@ -82,8 +82,8 @@ def _differences() -> list[str]:
         alone = outcome(Case(shape=shape), Layout(compile="off")) if dist.get_rank() == 0 else None
         for each in _layouts(name):
             ranks = gather_objects(outcome(Case(shape=shape), Layout(compile="off", **each), made=made), None)
-            found = alone and first_difference(alone, ranks)
-            wrong += [f"{name}, {each}: {found}"] if found else []
+            difference = alone and first_difference(alone, ranks)
+            wrong += [f"{name}, {each}: {difference}"] if difference else []
     return wrong
 
 
@@ -97,7 +97,7 @@ class _Unsummed(Optimizer):
     """Keeps the gradients as a step gives them and changes nothing."""
 
     def step(self, rate: float, **options: Any) -> None:
-        self.kept = {name: local(p.grad).clone() for name, p in self.parameters.items() if p.grad is not None}
+        self.gradients = {name: local(p.grad).clone() for name, p in self.parameters.items() if p.grad is not None}
 
 
 def _gradients(shape: ModelShape, layout: Layout, made: Made, *, summed: bool) -> tuple[Engine, dict[str, Tensor]]:
@@ -112,13 +112,13 @@ def _gradients(shape: ModelShape, layout: Layout, made: Made, *, summed: bool) -
         return engine, {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
     optimizer = _Unsummed(engine.parameters.items(), RECIPE)
     train_step(engine, optimizer, batches, rate=0.0, clip=0.0, balance_loss=0.01)
-    return engine, optimizer.kept
+    return engine, optimizer.gradients
 
 
 def _needed_sums(shapes: list[ModelShape], layouts: list[dict[str, Any]]) -> list[dict[str, set[int]]]:
     """Per shape and layout, by parameter: of how many neighbours the sum of local gradients is the true gradient."""
     made: Made = {}
-    found = []
+    sums = []
     for shape in shapes:
         _, true = _gradients(shape, Layout(compile="off"), {}, summed=True)
         for each in layouts:
@@ -133,12 +133,12 @@ def _needed_sums(shapes: list[ModelShape], layouts: list[dict[str, Any]]) -> lis
                 needed[name] = set()
                 for n in (1, 2, 4)[: layout.tp.bit_length()]:
                     start = tp.index - tp.index % n
-                    parts = [one.get(name, none) for one in all_ranks[start : start + n]]
+                    parts = [of_rank.get(name, none) for of_rank in all_ranks[start : start + n]]
                     if all(part.shape == expected.shape for part in parts):
                         off = (torch.stack(parts).sum(0) - expected).abs().max()
                         needed[name] |= {n} if off <= 1e-4 * max(whole.abs().max(), rounding) else set()
-            found.append(needed)
-    return found
+            sums.append(needed)
+    return sums
 
 
 SEEN = [shrink(kind) for kind in KINDS] + [

@@ -82,11 +82,11 @@ def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Com
     torch.compile, Traffic.tell = partial(whole, backend=backend), remember  # type: ignore[method-assign]
     WeightGradients.run = count  # type: ignore[method-assign]
     try:
-        found = outcome(CASES[case], Layout(**{"compile": "on", **options}), made=made)
+        result = outcome(CASES[case], Layout(**{"compile": "on", **options}), made=made)
     finally:
         torch.compile, Traffic.tell, WeightGradients.run = whole, tell, run  # type: ignore[method-assign]
     breaks = tuple(counters["graph_break"])
-    return Compiled(found, counters["stats"]["unique_graphs"], breaks, tuple(calls), tuple(left))
+    return Compiled(result, counters["stats"]["unique_graphs"], breaks, tuple(calls), tuple(left))
 
 
 def all_trained(case: str, layouts: list[dict[str, Any]], backend: str) -> list[Compiled]:
@@ -135,8 +135,8 @@ def test_every_dense_block_is_one_graph(name: str) -> None:
     """0 graphs are a run that is eager without a word; a break is one under recomputation."""
     case, layouts = LAYOUTS[name]
     alone = outcome(CASES[case], Layout(compile="off"))
-    found = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=600), strict=True))
-    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+    runs = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=600), strict=True))
+    for layout, compiled, eager in zip(layouts, runs[::2], runs[1::2], strict=True):
         band = BANDS["fp8" if case == "fp8" else "fp32"]
         assert first_difference(alone, [rank.outcome for rank in compiled], band) is None, layout
         kinds = 2 if layout.get("schedule") == "dualpipe-v" else 1  # some of its passes are split, others whole
@@ -150,8 +150,8 @@ def same_calls(
 ) -> None:  # fmt: skip
     """Compiled code sends what eager code sends, on all ranks in one order."""
     assert layout.get("pp") or compiled[0].calls == compiled[1].calls, layout
-    for one, other in zip(compiled, eager, strict=True):
-        assert Counter(one.calls) == Counter(other.calls), layout
+    for run, other in zip(compiled, eager, strict=True):
+        assert Counter(run.calls) == Counter(other.calls), layout
 
 
 def same_products_wait(
@@ -159,9 +159,9 @@ def same_products_wait(
 ) -> None:  # fmt: skip
     """In a schedule that splits, every W makes as many products as it does of eager code, which is not warmed up."""
     splits = layout.get("schedule") in SPLIT
-    for one, other in zip(compiled, eager, strict=True):
-        assert bool(one.left) == bool(other.left) == splits, layout
-        assert not splits or (one.left[-len(other.left) :] == other.left and min(one.left) > 0), layout
+    for run, other in zip(compiled, eager, strict=True):
+        assert bool(run.left) == bool(other.left) == splits, layout
+        assert not splits or (run.left[-len(other.left) :] == other.left and min(run.left) > 0), layout
 
 
 WITHIN = [
@@ -178,8 +178,8 @@ def test_every_axis_keeps_split_passes() -> None:
     """Beside a pipeline, with replicas whose sums start behind the last W, and with gathered parameters."""
     layouts = [{"pp": 2, "micro_batch": 1, "schedule": "zb-h1", **axes} for axes in WITHIN]
     alone = outcome(CASES["dense"], Layout(compile="off"))
-    found = list(zip(*on_ranks(4, all_trained, "dense", layouts, BACKEND, limit_s=900), strict=True))
-    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+    runs = list(zip(*on_ranks(4, all_trained, "dense", layouts, BACKEND, limit_s=900), strict=True))
+    for layout, compiled, eager in zip(layouts, runs[::2], runs[1::2], strict=True):
         assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
         kinds = 2 if "recompute_layers" in layout else 1
         assert [(rank.graphs, rank.breaks) for rank in compiled] == [(kinds, ())] * 4, layout
@@ -193,8 +193,8 @@ def test_routed_blocks_are_one_graph_where_their_experts_are_here() -> None:
     layouts: list[dict[str, Any]] = [{"tp": 2, "recompute": policy} for policy in POLICIES]
     layouts += [{"cp": 2, "zero": 0}, {"pp": 2, "micro_batch": 1, "schedule": "zb-h1"}]
     alone = outcome(CASES["routed"], Layout(compile="off"))
-    found = list(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True))
-    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+    runs = list(zip(*on_ranks(2, all_trained, "routed", layouts, BACKEND, limit_s=900), strict=True))
+    for layout, compiled, eager in zip(layouts, runs[::2], runs[1::2], strict=True):
         assert first_difference(alone, [rank.outcome for rank in compiled]) is None, layout
         assert [(rank.graphs, rank.breaks) for rank in compiled] == [(1, ())] * 2, layout
         same_products_wait(compiled, eager, layout)
@@ -216,8 +216,8 @@ def test_routed_blocks_are_two_graphs_around_experts_on_other_ranks(
     which are computed beside them, and one of a dense block. What ZeRO gathers for the experts cuts none."""
     layouts = [{"dp_shard": 2, "ep": 2, **layout} for layout in layouts]
     alone = outcome(CASES[case], Layout(compile="off"))
-    found = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=900), strict=True))
-    for layout, compiled, eager in zip(layouts, found[::2], found[1::2], strict=True):
+    runs = list(zip(*on_ranks(2, all_trained, case, layouts, BACKEND, limit_s=900), strict=True))
+    for layout, compiled, eager in zip(layouts, runs[::2], runs[1::2], strict=True):
         for ranks in (compiled, eager):
             assert first_difference(alone, [rank.outcome for rank in ranks]) is None, layout
         assert [(rank.graphs, rank.breaks) for rank in compiled] == [(graphs, ())] * 2, layout
@@ -230,18 +230,18 @@ def gradients_of(name: str, layout: Layout, backend: str) -> tuple[list[int], li
     torch._dynamo.reset()
     whole, torch.compile = torch.compile, partial(torch.compile, backend=backend)  # type: ignore[assignment]
     try:
-        found = on_one_device(model(name), layout).model
+        laid_out = on_one_device(model(name), layout).model
     finally:
         torch.compile = whole
     left, gradients = [], []
     for step in range(2):
         queue = WeightGradients()
         with splitting():
-            loss = found.loss(tokens(2, 16, seed=step), tokens(2, 16, seed=step + 1))
+            loss = laid_out.loss(tokens(2, 16, seed=step), tokens(2, 16, seed=step + 1))
             with queue:
                 (loss.cross_entropy + (0 if loss.balance is None else loss.balance.sum())).backward()
         for _ in range(2):
-            gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in found.named_parameters()})
+            gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in laid_out.named_parameters()})
             left.append(len(queue))
             queue.run()
     return left, gradients
@@ -270,10 +270,10 @@ def assert_as_eager(
 ) -> None:
     """As many products wait, and gradients are the same."""
     assert compiled[0] == eager[0] and compiled[0][0] > 0 == compiled[0][1]
-    for one, other in zip(compiled[1], eager[1], strict=True):
+    for gradients, other in zip(compiled[1], eager[1], strict=True):
         norm = float(torch.cat([gradient.flatten() for gradient in other.values() if gradient is not None]).norm())
         for key, gradient in other.items():
-            mine = one[key]
+            mine = gradients[key]
             assert (mine is None) == (gradient is None), key
             if mine is not None and gradient is not None:
                 apart = float((mine - gradient).abs().max())
@@ -298,9 +298,9 @@ def test_products_of_onednn_are_left_for_later_too(name: str, monkeypatch: pytes
 def test_code_of_split_passes_is_for_no_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward pass has nobody to leave products to."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=BACKEND))
-    found = on_one_device(model("llama-2-7b"), Layout(compile="on")).model
+    compiled = on_one_device(model("llama-2-7b"), Layout(compile="on")).model
     with splitting(), pytest.raises(AssertionError, match="split backward pass runs in a whole one"):
-        found.loss(tokens(1, 8), tokens(1, 8)).cross_entropy.backward()
+        compiled.loss(tokens(1, 8), tokens(1, 8)).cross_entropy.backward()
 
 
 @pytest.mark.slow
@@ -322,10 +322,10 @@ def test_a_long_sequence_is_one_graph_as_well(name: str, monkeypatch: pytest.Mon
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     shape = replace(shrink(name), layers=2, hidden=64, heads=1, kv_heads=1, head_dim=64, max_positions=512)
-    found = on_one_device(build(shape), Layout(compile="on")).model
+    compiled = on_one_device(build(shape), Layout(compile="on")).model
     documents = torch.arange(2 * 256).view(2, 256) // 100
     for kinds, options in enumerate(({}, {"documents": documents}), start=1):
-        found.hidden(tokens(2, 256), **options)[0].sum().backward()
+        compiled.hidden(tokens(2, 256), **options)[0].sum().backward()
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == kinds and not counters["graph_break"]
 
@@ -375,13 +375,13 @@ print(json.dumps([int((double(x) != x * 2 + 1).sum()), hits["fxgraph_cache_hit"]
 def test_code_for_other_vectors_is_not_taken(tmp_path: Path) -> None:
     """With one cache folder, code of wide vectors first: found by a CPU of narrow ones it would leave out half of the
     numbers. The same CPU again finds its own."""
-    found = []
+    answers = []
     for width in ("avx512", "avx2", "avx512"):
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": width}
         command = [sys.executable, "-W", "ignore", "-c", WIDE]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
-        found.append(json.loads(done.stdout))
-    wrong, hits, tags = zip(*found, strict=True)
+        answers.append(json.loads(done.stdout))
+    wrong, hits, tags = zip(*answers, strict=True)
     assert wrong == (0, 0, 0)
     assert hits == ((0, 0, 1) if tags[0] != tags[1] else (0, 1, 1))  # a CPU without AVX-512 has one width
 
@@ -389,8 +389,8 @@ def test_code_for_other_vectors_is_not_taken(tmp_path: Path) -> None:
 def test_a_tag_of_the_cache_is_kept_beside_the_width() -> None:
     """The user's own, from TORCH_COMPILE_CACHE_KEY_TAG; named once however often it is asked for."""
     width = torch.backends.cpu.get_cpu_capability()
-    for given, wanted in (("mine", f"mine{width}"), ("", width)):
-        with torch.compiler.config.patch(cache_key_tag=given):
+    for tag, wanted in (("mine", f"mine{width}"), ("", width)):
+        with torch.compiler.config.patch(cache_key_tag=tag):
             for _ in range(2):
                 torch_compile.keep_code_by_cpu()
                 assert torch.compiler.config.cache_key_tag == wanted
@@ -425,8 +425,8 @@ def test_blocks_beside_codes_stay_uncompiled_and_a_run_says_so(monkeypatch: pyte
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
     plain = shrink("llama-3.1-8b")
     codes = replace(plain, lora=LoRAShape(rank=2, alpha=4.0, base="nf4"))
-    [said] = compile_notes(Layout(compile="on"), CUDA, codes)
-    assert said.startswith("blocks run uncompiled") and "held as codes" in said
+    [note] = compile_notes(Layout(compile="on"), CUDA, codes)
+    assert note.startswith("blocks run uncompiled") and "held as codes" in note
     assert not compile_notes(Layout(compile="on"), CUDA, plain)
     assert not compile_notes(Layout(compile="off"), CUDA, codes)
 
@@ -472,11 +472,11 @@ def compiled_model(monkeypatch: pytest.MonkeyPatch) -> Transformer:
 @pytest.mark.filterwarnings("ignore")
 def test_more_kinds_of_calls_are_compiled_than_torch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """{training, evaluation} x six numbers of rows; by torch's own limit the ninth would run eager."""
-    found = compiled_model(monkeypatch)
+    compiled = compiled_model(monkeypatch)
     for rows in range(1, 7):
-        found.train().hidden(tokens(rows, 8))
+        compiled.train().hidden(tokens(rows, 8))
         with torch.no_grad():
-            found.eval().hidden(tokens(rows, 8))
+            compiled.eval().hidden(tokens(rows, 8))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12 <= VARIANTS
 
 
@@ -485,10 +485,10 @@ def test_a_limit_that_is_hit_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And torch's own five lines are not."""
-    found = compiled_model(monkeypatch)
+    compiled = compiled_model(monkeypatch)
     with torch._dynamo.config.patch(recompile_limit=1), caplog.at_level(logging.WARNING):
         for rows in (1, 2):
-            found.hidden(tokens(rows, 8))
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if "uncompiled" in line]) == 1
-    assert not any("torch._dynamo hit" in line for line in said)
+            compiled.hidden(tokens(rows, 8))
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([line for line in messages if "uncompiled" in line]) == 1
+    assert not any("torch._dynamo hit" in line for line in messages)

@@ -92,15 +92,15 @@ def context_mask(size: int, index: int, split: str, **options: Any) -> ContextMa
 
 def seen(tiles: Any, queries: int, keys: int) -> Tensor:
     """(queries, keys): how often a pair is computed and counts."""
-    found = torch.zeros(queries, keys, dtype=torch.int64)
+    counts = torch.zeros(queries, keys, dtype=torch.int64)
     for tile in tiles:
         part = torch.ones(tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start, dtype=torch.int64)
         for columns, hidden in tile.hidden:
             part[:, columns] *= ~hidden.view(len(part), -1)
         part = part * in_band(*part.shape, tile.left, tile.right)
         assert tile.hidden or part.any(1).all()  # a GPU's kernel has no log-sum-exp of a query that sees nothing
-        found[tile.queries, tile.keys] += part
-    return found
+        counts[tile.queries, tile.keys] += part
+    return counts
 
 
 def in_band(queries: int, keys: int, left: int, right: int) -> Tensor:
@@ -232,10 +232,10 @@ def test_a_gpu_takes_borders_as_its_kernel_documents_them(heads: tuple[int, int]
     out, lse = compat.banded_attention(q, k, v, **how)  # type: ignore[arg-type]
     exact, sums = banded(*(x.cpu().double() for x in (q, k, v)), **how)  # type: ignore[arg-type]
     assert _relative(out.cpu().double(), exact) < 1e-2 and _relative(lse.cpu().double(), sums) < 1e-3
-    found = compat.banded_attention_backward(gradient, q, k, v, out, lse, **how)  # type: ignore[arg-type]
-    given = (x.cpu().double() for x in (gradient, q, k, v))
-    for one, right_one in zip(found, banded_backward(*given, exact, sums, **how), strict=True):  # type: ignore[arg-type]
-        assert _relative(one.cpu().double(), right_one) < 2e-2
+    gradients = compat.banded_attention_backward(gradient, q, k, v, out, lse, **how)  # type: ignore[arg-type]
+    exact_inputs = (x.cpu().double() for x in (gradient, q, k, v))
+    for computed, right_one in zip(gradients, banded_backward(*exact_inputs, exact, sums, **how), strict=True):  # type: ignore[arg-type]
+        assert _relative(computed.cpu().double(), right_one) < 2e-2
 
 
 WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8), "wide": (3, 3, 8, 12)}
@@ -257,25 +257,25 @@ def inputs(widths: tuple[int, int, int, int], dtype: torch.dtype = torch.float32
     return tuple(torch.randn(BATCH, SEQUENCE, *shape, generator=generator).to(dtype) for shape in shapes)
 
 
-def with_gradients(attend: Callable[..., Tensor], given: tuple[Tensor, ...], mask: Mask) -> list[Tensor]:
+def with_gradients(attend: Callable[..., Tensor], arguments: tuple[Tensor, ...], mask: Mask) -> list[Tensor]:
     """The result and the gradients of q, k, v."""
-    q, k, v = (x.clone().requires_grad_() for x in given[:3])
+    q, k, v = (x.clone().requires_grad_() for x in arguments[:3])
     out = attend(q, k, v, mask, scale=SCALE)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3])]
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), arguments[3])]
 
 
-def far(found: Tensor, expected: Tensor) -> float:
+def far(computed: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest value."""
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    return float((found - expected).abs().max() / expected.abs().max())
+    assert computed.shape == expected.shape and computed.dtype == expected.dtype
+    return float((computed - expected).abs().max() / expected.abs().max())
 
 
 @cache
 def on_one_device(widths: str, window: int, packed: bool) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Inputs of the whole sequence, and the reference result and gradients."""
-    given = inputs(WIDTHS[widths])
+    arguments = inputs(WIDTHS[widths])
     mask = causal_mask(SEQUENCE, SEQUENCE, window=window, documents=documents() if packed else None)
-    return given, with_gradients(attend_reference, given, mask)
+    return arguments, with_gradients(attend_reference, arguments, mask)
 
 
 def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[str, float]:
@@ -284,14 +284,14 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
     worst = {}
     with patch.object(ring, "can_fuse", lambda q, k: fused):
         for route, split, widths, window, packed in cases:
-            given, whole = on_one_device(widths, window, packed)
+            arguments, whole = on_one_device(widths, window, packed)
             rows = documents() if packed else None
-            mine = tuple(take(x, cp, split) for x in given)
+            mine = tuple(take(x, cp, split) for x in arguments)
             local = None if rows is None else take(rows, cp, split)
             mask = mask_maker(cp, split)(mine[0].shape[1], mine[0].shape[1], window=window, documents=local)
-            found = with_gradients(context_attend(cp, route), mine, mask)
+            computed = with_gradients(context_attend(cp, route), mine, mask)
             name = f"{route} {split} {widths} window={window} packed={packed}"
-            worst[name] = max(far(a, take(b, cp, split)) for a, b in zip(found, whole, strict=True))
+            worst[name] = max(far(a, take(b, cp, split)) for a, b in zip(computed, whole, strict=True))
     return worst
 
 
@@ -336,17 +336,19 @@ def test_a_gpu_is_told_the_borders_of_a_window_as_numbers(
     flash, back = compat.flash_attention, compat.flash_attention_backward
     monkeypatch.setattr(partial, "device_kind", lambda x: "cuda")
     monkeypatch.setattr(ring, "device_kind", lambda x: "cuda")
-    monkeypatch.setattr(compat, "flash_attention", lambda *given, **how: flash(*given, **{**how, "device": "cpu"}))
     monkeypatch.setattr(
-        compat, "flash_attention_backward", lambda *given, **how: back(*given, **{**how, "device": "cpu"})
+        compat, "flash_attention", lambda *arguments, **how: flash(*arguments, **{**how, "device": "cpu"})
+    )
+    monkeypatch.setattr(
+        compat, "flash_attention_backward", lambda *arguments, **how: back(*arguments, **{**how, "device": "cpu"})
     )
     monkeypatch.setattr(compat, "banded_attention", banded)
     monkeypatch.setattr(compat, "banded_attention_backward", banded_backward)
-    given, whole = on_one_device("gqa", window, True)
+    arguments, whole = on_one_device("gqa", window, True)
     begins = torch.ones(BATCH, SEQUENCE, dtype=torch.bool)
     begins[:, 1:] = documents().diff(dim=1) != 0
     first = torch.arange(SEQUENCE).where(begins, 0).cummax(1).values
-    q, k, v, gradient = given
+    q, k, v, gradient = arguments
     sums = [torch.zeros_like(x) for x in (k, v)]
     for index in range(4):
         at = places(SEQUENCE, 4, index, split)
@@ -375,23 +377,23 @@ def low_precision(fused: bool, native: bool) -> list[float]:
     """On a rank: errors of bf16 against fp32 sums of the same values, ours over those of one device: of the reference,
     which rounds once; of plain bf16 code where torch's fused kernel is given bf16, since no flash kernel does."""
     cp = make_mesh(Layout(cp=2))["cp"]
-    given = inputs(WIDTHS["gqa"], torch.bfloat16)
-    exact = with_gradients(attend_reference, tuple(x.float() for x in given), Mask())
-    plain = with_gradients(plain_causal if fused and native else attend_reference, given, Mask())
-    mine = tuple(take(x, cp, "zigzag") for x in given)
+    arguments = inputs(WIDTHS["gqa"], torch.bfloat16)
+    exact = with_gradients(attend_reference, tuple(x.float() for x in arguments), Mask())
+    plain = with_gradients(plain_causal if fused and native else attend_reference, arguments, Mask())
+    mine = tuple(take(x, cp, "zigzag") for x in arguments)
     with (
         patch.object(ring, "can_fuse", lambda q, k: fused),
         patch.object(compat, "cpu_multiplies", lambda dtype: native),
     ):
-        found = with_gradients(context_attend(cp, "ring"), mine, mask_maker(cp, "zigzag")(72, 72))
-    assert [x.dtype for x in found] == [torch.bfloat16] * 4
-    ours = [_relative(a.float(), take(b, cp, "zigzag")) for a, b in zip(found, exact, strict=True)]
+        computed = with_gradients(context_attend(cp, "ring"), mine, mask_maker(cp, "zigzag")(72, 72))
+    assert [x.dtype for x in computed] == [torch.bfloat16] * 4
+    ours = [_relative(a.float(), take(b, cp, "zigzag")) for a, b in zip(computed, exact, strict=True)]
     return [a / _relative(b.float(), c) for a, b, c in zip(ours, plain, exact, strict=True)]
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
+def _relative(computed: Tensor, expected: Tensor) -> float:
     """The length of the difference, relative to the length."""
-    return float((found - expected).norm() / expected.norm())
+    return float((computed - expected).norm() / expected.norm())
 
 
 def plain_causal(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float) -> Tensor:
@@ -415,11 +417,11 @@ SHAPES = {
 }
 
 
-def loss_and_gradients(model: Transformer, given: dict[str, Any]) -> dict[str, Tensor]:
-    found = model.loss(**given, scale=torch.tensor(1 / (BATCH * SEQUENCE)))
-    found.cross_entropy.backward()
+def loss_and_gradients(model: Transformer, batch: dict[str, Any]) -> dict[str, Tensor]:
+    losses = model.loss(**batch, scale=torch.tensor(1 / (BATCH * SEQUENCE)))
+    losses.cross_entropy.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": found.cross_entropy.detach(), **gradients}
+    return {"loss": losses.cross_entropy.detach(), **gradients}
 
 
 def train_models(cases: list[tuple[str, str, str, bool, str]]) -> dict[str, float]:
@@ -433,15 +435,15 @@ def train_models(cases: list[tuple[str, str, str, bool, str]]) -> dict[str, floa
             begins = torch.cat((torch.ones(BATCH, 1, dtype=torch.int64), documents().diff(dim=1)), 1)
             positions = positions - positions.where(begins > 0, 0).cummax(1).values
         rows = documents() if packed else None
-        given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "documents": rows}
-        expected = loss_and_gradients(build(SHAPES[name], seed=1), given)
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "positions": positions, "documents": rows}
+        expected = loss_and_gradients(build(SHAPES[name], seed=1), batch)
         model = build(SHAPES[name], seed=1)
         model.seams.call = block_call(recompute)
         model.seams.mask = mask_maker(cp, split)
         model.seams.attend = context_attend(cp, route)
-        found = loss_and_gradients(model, {key: x if x is None else take(x, cp, split) for key, x in given.items()})
-        assert found.keys() == expected.keys()
-        errors = [far(cp.all_reduce(found[key].clone()), expected[key]) for key in expected]
+        sharded = loss_and_gradients(model, {key: x if x is None else take(x, cp, split) for key, x in batch.items()})
+        assert sharded.keys() == expected.keys()
+        errors = [far(cp.all_reduce(sharded[key].clone()), expected[key]) for key in expected]
         worst[f"{name} {route} {split} {packed} {recompute}"] = max(errors)
     return worst
 
@@ -471,10 +473,10 @@ def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], 
     cp, traffic = mesh["cp"], mesh.traffic
     q, k, v, gradient = (take(x, cp, "zigzag") for x in inputs(WIDTHS["gqa"], dtype))
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -482,7 +484,7 @@ def kept_and_sent(route: str, dtype: torch.dtype) -> tuple[int, dict[str, int], 
     forward = traffic.snapshot()
     out.backward(gradient)
     sent = [{what: size for (_, what), (_, size) in counts.items()} for counts in (forward, traffic.since(forward))]
-    return sum(kept.values()), sent[0], sent[1]
+    return sum(storages.values()), sent[0], sent[1]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -491,30 +493,36 @@ def test_bytes_kept_and_sent(size: int, dtype: torch.dtype) -> None:
     """Kept: q, k, v, the result and a log-sum-exp of S / c positions. Sent: the closed form of the module."""
     heads, keys, wide, narrow = WIDTHS["gqa"]
     positions, width = BATCH * SEQUENCE // size, dtype.itemsize
-    kept = positions * ((heads * wide + keys * wide + keys * narrow + heads * narrow) * width + heads * 4)
+    kept_bytes = positions * ((heads * wide + keys * wide + keys * narrow + heads * narrow) * width + heads * 4)
     hops = (size - 1) * positions * keys * (wide + narrow)
-    for found in on_ranks(size, kept_and_sent, "ring", dtype):
-        assert found == (kept, {"send": hops * width}, {"send": hops * (width + 4)})
-    for found in on_ranks(size, kept_and_sent, "all-gather", dtype):
-        assert found == (kept, {"all_gather": hops * width}, {"all_gather": hops * width, "reduce_scatter": hops * 4})
+    for counted in on_ranks(size, kept_and_sent, "ring", dtype):
+        assert counted == (kept_bytes, {"send": hops * width}, {"send": hops * (width + 4)})
+    for counted in on_ranks(size, kept_and_sent, "all-gather", dtype):
+        assert counted == (
+            kept_bytes,
+            {"all_gather": hops * width},
+            {"all_gather": hops * width, "reduce_scatter": hops * 4},
+        )
 
 
 def test_dropout_and_foreign_masks_are_refused() -> None:
-    given = inputs(WIDTHS["gqa"])[:3]
+    arguments = inputs(WIDTHS["gqa"])[:3]
     attend = context_attend(alone(2, 0), "ring")
     with pytest.raises(IllegalLayout, match=r"recipe.dropout=0.1 .* layout.cp=2 .*take recipe.dropout=0"):
-        attend(*given, context_mask(2, 0, "zigzag"), scale=SCALE, dropout=0.1)
+        attend(*arguments, context_mask(2, 0, "zigzag"), scale=SCALE, dropout=0.1)
     with pytest.raises(IllegalLayout, match=r"layout.cp=2 ranks got a mask for one device"):
-        attend(*given, Mask(), scale=SCALE)
+        attend(*arguments, Mask(), scale=SCALE)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_group_of_one_is_one_device(route: str) -> None:
-    given = inputs(WIDTHS["gqa"])
+    arguments = inputs(WIDTHS["gqa"])
     mask = mask_maker(alone(1, 0), "zigzag")(SEQUENCE, SEQUENCE, window=9, documents=documents())
-    found = with_gradients(context_attend(alone(1, 0), route), given, mask)
-    whole = with_gradients(attend_reference, given, causal_mask(SEQUENCE, SEQUENCE, window=9, documents=documents()))
-    assert max(far(a, b) for a, b in zip(found, whole, strict=True)) < 1e-5
+    computed = with_gradients(context_attend(alone(1, 0), route), arguments, mask)
+    whole = with_gradients(
+        attend_reference, arguments, causal_mask(SEQUENCE, SEQUENCE, window=9, documents=documents())
+    )
+    assert max(far(a, b) for a, b in zip(computed, whole, strict=True)) < 1e-5
 
 
 def test_places_count_what_lies_before() -> None:

@@ -28,10 +28,10 @@ Taken = list[tuple[int, int, Share, Any]]
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    place = tmp_path_factory.mktemp("curves")
-    data = Data(path=str(running.write_texts(place / "texts")), tokenizer="bytes", validation=0.1)
+    folder = tmp_path_factory.mktemp("curves")
+    data = Data(path=str(running.write_texts(folder / "texts")), tokenizer="bytes", validation=0.1)
     recipe = replace(layout_curves.RECIPE, steps=STEPS, sequence=32, warmup_steps=1, **OFTEN)
-    return Setting(data=data, recipe=recipe, place=place)
+    return Setting(data=data, recipe=recipe, folder=folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +45,7 @@ def quick() -> Any:
 def quickly(plan: Plan, until: int) -> str:
     """On one rank: as the benchmark's runs, without a picture and without waiting for the disk."""
     os.fsync = lambda number: None  # type: ignore[assignment]
-    plot.loss_plot = lambda *given, **named: None
+    plot.loss_plot = lambda *arguments, **named: None
     return ON_RANK(plan, until)
 
 
@@ -74,12 +74,12 @@ def read_by(setting: Setting, name: str, layout: Mapping[str, Any], until: int =
     for at in zip(*on_ranks(plan.layout.world, noting, plan, until), strict=True):
         count = at[0][1]
         assert {(cursor, number) for cursor, number, _, _ in at} == {(at[0][0], count)}
-        found = np.full((count, setting.recipe.sequence), -1)
+        read = np.full((count, setting.recipe.sequence), -1)
         for _, _, share, tokens in at:
             rows = slice(share.index * count // share.parts, (share.index + 1) * count // share.parts)
-            found[rows, slice(None) if share.columns is None else list(share.columns)] = tokens
-        assert (found >= 0).all()
-        steps.append(found)
+            read[rows, slice(None) if share.columns is None else list(share.columns)] = tokens
+        assert (read >= 0).all()
+        steps.append(read)
     return steps
 
 
@@ -98,11 +98,11 @@ def right(setting: Setting, sequences: list[Any]) -> list[float]:
 @pytest.mark.long
 def test_a_run_goes_on_under_other_layouts(setting: Setting, right: list[float], sequences: list[Any]) -> None:
     """Four processes, four again, one, four: losses, weights, and the very sequences of every step."""
-    found: list[Any] = []
+    read: list[Any] = []
     legs = JOURNEYS["dense"]
     for number, (_, layout) in enumerate(legs, start=1):
-        found += read_by(setting, "resumed dense", layout, STEPS * number // len(legs))
-    assert len(found) == STEPS and all(np.array_equal(a, b) for a, b in zip(found, sequences, strict=True))
+        read += read_by(setting, "resumed dense", layout, STEPS * number // len(legs))
+    assert len(read) == STEPS and all(np.array_equal(a, b) for a, b in zip(read, sequences, strict=True))
     assert not np.array_equal(sequences[0], sequences[1])
     report = layout_curves.report(setting, {"dense": right}, "dense", "resumed dense")
     assert report["largest_relative_difference"] <= TOLERANCE
@@ -112,22 +112,22 @@ def test_a_run_goes_on_under_other_layouts(setting: Setting, right: list[float],
 
 @pytest.mark.long
 def test_experts_go_on_under_other_layouts(setting: Setting) -> None:
-    found = layout_curves.journey(setting, layout_curves.one_device(setting, ["experts"]), "experts")
-    assert [leg["until"] for leg in found["legs"]] == [2, 5, 8]
-    assert found["largest_relative_difference"] <= TOLERANCE
-    assert found["largest_weight_difference"] <= TOLERANCE
+    journey = layout_curves.journey(setting, layout_curves.one_device(setting, ["experts"]), "experts")
+    assert [leg["until"] for leg in journey["legs"]] == [2, 5, 8]
+    assert journey["largest_relative_difference"] <= TOLERANCE
+    assert journey["largest_weight_difference"] <= TOLERANCE
 
 
 def test_evaluated_and_saved_in_shards_it_is_the_same_model(
     setting: Setting, right: list[float], tmp_path: Path
 ) -> None:
     """An evaluation gathers parameters; the save after it must not take those for this rank's. And the picture."""
-    found = layout_curves.laid_out(setting, {"dense": right}, ["ZeRO-2 x 2"])
-    row = found["ZeRO-2 x 2"]
+    rows = layout_curves.laid_out(setting, {"dense": right}, ["ZeRO-2 x 2"])
+    row = rows["ZeRO-2 x 2"]
     assert row["largest_relative_difference"] <= TOLERANCE
     assert row["largest_weight_difference"] <= TOLERANCE
     resumed = {kind: {**row, "legs": [{"layout": "one", "until": 4}, {"layout": "b", "until": 8}]} for kind in JOURNEYS}
-    draw({"steps": 8, "one_device": {"dense": right}, "layouts": found, "resumed": resumed}, tmp_path / "picture.png")
+    draw({"steps": 8, "one_device": {"dense": right}, "layouts": rows, "resumed": resumed}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -88,11 +88,13 @@ def _run(case: str, options: list[dict[str, Any]]) -> list[RankOutcome]:
 
 def check(case: str, world: int, layouts: list[dict[str, Any]]) -> None:
     ranks = on_ranks(world, _run, case, layouts)
-    found = {
+    differences = {
         str(options): first_difference(one_device(case), [rank[index] for rank in ranks])
         for index, options in enumerate(layouts)
     }
-    assert not any(found.values()), "\n".join(f"{options}: {what}" for options, what in found.items() if what)
+    assert not any(differences.values()), "\n".join(
+        f"{options}: {what}" for options, what in differences.items() if what
+    )
 
 
 def slow(name: str) -> Any:

@@ -31,35 +31,35 @@ def layer(name: str, **changes: object) -> MoE:
     """A routed feed-forward with all its experts, the same on every rank."""
     shape = shrink(name)
     assert shape.moe is not None
-    found = MoE(replace(shape, moe=replace(shape.moe, **changes)), fast())  # type: ignore[arg-type]
+    mixture = MoE(replace(shape, moe=replace(shape.moe, **changes)), fast())  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in mixture.parameters():
             parameter.normal_(0, 0.4, generator=generator)
-        if found.moe.correction_bias:
-            found.router.correction_bias.normal_(0, 0.3, generator=generator)
-    return found
+        if mixture.moe.correction_bias:
+            mixture.router.correction_bias.normal_(0, 0.3, generator=generator)
+    return mixture
 
 
 def only(*experts: int) -> Callable[[MoE], None]:
     """Bend a router so that every token (whose numbers are positive) goes to these experts."""
 
-    def bend(found: MoE) -> None:
+    def bend(mixture: MoE) -> None:
         with torch.no_grad():
-            found.router.weight.mul_(0.01)
-            found.router.weight[list(experts)] += 0.1
+            mixture.router.weight.mul_(0.01)
+            mixture.router.weight[list(experts)] += 0.1
 
     return bend
 
 
-def uneven(found: MoE) -> None:
+def uneven(mixture: MoE) -> None:
     """Every token goes to expert 1, none to expert 6."""
     with torch.no_grad():
-        found.router.weight[1] += 0.3
-        found.router.weight[6] -= 10.0
+        mixture.router.weight[1] += 0.3
+        mixture.router.weight[6] -= 10.0
 
 
-def as_it_is(found: MoE) -> None:
+def as_it_is(mixture: MoE) -> None:
     pass
 
 
@@ -75,16 +75,16 @@ CASES: dict[str, tuple[str, dict[str, object], Callable[[MoE], None]]] = {
 }
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
+def distance(computed: Tensor, wanted: Tensor) -> float:
     """Distance relative to the size of what is wanted."""
-    assert found.shape == wanted.shape
-    return ((found - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+    assert computed.shape == wanted.shape
+    return ((computed - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
 
 
-def assert_gradients(found: nn.Module, whole: nn.Module, group: Group) -> None:
+def assert_gradients(split: nn.Module, whole: nn.Module, group: Group) -> None:
     """Experts: the slice of one device's, summed already. The rest: equal once summed over the ranks."""
     wanted = dict(whole.named_parameters())
-    for name, parameter in found.named_parameters():
+    for name, parameter in split.named_parameters():
         assert parameter.grad is not None, name
         expected = wanted[name].grad
         assert expected is not None
@@ -124,11 +124,11 @@ def _layer_cases(world: int, pieces: int) -> list[dict[str, Any]]:
 
 def _layer_case(case: str, group: Group, told: Told, pieces: int) -> dict[str, Any]:
     name, changes, bend = CASES[case]
-    whole, found = layer(name, **changes), layer(name, **changes)
+    whole, split = layer(name, **changes), layer(name, **changes)
     bend(whole)
-    bend(found)
-    apply_expert_parallel(found, group, lambda rows: pieces)
-    assert len(found.experts.gate) == len(found.experts.down) == 8 // group.size
+    bend(split)
+    apply_expert_parallel(split, group, lambda rows: pieces)
+    assert len(split.experts.gate) == len(split.experts.down) == 8 // group.size
     generator = torch.Generator().manual_seed(1)
     x, pull = (torch.randn(group.size, LENGTH, HIDDEN, generator=generator) for _ in range(2))
     x = x if bend is as_it_is else x.abs()
@@ -137,7 +137,7 @@ def _layer_case(case: str, group: Group, told: Told, pieces: int) -> dict[str, A
     out, balance = whole(x)
     ((out * pull).sum() + balance.sum()).backward()
     told.calls.clear()
-    my_out, my_balance = found(mine)
+    my_out, my_balance = split(mine)
     forward = list(told.calls)
     ((my_out * pull[here]).sum() + my_balance.sum()).backward()
     backward = told.calls[len(forward) :]
@@ -147,7 +147,7 @@ def _layer_case(case: str, group: Group, told: Told, pieces: int) -> dict[str, A
     sent = {key: sum(what[2] for what in part) for key, part in (("forward", forward), ("backward", backward))}
     rows = visits(whole, x)
     assert sent == closed_form_bytes(rows, group), case
-    assert_gradients(found, whole, group)
+    assert_gradients(split, whole, group)
     return {"kinds": [what[:2] for what in forward + backward], "rows": torch.stack(rows).sum(0).tolist()}
 
 
@@ -170,17 +170,17 @@ def test_outputs_gradients_and_bytes_equal_one_device(world: int, pieces: int) -
 
 def _order(name: str, pieces: int) -> list[list[str]]:
     """Products and collectives of a forward and of a backward pass, as they begin; runs of products as one."""
-    mesh, found = make_mesh(Layout(dp_shard=2, ep=2)), layer(name)
-    apply_expert_parallel(found, mesh["ep"], lambda rows: pieces)
+    mesh, split = make_mesh(Layout(dp_shard=2, ep=2)), layer(name)
+    apply_expert_parallel(split, mesh["ep"], lambda rows: pieces)
     x = torch.ones(1, LENGTH, HIDDEN, requires_grad=True)
     with torch.no_grad():  # every token has every expert's attention: no product is left out
-        found.router.weight.zero_()
-    found.moe = found.router.moe = replace(found.moe, top_k=8, groups=1, top_groups=1)
+        split.router.weight.zero_()
+    split.moe = split.router.moe = replace(split.moe, top_k=8, groups=1, top_groups=1)
     with Order() as forward:
-        out = found(x)[0]
+        out = split(x)[0]
     with Order() as backward:
         out.sum().backward()
-    return [merged(["mm" if name == "addmm" else name for name in one.seen]) for one in (forward, backward)]
+    return [merged(["mm" if name == "addmm" else name for name in log.seen]) for log in (forward, backward)]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
@@ -200,8 +200,8 @@ def merged(names: list[str]) -> list[str]:
     return [name for name, _ in groupby(names)]
 
 
-def one_pass(found: Transformer, rows: Tensor) -> Tensor:
-    loss = found.loss(rows[:, :-1], rows[:, 1:])
+def one_pass(transformer: Transformer, rows: Tensor) -> Tensor:
+    loss = transformer.loss(rows[:, :-1], rows[:, 1:])
     assert loss.balance is not None
     total = loss.cross_entropy + loss.balance.sum()
     total.backward()
@@ -212,21 +212,21 @@ def _whole_models(world: int, name: str) -> dict[str, list[tuple[str, str]]]:
     """Loss and gradients with every recomputation equal one device's, and without it, bit for bit, each other."""
     told = Told()
     group = make_mesh(Layout(dp_shard=world, ep=world), traffic=told)["ep"]
-    given = tokens(world, 13)
+    rows = tokens(world, 13)
     whole, kinds, plain = model(name), {}, {}
-    wanted = one_pass(whole, given)
+    wanted = one_pass(whole, rows)
     for recompute in ("none", "selective", "full"):
-        found = model(name)
-        apply_expert_parallel(found, group)
-        found.seams.call = block_call(recompute)
+        split = model(name)
+        apply_expert_parallel(split, group)
+        split.seams.call = block_call(recompute)
         told.calls.clear()
-        loss = one_pass(found, given[group.index : group.index + 1])
+        loss = one_pass(split, rows[group.index : group.index + 1])
         kinds[recompute] = [what[:2] for what in told.calls]
-        gradients = {name: parameter.grad.clone() for name, parameter in found.named_parameters()}
+        gradients = {name: parameter.grad.clone() for name, parameter in split.named_parameters()}
         plain = plain or gradients
         assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients.items()), recompute
         assert distance(group.all_reduce(loss), wanted) < 1e-5
-        assert_gradients(found, whole, group)
+        assert_gradients(split, whole, group)
     return kinds
 
 
@@ -246,23 +246,23 @@ def _parts_of_sequences(padded: bool) -> list[float]:
     """ep over cp and tp ranks, each with a quarter of both sequences; the last quarter of one and more may be
     padding."""
     mesh = make_mesh(Layout(cp=2, tp=2, ep=4, sp=True))
-    group, whole, found = mesh["ep"], layer("deepseek-v3"), layer("deepseek-v3")
-    apply_expert_parallel(found, group)
-    apply_sequence_groups(found, mesh["cp"], mesh["tp"])
+    group, whole, split = mesh["ep"], layer("deepseek-v3"), layer("deepseek-v3")
+    apply_expert_parallel(split, group)
+    apply_sequence_groups(split, mesh["cp"], mesh["tp"])
     generator = torch.Generator().manual_seed(1)
     x, pull = (torch.randn(2, LENGTH, HIDDEN, generator=generator).chunk(4, 1) for _ in range(2))
-    given = torch.cat(x, 1).requires_grad_()
+    inputs = torch.cat(x, 1).requires_grad_()
     padding = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [LENGTH // 4 + 1]]) if padded else None
-    out, balance = whole(given, padding)
+    out, balance = whole(inputs, padding)
     weight = torch.tensor([3.0, 5.0])
     ((out * torch.cat(pull, 1)).sum() + (balance * weight).sum()).backward()
     mine = x[group.index].clone().requires_grad_()
-    my_out, my_balance = found(mine, None if padding is None else padding.chunk(4, 1)[group.index])
+    my_out, my_balance = split(mine, None if padding is None else padding.chunk(4, 1)[group.index])
     ((my_out * pull[group.index]).sum() + (my_balance * weight).sum() / group.size).backward()
     assert distance(my_out, out.chunk(4, 1)[group.index]) < 1e-5
-    assert mine.grad is not None and given.grad is not None
-    assert distance(mine.grad, given.grad.chunk(4, 1)[group.index]) < 1e-5
-    assert_gradients(found, whole, group)
+    assert mine.grad is not None and inputs.grad is not None
+    assert distance(mine.grad, inputs.grad.chunk(4, 1)[group.index]) < 1e-5
+    assert_gradients(split, whole, group)
     alone = layer("deepseek-v3")(mine.detach())[1]
     assert distance(alone, balance) > 1e-3, "a part alone has another balance"
     assert distance(my_balance, balance) < 1e-5
@@ -315,23 +315,23 @@ def evenly(counts: Tensor, rows: int) -> list[list[int]]:
 def test_a_dry_run_is_given_its_routing() -> None:
     """Tensors without values: the counts are told by what stands in place of counts_on_host."""
     with FakeTensorMode():
-        found = MoE(shrink("qwen3-30b-a3b"), fast())
-        apply_expert_parallel(found, Unsent("ep", ranks=(0, 1, 2, 3), index=1))
-        assert found.seams.dispatch.travels
-        found.seams.counts_on_host = evenly
+        mixture = MoE(shrink("qwen3-30b-a3b"), fast())
+        apply_expert_parallel(mixture, Unsent("ep", ranks=(0, 1, 2, 3), index=1))
+        assert mixture.seams.dispatch.travels
+        mixture.seams.counts_on_host = evenly
         x = torch.empty(2, LENGTH, HIDDEN, requires_grad=True)
-        out, balance = found(x)
+        out, balance = mixture(x)
         (out.sum() + balance.sum()).backward()
         assert out.shape == x.shape and balance.shape == (2,)
         assert x.grad is not None and x.grad.shape == x.shape
-        assert found.experts.gate.grad is not None and found.experts.gate.grad.shape == (2, 12, HIDDEN)
+        assert mixture.experts.gate.grad is not None and mixture.experts.gate.grad.shape == (2, 12, HIDDEN)
 
 
 def test_stacks_that_are_this_ranks_already_are_left_alone() -> None:
-    found = layer("mixtral-8x7b")
+    mixture = layer("mixtral-8x7b")
     group = Group("ep", ranks=(0, 1), index=1)
-    apply_expert_parallel(found, group)
-    gate = found.experts.gate
+    apply_expert_parallel(mixture, group)
+    gate = mixture.experts.gate
     assert torch.equal(gate, layer("mixtral-8x7b").experts.gate[4:])
-    apply_expert_parallel(found, group)
-    assert found.experts.gate is gate and isinstance(found.experts, Experts)
+    apply_expert_parallel(mixture, group)
+    assert mixture.experts.gate is gate and isinstance(mixture.experts, Experts)

@@ -78,7 +78,7 @@ def tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 def saved_and_loaded(folder: Path) -> list[float]:
     """Saved by each of SAVED and loaded under the other; the largest difference from the weights of the seed."""
-    found, made = [], Made()
+    distances, made = [], Made()
     for each, other in zip(SAVED, SAVED[::-1], strict=True):
         engines = [
             build_engine(CASE.shape, layout, mesh=make_mesh(layout, made=made), seed=seed)
@@ -88,8 +88,8 @@ def saved_and_loaded(folder: Path) -> list[float]:
         path = checkpoint.save(folder, step=1, tensors=right, values={}, score=None, keep_last=1)
         checkpoint.load(path, fresh)
         pairs = [(getattr(fresh[name], "held", fresh[name]), getattr(t, "held", t)) for name, t in expected.items()]
-        found.append(max(float((one - two).abs().max()) for one, two in pairs if one.numel()))
-    return found
+        distances.append(max(float((saved - two).abs().max()) for saved, two in pairs if saved.numel()))
+    return distances
 
 
 @pytest.mark.long

@@ -45,8 +45,8 @@ def _differences() -> list[str]:
     wrong = []
     for each in LAYOUTS:
         ranks = gather_objects(outcome(CASE, Layout(compile="off", **each), made=made), None)
-        found = alone and first_difference(alone, ranks, BANDS["fp8"])
-        wrong += [f"{each}: {found}"] if found else []
+        difference = alone and first_difference(alone, ranks, BANDS["fp8"])
+        wrong += [f"{each}: {difference}"] if difference else []
     return wrong
 
 
@@ -56,8 +56,8 @@ def _of_all_products() -> list[str]:
     for case, each in EVERY:
         alone = outcome(case, Layout(compile="off")) if dist.get_rank() == 0 else None
         ranks = gather_objects(outcome(case, Layout(compile="off", **each), made=made), None)
-        found = alone and first_difference(alone, ranks, BANDS["fp8-all"])
-        wrong += [f"{each}: {found}"] if found else []
+        difference = alone and first_difference(alone, ranks, BANDS["fp8-all"])
+        wrong += [f"{each}: {difference}"] if difference else []
     return wrong
 
 

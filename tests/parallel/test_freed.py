@@ -24,15 +24,15 @@ LAYOUTS: list[dict[str, Any]] = [
 def _alive(layouts: list[dict[str, Any]]) -> list[int]:
     """How many parameters of each layout's engine live on after a step when nobody holds the engine."""
     made: Made = {}
-    found = []
+    counts = []
     for each in layouts:
         run = Run(CASE, Layout(compile="off", **each), made)
         run.step()
         parameters = [ref(parameter) for parameter in run.engine.parameters.values()]
         del run
         gc.collect()
-        found.append(sum(parameter() is not None for parameter in parameters))
-    return found
+        counts.append(sum(parameter() is not None for parameter in parameters))
+    return counts
 
 
 @pytest.mark.long

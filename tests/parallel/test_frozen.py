@@ -50,8 +50,8 @@ def test_one_device_trains_the_others_only(expected: RankOutcome) -> None:
     frozen = [name for name in names if name.startswith(FROZEN)]
     assert len(frozen) > 10
     for name in names:
-        one, two = (expected.tensors[f"step {step} weight {name}"][1] for step in (1, 2))
-        assert one.equal(two) == (name in frozen), name
+        first, second = (expected.tensors[f"step {step} weight {name}"][1] for step in (1, 2))
+        assert first.equal(second) == (name in frozen), name
         assert (f"step 1 gradient of {name}" in expected.tensors) == (name not in frozen), name
 
 
@@ -61,5 +61,7 @@ def test_layouts_train_the_same(expected: RankOutcome) -> None:
     for index, each in enumerate(LAYOUTS):
         assert first_difference(expected, [rank[index] for rank in ranks]) is None, each
         for rank in ranks:
-            found = [name for name in rank[index].tensors if name.partition("gradient of ")[2].startswith(FROZEN)]
-            assert not found, each
+            frozen_gradients = [
+                name for name in rank[index].tensors if name.partition("gradient of ")[2].startswith(FROZEN)
+            ]
+            assert not frozen_gradients, each

@@ -30,10 +30,10 @@ def reads(codes: list[str]) -> Callable[[Any], Any]:
         graph.cache_key, graph.cache_path, graph.cache_linemap = "", "", []
 
         def call(arguments: list[Any]) -> list[Any]:
-            given = list(arguments)
+            inputs = list(arguments)
             arguments.clear()
-            found = torch.fx.Interpreter(graph.orig_gm).run(*given)
-            return list(found) if isinstance(found, (tuple, list)) else [found]
+            outputs = torch.fx.Interpreter(graph.orig_gm).run(*inputs)
+            return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
         return SimpleNamespace(call=call, runner=None, __file__="")
 
@@ -54,8 +54,8 @@ def test_a_block_is_as_few_kernels_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda: "")
     torch._dynamo.reset()
     with config.patch(cpu_backend="triton", fx_graph_cache=False, force_disable_caches=True):
-        found = on_one_device(model("llama-3.1-8b"), Layout(compile="on")).model
-        found.hidden(tokens(2, 32))[0].sum().backward()
+        compiled = on_one_device(model("llama-3.1-8b"), Layout(compile="on")).model
+        compiled.hidden(tokens(2, 32))[0].sum().backward()
     torch._dynamo.reset()
     forward, backward = (len(set(re.findall(r"^(triton_\w+) = async_compile", code, re.MULTILINE))) for code in codes)
     assert 0 < forward <= FORWARD and 0 < backward <= BACKWARD

@@ -63,15 +63,17 @@ def test_the_planner_counts_the_buckets_of_the_engine(
     shape, layout = SHAPES[name], Layout(compile="off", **degrees)
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
     buckets = buckets_of(shape, layout)
-    sizes = [(one.group.axis, sum(p.numel() for p in one.parameters) * 4) for one in buckets]
-    assert len({p for one in buckets for p in one.parameters}) == sum(len(one.parameters) for one in buckets)
+    sizes = [(bucket.group.axis, sum(p.numel() for p in bucket.parameters) * 4) for bucket in buckets]
+    assert len({p for bucket in buckets for p in bucket.parameters}) == sum(
+        len(bucket.parameters) for bucket in buckets
+    )
     for axis in {axis for axis, _ in sizes}:
-        full = [size for found, size in sizes if found == axis]
+        full = [size for of_axis, size in sizes if of_axis == axis]
         assert all(size >= bucket_bytes for size in full[:-1])
     plan = Plan(model=shape, layout=layout, recipe=Recipe(sequence=32, global_batch=layout.dp, precision="fp32"))
-    said = {(one.axis, one.collective): (one.calls, one.sent_bytes) for one in traffic(plan)}
+    planned = {(bucket.axis, bucket.collective): (bucket.calls, bucket.sent_bytes) for bucket in traffic(plan)}
     for axis, count in Counter(axis for axis, _ in sizes).items():
-        ranks = next(one.group.size for one in buckets if one.group.axis == axis)
-        sent = sum(2 * (ranks - 1) * size // ranks for found, size in sizes if found == axis)
+        ranks = next(bucket.group.size for bucket in buckets if bucket.group.axis == axis)
+        sent = sum(2 * (ranks - 1) * size // ranks for of_axis, size in sizes if of_axis == axis)
         numbers = (1, 2 * (ranks - 1) * 8 // ranks) if axis == "data" else (0, 0)  # tokens of the step
-        assert said[axis, "all_reduce"] == (count + numbers[0], sent + numbers[1])
+        assert planned[axis, "all_reduce"] == (count + numbers[0], sent + numbers[1])

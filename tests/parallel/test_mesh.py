@@ -73,8 +73,8 @@ def _collectives() -> dict[str, Any]:
     assert world.all_reduce(torch.full((2,), float(ours.rank))).tolist() == [6.0, 6.0]
     received = torch.empty(2)
     work = tp.exchange([(torch.full((2,), float(ours.rank)), 1 - tp.index)], [(received, 1 - tp.index)])
-    for one in work:
-        one.wait()
+    for transfer in work:
+        transfer.wait()
     assert received.tolist() == [float(ours.rank ^ 1)] * 2
     groups = [*ours.groups.values(), saving_group(ours)]
     limits = {compat.time_limit(group.process_group) for group in groups if group.process_group is not None}
@@ -93,14 +93,14 @@ def _two_layouts() -> list[float]:
     """A tied pipeline, whose two ends alone make a group, then other axes over the same ranks."""
     shape = replace(shrink("qwen2.5-0.5b"), layers=4)
     made: Made = {}
-    found = []
+    totals = []
     for layout in (Layout(pp=4, micro_batch=1), Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2, micro_batch=1)):
         ours = make_mesh(layout, made=made)
-        for one in common(shape, layout, ours.rank):
-            make_group(one.axis, one.ranks, ours).all_reduce(torch.ones(1))
-        found.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))
+        for shared in common(shape, layout, ours.rank):
+            make_group(shared.axis, shared.ranks, ours).all_reduce(torch.ones(1))
+        totals.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))
     again = make_mesh(Layout(dp_shard=2, tp=2))  # the same ranks once more, without those that were made
-    return [*found, again["tp"].all_reduce(torch.ones(1)).item()]
+    return [*totals, again["tp"].all_reduce(torch.ones(1)).item()]
 
 
 def test_one_rank_may_have_made_more_groups_than_another() -> None:

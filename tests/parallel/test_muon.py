@@ -30,7 +30,7 @@ BF16 = replace(DENSE, optimizer="muon", precision="bf16", master_weights="none")
 
 def layouts(options: list[dict[str, Any]], case: Case) -> list[tuple[Case, Layout]]:
     routed = case.shape.moe is not None
-    return [(case, Layout(compile="off", **one)) for one in options if routed or "ep" not in one]
+    return [(case, Layout(compile="off", **fields)) for fields in options if routed or "ep" not in fields]
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,22 @@ def layouts(options: list[dict[str, Any]], case: Case) -> list[tuple[Case, Layou
 def test_layouts_are_equal_to_one_device(world: int, cases: list[tuple[Case, Layout]]) -> None:
     alone: dict[Case, RankOutcome] = {}
     ranks = on_ranks(world, outcomes_of, cases, "cpu", limit_s=300)
-    for place, (case, layout) in enumerate(cases):
+    for number, (case, layout) in enumerate(cases):
         if case not in alone:
             alone[case] = outcome(case, Layout(compile="off"))
-        together = [from_arrays(rank[place]) for rank in ranks]
+        together = [from_arrays(rank[number]) for rank in ranks]
         assert first_difference(alone[case], together, case.band) is None, layout
 
 
 def each_its_piece(case: Case, layout: Layout) -> RankOutcome:
     """With the error that the exchange is there to prevent: each rank orthogonalizes what it has."""
 
-    def alone(self: muon.Muon, some: dict[str, muon.MatrixUpdate], numbers: muon.StepNumbers) -> None:
-        for one in self.rounds:
-            for part in one.held:
-                rows = some[part.matrix.name].direction[part.start : part.start + part.rows]
-                found = muon.orthogonalized(rows[None].clone(), self.recipe.epsilon)[0]
-                self._change(some[part.matrix.name].piece, part, found, numbers)
+    def alone(self: muon.Muon, updates: dict[str, muon.MatrixUpdate], numbers: muon.StepNumbers) -> None:
+        for exchange in self.rounds:
+            for part in exchange.held:
+                rows = updates[part.matrix.name].direction[part.start : part.start + part.rows]
+                step = muon.orthogonalized(rows[None].clone(), self.recipe.epsilon)[0]
+                self._change(updates[part.matrix.name].piece, part, step, numbers)
 
     muon.Muon.update = alone  # type: ignore[assignment]  # in a process of its own
     return outcomes_of([(case, layout)], "cpu")[0]
@@ -71,15 +71,15 @@ def each_its_piece(case: Case, layout: Layout) -> RankOutcome:
 @pytest.mark.parametrize("options", [{"tp": 2}, {"dp_shard": 2, "zero": 1}], ids=str)
 def test_pieces_that_are_orthogonalized_alone_are_found(options: dict[str, Any]) -> None:
     case, layout = replace(DENSE, optimizer="muon"), Layout(compile="off", **options)
-    ranks = [from_arrays(found) for found in on_ranks(2, each_its_piece, case, layout)]
-    said = first_difference(outcome(case, Layout(compile="off")), ranks, case.band)
-    assert said is not None and said.startswith("step 2: loss")
+    ranks = [from_arrays(sent) for sent in on_ranks(2, each_its_piece, case, layout)]
+    difference = first_difference(outcome(case, Layout(compile="off")), ranks, case.band)
+    assert difference is not None and difference.startswith("step 2: loss")
 
 
 def empty_rank() -> list[int]:
     """Rounds of a rank whose parameters are frozen, or all too few for it."""
     made: Made = {}
-    found = []
+    rounds = []
     for frozen in (False, True):
         mesh = make_mesh(Layout(dp_shard=2, zero=1), made=made)
         engine = build_engine(DENSE.shape, mesh.layout, mesh=mesh)
@@ -90,8 +90,8 @@ def empty_rank() -> list[int]:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step(1e-3, divide_by=torch.ones(()), skip=torch.zeros(()))
         assert optimizer._muon is not None
-        found.append(len(optimizer._muon.rounds))
-    return found
+        rounds.append(len(optimizer._muon.rounds))
+    return rounds
 
 
 def test_a_rank_whose_matrices_are_frozen_sends_nothing() -> None:

@@ -21,18 +21,18 @@ from tests.model.shrunk import KINDS, model, tokens
 from tests.parallel.test_recompute import step
 
 
-def laid_out(name: str, **given: object) -> Transformer:
-    dropout = float(given.pop("dropout", 0.0))  # type: ignore[arg-type]
-    return on_one_device(model(name, dropout=dropout), Layout(**given)).model  # type: ignore[arg-type]
+def laid_out(name: str, **fields: object) -> Transformer:
+    dropout = float(fields.pop("dropout", 0.0))  # type: ignore[arg-type]
+    return on_one_device(model(name, dropout=dropout), Layout(**fields)).model  # type: ignore[arg-type]
 
 
-def offload_of(found: Transformer) -> Offload:
-    assert isinstance(found.seams.call, Offload)
-    return found.seams.call
+def offload_of(moving: Transformer) -> Offload:
+    assert isinstance(moving.seams.call, Offload)
+    return moving.seams.call
 
 
-def free_bytes(found: Transformer) -> int:
-    return sum(one.memory.numel() for some in offload_of(found).memory.free.values() for one in some)
+def free_bytes(moving: Transformer) -> int:
+    return sum(buffer.memory.numel() for buffers in offload_of(moving).memory.free.values() for buffer in buffers)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -41,80 +41,80 @@ def free_bytes(found: Transformer) -> int:
 def test_loss_and_gradients_keep_every_bit(name: str, recompute: str, layers: int) -> None:
     """In the second step with the buffers of the first: none is taken anew, and all are free again after each."""
     plain = step(laid_out(name, dropout=0.1))
-    found = laid_out(name, recompute=recompute, recompute_layers=layers, offload="activations", dropout=0.1)
+    moving = laid_out(name, recompute=recompute, recompute_layers=layers, offload="activations", dropout=0.1)
     taken = []
     for _ in range(2):
-        for parameter in found.parameters():
+        for parameter in moving.parameters():
             parameter.grad = None
-        seen = step(found)
+        seen = step(moving)
         assert seen.keys() == plain.keys()
         assert all(torch.equal(seen[key], value) for key, value in plain.items())
-        assert free_bytes(found) == offload_of(found).memory.taken_bytes > 0
-        taken.append(free_bytes(found))
+        assert free_bytes(moving) == offload_of(moving).memory.taken_bytes > 0
+        taken.append(free_bytes(moving))
     assert taken[0] == taken[1]
 
 
 def test_several_passes_in_flight_and_one_that_is_given_up() -> None:
     """As a pipeline has them: backward in another order than forward; buffers are shared and given back."""
-    plain, found = model("llama-3.1-8b"), laid_out("llama-3.1-8b", offload="activations")
+    plain, moving = model("llama-3.1-8b"), laid_out("llama-3.1-8b", offload="activations")
     gradients: list[dict[str, Tensor]] = []
-    for one in (plain, found):
-        losses = [one.loss(tokens(2, 20 + n)[:, :-1], tokens(2, 20 + n)[:, 1:]).cross_entropy for n in range(3)]
+    for network in (plain, moving):
+        losses = [network.loss(tokens(2, 20 + n)[:, :-1], tokens(2, 20 + n)[:, 1:]).cross_entropy for n in range(3)]
         losses[1].backward()  # type: ignore[no-untyped-call]
         losses[0].backward()  # type: ignore[no-untyped-call]
         del losses
-        gradients.append({name: p.grad for name, p in one.named_parameters() if p.grad is not None})
+        gradients.append({name: p.grad for name, p in network.named_parameters() if p.grad is not None})
     gc.collect()
     assert all(torch.equal(gradients[1][name], value) for name, value in gradients[0].items())
-    assert free_bytes(found) == offload_of(found).memory.taken_bytes > 0
+    assert free_bytes(moving) == offload_of(moving).memory.taken_bytes > 0
 
 
 def test_the_last_block_and_one_more_are_on_the_device() -> None:
     """Of what three blocks keep, one block's stays after the forward pass, the rest is in host memory."""
-    kept = {}
+    live = {}
     for offload in ("off", "activations"):
-        found = laid_out("llama-3.1-8b", offload=offload)
-        with Alive([*found.parameters(), *found.buffers()]) as alive:
-            x, _ = found.hidden(tokens(2, 48))
-            kept[offload] = alive.live_bytes
-        host = 0 if offload == "off" else offload_of(found).memory.taken_bytes
-        kept[offload] -= host
+        moving = laid_out("llama-3.1-8b", offload=offload)
+        with Alive([*moving.parameters(), *moving.buffers()]) as alive:
+            x, _ = moving.hidden(tokens(2, 48))
+            live[offload] = alive.live_bytes
+        host = 0 if offload == "off" else offload_of(moving).memory.taken_bytes
+        live[offload] -= host
         del x
     per_layer = (313344 - 48384) / 3
-    assert kept["off"] - kept["activations"] == pytest.approx(2 * per_layer, rel=0.15)
+    assert live["off"] - live["activations"] == pytest.approx(2 * per_layer, rel=0.15)
 
 
 def test_norms_that_are_made_again_are_not_moved() -> None:
     """Their inputs are, once, whoever else keeps them; less is in host memory, and on the device only the last block's
     share of it more than nothing."""
-    taken, kept = {}, {}
+    taken, live = {}, {}
     for recompute in ("none", "norms"):
-        found = laid_out("llama-3.1-8b", recompute=recompute, offload="activations")
-        with Alive([*found.parameters(), *found.buffers()]) as alive:
-            x, _ = found.hidden(tokens(2, 48))
-            taken[recompute] = offload_of(found).memory.taken_bytes
-            kept[recompute] = alive.live_bytes - taken[recompute]
+        moving = laid_out("llama-3.1-8b", recompute=recompute, offload="activations")
+        with Alive([*moving.parameters(), *moving.buffers()]) as alive:
+            x, _ = moving.hidden(tokens(2, 48))
+            taken[recompute] = offload_of(moving).memory.taken_bytes
+            live[recompute] = alive.live_bytes - taken[recompute]
         del x
     hidden = 2 * 48 * model("llama-3.1-8b").shape.hidden * 4
     assert taken["none"] - taken["norms"] == 2 * 2 * hidden, "two norms in each of the two blocks that are moved"
-    assert kept["none"] - kept["norms"] == 2 * hidden
+    assert live["none"] - live["norms"] == 2 * hidden
 
 
 def test_no_gradient_nothing_moved() -> None:
-    found = laid_out("llama-3.1-8b", offload="activations")
+    moving = laid_out("llama-3.1-8b", offload="activations")
     with torch.no_grad():
-        found(tokens(1, 9))
-    assert offload_of(found).memory.taken_bytes == 0
+        moving(tokens(1, 9))
+    assert offload_of(moving).memory.taken_bytes == 0
 
 
 def test_a_forward_pass_that_fails_keeps_no_buffer() -> None:
     """Nor does one whose loss is let go of; without a collection of cycles."""
-    found = laid_out("llama-3.1-8b", offload="activations")
-    offload, last = offload_of(found), found.blocks[-1]
+    moving = laid_out("llama-3.1-8b", offload="activations")
+    offload, last = offload_of(moving), moving.blocks[-1]
     inner = offload.inner
 
-    def fails(block: Block, *given: object) -> tuple[Tensor, Tensor | None]:
-        done = inner(block, *given)
+    def fails(block: Block, *arguments: object) -> tuple[Tensor, Tensor | None]:
+        done = inner(block, *arguments)
         if block is last:
             raise RuntimeError("out of memory")
         return done
@@ -124,15 +124,15 @@ def test_a_forward_pass_that_fails_keeps_no_buffer() -> None:
     try:
         offload.inner = fails
         try:
-            found(tokens(1, 9))
+            moving(tokens(1, 9))
         except RuntimeError as failure:
             assert offload.memory.taken_bytes > 0 and "out of memory" in str(failure)
-        assert not offload.leaving and free_bytes(found) == offload.memory.taken_bytes
+        assert not offload.leaving and free_bytes(moving) == offload.memory.taken_bytes
         offload.inner = inner
-        made = found(tokens(1, 9))
-        assert free_bytes(found) < offload.memory.taken_bytes
+        made = moving(tokens(1, 9))
+        assert free_bytes(moving) < offload.memory.taken_bytes
         del made
-        assert free_bytes(found) == offload.memory.taken_bytes
+        assert free_bytes(moving) == offload.memory.taken_bytes
     finally:
         gc.enable()
 
@@ -166,14 +166,14 @@ def _moved(layouts: list[Layout]) -> list[tuple[RankOutcome, set[int]]]:
             sent.update({compat.storage_key(self.here.untyped_storage())} & now)
             super().send(offload)
 
-    found = []
+    outcomes = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.parallel.offload.StoredStorage", Watched)
         for layout in layouts:
             sent.clear()
-            found.append((outcome(CASE, layout), set(sent)))
+            outcomes.append((outcome(CASE, layout), set(sent)))
             assert parameters
-    return found
+    return outcomes
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -184,7 +184,7 @@ def test_every_parallelism_equals_one_device(world: int) -> None:
     ranks = on_ranks(world, _moved, layouts)
     for index, layout in enumerate(layouts):
         alone = outcome(CASE, Layout(compile="off", micro_batch=layout.micro_batch))
-        assert (found := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, found)
+        assert (difference := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, difference)
         assert not any(rank[index][1] for rank in ranks), layout
 
 
@@ -194,8 +194,8 @@ def test_around_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     plain = model("llama-3.1-8b")
     plain.hidden(tokens(2, 20))[0].sum().backward()
-    found = laid_out("llama-3.1-8b", offload="activations", compile="on")
-    found.hidden(tokens(2, 20))[0].sum().backward()
-    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
-    assert free_bytes(found) == offload_of(found).memory.taken_bytes > 0
+    moving = laid_out("llama-3.1-8b", offload="activations", compile="on")
+    moving.hidden(tokens(2, 20))[0].sum().backward()
+    for parameter, other in zip(moving.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert free_bytes(moving) == offload_of(moving).memory.taken_bytes > 0

@@ -31,44 +31,44 @@ Found = tuple[list[RankOutcome], dict[str, dict[str, Tensor]]]
 
 def ours(work: Work, made: Made, layout: dict[str, Any]) -> RankOutcome:
     """This rank's boxes of the gradients of one training step."""
-    one = Ours(work, made, **layout)
-    kept: dict[str, Any] = {}
-    update = one.optimizer.step
+    run = Ours(work, made, **layout)
+    gradients: dict[str, Any] = {}
+    update = run.optimizer.step
 
     def keep_and_update(rate: float, **options: Any) -> None:
-        for name, p in one.engine.parameters.items():
+        for name, p in run.engine.parameters.items():
             assert p.grad is not None, name
-            kept[name] = one.engine.local_boxes()[name], local(p.grad).clone()
+            gradients[name] = run.engine.local_boxes()[name], local(p.grad).clone()
         update(rate, **options)
 
-    one.optimizer.step = keep_and_update  # type: ignore[method-assign]
-    loss = one.step(*work.batch(0))
-    return RankOutcome((loss.item() * one.layout.world,), (), kept)
+    run.optimizer.step = keep_and_update  # type: ignore[method-assign]
+    loss = run.step(*work.batch(0))
+    return RankOutcome((loss.item() * run.layout.world,), (), gradients)
 
 
 def theirs(peer: Peer, work: Work) -> dict[str, Tensor]:
     """The whole gradients that this rank has, and its part of the loss."""
-    found = {"loss": peer.forward_backward(*work.batch(0)).clone()}
+    results = {"loss": peer.forward_backward(*work.batch(0)).clone()}
     for name, p in peer.named.items():
         assert p.grad is not None, name
-        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-    return found
+        results[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+    return results
 
 
 def _on_rank(work: Work, layouts: list[dict[str, Any]], peers: list[str], schedules: list[str]) -> Found:
     made: Made = {}
     mine = [ours(work, made, layout) for layout in layouts]
-    found = {name: theirs(PEERS[name](work), work) for name in peers}
-    return mine, found | {name: theirs(TorchPipeline(work, name), work) for name in schedules}
+    oracles = {name: theirs(PEERS[name](work), work) for name in peers}
+    return mine, oracles | {name: theirs(TorchPipeline(work, name), work) for name in schedules}
 
 
 def assert_equal(mine: list[RankOutcome], other: list[dict[str, Tensor]]) -> None:
     """Every gradient and the loss; what several ranks have whole is the same on all."""
-    loss = sum(found.pop("loss") for found in other)
+    loss = sum(results.pop("loss") for results in other)
     torch.testing.assert_close(torch.tensor(mine[0].losses[0]), loss, rtol=1e-5, atol=0)
     whole = assemble(mine)
-    assert {name for found in other for name in found} == set(whole)
-    for name, gradient in ((name, gradient) for found in other for name, gradient in found.items()):
+    assert {name for results in other for name in results} == set(whole)
+    for name, gradient in ((name, gradient) for results in other for name, gradient in results.items()):
         off = (whole[name] - gradient).norm() / gradient.norm()
         assert off < 1e-5, f"{name}: {off:.2e}"
 
@@ -78,14 +78,14 @@ def test_every_zero_stage_has_the_gradients_of_torch(peer: str) -> None:
     layouts = [{"dp_shard": 2, "zero": zero} for zero in range(4)]
     ranks = on_ranks(2, _on_rank, WORK, layouts, [peer], [])
     for index in range(len(layouts)):
-        assert_equal([mine[index] for mine, _ in ranks], [dict(found[peer]) for _, found in ranks])
+        assert_equal([mine[index] for mine, _ in ranks], [dict(oracles[peer]) for _, oracles in ranks])
 
 
 def test_tensor_parallelism_has_the_gradients_of_torch() -> None:
     layouts = [{"tp": 2}, {"tp": 2, "sp": True}]
     ranks = on_ranks(2, _on_rank, WORK, layouts, ["TP"], [])
     for index in range(len(layouts)):
-        assert_equal([mine[index] for mine, _ in ranks], [dict(found["TP"]) for _, found in ranks])
+        assert_equal([mine[index] for mine, _ in ranks], [dict(oracles["TP"]) for _, oracles in ranks])
 
 
 def test_every_schedule_has_the_gradients_of_torch() -> None:
@@ -94,4 +94,4 @@ def test_every_schedule_has_the_gradients_of_torch() -> None:
     layouts = [{"pp": 2, "vp": VIRTUAL.get(name, 1), "schedule": name} for name in names]
     ranks = on_ranks(2, _on_rank, MICRO, layouts, [], names)
     for index, name in enumerate(names):
-        assert_equal([mine[index] for mine, _ in ranks], [found[name] for _, found in ranks])
+        assert_equal([mine[index] for mine, _ in ranks], [oracles[name] for _, oracles in ranks])

@@ -69,20 +69,20 @@ def recorded(lists: Actions, rank: int) -> list[Node]:
     ranks = {link: sorted((link.source, link.target)) for link in links(placement)}
     groups: Any = {link: Recorder(log, link, ends.index(rank)) for link, ends in ranks.items() if rank in ends}
     empty = torch.empty(0)
-    own = PointToPoint(groups, rank, todo, lambda _: empty)
+    transfers = PointToPoint(groups, rank, todo, lambda _: empty)
     for action in todo.actions:
         stage, i, last = action.stage, action.micro_batch, len(placement) - 1
         if action.kind == "F" and stage:
-            own.take("F", stage, i)
+            transfers.take("F", stage, i)
         elif action.kind in ("B", "BW") and stage < last:
-            own.take("B", stage, i)
+            transfers.take("B", stage, i)
         log.append(("compute", action))
         if action.kind == "F" and stage < last:
-            own.put("F", stage + 1, i, empty)
+            transfers.put("F", stage + 1, i, empty)
         elif action.kind in ("B", "BW") and stage:
-            own.put("B", stage - 1, i, empty)
-        own.action_ended()
-    own.close()
+            transfers.put("B", stage - 1, i, empty)
+        transfers.action_ended()
+    transfers.close()
     return log
 
 
@@ -93,15 +93,15 @@ class Graph:
     before: dict[Node, set[Node]] = field(default_factory=dict)
 
     def add(self, node: Node, *earlier: Node | None) -> Node:
-        self.before.setdefault(node, set()).update(one for one in earlier if one is not None)
+        self.before.setdefault(node, set()).update(node_before for node_before in earlier if node_before is not None)
         return node
 
     def cycle(self) -> list[Node] | None:
         try:
             TopologicalSorter(self.before).prepare()
         except CycleError as error:
-            found: list[Node] = error.args[1]
-            return found
+            nodes: list[Node] = error.args[1]
+            return nodes
         return None
 
 
@@ -127,21 +127,21 @@ def played(logs: list[list[Node]], loads: Launch, *, host_waits: bool = False) -
         stream: Node | None = None
         of_link: dict[StageLink, Node] = {}
         open_receives: list[Node] = []
-        for number, (what, *given) in enumerate(log):
-            start = graph.add(("start", rank, number, what, *given), host)
+        for number, (what, *details) in enumerate(log):
+            start = graph.add(("start", rank, number, what, *details), host)
             host = start
             if what == "compute":
-                if loads(rank, given[0]):
+                if loads(rank, details[0]):
                     graph.add(start, *open_receives)
                 stream = graph.add(("computed", rank, number), start, stream)
                 continue
-            transfer: Node = ("transfer", *given)
+            transfer: Node = ("transfer", *details)
             if what == "wait":
                 stream = graph.add(("waited", rank, number), start, stream, transfer)
                 host = stream if host_waits else host
                 continue
-            graph.add(transfer, start, stream, of_link.get(given[0]))
-            of_link[given[0]] = transfer
+            graph.add(transfer, start, stream, of_link.get(details[0]))
+            of_link[details[0]] = transfer
             if what == "receive":
                 open_receives.append(transfer)
     return graph.cycle()
@@ -166,8 +166,8 @@ def test_every_schedule_ends_under_the_rules_of_nccl() -> None:
     """Wherever code is loaded; and where nothing is, with a host that waits."""
     for title, lists in steps():
         logs = rank_logs(lists)
-        assert (found := played(logs, anywhere)) is None, (title, found)
-        assert (found := played(logs, nowhere, host_waits=True)) is None, (title, found)
+        assert (deadlock := played(logs, anywhere)) is None, (title, deadlock)
+        assert (deadlock := played(logs, nowhere, host_waits=True)) is None, (title, deadlock)
 
 
 def test_a_receive_at_the_start_of_a_step_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +177,14 @@ def test_a_receive_at_the_start_of_a_step_is_a_deadlock(monkeypatch: pytest.Monk
     logs = rank_logs(schedule("1f1b", 2, 4))
     assert logs[0][0] == ("receive", StageLink("B", 1, 0), 0)
     assert played(logs, nowhere) is None
-    found = played(logs, lambda rank, action: action in (Action("F", 0, 0), Action("F", 1, 0)))
-    assert found is not None and ("transfer", StageLink("B", 1, 0), 0) in found
+    deadlock = played(logs, lambda rank, action: action in (Action("F", 0, 0), Action("F", 1, 0)))
+    assert deadlock is not None and ("transfer", StageLink("B", 1, 0), 0) in deadlock
 
 
 def test_swapped_sends_are_a_deadlock() -> None:
     """The play sees two ranks that disagree about what comes first."""
     logs = rank_logs(schedule("afab", 2, 2))
-    sends = [place for place, entry in enumerate(logs[0]) if entry[0] == "send"]
+    sends = [number for number, entry in enumerate(logs[0]) if entry[0] == "send"]
     late = logs[0].pop(sends[0])
     logs[0].append(late)
     assert played(logs, nowhere) is not None
@@ -194,10 +194,10 @@ def test_receives_travel_while_a_rank_computes() -> None:
     """Of the last rank all but the first, which nothing comes before."""
     log = recorded(schedule("1f1b", 4, 12), 3)
     ahead = []
-    for place, entry in enumerate(log):
+    for number, entry in enumerate(log):
         if entry[0] == "receive":
             wait = log.index(("wait", *entry[1:]))
-            ahead.append(any(one[0] == "compute" for one in log[place:wait]))
+            ahead.append(any(other[0] == "compute" for other in log[number:wait]))
     assert ahead == [False] + [True] * 11
 
 
@@ -208,14 +208,14 @@ def test_no_more_buffers_than_the_planner_counts() -> None:
         count = 1 + max(action.micro_batch for action in lists[0])
         for log in rank_logs(lists):
             received, sent = {"F": 0, "B": 0}, 0
-            own = {entry[1] for entry in log if entry[0] == "receive"}
-            for what, *given in log:
+            received_here = {entry[1] for entry in log if entry[0] == "receive"}
+            for what, *details in log:
                 if what == "receive":
-                    received[given[0].kind] += 1
+                    received[details[0].kind] += 1
                 elif what == "send":
                     sent += 1
-                elif what == "wait" and given[0] in own:
-                    received[given[0].kind] -= 1
+                elif what == "wait" and details[0] in received_here:
+                    received[details[0].kind] -= 1
                 elif what == "wait":
                     sent -= 1
                 assert max(received.values()) <= AHEAD + 1, title

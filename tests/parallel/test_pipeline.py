@@ -49,16 +49,16 @@ class Case:
 
 def cases(world: int) -> list[Case]:
     """One layer more than stages: never even."""
-    found = [
+    all_cases = [
         Case(name, m, v)
         for name in NAMES
         for v in {VIRTUAL.get(name, 1), 3 if name == "interleaved" and world == 2 else VIRTUAL.get(name, 1)}
         for m in (1, world + (name != "interleaved"), 2 * world)
     ]
-    found += [Case(name, 2 * world, VIRTUAL.get(name, 1), kind) for name, kind in zip(NAMES, KINDS, strict=True)]
-    found += [Case(name, 2 * world, VIRTUAL.get(name, 1), slow=True) for name in NAMES[1:]]
-    found = [replace(case, layers=case.virtual * world + 1) for case in found]
-    return [case for case in found if refusal(case.schedule, world, case.micro_batches, case.virtual) is None]
+    all_cases += [Case(name, 2 * world, VIRTUAL.get(name, 1), kind) for name, kind in zip(NAMES, KINDS, strict=True)]
+    all_cases += [Case(name, 2 * world, VIRTUAL.get(name, 1), slow=True) for name in NAMES[1:]]
+    all_cases = [replace(case, layers=case.virtual * world + 1) for case in all_cases]
+    return [case for case in all_cases if refusal(case.schedule, world, case.micro_batches, case.virtual) is None]
 
 
 KINDS = ("gpt2-124m", "qwen2.5-0.5b", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b", "qwen2.5-0.5b")
@@ -147,10 +147,10 @@ def _run_case(case: Case, group: Group, links: dict[StageLink, Group], told: Tol
     assert not seen and all(p.grad is None for model in models for p in model.parameters())
     told.calls.clear()
     loss = pipeline.run(batches)
-    own = schedule(case.schedule, group.size, case.micro_batches, case.virtual)[group.index]
+    actions = schedule(case.schedule, group.size, case.micro_batches, case.virtual)[group.index]
     assert (
-        seen == [(word, action) for action in own for word in ("before", "after")]
-        and pipeline.actions(len(batches)) == own
+        seen == [(word, action) for action in actions for word in ("before", "after")]
+        and pipeline.actions(len(batches)) == actions
     )
     gradients: dict[str, Tensor] = {}
     for name, parameter in (pair for model in models for pair in model.named_parameters()):
@@ -176,16 +176,16 @@ def assert_equal(case: Case, world: int, results: list[dict[str, Any]]) -> None:
     loss, evaluated, gradients = on_one_device(case.model, case.layers, case.micro_batches)
     torch.testing.assert_close(sum(result["loss"] for result in results), loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(sum(result["evaluated"] for result in results), evaluated, rtol=1e-6, atol=0)
-    found: dict[str, Tensor] = {}
+    total: dict[str, Tensor] = {}
     for name, gradient in (pair for result in results for pair in result["gradients"].items()):
-        assert name not in found or name == "embed.weight", name
-        found[name] = found[name] + gradient if name in found else gradient
-    assert set(found) == set(gradients)
+        assert name not in total or name == "embed.weight", name
+        total[name] = total[name] + gradient if name in total else gradient
+    assert set(total) == set(gradients)
     for name, gradient in gradients.items():
         if name == "embed.weight":
-            assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), case
+            assert (total[name] - gradient).norm() <= 1e-6 * gradient.norm(), case
         else:
-            assert torch.equal(found[name], gradient), (case, name)
+            assert torch.equal(total[name], gradient), (case, name)
     placement = stage_rank(case.schedule, world, case.virtual)
     for rank, result in enumerate(results):
         crossing = sum((a == rank) + (b == rank) for a, b in pairwise(placement) if a != b)

@@ -39,8 +39,8 @@ class _Constructed:
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = torch.zeros(1, 4, dtype=torch.int64)
-        out, found = model.stage(x, tokens, tokens)
-        loss = 0.0 * found.cross_entropy
+        out, losses = model.stage(x, tokens, tokens)
+        loss = 0.0 * losses.cross_entropy
         return out, loss + self.value * model.get_parameter("norm.weight").float().sum() if model.last else loss
 
 
@@ -48,7 +48,7 @@ def _sums(options: Sequence[dict[str, Any]], reduce_dtype: torch.dtype, small: i
     """Per layout the dtype and the values of this rank's part of the norm's gradient (nothing where another stage has
     it): 1 from the first data-parallel rank, then SMALL so many times from each."""
     made: Made = {}
-    found: list[tuple[Any, set[float]]] = []
+    sums: list[tuple[Any, set[float]]] = []
     for each in options:
         layout = Layout(compile="off", **each)
         mesh = make_mesh(layout, made=made)
@@ -67,10 +67,10 @@ def _sums(options: Sequence[dict[str, Any]], reduce_dtype: torch.dtype, small: i
         if "norm.weight" in engine.parameters:
             gradient = engine.parameters["norm.weight"].grad
             assert gradient is not None
-            found.append((gradient.dtype, set(local(gradient).tolist())))
+            sums.append((gradient.dtype, set(local(gradient).tolist())))
         else:
-            found.append((None, set()))
-    return found
+            sums.append((None, set()))
+    return sums
 
 
 def test_a_long_accumulation_stalls_in_bf16_and_not_in_fp32() -> None:
@@ -179,10 +179,10 @@ def _keep_apart(bucket: Bucket) -> None:
     bucket.missing = bucket.made_here
 
 
-def _forget(one: MicroPass, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forget(micro_pass: MicroPass, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
     """A micro-batch whose first sequence begins with an even token adds no gradient; its loss is told."""
-    out, loss = _pass(one, model, x)
-    return out, loss * (one.batch.tokens[0, 0] % 2)
+    out, loss = _pass(micro_pass, model, x)
+    return out, loss * (micro_pass.batch.tokens[0, 0] % 2)
 
 
 WRONG: dict[str, tuple[dict[str, Any], Any, str, Callable[..., Any]]] = {
@@ -197,15 +197,15 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str, Callable[..., Any]]] = {
 
 def _mutated() -> list[RankOutcome]:
     made: Made = {}
-    found = []
+    outcomes = []
     for each, owner, name, changed in WRONG.values():
         before = getattr(owner, name)
         setattr(owner, name, changed)
         try:
-            found.append(outcome(CASES["dense"], Layout(compile="off", **each), made=made))
+            outcomes.append(outcome(CASES["dense"], Layout(compile="off", **each), made=made))
         finally:
             setattr(owner, name, before)
-    return found
+    return outcomes
 
 
 def test_the_band_finds_every_gradient_that_is_missing_or_doubled() -> None:

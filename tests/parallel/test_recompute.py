@@ -39,15 +39,15 @@ def laid_out(name: str, recompute: str, layers: int = 0, **options: object) -> T
     return on_one_device(model(name, **options), layout).model
 
 
-def step(found: Transformer, *, length: int = 20, mask: bool = False) -> dict[str, Tensor]:
+def step(network: Transformer, *, length: int = 20, mask: bool = False) -> dict[str, Tensor]:
     """Loss and every gradient of one pass, with the dropout of seed 3."""
     torch.manual_seed(3)
-    given = tokens(2, length + 1)
+    rows = tokens(2, length + 1)
     documents, positions = packed((7, length - 7), 2) if mask else (None, None)
-    loss = found.loss(given[:, :-1], given[:, 1:], documents=documents, positions=positions)
+    loss = network.loss(rows[:, :-1], rows[:, 1:], documents=documents, positions=positions)
     total = loss.cross_entropy if loss.balance is None else loss.cross_entropy + loss.balance.sum()
     total.backward()
-    gradients = {name: p.grad for name, p in found.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
     return {"loss": total.detach(), "state": torch.get_rng_state(), **gradients}
 
 
@@ -68,25 +68,25 @@ def test_with_dropout_of_adapters_too(name: str, recompute: str) -> None:
     """Nothing but adapters draws here."""
 
     def adapted(policy: str) -> dict[str, Tensor]:
-        found = build(replace(shrink(name), lora=LoRAShape(rank=4, dropout=0.5)), seed=1)
-        for key, parameter in found.named_parameters():
+        recomputed = build(replace(shrink(name), lora=LoRAShape(rank=4, dropout=0.5)), seed=1)
+        for key, parameter in recomputed.named_parameters():
             if key.endswith("lora.b"):
                 torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
-        return step(on_one_device(found, Layout(recompute=policy)).model)  # type: ignore[arg-type]  # one of RECOMPUTE
+        return step(on_one_device(recomputed, Layout(recompute=policy)).model)  # type: ignore[arg-type]  # one of RECOMPUTE
 
-    plain, found = adapted("none"), adapted(recompute)
-    assert found.keys() == plain.keys() and any("lora" in key for key in plain)
-    assert all(torch.equal(found[key], value) for key, value in plain.items())
+    plain, recomputed = adapted("none"), adapted(recompute)
+    assert recomputed.keys() == plain.keys() and any("lora" in key for key in plain)
+    assert all(torch.equal(recomputed[key], value) for key, value in plain.items())
 
 
 def same_bits(name: str, *, dropout: float) -> None:
     plain = step(laid_out(name, "none", dropout=dropout))
     assert len(plain) == 2 + len(list(model(name).parameters()))
     for recompute in POLICIES[1:]:
-        found = step(laid_out(name, recompute, dropout=dropout))
-        assert found.keys() == plain.keys()
+        recomputed = step(laid_out(name, recompute, dropout=dropout))
+        assert recomputed.keys() == plain.keys()
         for key, value in plain.items():
-            assert torch.equal(found[key], value), (recompute, key)
+            assert torch.equal(recomputed[key], value), (recompute, key)
 
 
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "deepseek-v3"])
@@ -95,9 +95,9 @@ def test_16_bit_packed_rows_and_plain_kernels_too(name: str, dtype: torch.dtype)
     for kernels in ("auto",) if dtype == torch.float16 else ("auto", "reference"):
         plain = step(laid_out(name, "none", dtype=dtype, kernels=kernels), mask=True)
         for recompute in POLICIES[1:]:
-            found = step(laid_out(name, recompute, dtype=dtype, kernels=kernels), mask=True)
+            recomputed = step(laid_out(name, recompute, dtype=dtype, kernels=kernels), mask=True)
             for key, value in plain.items():
-                assert torch.equal(found[key], value), (kernels, recompute, key)
+                assert torch.equal(recomputed[key], value), (kernels, recompute, key)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2-124m", "deepseek-v3"])
@@ -105,8 +105,8 @@ def test_some_layers_only_keep_every_bit(name: str) -> None:
     plain = step(laid_out(name, "none", dropout=0.1))
     for recompute in POLICIES[1:]:
         for layers in (1, 2, 7):
-            found = step(laid_out(name, recompute, layers, dropout=0.1))
-            assert all(torch.equal(found[key], value) for key, value in plain.items()), (recompute, layers)
+            recomputed = step(laid_out(name, recompute, layers, dropout=0.1))
+            assert all(torch.equal(recomputed[key], value) for key, value in plain.items()), (recompute, layers)
 
 
 @pytest.mark.parametrize("recompute", POLICIES[1:])
@@ -115,30 +115,30 @@ def test_each_layer_that_recomputes_keeps_less_by_the_same(recompute: str) -> No
     kernels = "reference" if recompute == "selective" else "auto"
     of_layers = partial(memory, "llama-3.1-8b", length=48, kernels=kernels)
     none, all_three = (of_layers(policy)[0] for policy in ("none", recompute))
-    one, two = (of_layers(recompute, layers=layers) for layers in (1, 2))
-    assert none - one[0] == one[0] - two[0] == two[0] - all_three > 0
+    one_layer, two_layers = (of_layers(recompute, layers=layers) for layers in (1, 2))
+    assert none - one_layer[0] == one_layer[0] - two_layers[0] == two_layers[0] - all_three > 0
 
 
 def memory(
     name: str, recompute: str, *, length: int, layers: int = 0, dropout: float = 0.0, **options: object
 ) -> tuple[int, int]:
     """Bytes of live tensors at the end of the forward pass, and at most until the end of the backward pass."""
-    found = laid_out(name, recompute, layers, dropout=dropout, **options)
-    with Alive([*found.parameters(), *found.buffers()]) as alive:
-        x, balance = found.hidden(tokens(2, length))
+    network = laid_out(name, recompute, layers, dropout=dropout, **options)
+    with Alive([*network.parameters(), *network.buffers()]) as alive:
+        x, balance = network.hidden(tokens(2, length))
         total = x.sum() if balance is None else x.sum() + balance.sum()
-        kept = alive.live_bytes
+        live_bytes = alive.live_bytes
         total.backward()
-    return kept, alive.peak_bytes
+    return live_bytes, alive.peak_bytes
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_each_policy_keeps_less_than_the_one_before(name: str, dropout: float, path: str) -> None:
-    kept = {policy: memory(name, policy, length=48, dropout=dropout) for policy in POLICIES}
-    none, norms, selective, attention, full = kept.values()
-    assert none[0] > 1.05 * norms[0] and norms[0] > (1.1 if dropout else 1.2) * attention[0], kept
-    assert attention[0] > 1.3 * full[0] and none[1] > norms[1] > attention[1] > full[1], kept
+    held = {policy: memory(name, policy, length=48, dropout=dropout) for policy in POLICIES}
+    none, norms, selective, attention, full = held.values()
+    assert none[0] > 1.05 * norms[0] and norms[0] > (1.1 if dropout else 1.2) * attention[0], held
+    assert attention[0] > 1.3 * full[0] and none[1] > norms[1] > attention[1] > full[1], held
     assert selective == none, "no S x S weights are there to be dropped"
 
 
@@ -178,7 +178,7 @@ def test_what_a_norm_made_and_another_wrote_over_is_kept() -> None:
     norm = model("llama-3.1-8b").norm
     norms = _Norms()
     norm.register_forward_hook(norms.mark)
-    norm.register_forward_hook(lambda module, given, made: held.append(made))
+    norm.register_forward_hook(lambda module, inputs, made: held.append(made))
     x = torch.randn(4, norm.weight.numel())
     with saved_tensors_hooks(norms.pack, norms.unpack):
         twice = InPlace.apply(norm(x))  # type: ignore[no-untyped-call]
@@ -193,15 +193,15 @@ def test_dropout_keeps_no_squares_without_recomputation_either() -> None:
 
 
 def test_full_keeps_the_input_of_each_layer() -> None:
-    kept, _ = memory("llama-2-7b", "full", length=64)
+    held_bytes, _ = memory("llama-2-7b", "full", length=64)
     layer_bytes = 2 * 64 * 24 * 4
-    assert 3 * layer_bytes < kept < 7 * layer_bytes, "three layers, the last hidden states, norm, tables"
+    assert 3 * layer_bytes < held_bytes < 7 * layer_bytes, "three layers, the last hidden states, norm, tables"
 
 
 def backward_operations(name: str, recompute: str, **options: object) -> Counter[str]:
-    found = laid_out(name, recompute, **options)
+    network = laid_out(name, recompute, **options)
     torch.manual_seed(3)
-    x, _ = found.hidden(tokens(2, 20))
+    x, _ = network.hidden(tokens(2, 20))
     total = x.sum()
     with Operations() as made:
         total.backward()
@@ -238,10 +238,10 @@ def test_frozen_parameters_too(learns: str) -> None:
     """What needs no gradient is saved neither in the first pass nor in the second."""
     steps = []
     for policy in POLICIES:
-        found = laid_out("llama-3.1-8b", policy)
-        for name, parameter in found.named_parameters():
+        network = laid_out("llama-3.1-8b", policy)
+        for name, parameter in network.named_parameters():
             parameter.requires_grad_(learns in name)
-        steps.append(step(found))
+        steps.append(step(network))
     for found_step in steps[1:]:
         assert found_step.keys() == steps[0].keys()
         assert all(torch.equal(found_step[key], value) for key, value in steps[0].items())
@@ -250,22 +250,22 @@ def test_frozen_parameters_too(learns: str) -> None:
 @pytest.mark.parametrize("recompute", POLICIES)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
 def test_a_pass_without_backward_leaves_nothing(name: str, recompute: str) -> None:
-    found = laid_out(name, recompute)
-    with Alive([*found.parameters(), *found.buffers()]) as alive:
-        found.hidden(tokens(2, 20))
+    network = laid_out(name, recompute)
+    with Alive([*network.parameters(), *network.buffers()]) as alive:
+        network.hidden(tokens(2, 20))
         first = alive.live_bytes
         for _ in range(3):
-            found.hidden(tokens(2, 20))
+            network.hidden(tokens(2, 20))
         assert alive.live_bytes <= first
 
 
 def test_nothing_is_made_again_where_there_is_no_backward_pass() -> None:
     for policy in POLICIES:
-        found = laid_out("llama-3.1-8b", policy)
+        network = laid_out("llama-3.1-8b", policy)
         with torch.no_grad(), Operations() as made:
-            found(tokens(1, 9))
+            network(tokens(1, 9))
         assert made.counts["mm"] == 3 * 7 + 1
-        assert generate(found, [1, 2, 3], max_new_tokens=4) == generate(
+        assert generate(network, [1, 2, 3], max_new_tokens=4) == generate(
             model("llama-3.1-8b"), [1, 2, 3], max_new_tokens=4
         )
 
@@ -285,8 +285,8 @@ def test_compiled_blocks_recompute_too(monkeypatch: pytest.MonkeyPatch) -> None:
         plain = memory(name, "norms", length=20)[0]
         assert max(none, norms) <= 1.05 * plain, "compiled, a block makes norms again by itself: decision 39"
         assert selective == none
-        some = compiled(name, "full", graphs=2, layers=1)
-        assert none - some == pytest.approx((none - full) / 3, rel=0.02)
+        one_layer = compiled(name, "full", graphs=2, layers=1)
+        assert none - one_layer == pytest.approx((none - full) / 3, rel=0.02)
 
 
 @pytest.mark.slow
@@ -308,20 +308,20 @@ def compiled(name: str, recompute: str, *, graphs: int, layers: int = 0, kernels
     plain = model(name)
     plain.hidden(tokens(2, 20))[0].sum().backward()
     layout = Layout(recompute=recompute, recompute_layers=layers, compile="on", kernels=kernels)  # type: ignore[arg-type]
-    found = on_one_device(model(name, kernels=kernels), layout).model
-    x, _ = found.hidden(tokens(2, 20))
-    kept = graph_bytes(found, x)
+    network = on_one_device(model(name, kernels=kernels), layout).model
+    x, _ = network.hidden(tokens(2, 20))
+    held_bytes = graph_bytes(network, x)
     x.sum().backward()
-    for one, other in zip(found.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
-    assert len(generate(found, [1, 2, 3], max_new_tokens=3).ids) == 3
+    for parameter, other in zip(network.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert len(generate(network, [1, 2, 3], max_new_tokens=3).ids) == 3
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "for all blocks of a kind together"
-    return kept
+    return held_bytes
 
 
-def graph_bytes(found: Transformer, end: Tensor) -> int:
+def graph_bytes(network: Transformer, end: Tensor) -> int:
     """What the compiled parts of a forward pass keep, parameters left out."""
-    known = {parameter.untyped_storage().data_ptr() for parameter in found.parameters()}
+    known = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
     ends, seen, storages = [end.grad_fn], set(), {}
     while ends:
         node = ends.pop()

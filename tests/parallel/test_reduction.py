@@ -57,8 +57,8 @@ def _begun(layout: Layout, made: Made) -> tuple[int, int]:
 
 def test_a_stage_is_reduced_while_its_last_backward_pass_goes_on() -> None:
     """But where weight gradients come last and outside of it, after them."""
-    for found in on_ranks(4, begun, LAYOUTS):
-        for each, (early, everything) in zip(LAYOUTS, found, strict=True):
+    for rank in on_ranks(4, begun, LAYOUTS):
+        for each, (early, everything) in zip(LAYOUTS, rank, strict=True):
             assert early == (everything if each["schedule"] == "1f1b" else 0), each
 
 

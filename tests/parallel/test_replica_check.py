@@ -64,18 +64,18 @@ def _save(engine: Engine) -> list[str]:
 def _results() -> list[tuple[list[str], list[str], list[str]]]:
     """Per layout: what a save of equal copies does, one with a bit flipped on a rank, one with a NaN."""
     made: Made = {}
-    found = []
+    results = []
     for options, name, rank in SHARED:
         engine = _trained(Layout(compile="off", **options), made)
         equal = _save(engine)
-        own = local(engine.parameters[name].detach()).view(-1) if name in engine.parameters else torch.empty(0)
-        own = own if engine.mesh.rank == rank else own.clone()
-        bits = own[-1:].view(torch.int32)
+        weights = local(engine.parameters[name].detach()).view(-1) if name in engine.parameters else torch.empty(0)
+        weights = weights if engine.mesh.rank == rank else weights.clone()
+        bits = weights[-1:].view(torch.int32)
         bits ^= 1 << 21  # the lowest bits of a norm may be rounding: see below
         flipped = _save(engine)
-        own[-1:].fill_(torch.nan)
-        found.append((equal, flipped, _save(engine)))
-    return found
+        weights[-1:].fill_(torch.nan)
+        results.append((equal, flipped, _save(engine)))
+    return results
 
 
 @pytest.mark.long
@@ -118,8 +118,8 @@ def _drifted(by: float) -> list[str]:
 def test_rounding_of_a_copy_ends_no_run_and_more_does() -> None:
     """GPUs may choose other kernels on each rank; a missing update is more than rounding."""
     assert on_ranks(2, _drifted, 1e-6) == [["checkpoint"]] * 2
-    for found in on_ranks(2, _drifted, 1e-2):
-        assert len(found) == 1 and NORM in found[0]
+    for errors in on_ranks(2, _drifted, 1e-2):
+        assert len(errors) == 1 and NORM in errors[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -128,10 +128,10 @@ def test_every_bit_and_place_counts(dtype: torch.dtype, size: int) -> None:
     x = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = checksum(x)
     assert checksum(x.clone()) == before
-    for place in {0, size // 2, size - 1}:
+    for element in {0, size // 2, size - 1}:
         for bit in range(8):
             other = x.clone()
-            other.view(torch.uint8)[place * x.element_size()] ^= 1 << bit
+            other.view(torch.uint8)[element * x.element_size()] ^= 1 << bit
             assert checksum(other) != before
     if size > 2:
         assert checksum(torch.cat((x[1:2], x[:1], x[2:]))) != before, "the same words in another order"

@@ -32,27 +32,27 @@ STATES = [{"optimizer_states": "int8", "master_weights": "none"}, {"optimizer_st
 
 
 def made(layout: dict[str, Any], states: dict[str, Any], groups: Made | None = None) -> TrainState:
-    found = Layout(compile="off", **layout)
+    planned = Layout(compile="off", **layout)
     recipe = Recipe(sequence=8, global_batch=4, precision="bf16", **states)
-    plan = Plan(model=SHAPE, layout=found, recipe=recipe)
+    plan = Plan(model=SHAPE, layout=planned, recipe=recipe)
     plan.check()
-    return new_state(plan, make_mesh(found, made=groups), torch.device("cpu"), initialize=False)
+    return new_state(plan, make_mesh(planned, made=groups), torch.device("cpu"), initialize=False)
 
 
 def drawn(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The whole tensor of a name, the same everywhere; a weight and its master are the same numbers."""
-    own = name.removeprefix("model.").removeprefix("optimizer.master.")
-    generator = torch.Generator().manual_seed(zlib.crc32(own.encode()))
+    base_name = name.removeprefix("model.").removeprefix("optimizer.master.")
+    generator = torch.Generator().manual_seed(zlib.crc32(base_name.encode()))
     return torch.randint(0, 250, size, generator=generator).to(dtype)
 
 
 def parts(state: TrainState) -> list[tuple[Tensor, Tensor]]:
     """(what this rank holds, what it should hold) of each tensor."""
-    found = []
+    pairs = []
     for name, x in state.pieces().items():
         held, box = (x.held, x.box.slices) if isinstance(x, Piece) else (x, ...)
-        found.append((held, drawn(name, tuple(x.shape), x.dtype)[box]))
-    return found
+        pairs.append((held, drawn(name, tuple(x.shape), x.dtype)[box]))
+    return pairs
 
 
 def save_and_load(folder: Path, number: int, states: dict[str, Any]) -> None:
@@ -61,8 +61,8 @@ def save_and_load(folder: Path, number: int, states: dict[str, Any]) -> None:
     with torch.no_grad():
         for held, right in parts(state):
             held.copy_(right)
-    place = folder / f"{number}"
-    path = checkpoint.save(place, step=1, tensors=state.pieces(), values={}, score=None, keep_last=1)
+    run_folder = folder / f"{number}"
+    path = checkpoint.save(run_folder, step=1, tensors=state.pieces(), values={}, score=None, keep_last=1)
     for other in LAYOUTS:
         check(path, made(other, states, groups))
 
@@ -100,10 +100,10 @@ def weights_alone() -> None:
         x.held.copy_(drawn(name, tuple(x.shape), x.dtype)[x.box.slices])
     state.take_weights(state.model_tensors() | weights)
     for name, parameter in state.engine.parameters.items():
-        own, given = local(parameter.detach()), weights[f"model.{name}"].held
-        assert own.dtype == torch.float32 and given.dtype == torch.bfloat16 and torch.equal(own, given.float())
-        assert state.optimizer.masters[name].data_ptr() == own.data_ptr(), "the shard is the master"
-        own *= 1 + 1e-5  # what a 16-bit weight has no room for
+        master, loaded = local(parameter.detach()), weights[f"model.{name}"].held
+        assert master.dtype == torch.float32 and loaded.dtype == torch.bfloat16 and torch.equal(master, loaded.float())
+        assert state.optimizer.masters[name].data_ptr() == master.data_ptr(), "the shard is the master"
+        master *= 1 + 1e-5  # what a 16-bit weight has no room for
     again = state.model_tensors()
     for name, x in weights.items():
         there = again[name]

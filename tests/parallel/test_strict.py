@@ -52,12 +52,12 @@ def case_of(layout: Layout) -> Case:
 def _strictly(layouts: list[Layout], seed: int) -> list[tuple[RankOutcome, int, int]]:
     """What each layout computed, how many calls were checked, and how many of these ended without a wait."""
     made: Made = {}
-    found = []
+    results = []
     for layout in layouts:
         with strict(seed) as checks:
             computed = outcome(case_of(layout), layout, made=made)
-        found.append((computed, checks.checked, checks.seen_to_end))
-    return found
+        results.append((computed, checks.checked, checks.seen_to_end))
+    return results
 
 
 @pytest.mark.parametrize(("world", "layouts"), [(2, TWO), (4, FOUR)])
@@ -66,7 +66,7 @@ def test_layouts_equal_one_device(world: int, layouts: list[Layout]) -> None:
     ranks = on_ranks(world, _strictly, layouts, 1)
     for index, layout in enumerate(layouts):
         alone = outcome(case_of(layout), Layout(compile="off", micro_batch=layout.micro_batch))
-        assert (found := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, found)
+        assert (difference := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, difference)
         assert all(rank[index][1] >= 8 for rank in ranks), layout  # a sum of all gradients, and figures
     ended = [rank[index][2] for index, layout in enumerate(layouts) if layout.pp > 1 for rank in ranks]
     assert sum(ended) >= 10, "sends that were freed because they had ended"
@@ -86,8 +86,8 @@ def _reads_before_the_wait() -> list[float]:
         sent = torch.ones(2)
         work = group.exchange([(sent, other)], [(received, other)])
         unread = received.sum().item()
-        for one in work:
-            one.wait()
+        for transfer in work:
+            transfer.wait()
         summed = group.start_all_reduce(torch.ones(2))
         partial = summed.tensor.sum().item()
         gathered, whole = pending.wait().sum().item(), summed.wait().sum().item()
@@ -95,8 +95,8 @@ def _reads_before_the_wait() -> list[float]:
 
 
 def test_what_is_read_before_its_wait_is_not_a_number() -> None:
-    for found in on_ranks(2, _reads_before_the_wait):
-        assert str(found) == str([float("nan"), 4.0, float("nan"), 2.0, float("nan"), 4.0])
+    for values in on_ranks(2, _reads_before_the_wait):
+        assert str(values) == str([float("nan"), 4.0, float("nan"), 2.0, float("nan"), 4.0])
 
 
 def _changes_what_it_sends(how: str) -> None:
@@ -106,8 +106,8 @@ def _changes_what_it_sends(how: str) -> None:
         if how == "message":
             work = group.exchange([(x, 1 - group.index)], [(received, 1 - group.index)])
             x.add_(1)
-            for one in work:
-                one.wait()
+            for transfer in work:
+                transfer.wait()
             return
         pending = group.start_all_gather(x) if how == "gather" else group.start_reduce_scatter(x)
         x.add_(1)
@@ -130,7 +130,7 @@ def _sees_the_end(changes: bool) -> tuple[float, int]:
         if changes:
             sent.add_(1)
         end = time.monotonic() + 30
-        while not all(one.is_completed() for one in work):
+        while not all(transfer.is_completed() for transfer in work):
             assert time.monotonic() < end
     return received.sum().item(), checks.seen_to_end
 
@@ -146,12 +146,12 @@ def _misuses(how: str) -> None:
     with strict():
         received = torch.empty(2)
         other = 1 - group.index
-        kept = torch.ones(2)
-        work = group.exchange([(kept.clone() if how == "freed" else kept, other)], [(received, other)])
+        tensor = torch.ones(2)
+        work = group.exchange([(tensor.clone() if how == "freed" else tensor, other)], [(received, other)])
         if how == "overwritten":
             received.zero_()
-        for one in work if how != "forgotten" else []:
-            one.wait()
+        for transfer in work if how != "forgotten" else []:
+            transfer.wait()
 
 
 @pytest.mark.parametrize(
@@ -188,19 +188,19 @@ def test_a_send_of_gloo_ends_when_its_receive_has_started() -> None:
 def _reads_at_once(patch: pytest.MonkeyPatch) -> None:
     take, close = PointToPoint.take, PointToPoint.close
 
-    def take_without_waiting(own: PointToPoint, kind: Any, stage: int, micro_batch: int) -> Tensor:
+    def take_without_waiting(transfers: PointToPoint, kind: Any, stage: int, micro_batch: int) -> Tensor:
         key = kind, stage, micro_batch
-        if key in own.arriving:
-            tensor, work = own.arriving[key]
+        if key in transfers.arriving:
+            tensor, work = transfers.arriving[key]
             LATE.append((tensor, work))
-            own.arriving[key] = tensor, []
-        return take(own, kind, stage, micro_batch)
+            transfers.arriving[key] = tensor, []
+        return take(transfers, kind, stage, micro_batch)
 
-    def close_and_wait(own: PointToPoint) -> None:
-        close(own)
+    def close_and_wait(transfers: PointToPoint) -> None:
+        close(transfers)
         for _, work in LATE:
-            for one in work:
-                one.wait()
+            for transfer in work:
+                transfer.wait()
         LATE.clear()
 
     patch.setattr(PointToPoint, "take", take_without_waiting)
@@ -213,9 +213,9 @@ LATE: list[Any] = []
 def _frees_at_once(patch: pytest.MonkeyPatch) -> None:
     put = PointToPoint.put
 
-    def put_and_forget(own: PointToPoint, kind: Any, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        put(own, kind, stage, micro_batch, tensor)
-        own.leaving = [replace(sent, tensor=torch.empty(0)) for sent in own.leaving]
+    def put_and_forget(transfers: PointToPoint, kind: Any, stage: int, micro_batch: int, tensor: Tensor) -> None:
+        put(transfers, kind, stage, micro_batch, tensor)
+        transfers.leaving = [replace(sent, tensor=torch.empty(0)) for sent in transfers.leaving]
 
     patch.setattr(PointToPoint, "put", put_and_forget)
 
@@ -223,8 +223,8 @@ def _frees_at_once(patch: pytest.MonkeyPatch) -> None:
 def _changes_at_once(patch: pytest.MonkeyPatch) -> None:
     put = PointToPoint.put
 
-    def put_and_change(own: PointToPoint, kind: Any, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        put(own, kind, stage, micro_batch, tensor)
+    def put_and_change(transfers: PointToPoint, kind: Any, stage: int, micro_batch: int, tensor: Tensor) -> None:
+        put(transfers, kind, stage, micro_batch, tensor)
         tensor.mul_(2)
 
     patch.setattr(PointToPoint, "put", put_and_change)

@@ -69,14 +69,14 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _compared(options: list[Asked]) -> list[tuple[RankOutcome, RankOutcome, int]]:
     """Of each layout: as sums take products, as they do not, and how many products they took."""
     made: Made = {}
-    found = []
+    results = []
     add = GradientSum.add_product
     for case, each in options:
         layout, both, taken = Layout(compile="off", **each), [], Counter[str]()
 
-        def counted(own: GradientSum, product: Any, taken: Counter[str] = taken) -> None:
+        def counted(total: GradientSum, product: Any, taken: Counter[str] = taken) -> None:
             taken["products"] += 1
-            add(own, product)
+            add(total, product)
 
         for devices in ({"cpu"}, set()):
             with (
@@ -85,15 +85,15 @@ def _compared(options: list[Asked]) -> list[tuple[RankOutcome, RankOutcome, int]
                 changed(gradient_sums, "ADDING_DEVICES", devices),
             ):
                 both.append(outcome(CASES[case], layout, made=made))
-        found.append((both[0], both[1], taken["products"]))
-    return found
+        results.append((both[0], both[1], taken["products"]))
+    return results
 
 
-def _check(found: list[tuple[RankOutcome, RankOutcome, int]], options: list[tuple[Asked, bool]]) -> None:
-    for (one, other, taken), (asked, takes) in zip(found, options, strict=True):
+def _check(results: list[tuple[RankOutcome, RankOutcome, int]], options: list[tuple[Asked, bool]]) -> None:
+    for (summed, other, taken), (asked, takes) in zip(results, options, strict=True):
         assert bool(taken) == takes, asked
-        assert one.losses == other.losses and one.norms == other.norms, asked
-        for name, (_, tensor) in one.tensors.items():
+        assert summed.losses == other.losses and summed.norms == other.norms, asked
+        for name, (_, tensor) in summed.tensors.items():
             assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(other.tensors[name][1])), (asked, name)
 
 
@@ -102,8 +102,8 @@ def test_one_rank_keeps_every_bit() -> None:
 
 
 def test_two_ranks_keep_every_bit() -> None:
-    for found in on_ranks(2, _compared, [asked for asked, _ in PAIRS]):
-        _check(found, PAIRS)
+    for results in on_ranks(2, _compared, [asked for asked, _ in PAIRS]):
+        _check(results, PAIRS)
 
 
 class _Pass:
@@ -115,8 +115,8 @@ class _Pass:
         self.tokens = torch.randint(0, vocab, self.size)
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, found = model.stage(x, self.tokens, self.tokens)
-        return out, found.cross_entropy
+        out, losses = model.stage(x, self.tokens, self.tokens)
+        return out, losses.cross_entropy
 
 
 class WeightTraffic(TorchDispatchMode):
@@ -125,7 +125,7 @@ class WeightTraffic(TorchDispatchMode):
 
     def __init__(self, matrices: list[nn.Parameter]) -> None:
         super().__init__()
-        self.shapes = {tuple(one.shape) for one in matrices} | {tuple(one.shape[::-1]) for one in matrices}
+        self.shapes = {tuple(matrix.shape) for matrix in matrices} | {tuple(matrix.shape[::-1]) for matrix in matrices}
         self.bytes = self.launches = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +133,7 @@ class WeightTraffic(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if isinstance(out, Tensor) and tuple(out.shape) in self.shapes and name in ("mm", "add_", "copy_"):
             read = {"mm": [], "add_": list(args[:2]), "copy_": [args[1]]}[name]
-            self.add(out.nbytes + sum(one.nbytes for one in read))
+            self.add(out.nbytes + sum(tensor.nbytes for tensor in read))
         return out
 
     def add(self, size: int) -> None:
@@ -155,7 +155,11 @@ def test_bytes_and_kernels_of_a_step(
     engine = build_engine(
         shape, Layout(compile="off"), dtype=torch.bfloat16, reduce_dtype=torch.float32, micro_batches=micro_batches
     )
-    matrices = [one for name, one in engine.parameters.items() if name.startswith("layers.") and one.dim() == 2]
+    matrices = [
+        parameter
+        for name, parameter in engine.parameters.items()
+        if name.startswith("layers.") and parameter.dim() == 2
+    ]
     traffic, add = WeightTraffic(matrices), cpu_product.add_product
 
     def counted(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
@@ -169,7 +173,7 @@ def test_bytes_and_kernels_of_a_step(
     monkeypatch.setattr(cpu_product, "add_product", counted)
     with traffic:
         engine.forward_backward([_Pass(shape.vocab) for _ in range(micro_batches)])
-    elements = sum(one.numel() for one in matrices)
+    elements = sum(parameter.numel() for parameter in matrices)
     assert traffic.bytes == elements * (first + (micro_batches - 1) * further)
     assert traffic.launches == len(matrices) * micro_batches * launches
 
@@ -188,5 +192,5 @@ def test_no_gradient_of_a_weight_is_held(layout: dict[str, Any]) -> None:
         model=shape, layout=Layout(compile="off", micro_batch=1, **layout), recipe=recipe,
         cluster=presets.cluster("h100x8"),
     )  # fmt: skip
-    said, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
-    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.003), said.when
+    planned, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.003), planned.when

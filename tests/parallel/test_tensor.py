@@ -24,7 +24,7 @@ ROWS, SEQUENCE = 2, 32
 
 def kept_bytes(shape: ModelShape, options: list[dict[str, object]]) -> list[int]:
     """Of each layout, what one block keeps for its backward pass: storages that are neither parameters nor tables."""
-    found = []
+    sizes = []
     for each in options:
         layout = Layout(compile="off", **each)  # type: ignore[arg-type]
         model = build_engine(shape, layout).model
@@ -34,21 +34,21 @@ def kept_bytes(shape: ModelShape, options: list[dict[str, object]]) -> list[int]
         metadata = attention_metadata[block.window]
         known = {p.data_ptr() for p in model.parameters()}
         known |= {t.data_ptr() for t in (metadata.cos, metadata.sin) if t is not None}
-        kept: dict[int, int] = {}
+        storages: dict[int, int] = {}
 
-        def keep(tensor: Tensor, known: set[int] = known, kept: dict[int, int] = kept) -> Tensor:
+        def keep(tensor: Tensor, known: set[int] = known, storages: dict[int, int] = storages) -> Tensor:
             storage = tensor.untyped_storage()
             if tensor.is_floating_point() and storage.data_ptr() not in known:
-                kept[storage.data_ptr()] = storage.nbytes()
+                storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         slices = layout.tp if layout.sp else 1
         x = torch.randn(ROWS, SEQUENCE // slices, shape.hidden, requires_grad=True)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             out, _ = block(x, metadata)
-            found.append(sum(kept.values()))
+            sizes.append(sum(storages.values()))
         out.sum().backward()
-    return found
+    return sizes
 
 
 @pytest.mark.parametrize(("kind", "t"), [("llama-3.1-8b", 4), ("gpt2-124m", 2)])
@@ -145,26 +145,28 @@ def in_pieces(sp: bool, rows: int, pieces: int) -> list[Tensor]:
     begin, rank = made.group.index * 5, made.group.index
     x = made.mine(x) if sp else x
     inputs = [x, *(t.narrow(dim, begin, 5).clone() for t, dim in ((first, 0), (bias, 0), (second, 1)))]
-    leaves = [one.requires_grad_() for one in inputs]
+    leaves = [tensor.requires_grad_() for tensor in inputs]
     (inner,) = ColumnParallelProducts(made).linears(leaves[0], (leaves[1],), (leaves[2],))
     out = RowParallelProducts(made).linear(torch.tanh(inner), leaves[3], last if rank == 0 else None)
     weights = torch.arange(out.numel() * (2 if sp else 1), dtype=torch.float64).view(rows, 12, 8).sin()
     (out * (made.mine(weights) if sp else weights)).sum().backward()
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     assert len(gradients) == 4
-    whole = [gather(made.group, one.detach(), made.of_slice(one)) if sp else one for one in (out, gradients[0])]
-    return [one.detach() for one in (*whole, *gradients[1:])]
+    whole = [
+        gather(made.group, tensor.detach(), made.of_slice(tensor)) if sp else tensor for tensor in (out, gradients[0])
+    ]
+    return [tensor.detach() for tensor in (*whole, *gradients[1:])]
 
 
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_pieces_give_what_the_whole_sequence_gives(sp: bool, rows: int) -> None:
     for pieces in (2, 3):
-        for one, other in zip(
+        for whole, other in zip(
             on_ranks(2, in_pieces, sp, rows, 1), on_ranks(2, in_pieces, sp, rows, pieces), strict=True
         ):
-            for expected, found in zip(one, other, strict=True):
-                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+            for expected, computed in zip(whole, other, strict=True):
+                torch.testing.assert_close(computed, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_rank_has_its_slice_of_every_piece() -> None:
@@ -172,8 +174,8 @@ def test_a_rank_has_its_slice_of_every_piece() -> None:
 
     def mine(rank: int, pieces: int) -> list[int]:
         made = SequenceSlices(Group("tp", (0, 1), rank), True, lambda _: pieces)
-        found: list[int] = made.mine(positions)[0].tolist()
-        return found
+        mine: list[int] = made.mine(positions)[0].tolist()
+        return mine
 
     assert [mine(rank, 1) for rank in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [mine(rank, 2) for rank in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -100,7 +100,7 @@ class Run:
 def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, dict[str, set[tuple[int, ...]]]]]:
     """Per layout: what a step told, what the recorder saw, and the ranks that an axis stands for."""
     made: Made = {}
-    found = []
+    counts = []
     for each in options:
         run = Run(case, Layout(compile="off", **each), made)
         with TrafficRecorder() as recorder:
@@ -109,8 +109,8 @@ def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, di
         axes: dict[str, set[tuple[int, ...]]] = {}
         for group in groups:
             axes.setdefault(group.axis, set()).add(group.ranks)
-        found.append((told, recorder.seen, axes))
-    return found
+        counts.append((told, recorder.seen, axes))
+    return counts
 
 
 def together(axes: dict[str, set[tuple[int, ...]]]) -> list[tuple[set[str], set[tuple[int, ...]]]]:
@@ -118,7 +118,7 @@ def together(axes: dict[str, set[tuple[int, ...]]]) -> list[tuple[set[str], set[
     merged: list[tuple[set[str], set[tuple[int, ...]]]] = []
     for axis, ranks in axes.items():
         names, members = {axis}, set(ranks)
-        for other in [one for one in merged if one[1] & members]:
+        for other in [group for group in merged if group[1] & members]:
             merged.remove(other)
             names, members = names | other[0], members | other[1]
         merged.append((names, members))
@@ -220,53 +220,53 @@ def scalars(size: int, axis: str) -> int:
 @pytest.mark.long
 def test_zero_sends_what_the_lectures_say(n: int) -> None:
     """Per step and rank, with Q = (n - 1) / n x 4 N bytes: 2 Q, 2 Q, 2 Q, 3 Q."""
-    quantum, kept = round_of(n, 4 * N), round_of(n, 4 * HEAD)
+    quantum, head = round_of(n, 4 * N), round_of(n, 4 * HEAD)
     buckets = SHAPE.layers + 2  # blocks; embedding; norm and head: of so small a model one for replicas
     common = {(axis, "all_reduce"): (1, scalars(n, axis)) for axis in SCALARS}
-    for found in sent(n, dp_shard=n, zero=0):
-        assert found == common | {("data", "all_reduce"): (1 + 1, 2 * quantum + scalars(n, "data"))}
-    for found in (*sent(n, dp_shard=n, zero=1), *sent(n, dp_shard=n, zero=2)):
-        assert found == common | {
+    for counts in sent(n, dp_shard=n, zero=0):
+        assert counts == common | {("data", "all_reduce"): (1 + 1, 2 * quantum + scalars(n, "data"))}
+    for counts in (*sent(n, dp_shard=n, zero=1), *sent(n, dp_shard=n, zero=2)):
+        assert counts == common | {
             ("shard", "all_gather"): (buckets, quantum),
             ("shard", "reduce_scatter"): (buckets, quantum),
         }
-    for found in sent(n, dp_shard=n, zero=3):  # norm and head stay gathered until their gradient
-        assert found == common | {
-            ("shard", "all_gather"): (2 * buckets - 1, 2 * quantum - kept),
+    for counts in sent(n, dp_shard=n, zero=3):  # norm and head stay gathered until their gradient
+        assert counts == common | {
+            ("shard", "all_gather"): (2 * buckets - 1, 2 * quantum - head),
             ("shard", "reduce_scatter"): (buckets, quantum),
         }
 
 
 def test_zero_grows_with_the_micro_batches_as_its_stage_says() -> None:
     """m = 4 micro-batches: ZeRO-0 and 1 send no more; ZeRO-2 scatters, ZeRO-3 also gathers, each time."""
-    m, quantum, kept = 4, round_of(2, 4 * N), round_of(2, 4 * HEAD)
-    plain, one, two, three = (sent(2, dp_shard=2, zero=zero, micro_batch=1)[0] for zero in range(4))
+    m, quantum, head = 4, round_of(2, 4 * N), round_of(2, 4 * HEAD)
+    plain, zero_1, zero_2, zero_3 = (sent(2, dp_shard=2, zero=zero, micro_batch=1)[0] for zero in range(4))
     assert plain["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
-    assert (one["shard", "all_gather"][1], one["shard", "reduce_scatter"][1]) == (quantum, quantum)
-    assert (two["shard", "all_gather"][1], two["shard", "reduce_scatter"][1]) == (quantum, m * quantum)
-    assert three["shard", "all_gather"][1] == m * (2 * quantum - kept)
-    assert three["shard", "reduce_scatter"][1] == m * quantum
+    assert (zero_1["shard", "all_gather"][1], zero_1["shard", "reduce_scatter"][1]) == (quantum, quantum)
+    assert (zero_2["shard", "all_gather"][1], zero_2["shard", "reduce_scatter"][1]) == (quantum, m * quantum)
+    assert zero_3["shard", "all_gather"][1] == m * (2 * quantum - head)
+    assert zero_3["shard", "reduce_scatter"][1] == m * quantum
 
 
 def test_in_bf16_parameters_travel_in_two_bytes_and_sums_in_four() -> None:
     """ZeRO-0: 2 Q as in fp32. ZeRO-1, 2: Q / 2 to gather, Q a reduction; ZeRO-3 gathers twice, but for norm
     and head. Two micro-batches."""
-    quantum, kept = round_of(2, 4 * N), round_of(2, 4 * HEAD)
+    quantum, head = round_of(2, 4 * N), round_of(2, 4 * HEAD)
     options: list[dict[str, Any]] = [{"dp_shard": 2, "zero": zero, "micro_batch": 2} for zero in range(4)]
-    for found in on_ranks(2, sent_by, replace(CASE, precision="bf16"), options):
-        assert found[0]["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
-        for one, scatters in zip(found[1:], (1, 2, 2), strict=True):
-            assert one["shard", "reduce_scatter"][1] == scatters * quantum
-        gathered = [one["shard", "all_gather"][1] for one in found[1:]]
-        assert gathered == [quantum // 2, quantum // 2, 2 * (2 * quantum - kept) // 2]
+    for stages in on_ranks(2, sent_by, replace(CASE, precision="bf16"), options):
+        assert stages[0]["data", "all_reduce"][1] == 2 * quantum + scalars(2, "data")
+        for counts, scatters in zip(stages[1:], (1, 2, 2), strict=True):
+            assert counts["shard", "reduce_scatter"][1] == scatters * quantum
+        gathered = [counts["shard", "all_gather"][1] for counts in stages[1:]]
+        assert gathered == [quantum // 2, quantum // 2, 2 * (2 * quantum - head) // 2]
 
 
 def test_hybrid_sharding_sums_shards_over_replicas_once() -> None:
     """A replica's ranks as ZeRO does; then 2 (r - 1) / r of a shard."""
     quantum = round_of(2, 4 * N)
-    for found in sent(4, dp_replicate=2, dp_shard=2, zero=2, micro_batch=1):
-        assert found["shard", "all_gather"][1] == quantum and found["shard", "reduce_scatter"][1] == 2 * quantum
-        assert found["replicate", "all_reduce"] == (SHAPE.layers + 2, 2 * round_of(2, 4 * N // 2))
+    for counts in sent(4, dp_replicate=2, dp_shard=2, zero=2, micro_batch=1):
+        assert counts["shard", "all_gather"][1] == quantum and counts["shard", "reduce_scatter"][1] == 2 * quantum
+        assert counts["replicate", "all_reduce"] == (SHAPE.layers + 2, 2 * round_of(2, 4 * N // 2))
 
 
 @pytest.mark.parametrize("t", [2, 4])
@@ -277,25 +277,25 @@ def test_tensor_parallelism_sends_four_activations_a_layer(t: int, size: int) ->
     norms' gradients. The loss: three numbers a position."""
     times, passes, positions = 4 * SHAPE.layers + 2, 8 // size, 8 * 16
     loss = 2 * round_of(t, 3 * positions * 4)
-    for found in sent(t, tp=t, micro_batch=size, sp=False):
-        assert found["tp", "all_reduce"] == ((times + 2) * passes, 2 * round_of(t, times * ACTIVATION) + loss)
-        assert found["world", "all_reduce"] == (1, scalars(t, "world")) and len(found) == 2
+    for counts in sent(t, tp=t, micro_batch=size, sp=False):
+        assert counts["tp", "all_reduce"] == ((times + 2) * passes, 2 * round_of(t, times * ACTIVATION) + loss)
+        assert counts["world", "all_reduce"] == (1, scalars(t, "world")) and len(counts) == 2
     norms = 2 * round_of(t, (2 * SHAPE.layers + 1) * SHAPE.hidden * 4)
-    for found in sent(t, tp=t, micro_batch=size, sp=True):
+    for counts in sent(t, tp=t, micro_batch=size, sp=True):
         for kind, number in (("all_gather", times + 2 * SHAPE.layers), ("reduce_scatter", times)):
-            assert found["tp", kind] == (number * passes, round_of(t, number * ACTIVATION))
-        assert found["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
+            assert counts["tp", kind] == (number * passes, round_of(t, number * ACTIVATION))
+        assert counts["tp", "all_reduce"] == (2 * passes + 1, loss + norms)
 
 
 @pytest.mark.parametrize("c", [2, 4])
 def test_context_parallelism_sends_keys_and_values_hop_by_hop(c: int) -> None:
     """A layer: c - 1 hops of this rank's keys and values forward, backward those again and their gradients."""
     hop = 2 * 8 * (16 // c) * SHAPE.kv_heads * SHAPE.head_dim * 4
-    for found in sent(c, cp=c):
-        assert found["cp", "send"] == (3 * (c - 1) * SHAPE.layers, 3 * (c - 1) * hop * SHAPE.layers)
-    for found in sent(c, cp=c, context="all-gather"):
-        assert found["cp", "all_gather"] == (2 * SHAPE.layers, 2 * (c - 1) * hop * SHAPE.layers)
-        assert found["cp", "reduce_scatter"] == (SHAPE.layers, (c - 1) * hop * SHAPE.layers)
+    for counts in sent(c, cp=c):
+        assert counts["cp", "send"] == (3 * (c - 1) * SHAPE.layers, 3 * (c - 1) * hop * SHAPE.layers)
+    for counts in sent(c, cp=c, context="all-gather"):
+        assert counts["cp", "all_gather"] == (2 * SHAPE.layers, 2 * (c - 1) * hop * SHAPE.layers)
+        assert counts["cp", "reduce_scatter"] == (SHAPE.layers, (c - 1) * hop * SHAPE.layers)
 
 
 def test_a_pipeline_sends_an_activation_and_its_gradient_over_each_border() -> None:
@@ -304,8 +304,8 @@ def test_a_pipeline_sends_an_activation_and_its_gradient_over_each_border() -> N
         borders = (rank < 3) + (rank > 0)
         assert plain[rank]["pp", "send"] == (4 * borders, borders * ACTIVATION)
         assert late[rank]["pp", "send"] == (8 * borders, borders * ACTIVATION)
-    for found in sent(4, pp=2, tp=2, sp=True, micro_batch=2):  # a tp rank has its slice of the sequence
-        assert found["pp", "send"] == (4, ACTIVATION // 2)
+    for counts in sent(4, pp=2, tp=2, sp=True, micro_batch=2):  # a tp rank has its slice of the sequence
+        assert counts["pp", "send"] == (4, ACTIVATION // 2)
 
 
 def test_experts_are_sent_tokens_four_times() -> None:
@@ -313,11 +313,11 @@ def test_experts_are_sent_tokens_four_times() -> None:
     for each expert of others tell how many."""
     moe = MoEShape(experts=4, top_k=4, ffn=16)
     case = replace(CASE, shape=replace(SHAPE, layers=2, family="mixtral", moe=moe))
-    for found in on_ranks(4, sent_by, case, [{"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}]):
-        for e, one in zip((2, 4), found, strict=True):
+    for layouts in on_ranks(4, sent_by, case, [{"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}]):
+        for e, counts in zip((2, 4), layouts, strict=True):
             exchange_passes = 4 * round_of(e, moe.top_k * 8 * 16 // 4 * SHAPE.hidden * 4)
-            counts = 8 * moe.experts * (e - 1) // e
-            assert one["ep", "all_to_all"] == (5 * 2, 2 * (exchange_passes + counts))
+            numbers = 8 * moe.experts * (e - 1) // e
+            assert counts["ep", "all_to_all"] == (5 * 2, 2 * (exchange_passes + numbers))
 
 
 def test_traffic_remembers_the_last_call_and_counts_between_snapshots() -> None:

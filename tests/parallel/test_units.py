@@ -29,11 +29,11 @@ def watched(layout: Layout) -> Seen:
     engine.train()
     seen: Seen = []
 
-    def look(place: str) -> None:
+    def look(moment: str) -> None:
         now = mesh.traffic.snapshot()
         calls = sum(count for (_, what), (count, _) in now.items() if what == "all_gather")
         whole = tuple(name for name, p in model.named_parameters() if not hasattr(p, "to_local"))
-        seen.append((place, calls, tuple(dict.fromkeys(name.split(".weight")[0] for name in whole))))
+        seen.append((moment, calls, tuple(dict.fromkeys(name.split(".weight")[0] for name in whole))))
 
     for name, block in model.layers.items():
 
@@ -44,8 +44,8 @@ def watched(layout: Layout) -> Seen:
         block.attention.register_forward_pre_hook(forward)
     model.norm.register_forward_pre_hook(lambda module, inputs: look("forward end"))
     batch = select(case_batch(CASE, 1), Share(index=mesh.places["dp_shard"], parts=layout.dp))
-    one = torch.ones(())
-    engine.forward_backward([MicroPass(batch, Weights(one, one, one, one))])
+    weight = torch.ones(())
+    engine.forward_backward([MicroPass(batch, Weights(weight, weight, weight, weight))])
     look("after")
     return seen
 
@@ -53,18 +53,18 @@ def watched(layout: Layout) -> Seen:
 def test_units_are_gathered_one_ahead_and_freed_behind() -> None:
     """Embedding, blocks and their experts, norm with head: when a block begins, the next one is under way already."""
     layouts = [Layout(dp_shard=4, ep=ep, zero=3, compile="off") for ep in (1, 2)]
-    for units, found in zip((1, 2), on_ranks(4, _both, layouts)[0], strict=True):
-        places = [place for place, _, _ in found]
+    for units, moments in zip((1, 2), on_ranks(4, _both, layouts)[0], strict=True):
+        places = [moment for moment, _, _ in moments]
         forward = [f"forward {layer}" for layer in range(LAYERS)]
         assert places == [*forward, "forward end", *(f"backward {layer}" for layer in reversed(range(LAYERS))), "after"]
-        calls, whole = ({place: each[n] for place, *each in found} for n in (0, 1))
+        calls, whole = ({moment: each[n] for moment, *each in moments} for n in (0, 1))
         for layer in range(LAYERS - 1):
             assert calls[f"forward {layer}"] == 1 + units * (layer + 2)
             assert calls[f"backward {LAYERS - 1 - layer}"] == 2 + units * (LAYERS + layer + 2)
         assert calls["forward end"] == 2 + units * LAYERS
         assert calls["after"] == 3 + units * 2 * LAYERS
-        for place in (*forward, *(f"backward {layer}" for layer in range(LAYERS))):
-            assert {name.split(".")[1] for name in whole[place]} == {place.split()[1]}, "only of this block"
+        for moment in (*forward, *(f"backward {layer}" for layer in range(LAYERS))):
+            assert {name.split(".")[1] for name in whole[moment]} == {moment.split()[1]}, "only of this block"
         assert whole["forward end"] == ("norm", "head") and whole["after"] == ()
 
 

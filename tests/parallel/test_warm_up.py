@@ -44,7 +44,7 @@ def _steps(case: Case, layout: Layout, made: Made, warms_up: bool) -> dict[str, 
 
     with (
         patch.object(Passes, "do", seen),
-        patch.object(apply, "make_pipeline", lambda *given, **_: make_pipeline(*given, warms_up=warms_up)),
+        patch.object(apply, "make_pipeline", lambda *arguments, **_: make_pipeline(*arguments, warms_up=warms_up)),
     ):
         torch.manual_seed(0)
         run = Run(case, layout, made)
@@ -73,7 +73,7 @@ def test_a_warm_up_leaves_nothing_behind(precision: str) -> None:
         for layout, (cold, warm) in zip(LAYOUTS, rank, strict=False):
             assert warm["sent"] == cold["sent"], layout
             assert torch.equal(warm["random"], cold["random"]), layout
-            assert all(torch.equal(warm["weights"][name], found) for name, found in cold["weights"].items()), layout
+            assert all(torch.equal(warm["weights"][name], weight) for name, weight in cold["weights"].items()), layout
             stages, kinds = layout.vp, {"zb-h1": 3, "dualpipe-v": 5}.get(layout.schedule, 2)
             assert 0 < warm["passes"] - cold["passes"] <= stages * (kinds + 1), layout
             assert warm["begun"] > cold["begun"] or layout.zero == 0, layout
@@ -91,7 +91,7 @@ def _form_by_form(case: Case, layout: Layout) -> list[int]:
     counts = []
     with (
         patch.object(Passes, "do", seen),
-        patch.object(apply, "make_pipeline", lambda *given, **_: make_pipeline(*given, warms_up=True)),
+        patch.object(apply, "make_pipeline", lambda *arguments, **_: make_pipeline(*arguments, warms_up=True)),
     ):
         run = Run(case, layout, {})
         packed = [replace(batch, masked=True) for batch in run._batches()]

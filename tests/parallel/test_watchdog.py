@@ -31,8 +31,8 @@ AWAKE = [0.0] * 3
 
 
 def blamed(*beats: Beat, silent_s: list[float] = AWAKE, **limits: Any) -> int | None:
-    found = judge(beats, silent_s, Limits(**limits))
-    return None if found is None else found.rank
+    blame = judge(beats, silent_s, Limits(**limits))
+    return None if blame is None else blame.rank
 
 
 def test_all_is_well() -> None:
@@ -84,10 +84,10 @@ def test_silence() -> None:
 
 
 def test_the_sentence_names_rank_step_phase_and_collective() -> None:
-    found = judge([WAITS, replace(STILL, host="node17"), WAITS], AWAKE, Limits())
-    assert found is not None
+    blame = judge([WAITS, replace(STILL, host="node17"), WAITS], AWAKE, Limits())
+    assert blame is not None
     who = "rank 1 on node17 has stood still for 301 s at step 7, forward, last collective all_reduce on data "
-    assert found.sentence.startswith(who + "(a.py:1 in f)")
+    assert blame.sentence.startswith(who + "(a.py:1 in f)")
 
 
 def test_an_observer_that_was_stopped_itself_blames_nobody() -> None:
@@ -105,9 +105,9 @@ def test_who_has_met_and_never_beats_is_blamed_after_a_while() -> None:
         store.set(f"beat/{rank}", Beat().encode())
     assert seen.look(store, Limits()) is None
     seen.met_s -= 121
-    found = seen.look(store, Limits())
-    assert found is not None and found.rank == 1
-    assert found.sentence.startswith("rank 1 met the others 121 s ago and was not heard of since; ")
+    blame = seen.look(store, Limits())
+    assert blame is not None and blame.rank == 1
+    assert blame.sentence.startswith("rank 1 met the others 121 s ago and was not heard of since; ")
     assert seen.look(store, Limits(hang_s=0)) is None
 
 
@@ -238,10 +238,10 @@ def test_a_compilation_on_a_thread_of_autograd_is_one() -> None:
 def test_every_function_that_waits_exists() -> None:
     for name in pulses.WAITS:
         module, _, path = name.partition(":")
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for step in path.split("."):
-            found = getattr(found, step)
-        assert found.__qualname__ == path
+            target = getattr(target, step)
+        assert target.__qualname__ == path
 
 
 def test_who_runs_ahead_of_a_device_waits_wherever_it_is() -> None:
@@ -254,7 +254,7 @@ def test_who_runs_ahead_of_a_device_waits_wherever_it_is() -> None:
 def watched(store: dist.Store, hang_s: float) -> Iterator[list[int]]:
     """Gives the exit codes with which the watchdog of a single rank wants to end this process."""
     codes: list[int] = []
-    found = Watchdog(
+    watchdog = Watchdog(
         store,
         store,
         RankPlace(rank=0, world=1),
@@ -265,9 +265,9 @@ def watched(store: dist.Store, hang_s: float) -> Iterator[list[int]]:
         say=lambda line: None,
         end=codes.append,
     )
-    found.start()
+    watchdog.start()
     yield codes
-    found.close()
+    watchdog.close()
 
 
 @pytest.fixture
@@ -309,19 +309,19 @@ def test_sigterm_that_was_heeded_ends_nothing_later(alone: list[int]) -> None:
 def test_every_phase_is_a_function_that_exists() -> None:
     for name in (*PHASES, *READS, BACKWARD):
         module, _, path = name.partition(":")
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for step in path.split("."):
-            found = getattr(found, step)
-        assert callable(found) and found.__qualname__ == path
+            target = getattr(target, step)
+        assert callable(target) and target.__qualname__ == path
 
 
 def test_ranks_meet_in_a_store_that_remembers_a_former_attempt() -> None:
     store, names = dist.HashStore(), set[str]()
     for _ in range(3):
         with ThreadPoolExecutor(3) as pool:
-            found = set(pool.map(lambda rank: meet(store, rank, 3, 20), (2, 1, 0)))
-        assert len(found) == 1
-        names |= found
+            attempts = set(pool.map(lambda rank: meet(store, rank, 3, 20), (2, 1, 0)))
+        assert len(attempts) == 1
+        names |= attempts
     assert len(names) == 3, "every attempt has a name of its own"
 
 

@@ -42,9 +42,9 @@ class TrafficRecorder(TorchDispatchMode):
         boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         group = dist.ProcessGroup.unbox(boxed)
         ranks = tuple(dist.get_process_group_ranks(group))
-        found = self.seen.setdefault((ranks, SENDS[name]), [0, 0])
-        found[0] += 1
-        found[1] += _sent(name, args, len(ranks), group.rank())
+        count = self.seen.setdefault((ranks, SENDS[name]), [0, 0])
+        count[0] += 1
+        count[1] += _sent(name, args, len(ranks), group.rank())
 
 
 def _sent(name: str, args: tuple[Any, ...], size: int, index: int) -> int:
@@ -59,7 +59,7 @@ def _sent(name: str, args: tuple[Any, ...], size: int, index: int) -> int:
         return _bytes(whole) * (size - 1) // size
     if name == "alltoall_base_":
         _, rows, _, _, splits = args[:5]
-        return sum(_bytes(part) for place, part in enumerate(rows.split(list(splits))) if place != index)
+        return sum(_bytes(part) for number, part in enumerate(rows.split(list(splits))) if number != index)
     if name == "broadcast_":
         return sum(map(_bytes, args[0])) if args[2] == index else 0
     return sum(map(_bytes, args[0])) if name == "send" else 0

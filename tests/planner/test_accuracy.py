@@ -9,7 +9,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.planner.accuracy.choice import spearman
 from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
-from meshwright.planner.accuracy.score import Judged, by_source, judge, quantile, score
+from meshwright.planner.accuracy.score import JudgedRow, by_source, judge, quantile, score
 from meshwright.spec.errors import DataError
 from tests.planner.published_tables import COLUMNS, run, table, write
 
@@ -18,62 +18,62 @@ KEYS = {"n", "step_time_mape", "step_time_median", "memory_mape", "memory_p95", 
         "rank_correlation", "regret"}  # fmt: skip
 
 
-def predicted(rows: list[dict[str, str]], tmp_path: Path) -> list[Judged]:
+def predicted(rows: list[dict[str, str]], tmp_path: Path) -> list[JudgedRow]:
     judged = judge(read(write(tmp_path / "rows.csv", rows)))
-    assert [one.reason for one in judged if isinstance(one, Unreadable)] == []
-    return [one for one in judged if isinstance(one, Judged)]
+    assert [entry.reason for entry in judged if isinstance(entry, Unreadable)] == []
+    return [entry for entry in judged if isinstance(entry, JudgedRow)]
 
 
 def measured(tmp_path: Path, *factors: float) -> list[dict[str, str]]:
     """Rows whose measured time is the predicted one times a factor."""
     rows = [run(**layout, step_time_s=1) for layout in LAYOUTS]
-    times = [one.step_s * factor for one, factor in zip(predicted(rows, tmp_path), factors, strict=True)]
+    times = [entry.step_s * factor for entry, factor in zip(predicted(rows, tmp_path), factors, strict=True)]
     return [run(**layout, step_time_s=f"{time:.9f}") for layout, time in zip(LAYOUTS, times, strict=True)]
 
 
 def test_what_was_predicted_is_without_error(tmp_path: Path) -> None:
-    found = score(predicted(measured(tmp_path, *[1.0] * 7), tmp_path))
-    assert found.step_time_mape == pytest.approx(0, abs=1e-6)
-    assert found.rank_correlation == pytest.approx(1)
-    assert (found.regret, found.oom_accuracy, found.memory_mape, found.n) == (pytest.approx(0), None, None, 7)
+    scored = score(predicted(measured(tmp_path, *[1.0] * 7), tmp_path))
+    assert scored.step_time_mape == pytest.approx(0, abs=1e-6)
+    assert scored.rank_correlation == pytest.approx(1)
+    assert (scored.regret, scored.oom_accuracy, scored.memory_mape, scored.n) == (pytest.approx(0), None, None, 7)
 
 
 def test_errors_are_relative_to_what_was_measured(tmp_path: Path) -> None:
-    found = score(predicted(measured(tmp_path, 0.8, *[1.25] * 6), tmp_path))
-    assert found.step_time_mape == pytest.approx((0.25 + 6 * 0.2) / 7)
-    assert found.step_time_median == pytest.approx(0.2)
+    scored = score(predicted(measured(tmp_path, 0.8, *[1.25] * 6), tmp_path))
+    assert scored.step_time_mape == pytest.approx((0.25 + 6 * 0.2) / 7)
+    assert scored.step_time_median == pytest.approx(0.2)
 
 
 def test_regret_is_that_of_the_chosen_layout(tmp_path: Path) -> None:
     plain = predicted([run(**layout, step_time_s=1) for layout in LAYOUTS], tmp_path)
     fastest = min(range(7), key=lambda i: plain[i].step_s)
     factors = [100.0 if i == fastest else 1.0 for i in range(7)]
-    found = score(predicted(measured(tmp_path, *factors), tmp_path))
-    best = min(one.step_s for i, one in enumerate(plain) if i != fastest)
-    assert found.regret == pytest.approx(100 * plain[fastest].step_s / best - 1)
-    assert found.rank_correlation is not None and found.rank_correlation < 0.5
+    scored = score(predicted(measured(tmp_path, *factors), tmp_path))
+    best = min(entry.step_s for i, entry in enumerate(plain) if i != fastest)
+    assert scored.regret == pytest.approx(100 * plain[fastest].step_s / best - 1)
+    assert scored.rank_correlation is not None and scored.rank_correlation < 0.5
 
 
 def test_fewer_than_five_layouts_are_no_grid(tmp_path: Path) -> None:
-    found = score(predicted(measured(tmp_path, *[1.0] * 7)[:4], tmp_path))
-    assert (found.rank_correlation, found.regret) == (None, None)
+    scored = score(predicted(measured(tmp_path, *[1.0] * 7)[:4], tmp_path))
+    assert (scored.rank_correlation, scored.regret) == (None, None)
 
 
 def test_out_of_memory_is_classified(tmp_path: Path) -> None:
     huge = {"layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152}
     rows = [run(step_time_s=1), run(status="OOM Error"), run(**huge, status="OOM Error"), run(status="Other Error")]
-    found = score(predicted(rows, tmp_path))
-    assert found.oom_accuracy == pytest.approx(2 / 3)
-    assert found.false_fits == pytest.approx(1 / 2)
-    assert found.n == 4
+    scored = score(predicted(rows, tmp_path))
+    assert scored.oom_accuracy == pytest.approx(2 / 3)
+    assert scored.false_fits == pytest.approx(1 / 2)
+    assert scored.n == 4
 
 
 def test_measured_peaks_are_compared(tmp_path: Path) -> None:
     [plain] = predicted([run(step_time_s=1, peak_mem_gb=1)], tmp_path)
     gib = plain.part_value / 2**30
-    found = score(predicted([run(step_time_s=1, peak_mem_gb=gib), run(step_time_s=1, peak_mem_gb=gib * 2)], tmp_path))
-    assert found.memory_mape == pytest.approx(0.25)
-    assert found.memory_p95 == pytest.approx(0.475)
+    scored = score(predicted([run(step_time_s=1, peak_mem_gb=gib), run(step_time_s=1, peak_mem_gb=gib * 2)], tmp_path))
+    assert scored.memory_mape == pytest.approx(0.25)
+    assert scored.memory_p95 == pytest.approx(0.475)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_measured_peaks_are_compared(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_scored_says_why(change: dict[str, object], reason: str, tmp_path: Path) -> None:
-    [one] = judge(read(write(tmp_path / "rows.csv", [run(**{"step_time_s": 1, **change})])))
-    assert isinstance(one, Unreadable)
-    assert reason in one.reason
+    [entry] = judge(read(write(tmp_path / "rows.csv", [run(**{"step_time_s": 1, **change})])))
+    assert isinstance(entry, Unreadable)
+    assert reason in entry.reason
 
 
 def rows_of(tmp_path: Path, **columns: object) -> PublishedRow:
@@ -170,13 +170,17 @@ def test_the_verb_prints_the_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = write(tmp_path / "all.csv", rows)
     capsys.readouterr()
     assert main(["accuracy", str(path), str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"rows", "by_source", "calibration"}
-    assert (found["rows"], found["calibration"], set(found["by_source"])) == (18, "zero-shot", {"made up", "other"})
-    assert all(set(entry) == KEYS for entry in found["by_source"].values())
-    assert found["by_source"]["made up"]["step_time_mape"] == pytest.approx(1 - 1 / 1.1)
-    assert found["by_source"]["other"]["step_time_mape"] is None
-    assert found["by_source"]["other"]["false_fits"] == 1
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"rows", "by_source", "calibration"}
+    assert (document["rows"], document["calibration"], set(document["by_source"])) == (
+        18,
+        "zero-shot",
+        {"made up", "other"},
+    )
+    assert all(set(entry) == KEYS for entry in document["by_source"].values())
+    assert document["by_source"]["made up"]["step_time_mape"] == pytest.approx(1 - 1 / 1.1)
+    assert document["by_source"]["other"]["step_time_mape"] is None
+    assert document["by_source"]["other"]["false_fits"] == 1
     assert main(["accuracy", str(path)]) == 0
     assert "gives no time, rate or memory" in capsys.readouterr().out
 
@@ -218,16 +222,18 @@ def test_a_directory_is_no_table(tmp_path: Path) -> None:
 
 def test_a_peak_that_repeats_a_run_counts_once() -> None:
     runs, peaks = table("training_throughput.csv"), table("peak_memory.csv")
-    some = [row for row in read(runs) if "torchtitan" in row.source] + [r for r in read(peaks) if "T3" in r.source]
-    repeated = [one for one in judge(some) if isinstance(one, Unreadable) and "repeats" in one.reason]
+    both_tables = [row for row in read(runs) if "torchtitan" in row.source] + [
+        r for r in read(peaks) if "T3" in r.source
+    ]
+    repeated = [entry for entry in judge(both_tables) if isinstance(entry, Unreadable) and "repeats" in entry.reason]
     assert len(repeated) == 3
     alone = judge(row for row in read(peaks) if "T3" in row.source)
-    assert all(isinstance(one, Judged) for one in alone)
+    assert all(isinstance(entry, JudgedRow) for entry in alone)
 
 
 def test_korthikantis_figures_are_parts_of_a_rank() -> None:
     judged = judge(row for row in read(table("peak_memory.csv")) if row.source.startswith("Korthikanti"))
-    parts = [one.row.part for one in judged if isinstance(one, Judged)]
+    parts = [entry.row.part for entry in judged if isinstance(entry, JudgedRow)]
     assert {part: parts.count(part) for part in set(parts)} == {"activations": 8, "states": 4, "activation share": 20}
 
 
@@ -236,14 +242,14 @@ def test_no_published_row_is_left_out() -> None:
     rows = list(read(path))
     with path.open(encoding="utf-8") as file:
         assert len(rows) == sum(1 for _ in file) - 1
-    assert sum(len(own) for own in by_source(rows_as_judged(rows)).values()) == len(rows)
+    assert sum(len(of_source) for of_source in by_source(rows_as_judged(rows)).values()) == len(rows)
     assert sum(isinstance(row, Unreadable) for row in rows) < 0.05 * len(rows)
 
 
-def rows_as_judged(rows: list[PublishedRow | Unreadable]) -> list[Judged | Unreadable]:
+def rows_as_judged(rows: list[PublishedRow | Unreadable]) -> list[JudgedRow | Unreadable]:
     """Without predictions, which would take seconds."""
     return [
-        Judged(row=row, step_s=1, part_value=1, fits=True, seen=False) if isinstance(row, PublishedRow) else row
+        JudgedRow(row=row, step_s=1, part_value=1, fits=True, seen=False) if isinstance(row, PublishedRow) else row
         for row in rows
     ]
 

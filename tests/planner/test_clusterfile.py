@@ -16,9 +16,8 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.rate_grid import RateGrid
-from meshwright.planner.machine.clusterfile import ClusterFile, Together, asked, is_file, load
-from meshwright.planner.machine.clusterfile_writer import text
-from meshwright.planner.machine.overheads import fitted
+from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates, is_file, load, load_named, text
+from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe, gradient_buckets
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
@@ -49,20 +48,20 @@ def machine(*, share: float = 1.0, product: float = 10 * GFLOP, crowd: float = 1
         seconds = {(name, ranks): grid for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")}
         seconds["send", 2] = grid
         links = Links(per_node=ranks, link_bytes_per_s=1e9, network_bytes_per_s=1e8)
-        together[ranks] = Together(
+        together[ranks] = MeasuredRates(
             speeds=speeds, links=replace(links, curves=LinkCurves(seconds=seconds)) if ranks > 1 else links
         )
     stack = replace(MESHWRIGHT, host_s=0.0, step_s=0.25, hides_gradients=0.0, contention=0.0, passes=2.0)
     device = Device(name="two cores", memory_bytes=2**33, bf16_flop_per_s=product, memory_bytes_per_s=2 * GB)
     return ClusterFile(
-        device=device, devices_per_node=2, together=together, stack=stack, provenance={"date": "today", "a": 'q"uote'}
+        device=device, devices_per_node=2, rates=together, stack=stack, provenance={"date": "today", "a": 'q"uote'}
     )
 
 
-def plan(of: ClusterFile, batch: int = 4, **layout: object) -> Plan:
+def plan(measured: ClusterFile, batch: int = 4, **layout: object) -> Plan:
     laid = Layout(compile="off", **layout)  # type: ignore[arg-type]
     recipe = Recipe(sequence=256, global_batch=batch, document_mask=False)
-    return Plan(model=SHAPE, recipe=recipe, layout=laid, cluster=of.cluster(laid.world))
+    return Plan(model=SHAPE, recipe=recipe, layout=laid, cluster=measured.cluster(laid.world))
 
 
 def test_between_points_values_lie_on_lines_of_logarithms() -> None:
@@ -76,7 +75,7 @@ def test_between_points_values_lie_on_lines_of_logarithms() -> None:
 
 
 def test_operations_take_what_the_curves_say() -> None:
-    speeds = machine(share=0.5).together[1].speeds
+    speeds = machine(share=0.5).rates[1].speeds
     assert speeds.seconds(Product(100, 100, 100, 3, 4.0)) == pytest.approx(3 * 2e6 / (10 * GFLOP) / 0.5)
     assert speeds.seconds(MemoryPass(4e6, 2)) == pytest.approx(4e6 / (2 * GB))
     assert speeds.seconds(AttentionCore(1e9)) == pytest.approx(0.25)
@@ -98,8 +97,8 @@ def test_exchanges_take_what_the_curves_say() -> None:
 
 def test_a_step_is_what_hand_arithmetic_says() -> None:
     """One rank, two layers: products at 10 GFLOP/s, passes at 2 GB/s twice over, attention, optimizer at 1 GB/s."""
-    of = machine()
-    time = of.estimator(plan(of)).predict(plan(of)).time
+    measured = machine()
+    time = measured.estimator(plan(measured)).predict(plan(measured)).time
     tokens, hidden, ffn, vocab, layers = 4 * 256, 64, 128, 1000, 2
     weights = layers * (4 * hidden**2 + 3 * hidden * ffn) + vocab * hidden
     products = 6 * weights * tokens / (10 * GFLOP)
@@ -119,12 +118,12 @@ def test_a_step_is_what_hand_arithmetic_says() -> None:
 
 def test_what_is_not_hidden_of_gradients_is_a_reduction_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding, two blocks, norm with head: one call, of a millisecond whatever its size, or one each."""
-    of = machine()
-    laid = plan(of, dp_replicate=2)
-    time = of.estimator(laid).predict(laid).time
+    measured = machine()
+    laid = plan(measured, dp_replicate=2)
+    time = measured.estimator(laid).predict(laid).time
     assert time.gradients_s == pytest.approx(1e-3)
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
-    assert of.estimator(laid).predict(laid).time.gradients_s == pytest.approx(4e-3)
+    assert measured.estimator(laid).predict(laid).time.gradients_s == pytest.approx(4e-3)
 
 
 def test_ranks_that_share_cores_fill_each_others_bubbles() -> None:
@@ -165,32 +164,32 @@ def test_the_host_calls_every_layer_of_every_micro_batch(
     plain = machine()
     called = with_host(plain, 0.5)
     laid = replace(plan(plain, **layout), model=shape)
-    before, after = (one.estimator(laid).predict(laid).time for one in (plain, called))
+    before, after = (variant.estimator(laid).predict(laid).time for variant in (plain, called))
     assert after.total_s - before.total_s == pytest.approx(0.5 * 2 * 4 * each * 1e-3)
     crowded = with_host(machine(crowd=2.0), 0.5)
     if laid.layout.pp == 1:
-        found = crowded.estimator(laid).predict(laid).time.total_s
-        assert found - before.total_s == pytest.approx(2 * (after.total_s - before.total_s))
+        crowded_s = crowded.estimator(laid).predict(laid).time.total_s
+        assert crowded_s - before.total_s == pytest.approx(2 * (after.total_s - before.total_s))
 
 
-def with_host(of: ClusterFile, share: float) -> ClusterFile:
+def with_host(measured: ClusterFile, share: float) -> ClusterFile:
     together = {
-        ranks: replace(one, speeds=replace(one.speeds, host=HOST, host_share=share))
-        for ranks, one in of.together.items()
+        ranks: replace(rates, speeds=replace(rates.speeds, host=HOST, host_share=share))
+        for ranks, rates in measured.rates.items()
     }
-    return replace(of, together=together)
+    return replace(measured, rates=together)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    of, path = with_host(machine(share=0.8), 0.9), tmp_path / "machine.toml"
-    path.write_text(text(of))
-    found = load(path)
-    assert text(found) == text(of) and found.device.memory_bytes == 2**33 and found.stack.passes == 2.0
-    assert found.together[2].speeds.host == HOST and found.together[2].speeds.host_share == 0.9
-    assert found.provenance == of.provenance and list(tmp_path.iterdir()) == [path]
+    written, path = with_host(machine(share=0.8), 0.9), tmp_path / "machine.toml"
+    path.write_text(text(written))
+    loaded = load(path)
+    assert text(loaded) == text(written) and loaded.device.memory_bytes == 2**33 and loaded.stack.passes == 2.0
+    assert loaded.rates[2].speeds.host == HOST and loaded.rates[2].speeds.host_share == 0.9
+    assert loaded.provenance == written.provenance and list(tmp_path.iterdir()) == [path]
     for layout in ({}, {"tp": 2}, {"pp": 2, "micro_batch": 1}, {"dp_shard": 4, "zero": 3}):
-        laid = plan(of, **layout)
-        mine, read = (one.estimator(laid).predict(laid).step_s for one in (of, found))
+        laid = plan(written, **layout)
+        mine, read = (variant.estimator(laid).predict(laid).step_s for variant in (written, loaded))
         assert read == pytest.approx(mine, rel=1e-5)
 
 
@@ -198,7 +197,7 @@ def test_names_of_files(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(text(machine()))
     assert is_file(str(path)) and is_file(f"{path}x4") and not is_file("h100x8")
-    assert asked(str(path))[1].devices == 2 and asked(f"{path}x4", 3)[1].devices == 12
+    assert load_named(str(path))[1].devices == 2 and load_named(f"{path}x4", 3)[1].devices == 12
 
 
 CHANGES = [
@@ -245,13 +244,13 @@ def test_plan_reads_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text(text(machine()))
     words = ["plan", "gpt2", "--recipe", "precision=fp32", "--recipe", "sequence=512", "--recipe", "global_batch=8"]
     assert main([*words, "--cluster", f"{path}x4", "--json", "--layout", "tp=2,pp=1,micro_batch=1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["plan"]["layout"]["tp"] == 2 and found["step_seconds"] > 6 * 124e6 * 8 * 512 / 4 / (10 * GFLOP)
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["layout"]["tp"] == 2 and document["step_seconds"] > 6 * 124e6 * 8 * 512 / 4 / (10 * GFLOP)
     path.write_text("not TOML")
     for name in (str(path), str(tmp_path / "absent.toml")):
         assert main([*words, "--cluster", name]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(("meshwright: cluster file", "meshwright: --cluster")) and said.count("\n") == 1
+        message = capsys.readouterr().err
+        assert message.startswith(("meshwright: cluster file", "meshwright: --cluster")) and message.count("\n") == 1
 
 
 def test_overheads_are_found_again() -> None:
@@ -267,25 +266,25 @@ def test_overheads_are_found_again() -> None:
         {"pp": 2, "micro_batch": 1},
     )
     plans = [plan(measured, batch, **layout) for layout in layouts for batch in (4, 8)]
-    seconds = [true.estimator(one).predict(one).step_s for one in plans]
-    found = fitted(measured, plans, seconds)
+    seconds = [true.estimator(laid).predict(laid).step_s for laid in plans]
+    fit = fit_overheads(measured, plans, seconds)
     unseen = plan(measured, 16, micro_batch=2, tp=2)
     wanted = true.estimator(unseen).predict(unseen).step_s
     before = measured.estimator(unseen).predict(unseen).step_s
-    after = found.estimator(unseen).predict(unseen).step_s
+    after = fit.estimator(unseen).predict(unseen).step_s
     assert abs(after / wanted - 1) < 0.05 < abs(before / wanted - 1)
-    assert fitted(measured, [], []) is measured
+    assert fit_overheads(measured, [], []) is measured
 
 
 def test_what_the_host_takes_is_found_again() -> None:
     """From steps of the tiny models as a machine with that host would make them; its own step overhead is 0.25 s."""
     true = with_host(machine(), 1.0)
-    of = machine()
-    plans = tiny_plans(of)
-    took = {key: true.estimator(one).predict(one).step_s + 2e-3 for key, one in plans.items()}
-    found = with_floors(of, {threads_of(ranks): took for ranks in of.together})
-    host = found.together[2].speeds.host
+    measured = machine()
+    plans = tiny_plans(measured)
+    took = {key: true.estimator(laid).predict(laid).step_s + 2e-3 for key, laid in plans.items()}
+    fit = with_floors(measured, {threads_of(ranks): took for ranks in measured.rates})
+    host = fit.rates[2].speeds.host
     assert host is not None
     for name in ("swiglu", "gelu", "routed", "expert"):
         assert getattr(host, name) == pytest.approx(getattr(HOST, name), abs=1e-9), name
-    assert found.stack.step_s == pytest.approx(0.252) and found.stack.micro_batch_s == pytest.approx(0, abs=1e-9)
+    assert fit.stack.step_s == pytest.approx(0.252) and fit.stack.micro_batch_s == pytest.approx(0, abs=1e-9)

@@ -71,9 +71,9 @@ FACTS = {
 @pytest.mark.parametrize("name", FACTS)
 def test_printed_figures_follow_from_the_speed(name: str) -> None:
     columns, printed = FACTS[name]
-    found = figures(run(**columns, **printed))
-    assert len(found) == len(printed)
-    assert [figure for figure in found if not figure.agrees] == []
+    recomputed = figures(run(**columns, **printed))
+    assert len(recomputed) == len(printed)
+    assert [figure for figure in recomputed if not figure.agrees] == []
 
 
 def test_a_wrong_figure_does_not_agree() -> None:

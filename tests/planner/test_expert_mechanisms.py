@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_run
+from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_recipe_ran
 from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, TORCHTITAN
 from meshwright.planner.cost.links import nodes_reached
 from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
@@ -90,7 +90,7 @@ def columns(release: str, gpu: str, model: str, precision: str) -> dict[str, str
 )
 def test_recipes_of_releases(row: dict[str, str], graph: bool, hidden: bool, counts: bool) -> None:
     """Against scripts/performance/configs at v0.2.0 to v0.5.0 and perf_recipes at v0.6.0, read by hand."""
-    stack: Stack = as_run(MEGATRON_CORE, row)
+    stack: Stack = as_recipe_ran(MEGATRON_CORE, row)
     assert (stack.host_s == 0, stack.fused_experts, stack.hides_experts == 1) == (graph, graph, hidden)
     assert stack.counts_s == (COUNTS_S if counts else 0.0)
     assert stack.routes_once is not counts
@@ -98,7 +98,7 @@ def test_recipes_of_releases(row: dict[str, str], graph: bool, hidden: bool, cou
 
 def test_other_rows_are_left_alone() -> None:
     row = {**columns("26.06", "DGX-GB300", "DeepSeekV3", "MXFP8"), "source": "NVIDIA/NeMo"}
-    assert as_run(MEGATRON_CORE, row) is MEGATRON_CORE
+    assert as_recipe_ran(MEGATRON_CORE, row) is MEGATRON_CORE
 
 
 def test_fp8_without_a_measured_product_reaches_a_little_less_than_bf16_does() -> None:

@@ -44,16 +44,16 @@ MODELS: tuple[tuple[Any, ...], ...] = (
 )
 SMALL = (0, 2, 7, 8, 13)
 """Of MODELS, whose tables are made in a second or two; those of hundreds of devices take as long as all of these."""
-LARGE = tuple(place for place in range(len(MODELS)) if place not in SMALL)
+LARGE = tuple(number for number in range(len(MODELS)) if number not in SMALL)
 PLANS = 72
 """Legal ones of each model: a thousand of all."""
 
 pytestmark = pytest.mark.skipif(not (NODE or CHROMIUM), reason="neither node nor Chromium to run JavaScript with")
 
 
-def javascript(question: str, given: Any, *more: str) -> Any:
+def javascript(question: str, inputs: Any, *more: str) -> Any:
     """The value of an expression over GIVEN, with the page's formulas in scope, and `more` of its scripts."""
-    text = f"{source(*FORMULAS, *more)}\nconst GIVEN = {json.dumps(given)};\n"
+    text = f"{source(*FORMULAS, *more)}\nconst GIVEN = {json.dumps(inputs)};\n"
     if NODE:
         program = f"{text}process.stdout.write(JSON.stringify({question}))"
         return json.loads(subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, check=True).stdout)
@@ -61,15 +61,15 @@ def javascript(question: str, given: Any, *more: str) -> Any:
 
 
 @cache
-def shared(place: int) -> Estimator:
+def shared(number: int) -> Estimator:
     """Of a model's first plan; others differ in sequence and batch."""
-    return build_estimator(asked(*MODELS[place]))
+    return build_estimator(asked(*MODELS[number]))
 
 
 @cache
-def told(place: int) -> dict[str, Any]:
+def told(number: int) -> dict[str, Any]:
     """What the page is told of a model."""
-    return facts(shared(place))
+    return facts(shared(number))
 
 
 def asked(
@@ -111,19 +111,19 @@ def drawn(plan: Plan, controls: dict[str, Any], dice: random.Random) -> Plan:
 @pytest.fixture(scope="module", params=[SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=["small", "large"])
 def plans(request: pytest.FixtureRequest) -> list[tuple[int, Plan, list[str]]]:
     """(place in MODELS, plan, its violations) until there are PLANS legal ones of each."""
-    dice, found = random.Random(1), []
-    for place in request.param:
-        plan, legal = asked(*MODELS[place]), 0
+    dice, asked_plans = random.Random(1), []
+    for number in request.param:
+        plan, legal = asked(*MODELS[number]), 0
         while legal < PLANS:
-            one = drawn(plan, told(place)["controls"], dice)
-            said = one.violations()
-            legal += not said
-            found.append((place, one, said))
-    return found
+            candidate = drawn(plan, told(number)["controls"], dice)
+            sentences = candidate.violations()
+            legal += not sentences
+            asked_plans.append((number, candidate, sentences))
+    return asked_plans
 
 
 def facts_of(plans: list[tuple[int, Plan, list[str]]]) -> dict[int, dict[str, Any]]:
-    return {place: told(place) for place in sorted({place for place, *_ in plans})}
+    return {number: told(number) for number in sorted({number for number, *_ in plans})}
 
 
 def words(plan: Plan) -> dict[str, Any]:
@@ -133,16 +133,18 @@ def words(plan: Plan) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_memory_of_hundreds_of_plans(plans: list[tuple[int, Plan, list[str]]]) -> None:
-    legal = [(place, plan) for place, plan, said in plans if not said]
+    legal = [(number, plan) for number, plan, sentences in plans if not sentences]
     assert len(legal) >= PLANS * len(SMALL)
-    given = {
+    inputs = {
         "facts": facts_of(plans),
-        "plans": [{"of": place, **words(plan)} for place, plan in legal],
+        "plans": [{"of": number, **words(plan)} for number, plan in legal],
     }
-    found = javascript("GIVEN.plans.map((one) => memoryOf(GIVEN.facts[one.of], one.recipe, one.layout))", given)
-    for (_, plan), ranks in zip(legal, found, strict=True):
-        of: Estimator = build_estimator(plan)
-        for expected, rank in zip(of.measure(plan.layout)[1], ranks, strict=True):  # compiled, as the page has it
+    counted = javascript("GIVEN.plans.map((one) => memoryOf(GIVEN.facts[one.of], one.recipe, one.layout))", inputs)
+    for (_, plan), ranks in zip(legal, counted, strict=True):
+        estimator: Estimator = build_estimator(plan)
+        for expected, rank in zip(
+            estimator.measure(plan.layout)[1], ranks, strict=True
+        ):  # compiled, as the page has it
             assert rank["when"] == expected.when, plan.layout
             assert {k: v for k, v in rank["kinds"].items() if v} == pytest.approx(
                 {k: v for k, v in expected.kinds.items() if v}, rel=1e-6
@@ -153,16 +155,16 @@ def test_memory_of_hundreds_of_plans(plans: list[tuple[int, Plan, list[str]]]) -
 def test_step_time_of_hundreds_of_plans_is_about_right(plans: list[tuple[int, Plan, list[str]]]) -> None:
     """Tables between a few sizes and closed forms of schedules: no legal layout without a time, half of them
     within 1 %, 19 of 20 within 15 %."""
-    legal = [(place, plan) for place, plan, said in plans if not said][::3]
-    given = {
+    legal = [(number, plan) for number, plan, sentences in plans if not sentences][::3]
+    inputs = {
         "facts": facts_of(plans),
-        "plans": [{"of": place, **words(plan)} for place, plan in legal],
+        "plans": [{"of": number, **words(plan)} for number, plan in legal],
     }
     question = "GIVEN.plans.map((one) => stepParts(GIVEN.facts[one.of], one.recipe, one.layout))"
-    found = javascript(question, given)
+    counted = javascript(question, inputs)
     errors = []
-    for (place, plan), parts in zip(legal, found, strict=True):
-        expected = replace(shared(place), recipe=plan.recipe).time(plan.layout)
+    for (number, plan), parts in zip(legal, counted, strict=True):
+        expected = replace(shared(number), recipe=plan.recipe).time(plan.layout)
         assert len(parts) == len(PARTS) and all(part is not None for part in parts), plan.layout
         errors.append(abs(sum(parts) / expected.total_s - 1))
     errors.sort()
@@ -171,13 +173,13 @@ def test_step_time_of_hundreds_of_plans_is_about_right(plans: list[tuple[int, Pl
 
 
 def test_the_same_layouts_are_refused_in_the_same_words(plans: list[tuple[int, Plan, list[str]]]) -> None:
-    illegal = [(plan, said) for _, plan, said in plans if said]
-    assert len({sentence.split("=")[0] for _, said in illegal for sentence in said}) >= 5
-    models = {place: one["model"] for place, one in facts_of(plans).items()}
-    given = {"models": models, "plans": [{"of": place, **words(plan)} for place, plan, _ in plans]}
-    found = javascript("GIVEN.plans.map((one) => violations(GIVEN.models[one.of], one.recipe, one.layout))", given)
-    for (_, plan, said), sentences in zip(plans, found, strict=True):
-        assert sentences == said, plan.layout
+    illegal = [(plan, expected_sentences) for _, plan, expected_sentences in plans if expected_sentences]
+    assert len({sentence.split("=")[0] for _, expected_sentences in illegal for sentence in expected_sentences}) >= 5
+    models = {number: known["model"] for number, known in facts_of(plans).items()}
+    inputs = {"models": models, "plans": [{"of": number, **words(plan)} for number, plan, _ in plans]}
+    refused = javascript("GIVEN.plans.map((one) => violations(GIVEN.models[one.of], one.recipe, one.layout))", inputs)
+    for (_, plan, expected_sentences), sentences in zip(plans, refused, strict=True):
+        assert sentences == expected_sentences, plan.layout
 
 
 def cases() -> Iterator[tuple[str, int, int, int]]:
@@ -191,9 +193,13 @@ def test_schedules_and_their_bubbles() -> None:
     """Words and rounds, written out by the page, are Python's lists; what it cannot draw it refuses in Python's
     words. ZB-H1 with more stages is in layouts, but has no timeline."""
     every = list(cases())
-    drawn = [one for one in every if not KINDS[one[0]].deeper or one[3] >= KINDS[one[0]].stages > 1 or one[3] == 1]
+    drawn = [
+        case_
+        for case_ in every
+        if not KINDS[case_[0]].deeper or case_[3] >= KINDS[case_[0]].stages > 1 or case_[3] == 1
+    ]
     told_of = told(0)
-    found = javascript(
+    answers = javascript(
         "GIVEN.cases.map(([name, p, m, v, drawn]) => {"
         " const {schedules, timelines} = GIVEN, values = {schedule: name, pp: p, count: m, vp: v};"
         " const no = drawn ? look(timelines, timelines.refused, values) : null;"
@@ -203,41 +209,41 @@ def test_schedules_and_their_bubbles() -> None:
         " return {lists: made.map((own) => own.map((a) => [a.kind, a.stage, a.i])), bubble: played.bubble,"
         " total: played.total, alive: played.inFlight}; })",
         {
-            "cases": [(*one, one in drawn) for one in every if one in drawn or refusal(*one) is None],
+            "cases": [(*case_, case_ in drawn) for case_ in every if case_ in drawn or refusal(*case_) is None],
             "schedules": told_of["schedules"],
             "timelines": told_of["timelines"],
         },
     )
-    every = [one for one in every if one in drawn or refusal(*one) is None]
-    assert sum("lists" in one for one in found) > 150 and sum("no" in one for one in found) > 10
-    for case, one in zip(every, found, strict=True):
+    every = [case_ for case_ in every if case_ in drawn or refusal(*case_) is None]
+    assert sum("lists" in case_ for case_ in answers) > 150 and sum("no" in case_ for case_ in answers) > 10
+    for case, case_ in zip(every, answers, strict=True):
         sentence = refusal(*case)
-        assert one.get("no") == sentence
+        assert case_.get("no") == sentence
         if sentence is None:
             actions = schedule(*case)
             played = replay(actions)
-            assert one["lists"] == [[[a.kind, a.stage, a.micro_batch] for a in own] for own in actions], case
-            assert one["bubble"] == pytest.approx(played.bubble, abs=1e-12)
-            assert (one["total"], one["alive"]) == (played.total_s, list(played.in_flight))
+            assert case_["lists"] == [[[a.kind, a.stage, a.micro_batch] for a in of_rank] for of_rank in actions], case
+            assert case_["bubble"] == pytest.approx(played.bubble, abs=1e-12)
+            assert (case_["total"], case_["alive"]) == (played.total_s, list(played.in_flight))
 
 
 def test_layers_of_stages() -> None:
-    every = [(place, int(stages)) for place in SMALL for stages in told(place)["model"]["stages"]]
-    models = {place: told(place)["model"] for place in SMALL}
-    found = javascript(
+    every = [(number, int(stages)) for number in SMALL for stages in told(number)["model"]["stages"]]
+    models = {number: told(number)["model"] for number in SMALL}
+    answers = javascript(
         "GIVEN.every.map(([place, stages]) => stageLayers(GIVEN.models[place], stages))",
         {"every": every, "models": models},
     )
     assert len(every) > 50
-    for (place, stages), made in zip(every, found, strict=True):
-        expected = stage_layers(shared(place).shape.layers, stages)
-        assert [(one["start"], one["end"]) for one in made] == [(r.start, r.stop) for r in expected]
+    for (number, stages), made in zip(every, answers, strict=True):
+        expected = stage_layers(shared(number).shape.layers, stages)
+        assert [(stage["start"], stage["end"]) for stage in made] == [(r.start, r.stop) for r in expected]
 
 
 def test_the_page_draws_every_kind_of_memory_that_is_planned() -> None:
     """Tokens and staging are no device memory that a plan counts."""
     text = source("memory.js")
     listed = text[text.index("const KINDS = [") :].partition("[")[2].partition("]")[0]
-    assert [one.strip(' "\n') for one in listed.split(",")] == [
-        one for one in PLANNED if one not in ("tokens", "staging")
+    assert [kind.strip(' "\n') for kind in listed.split(",")] == [
+        kind for kind in PLANNED if kind not in ("tokens", "staging")
     ]

@@ -40,18 +40,20 @@ LARGE = replace(SMALL, model=presets.model("llama-3.1-405b"))
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("explorer")
-    found = {}
+    files = {}
     for name, plan in (("small", SMALL), ("large", LARGE)):
-        found[name] = folder / f"{name} page.html"
-        found[name].write_text(page(Half(plan=plan, of=build_estimator(plan), command=COMMAND)), encoding="utf-8")
-    return found
+        files[name] = folder / f"{name} page.html"
+        files[name].write_text(
+            page(Half(plan=plan, estimator=build_estimator(plan), command=COMMAND)), encoding="utf-8"
+        )
+    return files
 
 
 @pytest.fixture
@@ -77,12 +79,12 @@ def turn(browser: Browser, knob: str, value: object) -> None:
 
 def bars(browser: Browser) -> list[list[float]]:
     """Heights of the parts of each bar."""
-    found = browser.evaluate(
+    sizes = browser.evaluate(
         "[...document.querySelectorAll('#bars g.rank')].map((rank) =>"
         " [...rank.querySelectorAll('rect.part')].map((part) => Number(part.getAttribute('height'))))"
     )
-    assert isinstance(found, list)
-    return found
+    assert isinstance(sizes, list)
+    return sizes
 
 
 def text(browser: Browser, selector: str) -> str:
@@ -112,32 +114,32 @@ def test_sliders_change_the_bars_to_what_python_predicts(opened: Browser) -> Non
         tp=2, sp=True, pp=2, schedule="interleaved", vp=4, micro_batch=2, zero=1, dp_shard=2, recompute="selective",
         compile="on", cuda_graphs="off",
     )  # fmt: skip
-    found = predict(replace(SMALL, layout=layout, recipe=replace(SMALL.recipe, sequence=8192, global_batch=32)))
+    prediction = predict(replace(SMALL, layout=layout, recipe=replace(SMALL.recipe, sequence=8192, global_batch=32)))
     assert opened.evaluate("lead.ranks.map((rank) => rank.total)") == pytest.approx(
-        [one.total_bytes for one in found.memory], rel=1e-6
+        [rank.total_bytes for rank in prediction.memory], rel=1e-6
     )
     after = bars(opened)
     assert len(after) == 2 and after != before
     assert all(height >= 0 for rank in after for height in rank)
     high, low = (sum(rank) for rank in after)
-    assert high / low == pytest.approx(found.memory[0].total_bytes / found.memory[1].total_bytes, rel=1e-4)
+    assert high / low == pytest.approx(prediction.memory[0].total_bytes / prediction.memory[1].total_bytes, rel=1e-4)
     assert opened.complaints == []
 
 
 @in_browser
 def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser) -> None:
-    for knob, value, said in (
+    for knob, value, message in (
         ("pp", 4, ""), ("schedule", "zb-v", "puts both ends of the model"), ("schedule", "1f1b", ""),
         ("tp", 8, "does not divide the 8 devices"), ("pp", 1, "shards over dp_shard"), ("zero", 0, ""),
         ("micro_batch", 32, ""), ("micro_batch", 3, "is not micro_batch=3 x accumulation"),
     ):  # fmt: skip
         turn(opened, knob, value)
-        assert said in text(opened, "#refused" if said else "#verdict")
-        assert opened.evaluate("document.getElementById('refused').hidden") != bool(said), (knob, value)
+        assert message in text(opened, "#refused" if message else "#verdict")
+        assert opened.evaluate("document.getElementById('refused').hidden") != bool(message), (knob, value)
         shown = (
             "['#verdict', '#command', '#bars', '#kinds'].map((one) => document.querySelector(one).checkVisibility())"
         )
-        assert opened.evaluate(shown) == [not said] * 4, (knob, value)
+        assert opened.evaluate(shown) == [not message] * 4, (knob, value)
     opened.evaluate("document.getElementById('undo').click()")
     assert opened.evaluate("wrong(lead)") == [] and opened.complaints == []
 
@@ -149,13 +151,15 @@ def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> 
         ({recipe, layout}) => ({recipe, layout,
         seconds: timeOf(lead, recipe, layout).seconds,
         shares: mfuOf(lead, recipe, timeOf(lead, recipe, layout).seconds)}))"""
-    found = opened.evaluate(question)
-    assert len(found) > 30
-    for one in found:
-        plan = replace(SMALL, layout=Layout(**one["layout"], **COUNTED), recipe=replace(SMALL.recipe, **one["recipe"]))
+    neighbours = opened.evaluate(question)
+    assert len(neighbours) > 30
+    for neighbour in neighbours:
+        plan = replace(
+            SMALL, layout=Layout(**neighbour["layout"], **COUNTED), recipe=replace(SMALL.recipe, **neighbour["recipe"])
+        )
         expected = predict(plan)
-        assert one["seconds"] == pytest.approx(expected.step_s, rel=0.1), one["layout"]
-        assert one["shares"] == pytest.approx(expected.mfu(causal=False), rel=0.1)
+        assert neighbour["seconds"] == pytest.approx(expected.step_s, rel=0.1), neighbour["layout"]
+        assert neighbour["shares"] == pytest.approx(expected.mfu(causal=False), rel=0.1)
 
 
 @in_browser
@@ -164,8 +168,8 @@ def test_tight_is_not_green(opened: Browser) -> None:
     likely = build_estimator(SMALL).largest_share
     assert 0.8 < likely < 0.96
     shares = [likely - 0.01, likely + 0.01, 1.01]
-    found = opened.evaluate(f"{shares}.map((share) => verdictOf(lead, share * {capacity}))")
-    assert found == [["yes", "FITS"], ["tight", "TIGHT"], ["no", "DOES NOT FIT"]]
+    verdicts = opened.evaluate(f"{shares}.map((share) => verdictOf(lead, share * {capacity}))")
+    assert verdicts == [["yes", "FITS"], ["tight", "TIGHT"], ["no", "DOES NOT FIT"]]
     assert opened.evaluate("css('tight')") not in opened.evaluate("[css('good'), css('alarm')]")
     assert opened.evaluate("lead.points[lead.land.start].peak <= lead.data.cluster.tight_bytes")
 
@@ -177,9 +181,9 @@ def test_zero_stages_are_bars_without_a_pipeline(opened: Browser) -> None:
     labels = opened.evaluate("[...document.querySelectorAll('#bars [data-stage]')].map((one) => one.ariaLabel)")
     for zero, label in enumerate(labels):
         layout = Layout(**opened.evaluate(f"withValue(lead, lead.state, 'zero', {zero}).layout"), **COUNTED)
-        found = predict(replace(SMALL, layout=layout))
+        prediction = predict(replace(SMALL, layout=layout))
         assert label.startswith(f"ZeRO {zero}: ")
-        assert float(label.split()[2]) == pytest.approx(found.peak_bytes / 2**30, rel=0.02)
+        assert float(label.split()[2]) == pytest.approx(prediction.peak_bytes / 2**30, rel=0.02)
     assert len(labels) == 4
     opened.evaluate("document.querySelector('#bars [data-stage=\"1\"]').focus()")
     opened.press("Enter")
@@ -287,8 +291,8 @@ def test_text_has_contrast_and_kinds_differ_for_the_colour_blind(opened: Browser
         assert contrast(opened.evaluate(f"css('deg{n}')"), back["panel"]) >= 3
     kinds = ("parameters", "shards", "gradients", "masters", "moments", "activations", "logits", "buffers")
     seen = {kind: deuteranopia(opened.evaluate(f"css('{kind}')")) for kind in kinds}
-    for one, other in combinations(kinds, 2):
-        assert dist(seen[one], seen[other]) > 12, (one, other)
+    for kind, other in combinations(kinds, 2):
+        assert dist(seen[kind], seen[other]) > 12, (kind, other)
 
 
 @in_browser
@@ -356,15 +360,17 @@ def test_a_page_is_one_small_file(pages: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "mixtral-8x7b"])
 def test_the_front_is_that_of_all_layouts(name: str) -> None:
     plan = replace(SMALL, model=replace(presets.model(name), layers=4), cluster=presets.cluster("h100x4", 1))
-    of = build_estimator(plan)
-    every = [point for least, family in families(of, plan, {}) for point in family_points(of, least, family)]
-    whole, part = landscape(of, plan, most=10**6), landscape(of, plan, most=200)
+    estimator = build_estimator(plan)
+    every = [
+        point for least, family in families(estimator, plan, {}) for point in family_points(estimator, least, family)
+    ]
+    whole, part = landscape(estimator, plan, most=10**6), landscape(estimator, plan, most=200)
     assert whole["legal"] == len(every) == len(whole["points"]) == part["legal"]
     assert len(part["points"]) <= 200 + part["front"] < len(every)
     assert whole["points"][: whole["front"]] == part["points"][: part["front"]]
     exact = Front()
     for point in every:
-        exact.add(count_point(of, point.layout))
+        exact.add(count_point(estimator, point.layout))
     shown = [(sum(seconds), peak) for _, seconds, peak in part["points"][: part["front"]]]
     for point in exact.points:  # the page has four digits of each
         assert any(s <= point.step_s * 1.001 and b <= point.peak_bytes * 1.001 for s, b in shown), point
@@ -380,12 +386,12 @@ def test_points_of_a_front() -> None:
 
 
 def test_the_start_is_the_fastest_that_fits() -> None:
-    found = landscape(build_estimator(SMALL), SMALL)
+    points = landscape(build_estimator(SMALL), SMALL)
     room = usable_bytes(SMALL)
-    times = [sum(seconds) for _, seconds, peak in found["points"] if peak <= room]
-    assert sum(found["points"][found["best"]][1]) <= min(times) * 1.02
-    start = data(Half(plan=SMALL, of=build_estimator(SMALL)))["landscape"]["start"]
-    assert found["points"][start][2] <= 0.95 * room and start >= found["best"]
+    times = [sum(seconds) for _, seconds, peak in points["points"] if peak <= room]
+    assert sum(points["points"][points["best"]][1]) <= min(times) * 1.02
+    start = data(Half(plan=SMALL, estimator=build_estimator(SMALL)))["landscape"]["start"]
+    assert points["points"][start][2] <= 0.95 * room and start >= points["best"]
 
 
 @in_browser

@@ -29,23 +29,23 @@ def answer() -> ExploreAnswer:
 
 
 @pytest.fixture(scope="module")
-def place(answer: ExploreAnswer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(answer: ExploreAnswer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return answer.write(tmp_path_factory.mktemp("explorer") / "pair.html")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 @pytest.fixture
-def opened(browser: Browser, place: Path) -> Browser:
+def opened(browser: Browser, page: Path) -> Browser:
     browser.complaints.clear()
     browser.requested.clear()
     browser.look(1400, 900)
     browser.ask("Page.navigate", url="about:blank")
-    browser.open(place)
+    browser.open(page)
     return browser
 
 
@@ -54,9 +54,9 @@ def text(browser: Browser, selector: str) -> str:
 
 
 def states(browser: Browser) -> list[dict[str, Any]]:
-    found = browser.evaluate("halves.map((half) => half.state)")
-    assert isinstance(found, list)
-    return found
+    both = browser.evaluate("halves.map((half) => half.state)")
+    assert isinstance(both, list)
+    return both
 
 
 def test_both_begin_with_their_best_and_say_how_they_differ(opened: Browser, answer: ExploreAnswer) -> None:
@@ -70,8 +70,8 @@ def test_both_begin_with_their_best_and_say_how_they_differ(opened: Browser, ans
         f"{(1 - b['tokens_per_second'] / a['tokens_per_second']) * 100:.2g} % fewer tokens per second than A" in words
     )
     for row in rows:
-        shown = [float(one) for one in re.findall(r"\d+", words.replace(",", ""))]
-        assert any(one == pytest.approx(row["tokens_per_second"], rel=2e-3) for one in shown), (words, row)
+        shown = [float(number) for number in re.findall(r"\d+", words.replace(",", ""))]
+        assert any(number == pytest.approx(row["tokens_per_second"], rel=2e-3) for number in shown), (words, row)
         assert f"{row['peak_bytes'] / 2**30:.1f} GiB" in words
         usd = row["usd_per_billion_tokens"]
         assert f"${usd:#.3g}".rstrip(".") in words, (usd, words)
@@ -81,7 +81,7 @@ def test_both_begin_with_their_best_and_say_how_they_differ(opened: Browser, ans
 
 def test_controls_move_both_and_a_half_stays_where_it_has_no_such_layout(opened: Browser) -> None:
     opened.evaluate("change('sequence', 8192)")
-    assert [one["recipe"]["sequence"] for one in states(opened)] == [8192, 8192]
+    assert [state["recipe"]["sequence"] for state in states(opened)] == [8192, 8192]
     before = states(opened)[1]
     opened.evaluate("change('zero', 1)")
     a, b = states(opened)
@@ -102,12 +102,12 @@ def test_controls_move_both_and_a_half_stays_where_it_has_no_such_layout(opened:
 def test_memory_of_both_halves_is_the_planners(opened: Browser, answer: ExploreAnswer) -> None:
     opened.evaluate("change('pp', 2); change('micro_batch', 2)")
     totals = opened.evaluate("halves.map((half) => half.ranks.map((rank) => rank.total))")
-    for half, state, found in zip(answer.halves, states(opened), totals, strict=True):
+    for half, state, counted_bytes in zip(answer.halves, states(opened), totals, strict=True):
         recipe = replace(half.plan.recipe, **state["recipe"])
-        counted = {"compile": "on", "cuda_graphs": "off"} if half.of.stack.is_meshwright else {}
+        counted = {"compile": "on", "cuda_graphs": "off"} if half.estimator.stack.is_meshwright else {}
         plan = replace(half.plan, layout=Layout(**state["layout"], **counted), recipe=recipe)
-        expected = [one.total_bytes for one in replace(half.of, recipe=recipe).predict(plan).memory]
-        assert found == pytest.approx(expected, rel=1e-6)
+        expected = [rank.total_bytes for rank in replace(half.estimator, recipe=recipe).predict(plan).memory]
+        assert counted_bytes == pytest.approx(expected, rel=1e-6)
     options = text(opened, "#options-2 pre")
     assert "parallelism.pipeline_parallel_degree=2" in options
     assert "parallelism.pipeline_parallel_microbatch_size=2" in options
@@ -164,16 +164,16 @@ def test_a_tap_takes_a_layout_of_the_second_map(opened: Browser) -> None:
     assert states(opened)[0] == before
 
 
-def test_a_link_and_a_saved_file_bring_both_back(opened: Browser, place: Path) -> None:
+def test_a_link_and_a_saved_file_bring_both_back(opened: Browser, page: Path) -> None:
     opened.evaluate("change('sequence', 8192); chosen = 'A'; change('recompute', 'full')")
     there, address = states(opened), opened.evaluate("toFragment()")
     assert opened.evaluate("location.hash.slice(1)") == address and "b.sequence=8192" in address
     for bad in (address.replace("b.tp=1", "b.tp=3"), address.replace("b.", "c."), "move=B"):
         assert opened.evaluate(f"fromFragment({json.dumps(bad)})") is None
-    saved = place.with_name("saved.html")
+    saved = page.with_name("saved.html")
     saved.write_text(opened.evaluate("savedPage()"), encoding="utf-8")
-    assert abs(saved.stat().st_size / place.stat().st_size - 1) < 0.01
-    for url in (f"{place.resolve().as_uri()}#{address}", saved.resolve().as_uri()):
+    assert abs(saved.stat().st_size / page.stat().st_size - 1) < 0.01
+    for url in (f"{page.resolve().as_uri()}#{address}", saved.resolve().as_uri()):
         opened.ask("Page.navigate", url="about:blank")
         opened.ask("Page.navigate", url=url)
         for _ in range(500):
@@ -182,13 +182,13 @@ def test_a_link_and_a_saved_file_bring_both_back(opened: Browser, place: Path) -
         assert states(opened) == there and opened.evaluate("chosen") == "A"
     again = opened.evaluate("change('recompute', 'none'); savedPage()")
     assert again.count("data-state=") == saved.read_text(encoding="utf-8").count("data-state=")
-    opened.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(place.parent))
+    opened.ask("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(page.parent))
     opened.evaluate("document.getElementById('save').click()")
     for _ in range(200):
-        if found := list(place.parent.glob("llama*.html")):
+        if downloads := list(page.parent.glob("llama*.html")):
             break
         opened.evaluate("new Promise((done) => setTimeout(done, 20))")
-    assert found[0].stat().st_size == pytest.approx(place.stat().st_size, rel=0.01)
+    assert downloads[0].stat().st_size == pytest.approx(page.stat().st_size, rel=0.01)
     assert opened.complaints == []
 
 
@@ -203,7 +203,7 @@ SEEN = """[...document.querySelectorAll('#differences *, #options-2 *, .choice *
 
 
 def hexadecimal(colour: str) -> str:
-    return "#" + "".join(f"{int(one):02x}" for one in colour.partition("(")[2].rstrip(")").split(",")[:3])
+    return "#" + "".join(f"{int(part):02x}" for part in colour.partition("(")[2].rstrip(")").split(",")[:3])
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -231,5 +231,5 @@ def test_it_fits_every_width_and_its_text_has_contrast(opened: Browser, width: i
 
 def test_two_halves_are_no_more_than_two_pages(answer: ExploreAnswer) -> None:
     alone = [replace(answer, halves=(half,)) for half in answer.halves]
-    assert len(answer.html) <= sum(len(one.html) for one in alone)
+    assert len(answer.html) <= sum(len(single.html) for single in alone)
     assert not any(word in answer.html for word in ("https:", "http:", "@import", "url(", "/*DATA*/", "/*SCRIPT*/"))

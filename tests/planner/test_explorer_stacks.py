@@ -27,47 +27,47 @@ def of_software(word: str) -> Estimator:
 
 
 @cache
-def found(word: str) -> tuple[dict[str, Any], list[Plan]]:
+def software_facts(word: str) -> tuple[dict[str, Any], list[Plan]]:
     """What the page is told of a software, and legal plans."""
-    of, rules = of_software(word), rules_of(SOFTWARE[word])
-    land = landscape(of, asked("llama-3.1-8b", "h100x8", 2, "bf16"), fixed=rules.fixed)
+    estimator, rules = of_software(word), rules_of(SOFTWARE[word])
+    land = landscape(estimator, asked("llama-3.1-8b", "h100x8", 2, "bf16"), fixed=rules.fixed)
     points = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in land["points"]]
-    told, dice, plans = facts(of, layouts=points, software=rules), random.Random(word), []
+    told, dice, plans = facts(estimator, layouts=points, software=rules), random.Random(word), []
     while len(plans) < PLANS:
-        one = drawn(asked("llama-3.1-8b", "h100x8", 2, "bf16"), told["controls"], dice)
-        if not one.violations():
-            plans.append(one)
+        plan = drawn(asked("llama-3.1-8b", "h100x8", 2, "bf16"), told["controls"], dice)
+        if not plan.violations():
+            plans.append(plan)
     return told, plans
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("word", SOFTWARE)
 def test_memory_and_time_are_the_planners(word: str) -> None:
-    told, plans = found(word)
+    told, plans = software_facts(word)
     question = (
         "GIVEN.plans.map(({recipe, layout}) => ({ranks: memoryOf(GIVEN.facts, recipe, layout),"
         " parts: stepParts(GIVEN.facts, recipe, layout)}))"
     )
-    answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]})
+    answers = javascript(question, {"facts": told, "plans": [words(answer) for answer in plans]})
     errors = []
-    for plan, one in zip(plans, answers, strict=True):
+    for plan, answer in zip(plans, answers, strict=True):
         expected = replace(of_software(word), recipe=plan.recipe).predict(plan)
-        for memory, rank in zip(expected.memory, one["ranks"], strict=True):
+        for memory, rank in zip(expected.memory, answer["ranks"], strict=True):
             kinds = {kind: size for kind, size in rank["kinds"].items() if size}
             assert rank["when"] == memory.when, plan.layout
             assert kinds == pytest.approx({k: v for k, v in memory.kinds.items() if v}, rel=1e-6), plan.layout
-        errors.append(abs(sum(one["parts"]) / expected.step_s - 1))
+        errors.append(abs(sum(answer["parts"]) / expected.step_s - 1))
     errors.sort()
     assert errors[PLANS // 2] < 0.01 and errors[int(0.95 * PLANS)] < 0.2, errors[-5:]
 
 
 @pytest.mark.parametrize("word", SOFTWARE)
 def test_layouts_are_refused_in_the_softwares_words(word: str) -> None:
-    told, plans = found(word)
+    told, plans = software_facts(word)
     question = "GIVEN.plans.map(({recipe, layout}) => violations(GIVEN.facts.model, recipe, layout))"
-    answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]})
+    answers = javascript(question, {"facts": told, "plans": [words(each) for each in plans]})
     for plan, sentences in zip(plans, answers, strict=True):
-        expected = [said for one in SOFTWARE[word].refusals() if (said := one(plan.model, plan.layout))]
+        expected = [sentence for refuse in SOFTWARE[word].refusals() if (sentence := refuse(plan.model, plan.layout))]
         assert sentences == expected, plan.layout
         assert bool(sentences) == bool(SOFTWARE[word].refusal(plan.model, plan.layout))
     assert any(answers)
@@ -78,12 +78,12 @@ def test_options_are_those_that_the_files_say(word: str) -> None:
     """Of layouts of the map, with other sequences and batches; and every option that differs between them is shown."""
     plan, software, dice = asked("llama-3.1-8b", "h100x8", 2, "bf16"), SOFTWARE[word], random.Random(7)
     land = landscape(of_software(word), plan, fixed=rules_of(software).fixed)
-    told, _ = found(word)
+    told, _ = software_facts(word)
     plans = []
     for fields, *_ in dice.sample(land["points"], min(150, len(land["points"]))):
-        given = dict(zip(FIELDS, fields, strict=True))
-        layout = Layout(**{**given, "sp": bool(given["sp"])})
-        even = [one for one in told["controls"]["global_batch"] if one % (layout.dp * layout.micro_batch) == 0]
+        settings = dict(zip(FIELDS, fields, strict=True))
+        layout = Layout(**{**settings, "sp": bool(settings["sp"])})
+        even = [batch for batch in told["controls"]["global_batch"] if batch % (layout.dp * layout.micro_batch) == 0]
         batch = dice.choice(even)
         plans.append(
             replace(
@@ -91,11 +91,11 @@ def test_options_are_those_that_the_files_say(word: str) -> None:
             )
         )
     question = "GIVEN.plans.map((state) => optionLines({data: GIVEN.facts, state}))"
-    answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]}, "options.js")
+    answers = javascript(question, {"facts": told, "plans": [words(each) for each in plans]}, "options.js")
     for file in software.files:
-        said = [option_words(file, software.all_facts(one)) for one in plans]
+        options_said = [option_words(file, software.all_facts(each)) for each in plans]
         tables = [option for option, _ in told["software"]["files"].get(file.name, ())]
-        every = {option for one in said for option in one}
-        assert {option for option in every if len({one.get(option) for one in said}) > 1} <= {*tables}
-        for one, shown in zip(said, answers, strict=True):
-            assert dict(shown).get(file.name, []) == [one[option] for option in tables if option in one]
+        every = {option for stated in options_said for option in stated}
+        assert {option for option in every if len({stated.get(option) for stated in options_said}) > 1} <= {*tables}
+        for stated, shown in zip(options_said, answers, strict=True):
+            assert dict(shown).get(file.name, []) == [stated[option] for option in tables if option in stated]

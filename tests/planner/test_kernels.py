@@ -33,7 +33,7 @@ def test_a_larger_product_takes_no_less(name: str) -> None:
     """Within 15 %: another tile may serve the larger one better (measured: A100, m = 32 and 33)."""
     sizes = [2**power for power in range(4, 15)]
     for shape in ((0, 4096, 4096), (4096, 0, 4096), (4096, 4096, 0)):
-        times = [seconds(name, Product(*(one or size for one in shape))) for size in sizes]
+        times = [seconds(name, Product(*(side or size for side in shape))) for size in sizes]
         assert all(above > 0.85 * below for below, above in itertools.pairwise(times))
 
 
@@ -58,8 +58,8 @@ def test_the_smallest_take_a_launch(name: str) -> None:
 
 
 def test_a_batch_of_products_takes_longer_than_one() -> None:
-    one, many = (seconds("h100", Product(512, 1024, 1024, batch)) for batch in (1, 64))
-    assert 5 * one < many < 64 * one
+    single, many = (seconds("h100", Product(512, 1024, 1024, batch)) for batch in (1, 64))
+    assert 5 * single < many < 64 * single
 
 
 def test_fp8_is_faster_where_it_is_worth_its_quantization() -> None:

@@ -28,25 +28,25 @@ Found = list[tuple[PublishedRow, Prediction]]
 
 def table(name: str) -> Path:
     """A published table, from MESHWRIGHT_PUBLISHED or from beside the checkout; else a skip."""
-    for place in (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published"):
-        if place and (Path(place) / name).is_file():
-            return Path(place) / name
+    for folder in (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published"):
+        if folder and (Path(folder) / name).is_file():
+            return Path(folder) / name
     pytest.skip(f"{name} is not here: set MESHWRIGHT_PUBLISHED to the folder of published tables")
 
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Found]:
     """Rows that say something about memory, by software."""
-    found: dict[str, Found] = defaultdict(list)
+    by_software: dict[str, Found] = defaultdict(list)
     for row in read(table("training_throughput.csv")):
         if isinstance(row, PublishedRow) and (row.peak_bytes or row.stack.name == "aleph-alpha-scaling"):
-            found[row.stack.name].append((row, build_estimator(row.plan, row.stack).predict(row.plan)))
-    return found
+            by_software[row.stack.name].append((row, build_estimator(row.plan, row.stack).predict(row.plan)))
+    return by_software
 
 
-def errors(found: Found) -> list[float]:
+def errors(pairs: Found) -> list[float]:
     """Relative, of the peaks."""
-    return [abs(p.reported_bytes / row.peak_bytes - 1) for row, p in found if row.peak_bytes]
+    return [abs(p.reported_bytes / row.peak_bytes - 1) for row, p in pairs if row.peak_bytes]
 
 
 def test_nanotron(runs: dict[str, Found]) -> None:
@@ -81,8 +81,8 @@ def test_first_run_that_overflows_is_of_the_second(tmp_path: Path) -> None:
         "n_gpus": 16, "gpu": "H100-SXM-80", "attn_kernel": "flash2", "precision": "bf16", "step_time_s": 1.0,
     }  # fmt: skip
     rows = [run(**shape, micro_batch=n, global_batch_seqs=n) for n in (4, 32)]
-    kept = [row.stack for row in read(write(tmp_path / "rows.csv", rows)) if isinstance(row, PublishedRow)]
-    assert kept == [NANOTRON_GATHERED, NANOTRON]
+    stacks = [row.stack for row in read(write(tmp_path / "rows.csv", rows)) if isinstance(row, PublishedRow)]
+    assert stacks == [NANOTRON_GATHERED, NANOTRON]
 
 
 def test_torchtitan(runs: dict[str, Found]) -> None:
@@ -93,9 +93,9 @@ def test_torchtitan(runs: dict[str, Found]) -> None:
         for row in read(table("peak_memory.csv"))
         if isinstance(row, PublishedRow) and row.stack.name == "torchtitan"
     ]
-    found = [(row, build_estimator(row.plan, row.stack).predict(row.plan)) for row in rows]
+    pairs = [(row, build_estimator(row.plan, row.stack).predict(row.plan)) for row in rows]
     assert {row.plan.layout.micro_batch for row in rows if " T5" in row.source} == {4}
-    assert mean(errors(found)) < 0.075
+    assert mean(errors(pairs)) < 0.075
 
 
 def test_out_of_memory_or_not(runs: dict[str, Found]) -> None:
@@ -119,7 +119,7 @@ def first_stage(plan: Plan) -> dict[str, float]:
 
 def test_korthikanti() -> None:
     """Figure 1 (12 bars) and figure 7 (20): within 3 % on average."""
-    found = []
+    differences = []
     for quantity, model, recompute, value in activations():
         policy = {
             "sp": "SP" in recompute,
@@ -132,7 +132,7 @@ def test_korthikanti() -> None:
             told = kinds["activations"] / 2**30
         else:
             told = 100 * kinds["activations"] / first_stage(paper(*TABLE[model]))["activations"]
-        found.append(abs(told / value - 1))
-    assert len(found) == 32
-    assert mean(found[:12]) < 0.03
-    assert mean(found[12:]) < 0.01
+        differences.append(abs(told / value - 1))
+    assert len(differences) == 32
+    assert mean(differences[:12]) < 0.03
+    assert mean(differences[12:]) < 0.01

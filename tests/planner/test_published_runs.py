@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.accuracy.judged import Judged
-from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
+from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, read
 from meshwright.planner.accuracy.score import judge, mean
 from meshwright.planner.accuracy.source_families import family_of
 
@@ -27,6 +26,6 @@ def test_a_row_is_a_whole_plan_or_says_why_not(row: PublishedRow | Unreadable) -
 
 def test_runs_of_mlperf_are_predicted_within_their_bar() -> None:
     """Nothing was fitted to them: 12 % in the mean, none off by a quarter."""
-    errors = [abs(one.step_error or 0) for one in judge(ROWS) if isinstance(one, Judged)]
+    errors = [abs(entry.step_error or 0) for entry in judge(ROWS) if isinstance(entry, JudgedRow)]
     assert len(errors) == 12
     assert (mean(errors) or 1) < 0.12 and max(errors) < 0.25

@@ -72,9 +72,9 @@ def test_they_agree_with_transformers(kind: str) -> None:
     latent = getattr(config, "kv_lora_rank", None)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if latent:
-        kept = config.kv_lora_rank + config.qk_rope_head_dim
+        elements = config.kv_lora_rank + config.qk_rope_head_dim
         shape = presets.model("deepseek-v3")
-        assert elements_per_position(shape) == kept
+        assert elements_per_position(shape) == elements
         return
     shape = ModelShape(
         vocab=config.vocab_size, layers=config.num_hidden_layers, hidden=config.hidden_size, head_dim=head,
@@ -108,9 +108,9 @@ def test_weights_are_two_bytes_of_every_parameter_in_bf16() -> None:
 
 
 def test_ranks_together_hold_all_weights_and_what_each_needs_twice() -> None:
-    one = weights_bytes(deployment("llama-3.1-8b"))
+    single = weights_bytes(deployment("llama-3.1-8b"))
     eight = 8 * weights_bytes(deployment("llama-3.1-8b", tp=8))
-    assert one < eight < 1.001 * one  # norms are whole on every rank
+    assert single < eight < 1.001 * single  # norms are whole on every rank
     spread = deployment("deepseek-v3", tp=8, expert_ep=8)
     cut = deployment("deepseek-v3", tp=8, expert_tp=8)
     assert weights_bytes(spread) == weights_bytes(cut)
@@ -120,8 +120,8 @@ def test_formats_leave_embedding_and_head_in_16_bit() -> None:
     shape = presets.model("llama-3.1-8b")
     ends = 2 * shape.vocab * shape.hidden
     whole = num_parameters(shape)
-    found = weights_bytes(deployment("llama-3.1-8b", "fp8"))
-    assert found == pytest.approx(whole - ends + 2 * ends, rel=1e-4)
+    stored = weights_bytes(deployment("llama-3.1-8b", "fp8"))
+    assert stored == pytest.approx(whole - ends + 2 * ends, rel=1e-4)
     mixture = formats_of("nvfp4", experts=True)
     assert mixture.attention == BF16 and mixture.experts.width == 0.5625
     assert formats_of("int8", experts=False).mlp.width == pytest.approx(1.0, rel=0.01)
@@ -159,8 +159,8 @@ def engine_on_gpu(device: Device, shape: ModelShape) -> EngineOptions:
      ("h200-sxm", "llama-3.2-1b", 16384), ("l4", "llama-3.1-8b", 4096)],
 )  # fmt: skip
 def test_plans_have_the_defaults_of_the_engine(device: str, model: str, tokens: int) -> None:
-    shape, of = presets.model(model), presets.device(device)
-    options, planned = engine_on_gpu(of, shape), meshwright_on(of, shape.hidden)
+    shape, target = presets.model(model), presets.device(device)
+    options, planned = engine_on_gpu(target, shape), meshwright_on(target, shape.hidden)
     assert options.most_tokens == planned.budget == tokens
     assert options.most_sequences == planned.sequences == 256
     assert options.memory_share == planned.cache_share == 0.9
@@ -173,7 +173,10 @@ def test_plans_have_the_defaults_of_the_engine(device: str, model: str, tokens: 
 def test_plans_make_no_more_answers_at_once_than_the_engine() -> None:
     """Beyond its sequences more requests in flight wait: a token comes no later for them, and no sooner."""
     plan = "llama-3.1-8b"
-    few, many = (mw.plan_serving(plan, cluster="h200x1", framework="meshwright", concurrency=one) for one in (256, 512))
+    few, many = (
+        mw.plan_serving(plan, cluster="h200x1", framework="meshwright", concurrency=concurrency)
+        for concurrency in (256, 512)
+    )
     unlimited = mw.plan_serving(plan, cluster="h200x1", concurrency=512)
     assert few.best.served and many.best.served and unlimited.best.served
     assert many.best.served.per_token_s < 1.05 * few.best.served.per_token_s
@@ -203,7 +206,7 @@ def test_cuda_graphs_of_our_engine_are_counted(monkeypatch: pytest.MonkeyPatch) 
         replace(deployment("llama-3.1-8b", tp=2), framework=MESHWRIGHT),
         replace(deployment("deepseek-v3"), framework=MESHWRIGHT),
     ]  # fmt: skip
-    assert [graphs_bytes(one, 2048) for one in none] == [0.0] * 4
+    assert [graphs_bytes(without_graphs, 2048) for without_graphs in none] == [0.0] * 4
 
 
 def on_this_machine(shape: ModelShape) -> Deployment:
@@ -220,7 +223,7 @@ def test_the_engine_holds_what_is_planned(name: str) -> None:
     cache = PagedCache(model, 20, 16)
     planned = sequence_bytes(served(shape), (20 + 2) * 16, 4.0)
     assert cache.bytes == planned
-    assert weights_bytes(on_this_machine(shape)) == sum(one.nbytes for one in model.parameters())
+    assert weights_bytes(on_this_machine(shape)) == sum(parameter.nbytes for parameter in model.parameters())
 
 
 LORA = LoRAShape(rank=12, targets="all")
@@ -230,13 +233,16 @@ LORA = LoRAShape(rank=12, targets="all")
 def test_adapters_take_what_the_engine_says(name: str) -> None:
     """A and B, and once more for compiled loops."""
     shape = presets.model(name)
-    low = [one for one in parameters(replace(shape, lora=LORA)) if one.adapts]
-    given = {called: ServedAdapter(LORA, {one.name: torch.randn(one.shape) for one in low}) for called in "abc"}
-    engine = ServingEngine(build(shape), EngineOptions(most_sequences=2), adapters=given)
-    of = replace(on_this_machine(shape), adapters=3, adapter=LORA)
-    assert adapters_bytes(of) == engine.adapters.bytes > 0
-    without = serving_memory(replace(of, adapter=None), 64)
-    assert serving_memory(of, 64).held_bytes - without.held_bytes == engine.adapters.bytes
+    low = [parameter for parameter in parameters(replace(shape, lora=LORA)) if parameter.adapts]
+    adapters = {
+        called: ServedAdapter(LORA, {parameter.name: torch.randn(parameter.shape) for parameter in low})
+        for called in "abc"
+    }
+    engine = ServingEngine(build(shape), EngineOptions(most_sequences=2), adapters=adapters)
+    served_with = replace(on_this_machine(shape), adapters=3, adapter=LORA)
+    assert adapters_bytes(served_with) == engine.adapters.bytes > 0
+    without = serving_memory(replace(served_with, adapter=None), 64)
+    assert serving_memory(served_with, 64).held_bytes - without.held_bytes == engine.adapters.bytes
 
 
 @pytest.mark.parametrize(
@@ -250,13 +256,17 @@ def test_adapters_take_what_the_engine_says(name: str) -> None:
 )
 def test_ranks_share_adapters_as_the_engine_cuts_them(name: str, layout: Layout, degrees: dict[str, int]) -> None:
     """A of what reads the hidden states is whole on each."""
-    of = replace(deployment(name, **degrees), adapters=2, adapter=LORA)
-    shape = replace(of.model.shape, lora=LORA)
-    low = [one for one in parameters(shape) if one.adapts]
+    served_with = replace(deployment(name, **degrees), adapters=2, adapter=LORA)
+    shape = replace(served_with.model.shape, lora=LORA)
+    low = [single for single in parameters(shape) if single.adapts]
     each = [sum(box.numel for box in boxes_of(low, shape, layout, rank).values()) for rank in range(layout.tp)]
-    assert adapters_bytes(of) == 2 * 2.0 * each[0] and len(set(each)) == 1
-    one = EngineDegrees()
-    assert adapters_bytes(of) * layout.tp > adapters_bytes(replace(of, degrees=one)) > adapters_bytes(of)
+    assert adapters_bytes(served_with) == 2 * 2.0 * each[0] and len(set(each)) == 1
+    single = EngineDegrees()
+    assert (
+        adapters_bytes(served_with) * layout.tp
+        > adapters_bytes(replace(served_with, degrees=single))
+        > adapters_bytes(served_with)
+    )
 
 
 def test_adapters_make_room_for_fewer_sequences() -> None:
@@ -264,8 +274,11 @@ def test_adapters_make_room_for_fewer_sequences() -> None:
     assert many.best.memory.cache_bytes == plain.best.memory.cache_bytes - many.best.memory.adapters_bytes
     assert many.best.most_requests < plain.best.most_requests
     assert many.to_dict()["best"]["adapters_bytes"] == round(many.best.memory.adapters_bytes)
-    for words, said in (({"adapter_targets": "head"}, "adapter_targets=head"), ({"adapter_rank": 0}, "adapter_rank=0")):
-        with pytest.raises(ArgumentError, match=said):
+    for words, message in (
+        ({"adapter_targets": "head"}, "adapter_targets=head"),
+        ({"adapter_rank": 0}, "adapter_rank=0"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
             mw.plan_serving("llama-3.1-8b", cluster="h100x1", adapters=1, **words)  # type: ignore[arg-type]  # of each
 
 

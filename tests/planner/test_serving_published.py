@@ -38,9 +38,9 @@ def read(folder: Path, **columns: str) -> ServingRow | UnknownRow:
 
 
 def row(folder: Path, **columns: str) -> ServingRow:
-    found = read(folder, **columns)
-    assert isinstance(found, ServingRow), found
-    return found
+    only = read(folder, **columns)
+    assert isinstance(only, ServingRow), only
+    return only
 
 
 def test_degrees_that_name_the_same_gpus_are_counted_once(tmp_path: Path) -> None:
@@ -82,9 +82,9 @@ def test_drafts_follow_from_versions(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_known_is_counted_with_its_reason(tmp_path: Path, columns: dict[str, str], reason: str) -> None:
-    found = read(tmp_path, **columns)
-    assert isinstance(found, UnknownRow) and reason in found.reason
-    assert score_serving([found]).rows == 1 and score_serving([found]).planned == 0
+    unknown = read(tmp_path, **columns)
+    assert isinstance(unknown, UnknownRow) and reason in unknown.reason
+    assert score_serving([unknown]).rows == 1 and score_serving([unknown]).planned == 0
 
 
 def test_prompts_apart_have_engines_of_their_own(tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_prompts_apart_have_engines_of_their_own(tmp_path: Path) -> None:
         "decode_num_workers": "3", "decode_tp_size": "1", "decode_attention_dp_size": "8", "decode_moe_tp_size": "1",
         "decode_moe_ep_size": "8",
     }  # fmt: skip
-    found = row(tmp_path, **columns)
-    assert found.prefill is not None and found.prefill.degrees == EngineDegrees(tp=8, expert_tp=8)
-    assert found.decode.degrees == EngineDegrees(attention_dp=8, expert_ep=8)
-    assert found.workers == (2, 3) and found.load.concurrency == 64
-    planned = ServingJudge().planned(found)
+    apart = row(tmp_path, **columns)
+    assert apart.prefill is not None and apart.prefill.degrees == EngineDegrees(tp=8, expert_tp=8)
+    assert apart.decode.degrees == EngineDegrees(attention_dp=8, expert_ep=8)
+    assert apart.workers == (2, 3) and apart.load.concurrency == 64
+    planned = ServingJudge().planned(apart)
     assert 0 < planned.per_token_s < planned.first_token_s
 
 
@@ -112,7 +112,7 @@ PUBLISHED = {
 def test_shapes_have_about_the_published_parameters(name: str) -> None:
     model = served_model(f"somebody/{name}")
     assert model is not None and len(MADE) == len(PUBLISHED)
-    assert sum(one.layers for one in model.groups) == model.shape.layers
+    assert sum(group.layers for group in model.groups) == model.shape.layers
     assert num_parameters(model.shape) == pytest.approx(PUBLISHED[name], rel=0.03)
 
 
@@ -125,17 +125,23 @@ def test_a_sample_of_published_rows_is_within_the_bars() -> None:
     assert score.per_token_median is not None and score.per_token_median <= 0.20
     assert score.first_token_median is not None and score.first_token_median <= 0.30
     assert score.rank is not None and score.rank >= 0.9
-    halves = [score_serving([one for one in judged if _held(one) == held]).per_token_median for held in (False, True)]
+    halves = [
+        score_serving([entry for entry in judged if _held(entry) == held]).per_token_median for held in (False, True)
+    ]
     assert all(half is not None and half <= 0.20 for half in halves)
 
 
-def _held(one: JudgedServing | UnknownRow) -> bool:
-    return held_out(one.row if isinstance(one, JudgedServing) else one)
+def _held(entry: JudgedServing | UnknownRow) -> bool:
+    return held_out(entry.row if isinstance(entry, JudgedServing) else entry)
 
 
 def test_published_deployments_fit_into_their_memory() -> None:
     """They ran: weights leave room for one sequence at least."""
-    rows = [one for one in read_serving(table("serving_measured.csv")) if isinstance(one, ServingRow)]
-    seen = {one.decode: one for one in rows}
-    too_large = [one for of, one in seen.items() if weights_bytes(of) > 0.95 * of.device.memory_bytes]
-    assert not too_large, [(one.number, one.family) for one in too_large]
+    rows = [measured for measured in read_serving(table("serving_measured.csv")) if isinstance(measured, ServingRow)]
+    seen = {measured.decode: measured for measured in rows}
+    too_large = [
+        measured
+        for deployment, measured in seen.items()
+        if weights_bytes(deployment) > 0.95 * deployment.device.memory_bytes
+    ]
+    assert not too_large, [(measured.number, measured.family) for measured in too_large]

@@ -35,24 +35,24 @@ class FixedTimes(StepTimes):
 
 
 def test_one_request_waits_for_its_prompt_and_its_tokens() -> None:
-    found = serve(FixedTimes(VLLM), replace(PLAIN, concurrency=1))
-    assert found.first_token_s == pytest.approx(0.1)
-    assert found.per_token_s == pytest.approx(2e-3)
-    assert found.request_s == pytest.approx(0.1 + 9 * 2e-3)
-    assert found.output_tokens_per_s == pytest.approx(10 / found.request_s)
+    outcome = serve(FixedTimes(VLLM), replace(PLAIN, concurrency=1))
+    assert outcome.first_token_s == pytest.approx(0.1)
+    assert outcome.per_token_s == pytest.approx(2e-3)
+    assert outcome.request_s == pytest.approx(0.1 + 9 * 2e-3)
+    assert outcome.output_tokens_per_s == pytest.approx(10 / outcome.request_s)
 
 
 def test_requests_of_one_length_stay_in_step_where_their_prompts_fit_into_one() -> None:
-    found = serve(FixedTimes(SGLANG), PLAIN)
-    assert found.first_token_s == pytest.approx(0.4)
-    assert found.per_token_s == pytest.approx(2e-3)
+    outcome = serve(FixedTimes(SGLANG), PLAIN)
+    assert outcome.first_token_s == pytest.approx(0.4)
+    assert outcome.per_token_s == pytest.approx(2e-3)
 
 
 def test_prompts_that_come_one_by_one_hold_up_who_decodes() -> None:
-    one = FixedTimes(VLLM._replace(budget=104))
-    found = serve(one, PLAIN)
-    assert 0.1 <= found.first_token_s < 0.4
-    assert found.per_token_s > 0.02  # nine tokens, and the prompts of three others between them
+    times = FixedTimes(VLLM._replace(budget=104))
+    outcome = serve(times, PLAIN)
+    assert 0.1 <= outcome.first_token_s < 0.4
+    assert outcome.per_token_s > 0.02  # nine tokens, and the prompts of three others between them
 
 
 def test_without_room_requests_wait() -> None:
@@ -73,10 +73,10 @@ def test_more_in_flight_gives_more_tokens_later(framework: str) -> None:
     from meshwright.planner.serving.frameworks import FRAMEWORKS
 
     times = StepTimes(replace(deployment("llama-3.1-8b"), framework=FRAMEWORKS[framework]))
-    found = [serve(times, Load(input_tokens=512, output_tokens=128, concurrency=c, spread=0.2)) for c in (1, 8, 64)]
-    assert found[0].output_tokens_per_s < found[1].output_tokens_per_s < found[2].output_tokens_per_s
-    assert found[0].per_token_s < found[1].per_token_s < found[2].per_token_s
-    assert found[0].first_token_s < found[1].first_token_s < found[2].first_token_s
+    outcomes = [serve(times, Load(input_tokens=512, output_tokens=128, concurrency=c, spread=0.2)) for c in (1, 8, 64)]
+    assert outcomes[0].output_tokens_per_s < outcomes[1].output_tokens_per_s < outcomes[2].output_tokens_per_s
+    assert outcomes[0].per_token_s < outcomes[1].per_token_s < outcomes[2].per_token_s
+    assert outcomes[0].first_token_s < outcomes[1].first_token_s < outcomes[2].first_token_s
 
 
 def test_longer_prompts_contexts_and_batches_take_longer() -> None:
@@ -95,8 +95,8 @@ def test_decoding_alone_reads_every_weight_once() -> None:
 
 
 def test_narrower_weights_and_more_ranks_decode_sooner() -> None:
-    def seconds(of: Deployment) -> float:
-        return StepTimes(of).decode_s(4, 1024)
+    def seconds(engine: Deployment) -> float:
+        return StepTimes(engine).decode_s(4, 1024)
 
     assert seconds(deployment("qwen3-32b", "fp8")) < seconds(deployment("qwen3-32b"))
     assert seconds(deployment("qwen3-32b", tp=4)) < seconds(deployment("qwen3-32b", tp=2))
@@ -112,8 +112,8 @@ def test_drafts_make_a_step_longer_and_a_token_sooner() -> None:
 
 
 def test_prompts_apart_leave_decoding_alone_and_may_be_the_narrow_place() -> None:
-    of = deployment("llama-3.1-8b")
-    times, load = StepTimes(of), Load(input_tokens=2048, output_tokens=128, concurrency=32)
+    engine = deployment("llama-3.1-8b")
+    times, load = StepTimes(engine), Load(input_tokens=2048, output_tokens=128, concurrency=32)
     together, apart = serve(times, load), serve_apart(times, times, load, (1, 1))
     assert apart.per_token_s < together.per_token_s
     narrow = serve_apart(times, times, load, (1, 4))
@@ -131,9 +131,9 @@ def test_prompts_of_this_engine_take_the_kernel_that_attends_there(monkeypatch: 
     """flash-4 where it is installed. Other frameworks, and other devices, keep published rates."""
 
     def chunk_s(framework: Framework = MESHWRIGHT, device: str = "h200", head_dim: int = 128) -> float:
-        of = deployment("llama-3.1-8b", device=device)
-        model = served(replace(of.model.shape, head_dim=head_dim))
-        return StepTimes(replace(of, framework=framework, model=model)).chunk_s(8192.0, 8192.0)
+        engine = deployment("llama-3.1-8b", device=device)
+        model = served(replace(engine.model.shape, head_dim=head_dim))
+        return StepTimes(replace(engine, framework=framework, model=model)).chunk_s(8192.0, 8192.0)
 
     def chunks_s() -> list[float]:
         return [chunk_s(), chunk_s(VLLM), chunk_s(device="a100"), chunk_s(head_dim=256)]

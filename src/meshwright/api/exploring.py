@@ -131,17 +131,17 @@ def _data(half: Half) -> dict[str, Any]:
             raise
         software = chosen_software(half.software.word)
         assert software is not None
-        raise none_offered(software, half.of, half.plan, {}) from None
+        raise none_offered(software, half.estimator, half.plan, {}) from None
 
 
 def _start(half: Half, content: Mapping[str, Any]) -> Prediction:
     land = content["landscape"]
     fields = dict(zip(FIELDS, land["points"][land["start"]][0], strict=True))
-    ours = half.of.stack.is_meshwright and half.plan.cluster.device.is_gpu
+    ours = half.estimator.stack.is_meshwright and half.plan.cluster.device.is_gpu
     # The page computes every layout with these settings.
     counted = {"compile": "on", "cuda_graphs": "off"} if ours else {}
     layout = Layout(**{**fields, **counted, "sp": bool(fields["sp"])})
-    return half.of.predict(replace(half.plan, layout=layout))
+    return half.estimator.predict(replace(half.plan, layout=layout))
 
 
 @checked
@@ -235,10 +235,10 @@ def _half(
     usd_per_hour, price_words = 0.0, ""  # 0 where nobody lists the device
     if price is not None:
         usd_per_hour, price_words = price, "as given"
-    elif offer := shipped().of(plan.cluster.device.name, many=plan.cluster.nodes > 1):
+    elif offer := shipped().lowest(plan.cluster.device.name, many=plan.cluster.nodes > 1):
         usd_per_hour, price_words = offer.usd_per_hour, offer.words
     return Half(
-        plan=plan, of=estimator, command=_command(model, plan, cluster, nodes, words, stack),
+        plan=plan, estimator=estimator, command=_command(model, plan, cluster, nodes, words, stack),
         software=rules_of(software) if software else None, usd_per_hour=usd_per_hour, price_words=price_words,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from meshwright.api.plan_reading import base_words, plan_of, read_folder, read_t
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planfile.folders import ReadFolder
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.machine.clusterfile import asked, is_file
+from meshwright.planner.machine.clusterfile import is_file, load_named
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
@@ -114,12 +114,12 @@ def asked_estimator(
 
     A machine is measured with this package's engine, so other software needs data sheets. Raises ArgumentError.
     """
-    from meshwright.planner.machine.clusterfile import asked, is_file
+    from meshwright.planner.machine.clusterfile import is_file, load_named
 
     if cluster is not None and is_file(cluster):
         if not stack.is_meshwright:
             raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
-        return asked(cluster)[0].estimator(plan, document_tokens)
+        return load_named(cluster)[0].estimator(plan, document_tokens)
     return build_estimator(plan, stack, document_tokens=document_tokens)
 
 
@@ -154,7 +154,7 @@ def as_typed(argument: str, words: Sequence[str]) -> Iterator[None]:
 def _cluster(name: str, nodes: int) -> Cluster:
     """Return a device and its number per node, or the cluster of a file of calibrate."""
     if is_file(name):
-        return asked(name, nodes)[1]
+        return load_named(name, nodes)[1]
     try:
         return presets.cluster(name, nodes)
     except PlanError:

@@ -17,8 +17,8 @@ from meshwright.planner.rent import prices as price_tables
 from meshwright.planner.rent.clusters import NODES, lacks, left_out
 from meshwright.planner.rent.failures import LLAMA_3, Conditions
 from meshwright.planner.rent.prices import Prices
-from meshwright.planner.rent.run_on import RunOn
-from meshwright.planner.rent.sweep import LONGEST_S, RentAsked, Swept, sweep
+from meshwright.planner.rent.run_on import RentedRun
+from meshwright.planner.rent.sweep import LONGEST_S, RentRequest, Swept, sweep
 from meshwright.planner.rent.uncertainty import days, plain
 from meshwright.spec import Plan, presets
 from meshwright.spec.errors import ArgumentError, DoesNotFit
@@ -32,7 +32,7 @@ MOST_NODES = 4096
 class RentAnswer(Answer):
     """The runs that no other beats in both time and cost, the cheapest first."""
 
-    asked: RentAsked
+    asked: RentRequest
     swept: Swept
     prices: Prices
     words: tuple[str, ...]
@@ -43,17 +43,17 @@ class RentAnswer(Answer):
     """Priced devices that were not tried -> their missing figure. Empty = devices were named."""
 
     @property
-    def front(self) -> tuple[RunOn, ...]:
+    def front(self) -> tuple[RentedRun, ...]:
         """The Pareto front of cost and time."""
         return tuple(self.swept.front)
 
     @property
-    def cheapest(self) -> RunOn | None:
+    def cheapest(self) -> RentedRun | None:
         """The cheapest run that ends before the deadline, on average. None = none does."""
         return next((run for run in self.front if run.wall_s <= self.deadline_s), None)
 
     @property
-    def fastest(self) -> RunOn | None:
+    def fastest(self) -> RentedRun | None:
         """The fastest run within the budget, on average. None = none is."""
         return next((run for run in reversed(self.front) if run.usd <= self.budget_usd), None)
 
@@ -63,7 +63,7 @@ class RentAnswer(Answer):
         return any(run.wall_s <= self.deadline_s and run.usd <= self.budget_usd for run in self.front)
 
     @property
-    def recommended(self) -> RunOn:
+    def recommended(self) -> RentedRun:
         """The cheapest run before the deadline, or else the fastest of all."""
         return self.cheapest or self.front[-1]
 
@@ -92,10 +92,10 @@ class RentAnswer(Answer):
         """Known devices without a price."""
         return self.prices.unpriced()
 
-    def command(self, run: RunOn) -> str:
+    def command(self, run: RentedRun) -> str:
         """Return the `plan` command that repeats layout, step time, memory and device-hours of a run."""
         words = [*self.words, "--cluster", run.offer.name, "--nodes", str(run.offer.nodes)]
-        words += ["--layout", words_of(run.found.plan), "--price", f"{run.offer.price.usd_per_hour:g}"]
+        words += ["--layout", words_of(run.prediction.plan), "--price", f"{run.offer.price.usd_per_hour:g}"]
         return shlex.join(words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RentAnswer(Answer):
             "longest_seconds": self.asked.longest_s,
             "unpriced": list(self.unpriced),
             "left_out": dict(self.left_out),
-            "conditions": asdict(self.asked.given),
+            "conditions": asdict(self.asked.conditions),
             "prices": self.prices.file,
         }  # fmt: skip
 
@@ -129,7 +129,7 @@ class RentAnswer(Answer):
         """Return a row for each run of the front."""
         return [fields for run in self.front if (fields := self._row(run))]
 
-    def _row(self, run: RunOn | None) -> dict[str, Any] | None:
+    def _row(self, run: RentedRun | None) -> dict[str, Any] | None:
         return None if run is None else {**row_of(run, self.deadline_s, self.budget_usd), "command": self.command(run)}
 
     def __repr__(self) -> str:
@@ -141,26 +141,26 @@ class RentAnswer(Answer):
 
     def _repr_html_(self) -> str:
         cells = [
-            (run.offer.title, run.days, run.dollars, f"{run.weeks.goodput:.1%}", words_of(run.found.plan))
+            (run.offer.title, run.days, run.dollars, f"{run.timing.goodput:.1%}", words_of(run.prediction.plan))
             for run in self.front
         ]  # fmt: skip
         return whole(line(repr(self)), table(("cluster", "time", "bill", "goodput", "layout"), cells))
 
 
-def row_of(run: RunOn, deadline_s: float = float("inf"), budget_usd: float = float("inf")) -> dict[str, Any]:
+def row_of(run: RentedRun, deadline_s: float = float("inf"), budget_usd: float = float("inf")) -> dict[str, Any]:
     """Return the figures of a run in plain units."""
-    prediction, weeks, played, offer = run.found, run.weeks, run.played, run.offer
+    prediction, timing, simulated, offer = run.prediction, run.timing, run.simulated, run.offer
     return {
-        "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "spare_nodes": weeks.spares,
+        "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "spare_nodes": timing.spares,
         "devices": offer.devices, "layout": words_of(prediction.plan), "step_seconds": prediction.step_s,
         "steps": run.steps,
         "tokens_per_second": prediction.tokens_per_step / prediction.step_s, "mfu_full": prediction.mfu(causal=False),
         "peak_bytes": round(prediction.peak_bytes), "fits_probability": run.fits,
         "wall_seconds": run.wall_s, "wall_seconds_90": list(run.range_s),
-        "goodput": weeks.goodput, "goodput_simulated": played.goodput,
-        "goodput_90": [weeks.steps_s / played.quantile_s(0.95), weeks.steps_s / played.quantile_s(0.05)],
-        "failures": weeks.failures, "mtbf_seconds": weeks.mtbf_s, "save_every_seconds": weeks.interval_s,
-        "save_stall_seconds": weeks.save_s, "save_write_seconds": weeks.write_s,
+        "goodput": timing.goodput, "goodput_simulated": simulated.goodput,
+        "goodput_90": [timing.steps_s / simulated.quantile_s(0.95), timing.steps_s / simulated.quantile_s(0.05)],
+        "failures": timing.failures, "mtbf_seconds": timing.mtbf_s, "save_every_seconds": timing.interval_s,
+        "save_stall_seconds": timing.save_s, "save_write_seconds": timing.write_s,
         "checkpoint_bytes": round(run.saves.total_bytes),
         "usd": run.usd, "usd_90": list(run.range_usd), "usd_per_gpu_hour": offer.price.usd_per_hour,
         "price_source": offer.price.words, "kwh": run.kwh, "limits": list(run.limits),
@@ -227,7 +227,7 @@ def rent(
     plan = asked_plan(model, "h100", 1, section_words(recipe), tune)
     deadline_s = seconds_of(deadline)
     longest_s = LONGEST_S if deadline_s == float("inf") else max(LONGEST_S, deadline_s)
-    asked = RentAsked(plan=plan, tokens=total, given=conditions, longest_s=longest_s, thorough=not quick)
+    asked = RentRequest(plan=plan, tokens=total, conditions=conditions, longest_s=longest_s, thorough=not quick)
     swept = sweep(asked, offers, names, numbers)
     if not swept.runs:
         raise _no_run(asked, swept)
@@ -314,7 +314,7 @@ def _within(name: str, number: float | None, least: float, most: float) -> None:
         raise ArgumentError(f"{name}={number:g} must be at least {least:g} and at most {most:,.10g}")
 
 
-def _no_run(asked: RentAsked, swept: Swept) -> DoesNotFit:
+def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     name, years = asked.plan.model.name, many(round(asked.longest_s / LONGEST_S), "year")
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
     if slow and not unfit:

@@ -14,9 +14,9 @@ from meshwright.api.renting import asked_devices, asked_nodes, asked_prices
 from meshwright.api.serve_planning import asked_load
 from meshwright.planner.rent.clusters import left_out
 from meshwright.planner.rent.prices import Prices
-from meshwright.planner.rent.served_on import ServedOn, SweptServing, sweep_serving
+from meshwright.planner.rent.served_on import RentedServing, SweptServing, sweep_serving
 from meshwright.planner.rent.uncertainty import three
-from meshwright.planner.serving.serving_plan import ServingAsked
+from meshwright.planner.serving.serving_plan import ServingRequest
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 
@@ -25,7 +25,7 @@ from meshwright.spec.errors import ArgumentError, DoesNotFit
 class ServeRentAnswer(Answer):
     """The deployments that no other beats in both cost and time per token, the cheapest first."""
 
-    asked: ServingAsked
+    asked: ServingRequest
     swept: SweptServing
     prices: Prices
     words: tuple[str, ...]
@@ -35,17 +35,17 @@ class ServeRentAnswer(Answer):
     """Priced devices that were not tried -> their missing figure. Empty = devices were named."""
 
     @property
-    def front(self) -> tuple[ServedOn, ...]:
+    def front(self) -> tuple[RentedServing, ...]:
         """The Pareto front of dollars per hour and time per token."""
         return tuple(self.swept.front)
 
     @property
-    def cheapest(self) -> ServedOn | None:
+    def cheapest(self) -> RentedServing | None:
         """The cheapest deployment within the latency. None = none is."""
         return next((deployment for deployment in self.front if deployment.per_token_s <= self.latency_s), None)
 
     @property
-    def recommended(self) -> ServedOn:
+    def recommended(self) -> RentedServing:
         """The cheapest deployment within the latency, or else the fastest of all."""
         return self.cheapest or self.front[-1]
 
@@ -64,7 +64,7 @@ class ServeRentAnswer(Answer):
                 f"({first.offer.title}): allow more, or take narrower weights (quantization=fp8)"
             )
 
-    def command(self, deployment: ServedOn) -> str:
+    def command(self, deployment: RentedServing) -> str:
         """Return the `plan --serve` command that repeats the figures of a row."""
         words = [*self.words, "--cluster", deployment.offer.name, "--nodes", str(deployment.offer.nodes)]
         return shlex.join([*words, "--layout", f"tp={deployment.layout.degrees.tp}"])
@@ -88,7 +88,7 @@ class ServeRentAnswer(Answer):
         """Return a row for each deployment of the front."""
         return [self._row(deployment) for deployment in self.front]
 
-    def _row(self, deployment: ServedOn) -> dict[str, Any]:
+    def _row(self, deployment: RentedServing) -> dict[str, Any]:
         layout, offer = deployment.layout, deployment.offer
         users = None if self.latency_s == float("inf") else deployment.users_within(self.latency_s)
         return {

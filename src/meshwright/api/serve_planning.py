@@ -12,8 +12,8 @@ from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_request import asked_plan
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
-from meshwright.planner.machine.clusterfile import asked as measured
 from meshwright.planner.machine.clusterfile import is_file
+from meshwright.planner.machine.clusterfile import load_named as measured
 from meshwright.planner.serving.cached_layers import elements_per_position, served
 from meshwright.planner.serving.closed_loop import Load
 from meshwright.planner.serving.deployment import Deployment
@@ -25,8 +25,8 @@ from meshwright.planner.serving.number_formats import FORMATS, formats_of
 from meshwright.planner.serving.serving_memory import weights_bytes
 from meshwright.planner.serving.serving_plan import (
     CurvePoint,
-    ServingAsked,
     ServingLayout,
+    ServingRequest,
     Timed,
     curve,
     layouts,
@@ -61,9 +61,9 @@ class ServingAnswer(Answer):
     kv_dtype: str
 
     @property
-    def asked(self) -> ServingAsked:
+    def asked(self) -> ServingRequest:
         """Model, cluster and load."""
-        return self.layouts[0].asked
+        return self.layouts[0].request
 
     @property
     def best(self) -> ServingLayout:
@@ -260,7 +260,7 @@ def asked_load(
     quantization: str,
     kv_dtype: str,
     framework: str,
-) -> tuple[ServingAsked, Timed]:
+) -> tuple[ServingRequest, Timed]:
     """Return the requested load for the model and cluster of a plan, and the times of its steps.
 
     `machine_file`: the file of a measured machine. Raises ArgumentError.
@@ -271,7 +271,7 @@ def asked_load(
     if kv_dtype not in CACHE_WIDTHS:
         raise ArgumentError(f"kv_dtype={kv_dtype!r} is not known: take one of {', '.join(CACHE_WIDTHS)}")
     rules, timed = _framework_rules(framework, plan, machine_file)
-    asked = ServingAsked(
+    asked = ServingRequest(
         model=served(plan.model.base), cluster=plan.cluster, framework=rules,
         formats=formats_of(quantization, experts=plan.model.moe is not None), cache_width=CACHE_WIDTHS[kv_dtype],
         input_tokens=input_length, output_tokens=output_length, concurrency=concurrency,
@@ -331,7 +331,7 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
     return timed
 
 
-def _adapter(asked: ServingAsked, number: int, rank: int, targets: str) -> LoRAShape:
+def _adapter(asked: ServingRequest, number: int, rank: int, targets: str) -> LoRAShape:
     _check_range("adapters", number, MOST_REQUESTS)
     try:
         lora = LoRAShape(rank=rank, targets=targets)

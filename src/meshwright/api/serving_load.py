@@ -60,13 +60,13 @@ class ServingColumns:
 
 def columns(times: StepTimes, load: Load, model: Transformer | None = None) -> ServingColumns:
     """Plan a load, count it dry, and run it here in fp32 on the CPU. `model`: None = random weights."""
-    run = LoadRun(model or build(times.of.model.shape, dtype=torch.float32, device=torch.device("cpu")), load)
+    run = LoadRun(model or build(times.deployment.model.shape, dtype=torch.float32, device=torch.device("cpu")), load)
     return columns_of(times, load, run, run.play(time.perf_counter))
 
 
 def columns_of(times: StepTimes, load: Load, run: "LoadRun", seconds: Sequence[float]) -> ServingColumns:
     """Return the columns of a load that has run, with the `seconds` of its steps."""
-    deployment = times.of
+    deployment = times.deployment
     blocks = round(load.concurrency) * _blocks(load)
     matrices = (parameter for parameter in run.engine.model.parameters() if parameter.dim() == 2)
     width = 2.0 if all(map(fits_bf16, matrices)) else 4.0

@@ -67,10 +67,7 @@ def check_same(world: Group, what: str, mine: str) -> None:
 
 
 def union_of_names(mine: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
-    """Return the names that any rank of a group has.
-
-    Most ranks have the same names. So all ranks send a digest, and one rank for each digest sends its names.
-    """
+    """Return the names that any rank has. Ranks with equal names send a digest only, except for one of them."""
     names = sorted(mine)
     digests = gather_objects(digest(names), group)
     return set().union(*(broadcast_object(digests.index(each), names, group) for each in sorted(set(digests))))
@@ -82,10 +79,7 @@ def digest(texts: Iterable[str]) -> str:
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the objects of all ranks of a group, by rank, on every rank.
-
-    For small objects only: the bytes sent grow with the square of the number of ranks.
-    """
+    """Return the objects of all ranks, by rank, on every rank. Bytes grow with the square of the ranks."""
     objects: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(objects, mine, group=group)
     return objects

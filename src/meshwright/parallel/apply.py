@@ -135,10 +135,7 @@ def draw_codes(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def measure_rows(engine: Engine) -> None:
-    """Set DoRA's magnitudes to the row lengths of their matrices, once the weights are there.
-
-    Every rank of a tp group makes the same calls.
-    """
+    """Set DoRA's magnitudes to the row lengths of the matrices. Every rank of a tp group calls this."""
     lora = engine.model.shape.lora
     if lora is None or not lora.dora:
         return
@@ -176,9 +173,8 @@ def initialize_boxes(engine: Engine, seed: int, *, adapters: bool = False) -> No
             shard = data.local(parameter)
             fill_initial(shard, name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
             if engine.gathered_dtype is not None:
-                shard.copy_(
-                    shard.to(engine.gathered_dtype)
-                )  # as on one device, where masters start equal to the weights
+                # As on one device, where masters start equal to the rounded weights.
+                shard.copy_(shard.to(engine.gathered_dtype))
 
 
 def parallelize(
@@ -278,9 +274,8 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
         make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     if layout.acting_recompute == "selective":
-        attend = recompute_attention(
-            model.kernels.attend
-        )  # one function for all blocks, which lets them share compiled code
+        # One function for all blocks, so that they share compiled code.
+        attend = recompute_attention(model.kernels.attend)
         for block in first:
             block.attention.kernels = replace(block.attention.kernels, attend=attend)
     rest = make(unrecomputed_policy(layout, model.shape))

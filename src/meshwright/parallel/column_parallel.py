@@ -153,7 +153,6 @@ def _(
 
 
 def _made(wanted: Sequence[bool], waiting: Sequence[bool]) -> list[bool]:
-    """Tell which gradients of x, of each weight and of each bias a backward pass makes at once."""
     later = [False, *waiting, *[False] * len(waiting)]
     return [wants and not waits for wants, waits in zip(wanted, later, strict=True)]
 

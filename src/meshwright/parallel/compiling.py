@@ -71,10 +71,7 @@ def resolve_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
 
 
 def missing_anywhere(device: torch.device, world: Group) -> str:
-    """Return the tool for compiling that some rank's machine lacks. Empty = all machines have everything.
-
-    Every rank of `world` calls this.
-    """
+    """Return the tool for compiling that some rank's machine lacks. Empty = none. Every rank calls this."""
     missing = torch_compile.compile_tool_missing(device.type)
     everywhere = gather_objects(missing, world.process_group) if world.size > 1 else [missing]
     return next(filter(None, everywhere), "")

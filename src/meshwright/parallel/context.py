@@ -25,10 +25,7 @@ from meshwright.spec.layout import known_word
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Positions of a sequence that a rank holds.
-
-    `length` positions, `step` apart, from each of the ascending `starts`.
-    """
+    """Positions of a sequence that a rank holds: from each of the ascending `starts`, `length`, `step` apart."""
 
     starts: tuple[int, ...]
     length: int

@@ -74,6 +74,7 @@ def apply_data_parallel(
     routed = any(block.routed for block in model.layers.values())
     dense, expert = _meshes(mesh, device, experts=routed)
     first, last = _ends(model)
+    # Inner units first: fully_shard takes the parameters that no unit inside has taken.
     blocks: list[list[nn.Module]] = []
     for block in model.blocks:
         blocks.append([block])
@@ -115,10 +116,7 @@ def _count_collectives(module: nn.Module, replicas: Group, shards: Group) -> Non
 
 
 class _CountedCollective:
-    """A collective that fully_shard calls, reported to the traffic of its group.
-
-    fully_shard takes any callable that can also allocate; its own classes for this have no public name.
-    """
+    """A collective of fully_shard, which takes any callable that can also allocate. Reports to its group."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -130,8 +128,6 @@ class _CountedCollective:
 
 
 class _CountedGather(_CountedCollective):
-    """All-gather of the shards of a module's parameters into one buffer."""
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -140,8 +136,6 @@ class _CountedGather(_CountedCollective):
 
 
 class _CountedScatter(_CountedCollective):
-    """Reduce-scatter of a module's gradients, one shard for each rank."""
-
     def __call__(
         self,
         output_tensor: Tensor,
@@ -260,10 +254,7 @@ def take_codes(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
 
 @contextmanager
 def codes_gathered(block: nn.Module) -> Iterator[None]:
-    """Gather the codes of a block inside the context, where ranks share them.
-
-    Those of experts spread over ep stay as they are.
-    """
+    """Gather the codes of a block inside, if ranks share them. Those of experts spread over ep stay as they are."""
     if not isinstance(block, FSDPModule) or not any(map(is_run, dict(block.named_parameters()))):
         yield
         return

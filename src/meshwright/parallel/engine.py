@@ -60,10 +60,7 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by their names in the whole model, without the bytes of codes.
-
-        A tied head's matrix on both ends of a pipeline has one name.
-        """
+        """Parameters by their names in the whole model, without bytes of codes. A tied matrix has one name."""
         named = chain.from_iterable(stage.named_parameters() for stage in self.stages)
         return {name: parameter for name, parameter in named if not is_run(name)}
 
@@ -111,10 +108,7 @@ class Engine:
                 module.reshard()
 
     def forward_backward(self, passes: Sequence[P], after: Callable[[P], None] | None = None) -> None:
-        """Run every micro-batch forward and backward through all stages.
-
-        Without a pipeline `after` is called after each pass.
-        """
+        """Run every micro-batch forward and backward. Without a pipeline `after` is called after each pass."""
         if self.pipeline is not None:
             self.pipeline.run(passes)
             return
@@ -174,10 +168,7 @@ class Engine:
                 grad.copy_(part.view_as(grad))
 
     def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Return the Euclidean norm () fp32 of the gradients of the whole model.
-
-        Each element is counted once: by the first of the ranks that hold it.
-        """
+        """Return the norm () fp32 of all gradients of the model. The first rank with an element counts it."""
         elsewhere = {name for shared, group in self.common if group.index for name in shared.names}
         counted = [data.local(gradient) for name, gradient in gradients.items() if name not in elsewhere]
         norm = (

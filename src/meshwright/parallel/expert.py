@@ -115,6 +115,7 @@ class ExpertParallel:
         size, pieces = self.group.size, self.pieces(len(rows))
         runs = [len(counts) // size] * size
         arriving = self.group.all_to_all(counts, runs, runs)
+        # The host waits once, for the counts of both directions.
         leaving_known, arriving_known = experts.seams.counts_on_host(torch.stack((counts, arriving)), len(rows))
         way = Way(
             Route(

@@ -28,10 +28,7 @@ class Repeatable(Protocol):
     """Work that can be captured. All its inputs and outputs are tensors, or part of its form."""
 
     def form(self) -> Hashable:
-        """Return a key: work of one form launches the same kernels on tensors of the same sizes.
-
-        None = not to be captured.
-        """
+        """Return a key of the kernels that are launched and the sizes of their tensors. None = not to be captured."""
 
     def standing(self) -> Self:
         """Return the same work with memory of its own, at fixed addresses."""
@@ -75,10 +72,7 @@ class CudaCapture:
         return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool))
 
     def beside(self) -> AbstractContextManager[None]:
-        """Return a context on the capturing stream.
-
-        It waits for the current stream on entry, which waits for it on exit.
-        """
+        """Return a context on the capturing stream, which joins the current stream on entry and on exit."""
         return _OnStream(self.stream)
 
     def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -141,8 +135,6 @@ Work = TypeVar("Work", bound=Repeatable)
 
 @dataclass(slots=True)
 class _Form(Generic[Work]):
-    """State of one form."""
-
     seen: int = 0
     standing: Work | None = None
     launch: Launch | None = None

@@ -23,10 +23,7 @@ from meshwright.spec.purpose import takes
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Group:
-    """Ranks along an axis.
-
-    `ranks` are numbers in the world, in the order of the axis; `index` is this rank's among them.
-    """
+    """Ranks along an axis: their numbers in the world, in order of the axis, and the `index` of this rank."""
 
     axis: str
     ranks: tuple[int, ...] = (0,)
@@ -66,10 +63,7 @@ class Group:
     def start_all_gather(
         self, x: Tensor, dim: int = 0, *, overlaps: bool = True, into: Tensor | None = None
     ) -> "Pending":
-        """Start an all-gather. x must not be changed before wait().
-
-        `overlaps`: the caller computes meanwhile. `into`: the tensor to write to.
-        """
+        """Start an all-gather, into a tensor or a new one. x must not change before wait()."""
         if self.size == 1:
             return Pending(x if into is None else into.copy_(x))
         self.tell_all_gather(x)
@@ -92,10 +86,7 @@ class Group:
     def start_reduce_scatter(
         self, x: Tensor, dim: int = 0, *, overlaps: bool = True, into: Tensor | None = None
     ) -> "Pending":
-        """Start a reduce-scatter. x must not be changed before wait().
-
-        `overlaps`: the caller computes meanwhile. `into`: the tensor to write to.
-        """
+        """Start a reduce-scatter, into a tensor or a new one. x must not change before wait()."""
         if self.size == 1:
             return Pending(x if into is None else into.copy_(x))
         self.tell_reduce_scatter(x)
@@ -123,10 +114,7 @@ class Group:
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, overlaps: bool = True,
         into: Tensor | None = None,
     ) -> "Pending":  # fmt: skip
-        """Start an all-to-all. Rows must not be changed before wait().
-
-        `overlaps`: the caller computes meanwhile. `into`: the contiguous tensor to write to.
-        """
+        """Start an all-to-all, into a contiguous tensor or a new one. Rows must not change before wait()."""
         if self.size == 1:
             return Pending(rows if into is None else into.copy_(rows))
         leaving = sum(sent) - sent[self.index]

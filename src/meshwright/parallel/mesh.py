@@ -106,10 +106,7 @@ def make_mesh(
 
 
 def _make_links(mesh: Mesh) -> None:
-    """Make a group of two ranks for each link of this rank, and connect it by a first message.
-
-    In a group with other collectives, a transfer would wait for whatever was started before it.
-    """
+    """Make a group for each link of this rank: in a shared one, a transfer would wait for earlier collectives."""
     layout, pp = mesh.layout, mesh["pp"]
     for link in links(stage_rank(layout.schedule, layout.pp, layout.vp)):
         if pp.index not in (link.source, link.target):
@@ -126,10 +123,7 @@ def _make_links(mesh: Mesh) -> None:
 
 
 def _uses_nccl(group: Group) -> bool:
-    """Return whether a group runs on NCCL, which connects at its first call. No rank may be waiting then.
-
-    Gloo connects when a group is made.
-    """
+    """Return whether a group runs on NCCL, which connects at its first call. Gloo connects when it is made."""
     return group.size > 1 and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group.process_group)
 
 

@@ -170,10 +170,7 @@ class BlockActivations:
         self.backward_begun = False
 
     def pack(self, saved: Tensor) -> Tensor | MovedTensor:
-        """Save a tensor.
-
-        An alias is kept: a node that kept its own output would never be freed without a backward pass.
-        """
+        """Save an alias: a node that kept its own output would never be freed without a backward pass."""
         saved = saved.detach()
         storage = saved.untyped_storage()
         key = compat.storage_key(storage)

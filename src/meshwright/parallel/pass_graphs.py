@@ -130,10 +130,7 @@ def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype:
 
 
 def counts_stay(shape: ModelShape, kernels: str | Kernels, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether all products of experts read the number of rows of each expert on the device.
-
-    `kernels`: those of a model, or their name.
-    """
+    """Return whether all products of experts read each expert's rows on the device. `kernels`: or their name."""
     moe, lora = shape.moe, shape.lora
     assert moe is not None
     chosen = choose(kernels) if isinstance(kernels, str) else kernels

@@ -65,10 +65,7 @@ def make_pipeline(
     stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = (), dtype: torch.dtype | None = None, *,
     warms_up: bool = False,
 ) -> Pipeline:  # fmt: skip
-    """Make the executor of this rank's stages, which pass each other tensors of `dtype` (None = the parameters').
-
-    `warms_up`: their code is compiled, or loaded when it is first launched.
-    """
+    """Make the executor of stages that send `dtype` (None = theirs). `warms_up`: code is compiled or loaded late."""
     layout = mesh.layout
     parameter = next(stages[0].parameters())
     slices = layout.tp if layout.sp else 1

@@ -140,6 +140,7 @@ class Pipeline:
             self._warm.add(name)
             with how.undone(), splitting() if rank_program.splits else nullcontext():
                 for stage in self.stages:
+                    # Whole and split backward passes run different code; the schedule may use both.
                     for order in (("F", "BW"), ("F", "B", "W")) if train else (("F",),):
                         if all((stage, kind) in kinds for kind in order):
                             actions = [Action(kind, stage, 0) for kind in order]

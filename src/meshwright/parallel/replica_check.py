@@ -36,10 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return a checksum () int64 of the bits and their positions, on the device of x.
-
-    A change of any one word changes it: weights are odd, and sums wrap around.
-    """
+    """Return a checksum () int64 of the bits. Any one changed word changes it: weights are odd, sums wrap."""
     if not x.numel():  # a small parameter may have fewer rows than ranks
         return torch.zeros((), dtype=torch.int64, device=x.device)
     flat = x.detach().contiguous().view(-1)

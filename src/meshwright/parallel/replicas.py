@@ -44,10 +44,7 @@ class Bucket:
     dtype: torch.dtype
     """The dtype of the sum."""
     made_here: int
-    """Number of gradients that a pass makes of the parameters on this rank.
-
-    A bias that another tp rank adds has none; a matrix that both ends share has two.
-    """
+    """Gradients that a pass makes here: none of another rank's bias, two of a matrix that both ends share."""
     missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
     pending: Pending | None = None
@@ -125,10 +122,7 @@ class Replicas:
         ]
 
     def expect(self, *, last: bool, only: bool = False) -> None:
-        """Prepare for the backward pass of a micro-batch. That of the `last` one starts the sums.
-
-        `only`: the step has no other.
-        """
+        """Prepare for a micro-batch's backward pass. The `last` one starts the sums. `only`: there is no other."""
         self.expecting, self.only = last, only
 
     def allocate(self, bucket: Bucket, index: int) -> Tensor | None:
@@ -180,6 +174,7 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     times: dict[Tensor | None, int] = {**dict.fromkeys(meeting(model), 2), **dict.fromkeys(idle, 0)}
+    # The backward pass makes gradients in this order.
     units = [[p for p in unit if p.requires_grad] for unit in [last, *reversed(blocks), ends]]
     merge = mesh["pp"].size == 1
     grouped = [
@@ -187,9 +182,8 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
         *_together([[p for p in unit if p in experts] for unit in units], dtype, merge, mesh["expert_data"]),
     ]
     buckets = []
-    for _, parameters, group in sorted(
-        grouped, key=lambda entry: entry[0]
-    ):  # by the unit whose gradients are made last
+    # A bucket is complete with the unit whose gradients are made last, so buckets start in that order.
+    for _, parameters, group in sorted(grouped, key=lambda entry: entry[0]):
         buckets += _buckets(parameters, group, dtype, times)
     return Replicas(buckets, meeting(model))
 
@@ -211,10 +205,7 @@ def _buckets(
     dtype: torch.dtype | None,
     times: Mapping[Tensor | None, int],
 ) -> list[Bucket]:
-    """Return one bucket for each dtype, or none in a group of one rank.
-
-    `times`: gradients of a parameter in a pass, if not one.
-    """
+    """Return one bucket for each dtype, none in a group of one rank. `times`: gradients of a parameter, if not 1."""
     if group.size == 1:
         return []
     dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))

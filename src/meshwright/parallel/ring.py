@@ -210,10 +210,7 @@ def context_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None,
     window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute attend and its log-sum-exp, as one operator of compiled code.
-
-    Of the mask it takes the parts that a rank cannot know.
-    """
+    """Compute attend and its log-sum-exp, as one operator of compiled code."""
     return _shared(q, bounds, window, split, scale, group, route).attend(q, k, v)
 
 
@@ -252,7 +249,6 @@ def _shared(
     q: Tensor, bounds: Tensor | None, window: int, split: str, scale: float, group: int,
     route: str,
 ) -> _Shared:  # fmt: skip
-    """Rebuild the shared attention from an operator's arguments."""
     ranks = find_group(group)
     queries = places(q.shape[1] * ranks.size, ranks.size, ranks.index, split)
     mask = ContextMask.make(ranks, queries, split, q.device, bounds, window)
@@ -298,15 +294,11 @@ def context_attend(group: Group, route: str) -> Attend:
 
 
 def _pack(k: Tensor, v: Tensor) -> _Packed:
-    """Pack keys (B, T, K, E) and values (B, T, K, V)."""
     return _Packed.copy(k.transpose(1, 2), v.transpose(1, 2))
 
 
 def _tiles(mask: ContextMask, keys: Places, q: Tensor, fused: bool) -> Iterator[Tile]:
-    """Return the tiles of a mask.
-
-    A CPU's fused kernel needs a mask (queries, keys) at the borders of a window, so queries come in pieces.
-    """
+    """Return tiles. A CPU's fused kernel takes the borders of a window as a mask, so queries come in pieces."""
     if not fused:
         return mask.blocks(keys)
     few = min(mask.window // 4, MOST_HIDDEN // max(1, mask.window))

@@ -54,10 +54,7 @@ class RowParallelProducts:
         return _product(x, weight, bias, self.slices.group, self.slices.sp, self.slices.of_whole(x), self.form)
 
     def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's part (B, S, out) and of x (B, S, in / t).
-
-        `gradient` (B, S or S / t, out) is that of the sum.
-        """
+        """Return the gradients of this rank's part (B, S, out) and of x, given that of the sum."""
         return _gradient(gradient, weight, self.slices.group, self.slices.sp, self.slices.of_slice(gradient), self.form)
 
 
@@ -136,10 +133,7 @@ class _Rows(torch.autograd.Function):
 def rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str, later: bool
 ) -> Tensor:
-    """Compute RowParallelProducts.linear as one operator of compiled code.
-
-    `later`: the weight's gradient is left for later.
-    """
+    """Compute RowParallelProducts.linear as one operator. `later`: the weight's gradient is left for later."""
     return _product(x, weight, bias, find_group(group), sp, pieces, form)
 
 

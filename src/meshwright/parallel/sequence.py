@@ -76,10 +76,7 @@ def gather(group: Group, x: Tensor, pieces: int) -> Tensor:
 
 
 class Scattering:
-    """A sum over ranks, each of which has a part (B, S, D), on its way to the slices (B, S / t, D) of the ranks.
-
-    A piece is started as soon as this rank's part of it is there.
-    """
+    """A sum of the ranks' parts (B, S, D) on its way to their slices (B, S / t, D), a piece at a time."""
 
     def __init__(self, group: Group, pieces: int) -> None:
         self.group, self.pieces = group, pieces

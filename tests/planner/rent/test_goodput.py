@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.rent.checkpoint_interval import BUSY, best_interval, daly, expected_wall_s, young
 from meshwright.planner.rent.failures import BLOOM, LLAMA_3, OPT, Conditions, Saves, erlang_b, saves_of
-from meshwright.planner.rent.goodput import weeks
-from meshwright.planner.rent.simulation import play
+from meshwright.planner.rent.goodput import BUSY, best_interval, daly, expected_wall_s, time_run, young
+from meshwright.planner.rent.simulation import simulate
 
 DAY_S = 86_400.0
 
@@ -81,11 +80,11 @@ def test_the_closed_form_agrees_with_the_simulation(
     days: float, devices: int, nodes: int, checkpoint: float, spares: int | None
 ) -> None:
     saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, 2e9)
-    one = weeks(days * DAY_S, 5.0, devices, nodes, saves, Conditions(spares=spares))
-    played = play(one, seed=1, runs=400 if devices < 5000 else 60)
-    assert played.failures == pytest.approx(one.failures, rel=0.1, abs=0.1)
+    timing = time_run(days * DAY_S, 5.0, devices, nodes, saves, Conditions(spares=spares))
+    played = simulate(timing, seed=1, runs=400 if devices < 5000 else 60)
+    assert played.failures == pytest.approx(timing.failures, rel=0.1, abs=0.1)
     close = 0.003 if spares is None else 0.02
-    assert played.goodput == pytest.approx(one.goodput, abs=close)
+    assert played.goodput == pytest.approx(timing.goodput, abs=close)
 
 
 @settings(max_examples=15, deadline=None)
@@ -95,23 +94,23 @@ def test_the_closed_form_agrees_with_the_simulation(
 def test_it_agrees_for_any_saves_and_restarts(mtbf_s: float, stall_s: float, write_s: float, restart_s: float) -> None:
     given_ = Conditions(mtbf_device_hours=mtbf_s * 64 / 3600, restart_s=restart_s, hardware=0.0, evaluation=0.0)
     saves = Saves(total_bytes=0.0, stall_s=stall_s, write_s=write_s)
-    one = weeks(200 * mtbf_s, 1.0, 64, 8, saves, given_)
-    played = play(one, seed=2, runs=20)
-    assert played.goodput == pytest.approx(one.goodput, rel=0.05)
+    timing = time_run(200 * mtbf_s, 1.0, 64, 8, saves, given_)
+    played = simulate(timing, seed=2, runs=20)
+    assert played.goodput == pytest.approx(timing.goodput, rel=0.05)
 
 
 def test_the_same_seed_plays_the_same_run() -> None:
-    one = weeks(20 * DAY_S, 5.0, 512, 64, saves_of(1e9, 1e12, 64, 50e9, 2e9), Conditions())
-    assert play(one, seed=4) == play(one, seed=4) != play(one, seed=5)
+    timing = time_run(20 * DAY_S, 5.0, 512, 64, saves_of(1e9, 1e12, 64, 50e9, 2e9), Conditions())
+    assert simulate(timing, seed=4) == simulate(timing, seed=4) != simulate(timing, seed=5)
 
 
 def test_spares_are_as_many_as_make_the_run_cheapest() -> None:
     saves = saves_of(1e9, 1e12, 256, 50e9, 2e9)
-    best = weeks(30 * DAY_S, 5.0, 2048, 256, saves, Conditions())
+    best = time_run(30 * DAY_S, 5.0, 2048, 256, saves, Conditions())
     assert best.spares > 0
 
     def bill(spares: int) -> float:
-        one = weeks(30 * DAY_S, 5.0, 2048, 256, saves, Conditions(spares=spares))
-        return one.wall_s * (one.nodes + one.spares)
+        timing = time_run(30 * DAY_S, 5.0, 2048, 256, saves, Conditions(spares=spares))
+        return timing.wall_s * (timing.nodes + timing.spares)
 
     assert bill(best.spares) == min(map(bill, range(20)))

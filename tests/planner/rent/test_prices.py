@@ -15,11 +15,11 @@ from meshwright.spec.errors import PlanError
 def test_every_shipped_price_has_a_source_and_a_day() -> None:
     table = prices.shipped()
     assert len(table.offers) > 20
-    for one in table.offers:
-        assert one.source.startswith("https://") and one.provider and one.product, one
-        assert date(2026, 1, 1) < date.fromisoformat(one.read_on) <= date(2026, 12, 31)
-        assert presets.device(one.key).name == one.device
-        assert 0.05 < one.usd_per_hour < 50
+    for price in table.offers:
+        assert price.source.startswith("https://") and price.provider and price.product, price
+        assert date(2026, 1, 1) < date.fromisoformat(price.read_on) <= date(2026, 12, 31)
+        assert presets.device(price.key).name == price.device
+        assert 0.05 < price.usd_per_hour < 50
 
 
 def test_rows_of_devices_that_are_not_known_here_are_left_out_of_the_shipped_table_alone(tmp_path: Path) -> None:
@@ -31,24 +31,24 @@ def test_rows_of_devices_that_are_not_known_here_are_left_out_of_the_shipped_tab
 
 def test_the_lowest_price_is_taken_and_many_nodes_need_a_network() -> None:
     table = prices.shipped()
-    alone, joined = table.of("H100-SXM-80", many=False), table.of("H100-SXM-80", many=True)
+    alone, joined = table.lowest("H100-SXM-80", many=False), table.lowest("H100-SXM-80", many=True)
     assert alone is not None and joined is not None and alone.usd_per_hour < joined.usd_per_hour
     assert joined.many_nodes and not alone.many_nodes
-    assert table.of("L40S", many=True) is None
-    assert "MI325X" in table.unpriced() and table.of("MI325X", many=False) is None
+    assert table.lowest("L40S", many=True) is None
+    assert "MI325X" in table.unpriced() and table.lowest("MI325X", many=False) is None
 
 
 def test_a_users_table_stands_in_place_of_the_shipped_one(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("\ufeffdevice, usd_per_gpu_hour ,nodes,per_node\nh100,2.5,one,4\n\nMI300X,1.5,,\n")
     table = prices.read(file)
-    assert [(one.device, one.usd_per_hour, one.many_nodes, one.per_node) for one in table.offers] == [
+    assert [(price.device, price.usd_per_hour, price.many_nodes, price.per_node) for price in table.offers] == [
         ("H100-SXM-80", 2.5, False, 4), ("MI300X", 1.5, True, 8),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("device\nh100\n", "mine.csv:1: column usd_per_gpu_hour is missing"),
         ("device,usd_per_gpu_hour,pricee\nh100,1,2\n", "mine.csv:1: column 'pricee' is not known; known: device, "),
@@ -66,12 +66,12 @@ def test_a_users_table_stands_in_place_of_the_shipped_one(tmp_path: Path) -> Non
         ("", "mine.csv:1: column device is missing"),
     ],
 )
-def test_bad_rows_are_refused_with_file_line_and_column(text: str, said: str, tmp_path: Path) -> None:
+def test_bad_rows_are_refused_with_file_line_and_column(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text(text)
     with pytest.raises(PlanError) as error:
         prices.read(file)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
 
 def test_priced_devices_have_watts_with_a_source() -> None:
     assert presets.device("h100").watts == 700
-    known = [presets.device(one.key) for one in prices.shipped().offers]
+    known = [presets.device(price.key) for price in prices.shipped().offers]
     assert sum(bool(device.watts) for device in known) > 0.8 * len(known)
     assert all(device.watts_source for device in known if device.watts)
 
@@ -97,5 +97,5 @@ def test_quoted_cells_may_hold_commas() -> None:
 
 
 def test_a_device_with_a_price_and_no_bf16_products_is_named() -> None:
-    found = left_out(prices.shipped())
-    assert found == {"T4": "bf16_flop_per_s"}
+    lacking = left_out(prices.shipped())
+    assert lacking == {"T4": "bf16_flop_per_s"}

@@ -19,17 +19,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     run = mw.rent("llama-3.2-1b", tokens="20B", nodes=[1, 2, 4], deadline="20d", budget=1e5, quick=True)
     served = mw.rent_serving("llama-3.2-1b", devices="h100,mi300x", nodes=[1, 2], latency=20.0)
     late = mw.rent("llama-3.2-1b", tokens="20B", nodes=1, deadline="1min", quick=True)
-    found = {}
+    files = {}
     for name, answer in (("run", run), ("served", served), ("late", late)):
-        found[name] = folder / f"{name} page.html"
-        found[name].write_text(page(answer.to_dict()), encoding="utf-8")
-    return found
+        files[name] = folder / f"{name} page.html"
+        files[name].write_text(page(answer.to_dict()), encoding="utf-8")
+    return files
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as opened:
+        yield opened
 
 
 def test_it_is_one_file_that_names_no_address_to_load(pages: dict[str, Path]) -> None:

@@ -8,8 +8,8 @@ import pytest
 from meshwright.planner.rent.clusters import offers_of
 from meshwright.planner.rent.failures import Conditions
 from meshwright.planner.rent.prices import shipped
-from meshwright.planner.rent.run_on import RunOn, run_on
-from meshwright.planner.rent.sweep import WORTH, RentAsked, fastest, front, least_device_s, sweep
+from meshwright.planner.rent.run_on import RentedRun, rent_run
+from meshwright.planner.rent.sweep import WORTH, RentRequest, fastest, front, least_device_s, sweep
 from meshwright.planner.rent.uncertainty import below, digits, normal, rounded, time_error
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import is_bold
@@ -24,36 +24,36 @@ SMALL = Plan(
 )
 DEVICES = ("H100-SXM-80", "A100-SXM-80", "B200-SXM", "MI300X", "RTX-4090")
 NODES = (1, 2, 4)
-ASKED = RentAsked(plan=SMALL, tokens=3e10)
+ASKED = RentRequest(plan=SMALL, tokens=3e10)
 
 
-def every() -> list[RunOn]:
+def every() -> list[RentedRun]:
     """Each cluster searched by itself, with fresh costs and no bound."""
-    found = []
+    runs = []
     for device in DEVICES:
         for offer in offers_of(device, shipped(), NODES):
             plan = replace(SMALL, cluster=offer.cluster)
             best, _ = fastest(build_estimator(plan), plan, {}, float("inf"))
             if best is not None:
-                found.append(run_on(offer, best, ASKED.tokens, Conditions()))
-    return found
+                runs.append(rent_run(offer, best, ASKED.tokens, Conditions()))
+    return runs
 
 
 @pytest.mark.long
 def test_the_front_is_that_of_searching_every_cluster() -> None:
     swept = sweep(replace(ASKED, thorough=True), shipped(), DEVICES, NODES)
     expected = front(every())
-    for one in expected:
-        assert any(run.usd <= one.usd * 1.001 and run.wall_s <= one.wall_s * (1 + WORTH) for run in swept.front)
+    for best in expected:
+        assert any(run.usd <= best.usd * 1.001 and run.wall_s <= best.wall_s * (1 + WORTH) for run in swept.front)
     for run in swept.front:
-        same = [one for one in every_by_name(expected) if one == (run.offer.name, run.offer.nodes)]
+        same = [best for best in every_by_name(expected) if best == (run.offer.name, run.offer.nodes)]
         assert len(same) <= 1
     assert swept.clusters == len(swept.runs) + swept.dominated + swept.too_long + len(swept.unfit)
     assert swept.dominated > 0
 
 
-def every_by_name(runs: list[RunOn]) -> list[tuple[str, int]]:
-    return [(one.offer.name, one.offer.nodes) for one in runs]
+def every_by_name(runs: list[RentedRun]) -> list[tuple[str, int]]:
+    return [(run.offer.name, run.offer.nodes) for run in runs]
 
 
 @pytest.mark.long
@@ -65,10 +65,10 @@ def every_by_name(runs: list[RunOn]) -> list[tuple[str, int]]:
 def test_no_search_finds_fewer_device_seconds_than_the_bound(model: str, device: str) -> None:
     for nodes in (1, 4):
         plan = replace(SMALL, model=presets.model(model), cluster=presets.cluster(f"{device}x8", nodes))
-        of = build_estimator(plan)
-        best = search(of, plan, listed=1).best
+        estimator = build_estimator(plan)
+        best = search(estimator, plan, listed=1).best
         if best:
-            assert best[0].step_s * plan.cluster.devices >= least_device_s(of)
+            assert best[0].step_s * plan.cluster.devices >= least_device_s(estimator)
 
 
 @pytest.mark.parametrize("nodes", [2, 16])
@@ -78,20 +78,22 @@ def test_costs_of_one_number_of_nodes_serve_another(nodes: int) -> None:
     search(first, plan, listed=3)
     other = replace(plan, cluster=presets.cluster("h100x8", nodes))
     shared, fresh = search(first.on_nodes(nodes), other, listed=3), search(build_estimator(other), other, listed=3)
-    assert [(one.plan.layout, one.step_s, one.peak_bytes) for one in shared.best] == [
-        (one.plan.layout, one.step_s, one.peak_bytes) for one in fresh.best
+    assert [(prediction.plan.layout, prediction.step_s, prediction.peak_bytes) for prediction in shared.best] == [
+        (prediction.plan.layout, prediction.step_s, prediction.peak_bytes) for prediction in fresh.best
     ]
 
 
 def test_layouts_below_a_limit_are_those_of_the_whole_search() -> None:
     plan = replace(SMALL, cluster=presets.cluster("a100-40x8", 2))
-    of = build_estimator(plan)
-    whole = search(of, plan, listed=10)
+    estimator = build_estimator(plan)
+    whole = search(estimator, plan, listed=10)
     limit = whole.best[4].step_s
-    some = search(of, plan, listed=10, below_s=limit)
-    assert [one.step_s for one in some.best] == [one.step_s for one in whole.best if one.step_s < limit]
-    assert some.legal == whole.legal
-    nothing = search(of, plan, listed=1, below_s=whole.best[0].step_s * 0.9)
+    part = search(estimator, plan, listed=10, below_s=limit)
+    assert [prediction.step_s for prediction in part.best] == [
+        prediction.step_s for prediction in whole.best if prediction.step_s < limit
+    ]
+    assert part.legal == whole.legal
+    nothing = search(estimator, plan, listed=1, below_s=whole.best[0].step_s * 0.9)
     assert not nothing.best and nothing.slower
 
 
@@ -106,15 +108,15 @@ def test_what_is_recommended_leaves_memory_and_recomputes_no_more_than_it_must()
 def test_the_front_has_no_run_that_another_beats() -> None:
     runs = sweep(ASKED, shipped(), DEVICES, NODES).runs
     chosen = front(runs)
-    for one in chosen:
-        assert not any(other.usd < one.usd and other.wall_s < one.wall_s for other in runs)
-    assert [one.usd for one in chosen] == sorted(one.usd for one in chosen)
-    assert [one.wall_s for one in chosen] == sorted((one.wall_s for one in chosen), reverse=True)
+    for run in chosen:
+        assert not any(other.usd < run.usd and other.wall_s < run.wall_s for other in runs)
+    assert [run.usd for run in chosen] == sorted(run.usd for run in chosen)
+    assert [run.wall_s for run in chosen] == sorted((run.wall_s for run in chosen), reverse=True)
 
 
 def test_the_batch_is_the_same_on_every_cluster() -> None:
     runs = sweep(ASKED, shipped(), DEVICES, NODES).runs
-    assert {one.found.tokens_per_step for one in runs} == {64 * 2048}
+    assert {run.prediction.tokens_per_step for run in runs} == {64 * 2048}
 
 
 def test_ranges_hold_the_mean_and_grow_with_the_error() -> None:
@@ -123,15 +125,15 @@ def test_ranges_hold_the_mean_and_grow_with_the_error() -> None:
     assert low < run.wall_s < high and run.ends_within(high) == pytest.approx(0.95, abs=0.01)
     assert run.ends_within(low) == pytest.approx(0.05, abs=0.01)
     assert run.costs_at_most(run.range_usd[1]) == pytest.approx(0.95, abs=0.01)
-    assert 0.5 < fit_probability(run.found) <= 1.0
+    assert 0.5 < fit_probability(run.prediction) <= 1.0
 
 
 def test_errors_are_those_of_the_planners_ranges() -> None:
     plan = replace(SMALL, cluster=presets.cluster("h100"))
-    found = search(build_estimator(plan), plan, listed=1).best[0]
+    prediction = search(build_estimator(plan), plan, listed=1).best[0]
     low, high, _ = relative_range(plan)
-    error = time_error(found)
-    assert below(found.step_s * low, found.step_s * high, error) == pytest.approx(0.9995, abs=5e-4)
+    error = time_error(prediction)
+    assert below(prediction.step_s * low, prediction.step_s * high, error) == pytest.approx(0.9995, abs=5e-4)
     assert normal(log(high / low) / 2 / error) - normal(-log(high / low) / 2 / error) == pytest.approx(0.9, abs=1e-3)
 
 
@@ -147,7 +149,7 @@ def test_where_nothing_fails_the_range_is_the_planners(model: str) -> None:
     plan = replace(SMALL, model=presets.model(model), cluster=presets.cluster("h100x8"))
     offer = list(offers_of("H100-SXM-80", shipped(), (1,)))[-1]
     calm = Conditions(mtbf_device_hours=1e9, restart_s=0.0, evaluation=0.0)
-    run = run_on(offer, search(build_estimator(plan), plan, listed=1).best[0], 3e9, calm)
+    run = rent_run(offer, search(build_estimator(plan), plan, listed=1).best[0], 3e9, calm)
     low, high, _ = relative_range(plan)
     assert run.range_s[0] / run.wall_s == pytest.approx(low, rel=0.005)
     assert run.range_s[1] / run.wall_s == pytest.approx(high, rel=0.005)

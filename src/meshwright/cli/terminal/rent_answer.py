@@ -12,13 +12,13 @@ from meshwright.planner.caveats import rate_caveats
 from meshwright.planner.explain import probability
 from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.failures import LLAMA_3
-from meshwright.planner.rent.run_on import RunOn
-from meshwright.planner.rent.served_on import ServedOn
+from meshwright.planner.rent.run_on import RentedRun
+from meshwright.planner.rent.served_on import RentedServing
 from meshwright.planner.rent.sweep import LONGEST_S
 from meshwright.planner.rent.uncertainty import days, digits, dollars, plain, three
 from meshwright.spec.units import count, duration, many, short_gib, step_time
 
-Row = TypeVar("Row", RunOn, ServedOn)
+Row = TypeVar("Row", RentedRun, RentedServing)
 
 FEW = 0.01
 """Failures, and a probability, below which no figure is printed."""
@@ -75,9 +75,9 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         yield f"FASTEST{asked}: {_run(best)}{chance}."
 
 
-def _run(run: RunOn) -> str:
+def _run(run: RentedRun) -> str:
     low, high = (dollars(usd, run.error) for usd in run.range_usd)
-    return f"{run.title}, {run.days}, {run.dollars} (90% range {low} to {high}), goodput {run.weeks.goodput:.1%}"
+    return f"{run.title}, {run.days}, {run.dollars} (90% range {low} to {high}), goodput {run.timing.goodput:.1%}"
 
 
 def _front(answer: RentAnswer, *, every: bool) -> Iterator[str]:
@@ -124,11 +124,11 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
             yield from wrapped(", ".join(below), width(), "    ")
 
 
-def _cells(run: RunOn) -> tuple[str, ...]:
-    spares = f"+{run.weeks.spares}" if run.weeks.spares else ""
+def _cells(run: RentedRun) -> tuple[str, ...]:
+    spares = f"+{run.timing.spares}" if run.timing.spares else ""
     return (
         run.dollars, run.days, _joined(run.offer, spares),
-        f"{run.weeks.goodput:.1%}", _energy(run), f"{run.fits:.0%}",
+        f"{run.timing.goodput:.1%}", _energy(run), f"{run.fits:.0%}",
         ", ".join(limit.partition(":")[0] for limit in run.limits[:LIMITS]),
     )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _joined(offer: Offer, spares: str = "") -> str:
     return f"{offer.nodes}{spares} x {offer.devices_per_node} {offer.price.device}"
 
 
-def _energy(run: RunOn) -> str:
+def _energy(run: RentedRun) -> str:
     if run.kwh is None:
         return "unknown"
     mwh = run.kwh >= 1e3
@@ -146,7 +146,7 @@ def _energy(run: RunOn) -> str:
 
 def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
     """Yield what was tried and what was assumed."""
-    swept, conditions, longest_s = answer.swept, answer.asked.given, answer.asked.longest_s
+    swept, conditions, longest_s = answer.swept, answer.asked.conditions, answer.asked.longest_s
     longest = "a year" if longest_s == LONGEST_S else days(longest_s)
     whose = " (Llama 3)" if conditions.mtbf_device_hours == LLAMA_3.mtbf_device_hours else ""
     yield (
@@ -157,7 +157,7 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         "Stopped by: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
         "sequence; memory: layers recompute to fit."
     )
-    named = (run.found for run in (answer.cheapest, answer.fastest) if run is not None)
+    named = (run.prediction for run in (answer.cheapest, answer.fastest) if run is not None)
     yield from dict.fromkeys(sentence for prediction in named for sentence in rate_caveats(prediction))
     yield from _unpriced(answer.unpriced, every=every)
     yield from _left_out_devices(answer.left_out)
@@ -189,11 +189,12 @@ def _left_out_devices(missing: Mapping[str, str]) -> Iterator[str]:
 def reproduced(answer: RentAnswer) -> str:
     """Describe the recommended run: its layout and its checkpoints."""
     best = answer.recommended
-    weeks = best.weeks
+    weeks = best.timing
     size = digits(best.error)
+    planned = best.prediction
     few = plain(weeks.failures, best.error) if weeks.failures >= FEW else f"fewer than {FEW:g}"
     return (
-        f"Layout of {best.title}: {step_time(best.found.step_s)} per step, {short_gib(best.found.peak_bytes)}; save "
+        f"Layout of {best.title}: {step_time(planned.step_s)} per step, {short_gib(planned.peak_bytes)}; save "
         f"every {duration(float(f'{weeks.interval_s:.{size}g}'))} ({short_gib(best.saves.total_bytes)}), "
         f"{few} failures expected."
     )
@@ -232,11 +233,11 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
     yield from _again(answer.command(answer.recommended))
 
 
-def _cost_and_time(deployment: ServedOn) -> tuple[float, float]:
+def _cost_and_time(deployment: RentedServing) -> tuple[float, float]:
     return log(deployment.usd_per_hour), log(deployment.per_token_s)
 
 
-def _served_cells(deployment: ServedOn) -> tuple[str, ...]:
+def _served_cells(deployment: RentedServing) -> tuple[str, ...]:
     return (
         three(deployment.usd_per_hour), plain(deployment.usd_per_million, TWO), _joined(deployment.offer),
         deployment.layout.words, f"{deployment.per_token_s * 1e3:.3g} ms", f"{deployment.first_token_s * 1e3:,.0f} ms",

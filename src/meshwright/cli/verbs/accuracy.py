@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.planner.accuracy.judged import Judged
-    from meshwright.planner.accuracy.published import Unreadable
+    from meshwright.planner.accuracy.published import JudgedRow, Unreadable
 
 REASONS = 20
 """Most reasons printed of why rows cannot be scored. --json prints none, since its rows count them all."""
@@ -61,7 +60,7 @@ def _shown(name: str, value: float | None) -> str:
     return f"{value:.3f}" if name == "rank_correlation" else f"{100 * value:.1f}%"
 
 
-def _print_reasons(judged: "list[Judged | Unreadable]") -> None:
+def _print_reasons(judged: "list[JudgedRow | Unreadable]") -> None:
     from meshwright.planner.accuracy.published import Unreadable
 
     reasons = Counter(row.reason for row in judged if isinstance(row, Unreadable))

@@ -49,7 +49,7 @@ def calibrate(
         refuse_unwritable(out.parent, "--out ")
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs correct a cluster file")
-    from meshwright.planner.machine.clusterfile_writer import text
+    from meshwright.planner.machine.clusterfile import text
     from meshwright.store.durable import one_line, replace_file
 
     machine = _learned(cluster, runs) if cluster and runs else _measured(quick)

@@ -34,8 +34,8 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.rate_grid import RateGrid
-from meshwright.planner.machine.clusterfile import ClusterFile, Together
-from meshwright.planner.machine.overheads import fitted
+from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates
+from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec.cluster import CORES, Device
 from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.layout import Layout
@@ -87,7 +87,7 @@ def calibrate(
             machine = with_floors(machine, measure_floors(machine, worlds))
         plans = sample_plans(machine, worlds, "fp32" if device == "cpu" else "bf16")
         say(f"steps of {len(plans)} small plans")
-        machine = fitted(machine, plans, measure_steps(plans, Timing(seconds=0.5), device))
+        machine = fit_overheads(machine, plans, measure_steps(plans, Timing(seconds=0.5), device))
     provenance = _provenance(device, worlds, quick, time.perf_counter() - started, load)
     return replace(machine, provenance=provenance)
 
@@ -156,15 +156,15 @@ def _describe_machine(kind: str, measured: Mapping[int, RankMeasurement]) -> Clu
         for key in measured[min(measured)].eager
     }
     if kind == "cuda":
-        return ClusterFile(device=device, devices_per_node=per_node, together=together)
+        return ClusterFile(device=device, devices_per_node=per_node, rates=together)
     stack = replace(
         MESHWRIGHT, **eager, host_s=0.0, contention=0.0, hides_gradients=0.0, hides_weights=0.0, hides_beside=0.0,
         hides_sends=0.0, head_chunk_bytes=float(CHUNK_BYTES["cpu"]),
     )  # fmt: skip
-    return ClusterFile(device=device, devices_per_node=per_node, together=together, stack=stack)
+    return ClusterFile(device=device, devices_per_node=per_node, rates=together, stack=stack)
 
 
-def _measured_together(kind: str, ranks: int, measurement: RankMeasurement) -> Together:
+def _measured_together(kind: str, ranks: int, measurement: RankMeasurement) -> MeasuredRates:
     best = max(max(grid.values) for grid in measurement.curves.products.values())
     crowd = max(1.0, ranks / threads_of(1)) if kind == "cpu" else 1.0
     plain: dict[str, Any] = {
@@ -179,7 +179,7 @@ def _measured_together(kind: str, ranks: int, measurement: RankMeasurement) -> T
     )  # fmt: skip
     link = _link_bytes_per_s({ranks: measurement}) or 1e9
     links = Links(per_node=ranks, link_bytes_per_s=link, network_bytes_per_s=link / 10)
-    return Together(
+    return MeasuredRates(
         speeds=speeds,
         links=replace(links, curves=LinkCurves(seconds=measurement.links)) if measurement.links else links,
     )

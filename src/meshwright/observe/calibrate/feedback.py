@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.observe.compare.finished_run import PROFILE, FinishedRun, open_run, same_program
 from meshwright.observe.shared_document import SharedDocument
 from meshwright.planner.machine.clusterfile import ClusterFile
-from meshwright.planner.machine.overheads import fitted
+from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec.errors import RunError
 from meshwright.spec.plan import Plan
 
@@ -30,7 +30,7 @@ def learn(machine: ClusterFile, runs: Sequence[Path]) -> tuple[ClusterFile, list
         for run in finished
     ]
     trust = 1.0 if len(timed) < FEW else None
-    improved = fitted(machine, [plan for plan, _ in timed], [seconds for _, seconds in timed], trust)
+    improved = fit_overheads(machine, [plan for plan, _ in timed], [seconds for _, seconds in timed], trust)
     names = ", ".join(str(path) for path in runs)
     provenance = {**improved.provenance, "learned": f"from the steps of {names}"}
     return replace(improved, provenance=provenance), timed

@@ -169,7 +169,7 @@ def with_floors(machine: ClusterFile, measured: Mapping[int, StepSeconds]) -> Cl
     plans = tiny_plans(machine)
     together = {}
     stack = machine.stack
-    for ranks, world in sorted(machine.together.items()):
+    for ranks, world in sorted(machine.rates.items()):
         step_seconds = measured[threads_of(ranks)]
 
         def beside(*key: Any, step_seconds: StepSeconds = step_seconds) -> float:
@@ -182,7 +182,7 @@ def with_floors(machine: ClusterFile, measured: Mapping[int, StepSeconds]) -> Cl
         host = Host(swiglu=kinds["swiglu"], gelu=kinds["gelu"], routed=routed, expert=expert)
         together[ranks] = replace(world, speeds=replace(world.speeds, host=host, launch_s=0.0))
         stack = _fit_step(machine.stack, beside, kinds["swiglu"])
-    return replace(machine, together=together, stack=stack)
+    return replace(machine, rates=together, stack=stack)
 
 
 def tiny_plans(machine: ClusterFile) -> dict[Key, Plan]:

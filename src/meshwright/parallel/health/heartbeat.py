@@ -135,10 +135,7 @@ class HeartbeatWatch:
         self._moved_s = time.monotonic()
 
     def look(self) -> Beat:
-        """Return where the thread is now.
-
-        Takes 20 to 50 microseconds, and as much for each other thread of Python code.
-        """
+        """Return where the thread is now. Takes 20 to 50 microseconds, and as much for each other Python thread."""
         # CPython's documented way to see other threads; frames are read under the interpreter's lock, never changed.
         threads = sys._current_frames()
         frames = list(_frames(threads.pop(self._thread, None)))

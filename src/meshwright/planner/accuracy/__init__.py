@@ -1,1 +1,1 @@
-"""The planner scored on published runs, and calibrated to them."""
+"""Scores of the planner on published runs, and calibration to them."""

@@ -1,6 +1,6 @@
 """Calibration: a few scalars of a cluster, fitted to the measured step times of at most 20 of its rows.
 
-Method: planner/machine/fitting.py.
+The method is in planner/machine/fitting.py.
 """
 
 import json
@@ -15,12 +15,12 @@ from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.machine.fitting import Adjustment, Scalar, changed, changes_at, minimum
+from meshwright.planner.machine.fitting import Adjustment, Scalar, adjusted, changes_at, minimize
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec.errors import DataError
 
 MOST_ROWS = 20
-"""Of a cluster."""
+"""Rows of a cluster that are fitted to."""
 FORMAT = 1
 
 
@@ -51,49 +51,49 @@ SCALARS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """What was found for one cluster."""
+class ClusterFit:
+    """The fit of one cluster."""
 
     changes: dict[str, Adjustment]
     rows: tuple[tuple[str, str], ...]
     """(source, id) of the rows it was fitted to."""
     error_before: float
-    """Mean absolute relative error on those rows, zero-shot."""
+    """Mean absolute relative error on those rows before the fit, zero-shot."""
     error_after: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Clusters by name (families.cluster_of), and where they stand."""
+    """Fits of clusters by name (source_families.cluster_of)."""
 
-    clusters: Mapping[str, Fitted] = field(default_factory=dict)
+    clusters: Mapping[str, ClusterFit] = field(default_factory=dict)
     name: str = "zero-shot"
     date: str = ""
 
-    def saw(self, row: PublishedRow) -> bool:
-        """Whether a row was fitted to."""
-        found = self.clusters.get(cluster_of(row))
-        return found is not None and (row.source, row.id) in found.rows
+    def was_fitted_to(self, row: PublishedRow) -> bool:
+        """Return whether a row was fitted to."""
+        cluster_fit = self.clusters.get(cluster_of(row))
+        return cluster_fit is not None and (row.source, row.id) in cluster_fit.rows
 
-    def applied(self, row: PublishedRow, stack: Stack, speeds: Speeds, links: Links) -> tuple[Stack, Speeds, Links]:
-        """Software and hardware of a row with what was found for its cluster."""
-        found = self.clusters.get(cluster_of(row))
-        return changed(stack, speeds, links, found.changes) if found else (stack, speeds, links)
+    def adjust(self, row: PublishedRow, stack: Stack, speeds: Speeds, links: Links) -> tuple[Stack, Speeds, Links]:
+        """Adjust the software and hardware of a row by the fit of its cluster."""
+        cluster_fit = self.clusters.get(cluster_of(row))
+        return adjusted(stack, speeds, links, cluster_fit.changes) if cluster_fit else (stack, speeds, links)
 
     def save(self, path: Path) -> None:
-        """As JSON, for people to read and `load`; written whole or not at all."""
+        """Write JSON for people and `load`. The file is written whole or not at all."""
         document = {
             "format": FORMAT,
             "date": self.date,
             "what": "scalars of clusters fitted to published step times: meshwright accuracy --calibration",
             "clusters": {
                 name: {
-                    "error_before": round(one.error_before, 4),
-                    "error_after": round(one.error_after, 4),
-                    "changes": {key: {kind: round(value, 6)} for key, (kind, value) in one.changes.items()},
-                    "rows": [list(row) for row in one.rows],
+                    "error_before": round(fitted.error_before, 4),
+                    "error_after": round(fitted.error_after, 4),
+                    "changes": {key: {kind: round(amount, 6)} for key, (kind, amount) in fitted.changes.items()},
+                    "rows": [list(row) for row in fitted.rows],
                 }
-                for name, one in self.clusters.items()
+                for name, fitted in self.clusters.items()
             },
         }
         temporary = path.with_name(path.name + ".part")
@@ -102,7 +102,7 @@ class Calibration:
 
 
 def load(path: Path) -> Calibration:
-    """A saved calibration; DataError in one line where the file is none."""
+    """Read a saved calibration. Raises DataError, with a message of one line, when the file is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["format"] != FORMAT:
@@ -117,22 +117,22 @@ def load(path: Path) -> Calibration:
         ) from None
 
 
-def _fitted(entry: Any) -> Fitted:
+def _fitted(entry: Any) -> ClusterFit:
     known = {scalar.name: scalar for scalar in SCALARS}
     changes = {}
     for name, change in entry["changes"].items():
-        ((kind, value),) = change.items()
-        if name not in known or kind != known[name].kind or not abs(float(value)) < 1e3:
-            raise ValueError(f"{name} {kind} {value} is no change of a known scalar")
-        changes[name] = (kind, float(value))
+        ((kind, amount),) = change.items()
+        if name not in known or kind != known[name].kind or not abs(float(amount)) < 1e3:
+            raise ValueError(f"{name} {kind} {amount} is no change of a known scalar")
+        changes[name] = (kind, float(amount))
     rows = tuple((str(source), str(number)) for source, number in entry["rows"])
-    return Fitted(
+    return ClusterFit(
         changes=changes, rows=rows, error_before=float(entry["error_before"]), error_after=float(entry["error_after"])
     )
 
 
-def fit(rows: Sequence[PublishedRow], stands_for: Sequence[float] = ()) -> Fitted:
-    """The scalars of the cluster that all `rows` (at most MOST_ROWS) come from; a row weighs what it stands for."""
+def fit(rows: Sequence[PublishedRow], stands_for: Sequence[float] = ()) -> ClusterFit:
+    """Fit the scalars of the cluster that all `rows` come from. A row weighs as many rows as it stands for."""
     if not 1 <= len(rows) <= MOST_ROWS:
         raise ValueError(f"{len(rows)} rows: a calibration has 1 to {MOST_ROWS}")
     scalars = [p for p in SCALARS if _has(p, rows[0])]
@@ -142,13 +142,13 @@ def fit(rows: Sequence[PublishedRow], stands_for: Sequence[float] = ()) -> Fitte
         return [log(_predicted_s(row, changes) / row.step_s) for row in rows]
 
     shares = stands_for or [1.0] * len(rows)
-    x = minimum(residuals, len(scalars), [share * len(rows) / sum(shares) for share in shares])
+    x = minimize(residuals, len(scalars), [share * len(rows) / sum(shares) for share in shares])
     before, after = residuals([0.0] * len(scalars)), residuals(x)
-    kept = {
+    significant = {
         name: change for (name, change), at in zip(changes_at(scalars, x).items(), x, strict=True) if abs(at) > 1e-3
     }
-    return Fitted(
-        changes=kept,
+    return ClusterFit(
+        changes=significant,
         rows=tuple((row.source, row.id) for row in rows),
         error_before=sum(abs(exp(r) - 1) for r in before) / len(rows),
         error_after=sum(abs(exp(r) - 1) for r in after) / len(rows),
@@ -156,12 +156,12 @@ def fit(rows: Sequence[PublishedRow], stands_for: Sequence[float] = ()) -> Fitte
 
 
 def _has(scalar: Scalar, row: PublishedRow) -> bool:
-    place, _, key = scalar.name.partition(".")
+    part, _, key = scalar.name.partition(".")
     owners: dict[str, Any] = {"stack": Stack, "speeds": Speeds, "links": Links}
-    return key in {field.name for field in fields(owners[place])}
+    return key in {field.name for field in fields(owners[part])}
 
 
 def _predicted_s(row: PublishedRow, changes: Mapping[str, Adjustment]) -> float:
     plan = row.plan
     speeds, links = speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster)
-    return build_estimator(plan, *changed(row.stack, speeds, links, changes)).predict(plan).step_s
+    return build_estimator(plan, *adjusted(row.stack, speeds, links, changes)).predict(plan).step_s

@@ -1,22 +1,22 @@
-"""Would the planner have chosen well? Published grids: runs of one model and batch on as many GPUs, laid out otherwise.
+"""Quality of the planner's choice of a layout, on published grids: runs of one model in several layouts.
 
-A grid has one source, model, sequence, global batch, GPU count and precision; its rows differ in layout (kernels are
-part of it). The planner's choice is the row it predicts to be fastest among those that ran; a row measured several
-times counts with its mean.
+A grid has one source, model, sequence, global batch, GPU count and precision. Its rows differ in layout, kernels
+included. The planner's choice is the row that it predicts to be fastest among those that ran. A layout that was
+measured several times counts with its mean.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.accuracy.judged import Judged
+from meshwright.planner.accuracy.published import JudgedRow
 
 FEWEST = 5
-"""Layouts of a grid: below, any order is right by luck too often."""
+"""Layouts of a grid. With fewer, any order is right by luck too often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutGrid:
-    """How the planner orders the layouts of one grid."""
+    """The planner's order of the layouts of one grid."""
 
     layouts: int
     rank_correlation: float
@@ -25,19 +25,19 @@ class LayoutGrid:
     """Measured time of the layout predicted fastest, over the best measured one, minus 1."""
 
 
-def choices(judged: Sequence[Judged]) -> list[LayoutGrid]:
-    """The grids among measured rows."""
-    grids: dict[object, dict[object, list[Judged]]] = {}
-    for one in judged:
-        plan, columns = one.row.plan, one.row.columns
-        key = (one.row.source, plan.model, plan.recipe, plan.layout.world, columns.get("precision", ""))
-        grids.setdefault(key, {}).setdefault((plan.layout, one.row.stack), []).append(one)
+def layout_grids(judged: Sequence[JudgedRow]) -> list[LayoutGrid]:
+    """Group measured rows into grids, and compare the predicted with the measured order in each."""
+    grids: dict[object, dict[object, list[JudgedRow]]] = {}
+    for entry in judged:
+        row, plan, columns = entry.row, entry.row.plan, entry.row.columns
+        key = (row.source, plan.model, plan.recipe, plan.layout.world, columns.get("precision", ""))
+        grids.setdefault(key, {}).setdefault((plan.layout, row.stack), []).append(entry)
     return [_grid(list(layouts.values())) for layouts in grids.values() if len(layouts) >= FEWEST]
 
 
-def _grid(layouts: list[list[Judged]]) -> LayoutGrid:
+def _grid(layouts: list[list[JudgedRow]]) -> LayoutGrid:
     predicted = [rows[0].step_s for rows in layouts]
-    measured = [sum(one.row.step_s for one in rows) / len(rows) for rows in layouts]
+    measured = [sum(entry.row.step_s for entry in rows) / len(rows) for rows in layouts]
     chosen = min(range(len(layouts)), key=predicted.__getitem__)
     return LayoutGrid(
         layouts=len(layouts),
@@ -47,7 +47,7 @@ def _grid(layouts: list[list[Judged]]) -> LayoutGrid:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation of two rows of numbers; ties share their mean rank, and a constant row correlates with none."""
+    """Return the rank correlation of two rows of numbers. Ties share their mean rank; a constant row gives 0."""
     x, y = _ranks(a), _ranks(b)
     middle = (len(x) - 1) / 2
     both = sum((p - middle) * (q - middle) for p, q in zip(x, y, strict=True))
@@ -63,7 +63,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
-        for place in order[start : end + 1]:
-            ranks[place] = (start + end) / 2
+        for number in order[start : end + 1]:
+            ranks[number] = (start + end) / 2
         start = end + 1
     return ranks

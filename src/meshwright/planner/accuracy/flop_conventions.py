@@ -1,8 +1,8 @@
-"""How each source counts the FLOP behind its MFU and TFLOP/s, so that its figures can be made again from tokens/s.
+"""FLOP counts of each source behind its MFU and TFLOP/s, for recomputing its figures from tokens/s.
 
-Published MFU of one and the same run differs by up to a fifth between sources: with or without the head, all keys or
-only those a query may see, recomputation counted or not. Formulas: docs/accuracy.md. N = all parameters, V =
-vocabulary, D = hidden, L = layers, S = sequence.
+Published MFU of the same run differs by up to a fifth between sources: with or without the head, all keys or only those
+a query may see, recomputation counted or not. The formulas are in docs/accuracy.md. N = all parameters, V = vocabulary,
+D = hidden, L = layers, S = sequence.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,30 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 
 Count = Callable[[ModelShape, int], float]
-"""FLOP of a token from shape and sequence."""
+"""FLOP of a token, from shape and sequence."""
 BAR = 0.005
-"""A figure counts as made again within this share and what rounding in print takes."""
+"""A figure agrees within this share, plus rounding in print."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """A source's formulas."""
+    """The formulas of a source."""
 
     name: str
     formula: str
     training: Count
-    """Forward and backward pass: what its MFU or TFLOP/s count, unless `hardware_rate`."""
+    """FLOP of forward and backward pass, behind its MFU or TFLOP/s, unless `hardware_rate`."""
     hardware: Count | None = None
-    """With what its runs recompute: its HFU."""
+    """FLOP with recomputation, behind its HFU."""
     hardware_rate: bool = False
-    """The TFLOP/s it prints are those of `hardware`."""
+    """True if the TFLOP/s it prints are those of `hardware`."""
     other_tflops: bool = False
-    """The TFLOP/s it prints follow a third formula, which is not made again here."""
+    """True if the TFLOP/s it prints follow a third formula, which is not recomputed here."""
     ends_twice: bool = False
-    """A pipeline holds a tied embedding on both ends, and N counts it there twice (inferred from the rows)."""
+    """True if N counts a tied embedding twice under a pipeline, once on each end (inferred from the rows)."""
 
     def step_s(self, plan: Plan, columns: dict[str, str]) -> float:
-        """Seconds of a step from the printed TFLOP/s or MFU; 0 where neither is."""
+        """Return the seconds of a step from the printed TFLOP/s or MFU. 0 = neither is printed."""
         rate = number(columns, "tflops_gpu", 0.0) * 1e12
         if not rate:
             rate = number(columns, "mfu_pct", 0.0) / 100 * peak_flop_per_s(columns)
@@ -49,20 +49,20 @@ class Convention:
         return tokens * count / (rate * plan.layout.world) if rate else 0.0
 
     def training_flop(self, plan: Plan) -> float:
-        """Of a token, as its MFU counts."""
+        """Return the FLOP of a token behind its MFU."""
         shape = plan.model
         twice = self.ends_twice and shape.tied and plan.layout.pp > 1
         return self.training(shape, plan.recipe.sequence) + (6.0 * shape.vocab * shape.hidden if twice else 0.0)
 
     def hardware_flop(self, plan: Plan) -> float:
-        """Of a token, as its HFU counts, where the run recomputes."""
+        """Return the FLOP of a token behind its HFU, with recomputation if the run recomputes."""
         if self.hardware is None or plan.layout.recompute == "none":
             return self.training_flop(plan)
         return self.hardware(plan.model, plan.recipe.sequence)
 
 
 def _keys(shape: ModelShape, sequence: int, share: float = 1.0) -> float:
-    """12 L D S, every query with every key, or a share of them."""
+    """Return 12 L D S, every query with every key, or a share of it."""
     widths = shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim if shape.mla else 2 * shape.head_dim
     return 6.0 * shape.layers * shape.heads * widths * sequence * share
 
@@ -77,13 +77,13 @@ def _palm(shape: ModelShape, sequence: int, times: float = 6, keys: float = 1.0)
 
 
 def _products(shape: ModelShape, sequence: int, keys: float = 1.0) -> float:
-    """Without the input embedding: the head is there once."""
+    """Count without the input embedding: the head is counted once."""
     untied = _weights(shape) - (0 if shape.tied else shape.vocab * shape.hidden)
     return 6 * untied + _keys(shape, sequence, keys)
 
 
 def _megatron(shape: ModelShape, sequence: int, layers: float = 72) -> float:
-    """Narayanan's and Korthikanti's forms for a GPT whose MLP is four times its width."""
+    """Return Narayanan's and Korthikanti's forms for a GPT whose MLP is four times its width."""
     wide = shape.layers * shape.hidden**2
     return layers * wide * (1 + sequence / (6 * shape.hidden)) + 6 * shape.vocab * shape.hidden
 
@@ -123,17 +123,17 @@ BY_ROW = (
     ("megatron-bridge", "", BRIDGE), ("megatron-lm 2021", "", NARAYANAN), ("megatron-lm 2022", "", KORTHIKANTI),
     ("megatron-core 0.8", "", MEGATRON_CORE), ("meta in-house", "", LLAMA3),
 )  # fmt: skip
-"""(word of the framework, word of the source, convention); the first whose both words are there."""
+"""(word of the framework, word of the source, convention). The first line with both words counts."""
 
 
 def convention_of(columns: dict[str, str]) -> Convention | None:
-    """The convention of a row's source; None where it is not known."""
+    """Return the convention of a row's source. None = not known."""
     framework, source = columns.get("framework", "").lower(), columns.get("source", "").lower()
-    return next((found for word, place, found in BY_ROW if word in framework and place in source), None)
+    return next((known for word, origin, known in BY_ROW if word in framework and origin in source), None)
 
 
 def peak_flop_per_s(columns: dict[str, str]) -> float:
-    """The peak behind a source's MFU."""
+    """Return the peak behind a source's MFU."""
     plan, _ = plan_of(columns)
     device, precision = plan.cluster.device, columns.get("precision", "").lower()
     peak = device.half_flop_per_s
@@ -142,28 +142,28 @@ def peak_flop_per_s(columns: dict[str, str]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A printed figure and the same made again from the row's tokens/s."""
+    """A printed figure, and the same recomputed from the row's tokens/s."""
 
     kind: str
     """tflops, mfu or hfu."""
     printed: float
     again: float
     rounding: float
-    """Share of the figure that its digits in print, and those of the tokens/s, leave open."""
+    """Share of the figure that its printed digits, and those of the tokens/s, leave open."""
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error."""
         return self.again / self.printed - 1
 
     @property
     def agrees(self) -> bool:
-        """Within BAR, beyond rounding."""
+        """True if the error is within BAR, beyond rounding."""
         return abs(self.error) <= BAR + self.rounding
 
 
 def figures(columns: dict[str, str]) -> list[Figure]:
-    """What a row's source prints beside its speed, made again; ValueError where its plan cannot be read."""
+    """Recompute the figures that a row prints beside its speed. Raises ValueError when its plan cannot be read."""
     convention = convention_of(columns)
     plan, _ = plan_of(columns)
     tokens = _tokens_per_s(columns, plan)
@@ -176,25 +176,25 @@ def figures(columns: dict[str, str]) -> list[Figure]:
         "mfu_pct": 100 * training / peak,
         "hfu_pct": 100 * hardware / peak,
     }
-    found = []
-    for column, value in again.items():
+    made = []
+    for column, computed in again.items():
         printed = number(columns, column, 0.0)
-        if printed and value and not (column == "tflops_gpu" and convention.other_tflops):
+        if printed and computed and not (column == "tflops_gpu" and convention.other_tflops):
             rounding = _rounding(columns[column]) + (
                 0.0 if columns.get("step_time_s") else _rounding(columns["tok_s_gpu"])
             )
-            found.append(Figure(kind=column.partition("_")[0], printed=printed, again=value, rounding=rounding))
-    return found
+            made.append(Figure(kind=column.partition("_")[0], printed=printed, again=computed, rounding=rounding))
+    return made
 
 
 def _rounding(text: str) -> float:
-    """Half a unit of the last digit, as a share."""
+    """Return half a unit of the last digit, as a share."""
     digits = len(text.strip().partition(".")[2])
     return 0.5 * 10.0**-digits / float(text)
 
 
 def _tokens_per_s(columns: dict[str, str], plan: Plan) -> float:
-    """Of one device: from the step time, which has more digits, else as printed."""
+    """Return the rate of one device: from the step time, which has more digits, else as printed."""
     step = number(columns, "step_time_s", 0.0)
     if step:
         return plan.recipe.global_batch * plan.recipe.sequence / step / plan.layout.world

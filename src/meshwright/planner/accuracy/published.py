@@ -1,8 +1,8 @@
-"""Published measurements: a row of a CSV -> the plan that was run, the software it ran on, what was measured.
+"""Published measurements: a row of a CSV -> the plan that was run, its software, and the measured figures.
 
-Columns as in the project's tables of published runs (step time, tokens/s, peak memory, status) and of published memory
-(quantity, value, unit). A row that does not say enough is not guessed at: `read` gives the reason instead. What is
-read between the lines (a batch, an interleaving) is listed in docs/accuracy.md.
+Columns are those of the project's tables of published runs (step time, tokens/s, peak memory, status) and of published
+memory (quantity, value, unit). Nothing is guessed: for an incomplete row `read` returns the reason instead. Inferences
+(a batch, an interleaving) are listed in docs/accuracy.md.
 """
 
 import csv
@@ -21,12 +21,12 @@ from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.spec.plan import Plan
 
 UNITS = {"GiB": 2.0**30, "GB": 2.0**30, "%": 0.01}
-"""Published peaks are torch's, printed with either name and meaning 2**30 (research notes, section 8)."""
+"""Unit -> bytes. Published peaks are torch's, printed with either name and meaning 2**30."""
 PARTS = {
     "peak memory per GPU": "peak", "peak active memory": "peak", "activations": "activations",
     "params+grads+optimizer": "states", "activation bytes relative to TP-only no-recompute": "activation share",
 }  # fmt: skip
-"""Column `quantity` of a table of memory -> which part of a prediction it is."""
+"""Column `quantity` of a table of memory -> the part of a prediction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +35,57 @@ class PublishedRow:
 
     source: str
     id: str
-    """Number of the row in its table; line of the file where the table has none."""
+    """Number of the row in its table, or line of the file if the table has no numbers."""
     plan: Plan
     stack: Stack
     step_s: float
-    """0 = not given."""
+    """Measured seconds of a step. 0 = not printed."""
     derived: bool
-    """The step time follows from a printed FLOP rate by the formula of its source."""
+    """True if the step time follows from a printed FLOP rate by the formula of its source."""
     peak_bytes: float
-    """0 = not given."""
+    """Measured peak. 0 = not printed."""
     out_of_memory: bool
     part: Literal["", "peak", "activations", "states", "activation share"] = ""
-    """Which part of a rank's memory `part_value` is; empty = none is given."""
+    """The part of a rank's memory that `part_value` measures. Empty = none."""
     part_value: float = 0.0
-    """Bytes; of a share the share."""
+    """Bytes, or the share."""
     columns: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A row that does not say enough, and why."""
+    """A row that does not say enough, and the reason."""
 
     source: str
     reason: str
     columns: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRow:
+    """A published row and the planner's prediction for it."""
+
+    row: PublishedRow
+    step_s: float
+    part_value: float
+    """Predicted bytes (or share) of the row's `part`."""
+    fits: bool
+    seen: bool
+    """True if a calibration was fitted to this row: then it counts in no error."""
+
+    @property
+    def step_error(self) -> float | None:
+        """Relative error. None = the row has no time."""
+        return self.step_s / self.row.step_s - 1 if self.row.step_s and not self.seen else None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error. None = the row has no memory."""
+        return self.part_value / self.row.part_value - 1 if self.row.part_value else None
+
+
 def read(path: Path) -> Iterator[PublishedRow | Unreadable]:
-    """The rows of a file; DataError where it is no such table."""
+    """Yield the rows of a file. Raises DataError when it is no such table."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             table = csv.DictReader(file, strict=True)
@@ -87,7 +110,7 @@ def _check(path: Path, names: set[str]) -> None:
 def _row(line: int, columns: dict[str, str]) -> PublishedRow | Unreadable:
     source = columns["source"] or "(no source)"
     try:
-        part, value = _part(columns)
+        part, part_value = _part(columns)
         plan, stack = plan_of(columns)
         if stack in RUN_TWICE and not predict(plan, stack).fits:
             stack = RUN_TWICE[stack]
@@ -95,7 +118,7 @@ def _row(line: int, columns: dict[str, str]) -> PublishedRow | Unreadable:
         step_s, derived = (0.0, False) if failed or part else _step_s(columns, plan)
     except (ValueError, MeshwrightError) as error:
         return Unreadable(source=source, reason=str(error), columns=columns)
-    if not failed and not part and not step_s and not value:
+    if not failed and not part and not step_s and not part_value:
         return Unreadable(source=source, reason="gives no time, rate or memory", columns=columns)
     peak = 0.0 if failed or part else number(columns, "peak_mem_gb", 0.0) * UNITS["GiB"]
     return PublishedRow(
@@ -105,16 +128,16 @@ def _row(line: int, columns: dict[str, str]) -> PublishedRow | Unreadable:
         stack=stack,
         step_s=step_s,
         derived=derived,
-        peak_bytes=value if part == "peak" else peak,
+        peak_bytes=part_value if part == "peak" else peak,
         out_of_memory=failed and "oom" in columns["status"].lower(),
         part=part or ("peak" if peak else ""),  # type: ignore[arg-type]  # checked where the columns are read
-        part_value=value or peak,
+        part_value=part_value or peak,
         columns=columns,
     )
 
 
 def _part(columns: dict[str, str]) -> tuple[str, float]:
-    """(part, value) of a row of a table of memory; ("", 0) of others."""
+    """Return (part, value) of a row of a table of memory, or ("", 0) for other rows."""
     if "quantity" not in columns:
         return "", 0.0
     quantity, unit, method = columns["quantity"], columns["unit"], columns.get("method", "")
@@ -133,11 +156,11 @@ def _class(method: str) -> str:
 
 
 def _step_s(columns: dict[str, str], plan: Plan) -> tuple[float, bool]:
-    """(seconds of a step, whether they follow from a FLOP rate)."""
-    given = number(columns, "step_time_s", 0.0)
+    """Return (seconds of a step, whether they follow from a FLOP rate)."""
+    printed = number(columns, "step_time_s", 0.0)
     derived = "derived from formula" in columns.get("notes", "")
-    if given:
-        return given, derived
+    if printed:
+        return printed, derived
     tokens = plan.recipe.global_batch * plan.recipe.sequence
     rate = number(columns, "tok_s_gpu", 0.0)
     if rate:
@@ -147,6 +170,6 @@ def _step_s(columns: dict[str, str], plan: Plan) -> tuple[float, bool]:
 
 
 def duplicate_of(row: PublishedRow | Unreadable) -> str:
-    """The id of the row of the table of runs that a row of the table of memory repeats; empty = none."""
-    found = re.search(r"row id (\d+) in training_throughput", row.columns.get("notes", ""))
-    return found[1] if found and "quantity" in row.columns else ""
+    """Return the id of the row of runs that a row of memory repeats. Empty = none."""
+    match = re.search(r"row id (\d+) in training_throughput", row.columns.get("notes", ""))
+    return match[1] if match and "quantity" in row.columns else ""

@@ -1,8 +1,7 @@
 """Shapes of the models that published rows name: from the presets, or here with the source of each.
 
-Tables of measurements often print a model's name and no sizes; others print sizes and leave out whether head and
-embedding are one matrix. Shapes that no `ModelShape` describes (state-space layers) stand in UNDESCRIBED with the
-reason.
+Tables of measurements often print a model's name and no sizes. Others print sizes, but not whether head and embedding
+are one matrix. Models that no `ModelShape` describes (state-space layers) are in UNDESCRIBED with the reason.
 """
 
 import re
@@ -30,7 +29,7 @@ PRESETS = (
     (r"llama-?3\.2-3b", "llama-3.2-3b"),
     (r"llama-?3\.2-1b", "llama-3.2-1b"),
 )
-"""Pattern of a name (lower case, dashes) -> preset."""
+"""(pattern of a name in lower case with dashes, preset)."""
 UNDESCRIBED = (
     (r"nemotron-3-|nemotron-3-5", "has state-space layers, which no shape here describes"),
     (r"deepseek-?v4", "has no published shape here"),
@@ -38,18 +37,19 @@ UNDESCRIBED = (
 FIRST_LAST = {
     "gpt-22b": (48, 6144, 64), "gpt-175b": (96, 12288, 96), "gpt-530b": (105, 20480, 128), "gpt-1t": (128, 25600, 160),
 }  # fmt: skip
-"""(layers, hidden, heads) of Korthikanti et al. 2022, table 3; the vocabulary there is 51,200, the sequence 2,048."""
+"""(layers, hidden, heads) of Korthikanti et al. 2022, table 3. The vocabulary is 51,200, the sequence 2,048."""
 NANOTRON = {
     "llama-like-1b": (16, 2048, 32, 32, 8192, True), "llama-like-3b": (28, 3072, 32, 32, 8192, True),
     "llama-like-8b": (32, 4096, 32, 32, 14336, False), "llama-like-80b": (80, 8192, 64, 64, 28672, False),
     "llama-like-70b-gqa8": (80, 8192, 64, 8, 28672, False),
 }  # fmt: skip
-"""(layers, hidden, heads, key heads, ffn, tied) of huggingface/nanotron scripts/scaling_benchmarks.py; vocabulary
-131,072. Tied follows from the parameter counts printed beside them (1.34 and 3.57 billion)."""
+"""(layers, hidden, heads, key heads, ffn, tied) of huggingface/nanotron scripts/scaling_benchmarks.py.
+The vocabulary is 131,072. Tied follows from the parameter counts printed beside them (1.34 and 3.57 billion).
+"""
 
 
 def shape_named(name: str, sequence: int) -> ModelShape | None:
-    """The shape of a model by the name a row prints; None where it is not known, ValueError where it cannot be."""
+    """Return the shape of a named model. None = not known. Raises ValueError when none can describe it."""
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
     for pattern, reason in UNDESCRIBED:
         if re.search(pattern, plain):
@@ -70,7 +70,7 @@ def shape_named(name: str, sequence: int) -> ModelShape | None:
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, *, vocab: int, positions: int, ffn: int = 0) -> ModelShape:
-    """A GPT as in the papers: learned positions, biases everywhere, four times the width, one matrix for both ends."""
+    """Return a GPT as in the papers: learned positions, biases everywhere, a fourfold MLP, tied ends."""
     return ModelShape(
         name=name, family="gpt2", vocab=vocab, layers=layers, hidden=hidden, heads=heads, ffn=ffn or 4 * hidden,
         norm="layernorm", mlp="gelu_tanh", positions="learned", max_positions=positions, qkv_bias=True, out_bias=True,
@@ -80,7 +80,6 @@ def gpt(name: str, layers: int, hidden: int, heads: int, *, vocab: int, position
 
 @cache
 def _others(sequence: int) -> dict[str, ModelShape]:
-    """Shapes without a preset."""
 
     def nemotron(name: str, layers: int, hidden: int, heads: int, kv_heads: int) -> ModelShape:
         plain = gpt(name, layers, hidden, heads, vocab=256000, positions=max(sequence, 4096))
@@ -108,7 +107,7 @@ def _others(sequence: int) -> dict[str, ModelShape]:
 
 
 def tied_by_count(shape: ModelShape, parameters: float) -> ModelShape:
-    """The shape with head and embedding as one matrix or two, whichever is nearer to a printed parameter count."""
+    """Return the shape with tied or untied ends, whichever is nearer to a printed parameter count."""
     other = replace(shape, tied=not shape.tied)
-    miss = {one.tied: abs(num_parameters(one) - parameters) for one in (shape, other)}
+    miss = {form.tied: abs(num_parameters(form) - parameters) for form in (shape, other)}
     return shape if miss[shape.tied] <= miss[other.tied] else other

@@ -1,4 +1,4 @@
-"""The columns of a published run -> Plan and Stack; ValueError or a MeshwrightError says what the row leaves open."""
+"""Columns of a published run -> Plan and Stack. ValueError or a MeshwrightError says what the row leaves open."""
 
 import re
 from dataclasses import replace
@@ -22,41 +22,41 @@ DEVICES = (
     (r"gb300", "gb300"), (r"b200", "b200"), (r"b300", "b300"), (r"h100", "h100"), (r"h200", "h200"), (r"h800", "h800"),
     (r"mi300x", "mi300x"), (r"mi325x", "mi325x"), (r"mi355x", "mi355x"),
 )  # fmt: skip
-"""Pattern of a row's hardware -> device preset; the first that is found."""
+"""(pattern of a row's hardware, device preset). The first match counts."""
 DOMAIN = {"gb200": 64, "gb300": 64}
-"""Devices that links join, where it is not eight: of a rack's 72 (NVL72) powers of two use 64."""
+"""Devices that links join, if not eight: of the 72 in a rack (NVL72), powers of two use 64."""
 SIZES = ("hidden", "layers", "heads", "ffn", "vocab")
 DESCRIBED = {
     "gpt-22b": (4, 1, 1, 4), "gpt-175b": (1, 8, 3, 64), "gpt-530b": (1, 35, 3, 280), "gpt-1t": (1, 64, 1, 512),
 }  # fmt: skip
 """(micro-batch, pp, vp, global batch of one replica) of Korthikanti et al. 2022, table 3, for rows of its figures."""
 LOCAL_BATCH = {"llama3_h100_202412_torchtitan.md T5": 32, "llama3_h100_202412_torchtitan.md T6": 8}
-"""Sequences of one replica in a step, as headings of torchtitan's tables say."""
+"""Sequences of one replica in a step, from the headings of torchtitan's tables."""
 
 
 def number(columns: dict[str, str], name: str, default: float | None = None) -> float:
-    """A column's number; ValueError where it holds none and there is no default, or one that no run can have."""
+    """Return the number in a column. Raises ValueError without one or a default, or if no run can have it."""
     text = (columns.get(name) or "").strip()
     if re.fullmatch(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", text):
-        found = float(text)
-        if not 0 <= found < 1e15:
+        figure = float(text)
+        if not 0 <= figure < 1e15:
             raise ValueError(f"{name}={text} is no figure of a run")
-        return found
+        return figure
     if default is None:
         raise ValueError(f"{name}={text!r} is no number")
     return default
 
 
 def whole(columns: dict[str, str], name: str, default: int | None = None) -> int:
-    """As `number`, and a whole one."""
-    value = number(columns, name, default)
-    if value != int(value):
-        raise ValueError(f"{name}={value} is no whole number")
-    return int(value)
+    """Return a whole number, as `number` does."""
+    figure = number(columns, name, default)
+    if figure != int(figure):
+        raise ValueError(f"{name}={figure} is no whole number")
+    return int(figure)
 
 
 def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
-    """The plan that was run, and its software."""
+    """Return the plan that was run, and its software."""
     devices = _devices(columns)
     gpu = columns.get("gpu") or ("A100-SXM-80" if _described(columns) else "")
     cluster = _cluster(gpu, f"{columns['source']} {columns.get('notes', '')}", devices)
@@ -75,7 +75,7 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16")
     layout = replace(layout, **changes)  # type: ignore[arg-type]  # fields of Layout, from `stack_of`
     if layout.vp * layout.pp > shape.layers and layout.vp * layout.pp <= shape.layers + 2:
-        # Llama 3: the first and the last stage have a layer less, their place is taken by embedding and head.
+        # Llama 3: the first and the last stage have a layer less, and embedding and head instead.
         shape = replace(shape, layers=layout.vp * layout.pp)
     layout.micro_batches(batch)
     stage_layers(shape.layers, layout.pp * layout.vp)
@@ -103,7 +103,6 @@ def _trainable(columns: dict[str, str]) -> None:
 
 
 def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: Cluster) -> tuple[Layout, int]:
-    """(layout, global batch in sequences)."""
     described = _described(columns)
     tp, cp = (whole(columns, axis, 1) for axis in ("tp", "cp"))
     pp = whole(columns, "pp", described[1] if described else 1)
@@ -125,7 +124,7 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
     if "primus" in columns["framework"].lower() and not recompute and "70b" in columns["model"].lower():
         recompute = "full"  # examples/megatron/configs/MI300X/llama3.1_70B-{BF16,FP8}-pretrain.yaml: all 80 layers
     if "fms-fsdp" in columns["framework"] and "selective" in recompute:
-        # There it means some blocks wholly, others not; HFU over MFU, at most 4/3, says how many.
+        # Selective means some blocks wholly, others not. HFU over MFU, at most 4/3, tells how many.
         recompute = "full" if number(columns, "hfu_pct") > 7 / 6 * number(columns, "mfu_pct") else "none"
     layout = Layout(
         dp_shard=shard,
@@ -145,13 +144,13 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
 
 
 def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int] | None) -> tuple[int, int]:
-    """(sequences of a micro-batch, of a step)."""
+    """Return (sequences of a micro-batch, of a step)."""
     stated = columns.get("micro_batch", "")[:1].isdigit()
     micro = whole(columns, "micro_batch") if stated else described[0] if described else 0
     steps = whole(columns, "grad_acc", 0)
     batch = whole(columns, "global_batch_seqs", described[3] * dp if described else 0)
-    if not micro and (found := re.search(r"max batch fitting = (\d+)", columns.get("notes", ""))):
-        micro = batch = int(found[1])  # curves of the Ultra-Scale Playbook: one replica, one micro-batch a step
+    if not micro and (match := re.search(r"max batch fitting = (\d+)", columns.get("notes", ""))):
+        micro = batch = int(match[1])  # curves of the Ultra-Scale Playbook: one replica, one micro-batch a step
     if not batch:
         batch = dp * next((n for name, n in LOCAL_BATCH.items() if name in columns["source"]), 0)
     if not micro and "torchtitan" in columns["framework"]:
@@ -171,18 +170,18 @@ def _batch(columns: dict[str, str], dp: int, described: tuple[int, int, int, int
 
 
 def _virtual(columns: dict[str, str], shape: ModelShape, pp: int, described: tuple[int, int, int, int] | None) -> int:
-    """Stages per pipeline rank: `~8` is 8; else what `interleaved` alone leaves.
+    """Return the stages per pipeline rank. `~8` is 8; a bare `interleaved` leaves a choice.
 
-    Megatron-Core's table has 92 layers on 4 ranks, which only a layer each interleaves, so each row is read so; the
-    runs of 2021, whose table names the schedule for all, are read as the coarsest that interleaves.
+    Megatron-Core's table has 92 layers on 4 ranks, which interleave only with one layer a stage, so all its rows are
+    read that way. The runs of 2021, whose table names the schedule for all, are read as the coarsest that interleaves.
     """
     text = columns.get("vpp", "").strip()
     if pp == 1:
         return 1
     if described and not text:
         return described[2]
-    if found := re.match(r"~?(\d+)", text):
-        return int(found[1])
+    if match := re.match(r"~?(\d+)", text):
+        return int(match[1])
     if "interleaved" not in text + columns.get("schedule", "") or shape.layers % pp:
         return 1
     per_rank = shape.layers // pp
@@ -190,7 +189,7 @@ def _virtual(columns: dict[str, str], shape: ModelShape, pp: int, described: tup
 
 
 def _experts(columns: dict[str, str], shape: ModelShape, ranks: int) -> int:
-    """Of a dense model none, whatever the column says."""
+    """Return the degree of expert parallelism. A dense model has 1, whatever the column says."""
     ep = whole(columns, "ep", 1)
     if shape.moe is None:
         return 1
@@ -202,12 +201,12 @@ def _experts(columns: dict[str, str], shape: ModelShape, ranks: int) -> int:
 def _zero(text: str) -> int:
     if "hsdp" in text.lower() or ("fsdp" in text.lower() and "2" not in text):
         return 3
-    found = re.search(r"[0-3]", text)
-    return int(found[0]) if found else 0
+    match = re.search(r"[0-3]", text)
+    return int(match[0]) if match else 0
 
 
 def _sequence_parallel(flag: str, recompute: str) -> bool:
-    """The column, or where there is none what Korthikanti's figures call their bars."""
+    """Read the column, or without one, the names of the bars in Korthikanti's figures."""
     if flag.strip():
         return flag.strip() == "1"
     return bool(re.search(r"\bSP\b", recompute)) and "no SP" not in recompute
@@ -252,14 +251,14 @@ def _shape(name: str, sizes: tuple[int, ...], kv_heads: int, billions: float, se
 
 
 @cache
-def _cluster(gpu: str, said: str, devices: int) -> Cluster:
-    """Eight devices a node or what their links join; the network as the row says, per node, else the device's own."""
+def _cluster(gpu: str, notes: str, devices: int) -> Cluster:
+    """Return the cluster. A node has eight devices, or as many as links join. The row's network is per node."""
     plain = gpu.lower().replace(" ", "-").replace("_", "-").replace("dgx-", "")
     name = next((preset for pattern, preset in DEVICES if re.search(pattern, plain)), "")
     if not name:
         raise ValueError(f"gpu={gpu!r} is no device whose figures are known")
     per_node = min(devices, DOMAIN.get(name, 8))
     known = device(name)
-    if found := re.search(r"(\d+) ?Gb(?:ps|/s)", f"{gpu} {said}"):
-        known = replace(known, network_bytes_per_s=int(found[1]) * 1e9 / 8 / 8)
+    if match := re.search(r"(\d+) ?Gb(?:ps|/s)", f"{gpu} {notes}"):
+        known = replace(known, network_bytes_per_s=int(match[1]) * 1e9 / 8 / 8)
     return Cluster(device=known, devices_per_node=per_node, nodes=max(1, -(-devices // per_node)))

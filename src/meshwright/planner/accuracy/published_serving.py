@@ -1,7 +1,7 @@
-"""Rows of measured deployments as deployments and loads: the conventions of their sources, and what cannot be read.
+"""Measured deployments as deployments and loads: the conventions of their sources, and rows that cannot be read.
 
 The rows are those of NVIDIA's AIConfigurator (silicon_sample.csv). Most of them are runs of InferenceX, whose
-configurations say `tp: 8, ep: 8, dp-attn: true` of one set of 8 GPUs; the table multiplies such degrees (64 GPUs) and
+configurations say `tp: 8, ep: 8, dp-attn: true` for one set of 8 GPUs. The table multiplies such degrees (64 GPUs) and
 divides the requests in flight by them.
 """
 
@@ -24,8 +24,7 @@ DEVICES = {
 }  # fmt: skip
 TABLE = "serving_measured.csv"
 LARGEST_ENGINE = 8
-"""GPUs of one engine where requests are not split into prompts and decoding: a node. Rows with more are deployments of
-several engines whose split is not given."""
+"""GPUs of a node. Rows with more are several engines whose split is not printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +34,12 @@ class ServingRow:
     number: int
     columns: Mapping[str, str]
     decode: Deployment
-    """Also reads the prompts where `prefill` is None."""
+    """The deployment that decodes. It also reads the prompts if `prefill` is None."""
     prefill: Deployment | None
     load: Load
-    """Of an attention rank of one engine that decodes."""
+    """The load of an attention rank of one engine that decodes."""
     workers: tuple[int, int]
-    """Engines that read prompts, and that decode."""
+    """Engines that read prompts, and engines that decode."""
     first_token_s: float
     per_token_s: float
 
@@ -53,7 +52,7 @@ class ServingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownRow:
-    """A row that cannot be planned, and why."""
+    """A row that cannot be planned, and the reason."""
 
     number: int
     columns: Mapping[str, str]
@@ -65,7 +64,7 @@ class _Unknown(Exception):
 
 
 def read_serving(path: Path) -> list[ServingRow | UnknownRow]:
-    """Every row of the table, in its order."""
+    """Read every row of the table, in its order."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(_rows(csv.DictReader(file)))
 
@@ -110,31 +109,31 @@ def _row(number: int, columns: Mapping[str, str]) -> ServingRow:
 INFERENCE_X = {("1024", "1024"), ("1024", "8192"), ("8192", "1024")}
 """(input, output) lengths of its runs."""
 SPREAD = 0.2
-"""InferenceX draws lengths between 0.8 and 1 of those of its title (random_range_ratio)."""
+"""Spread of lengths: InferenceX draws them between 0.8 and 1 of those in its title (random_range_ratio)."""
 
 
 def _framework(columns: Mapping[str, str]) -> Framework:
-    """With the options of the runs' launch scripts (InferenceX benchmarks/single_node)."""
-    found = FRAMEWORKS[columns["backend"]]
-    if found.name == "vllm" and "MiniMax" in columns["model_path"]:
-        return found._replace(budget=2 * int(columns["isl"]))
+    """Return the framework with the options of the runs' launch scripts (InferenceX benchmarks/single_node)."""
+    framework = FRAMEWORKS[columns["backend"]]
+    if framework.name == "vllm" and "MiniMax" in columns["model_path"]:
+        return framework._replace(budget=2 * int(columns["isl"]))
     lengths = columns["isl"], columns["osl"]
-    if found.name == "trtllm" and lengths not in INFERENCE_X and columns["batch_size"]:
-        return found._replace(budget=int(columns["isl"]) + int(columns["batch_size"]))
-    if found.name == "sglang" and lengths in INFERENCE_X and columns["system"] in ("B200", "B300"):
-        return found._replace(receive_every=30 if float(columns["batch_size"] or 1) >= 16 else 10)
-    return found
+    if framework.name == "trtllm" and lengths not in INFERENCE_X and columns["batch_size"]:
+        return framework._replace(budget=int(columns["isl"]) + int(columns["batch_size"]))
+    if framework.name == "sglang" and lengths in INFERENCE_X and columns["system"] in ("B200", "B300"):
+        return framework._replace(receive_every=30 if float(columns["batch_size"] or 1) >= 16 else 10)
+    return framework
 
 
 def _number(columns: Mapping[str, str], name: str) -> int:
-    """A degree; one that is left out, or 0, is 1."""
+    """Return a degree. An empty one, or 0, is 1."""
     return max(1, int(columns[name] or 1))
 
 
 def _deployment(
     columns: Mapping[str, str], model: ServedModel, framework: Framework, prefix: str
 ) -> tuple[float, Deployment]:
-    """(requests in flight of an attention rank, one engine)."""
+    """Return (requests in flight of an attention rank, one engine)."""
     tp, dp = _number(columns, prefix + "tp_size"), _number(columns, prefix + "attention_dp_size")
     expert_tp, expert_ep = _number(columns, prefix + "moe_tp_size"), _number(columns, prefix + "moe_ep_size")
     batch = float(columns[prefix + "batch_size"])
@@ -155,8 +154,11 @@ def _deployment(
 
 
 def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int, *, one_set: bool) -> EngineDegrees:
-    """`one_set`: rows of InferenceX, which alone name attention data parallelism, and whose degrees are of one set of
-    GPUs each."""
+    """Return the degrees of one engine.
+
+    `one_set`: the row is of InferenceX, which alone names attention data parallelism. Its degrees are each of one set
+    of GPUs.
+    """
     gpus = tp * dp
     if one_set and expert_tp == expert_ep > 1 and gpus == expert_tp**2:  # tp: 8, ep: 8 of the same 8 GPUs
         apart = dp > 1
@@ -169,12 +171,13 @@ def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int, *, one_set: bool)
 
 
 DRAFTING = (("1.2.0rc6.post3", 1), ("1.1.0rc2.post2", 2))
-"""Versions of TensorRT-LLM that InferenceX ran DeepSeek-R1 with multi-token prediction on, and the expert parallel
-degree from which on (configs/nvidia-master.yaml of 2026-02 to 2026-05)."""
+"""(version of TensorRT-LLM, least expert parallel degree) with multi-token prediction.
+InferenceX ran DeepSeek-R1 so (configs/nvidia-master.yaml of 2026-02 to 2026-05).
+"""
 
 
 def _drafted(columns: Mapping[str, str], degrees: EngineDegrees) -> int:
-    """Tokens that are drafted in a step: 3, with attention_dp 1."""
+    """Return the tokens that are drafted in a step: 3, or 1 with attention data parallelism."""
     if columns["backend"] != "trtllm" or "DeepSeek-R1" not in columns["model_path"]:
         return 0
     if any(columns["backend_version"] == version and degrees.expert_ep >= least for version, least in DRAFTING):
@@ -183,4 +186,4 @@ def _drafted(columns: Mapping[str, str], degrees: EngineDegrees) -> int:
 
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.4}
-"""Drafted tokens -> tokens that a step gives. Published runs print no acceptance."""
+"""Drafted tokens -> tokens per step. Published runs print no acceptance."""

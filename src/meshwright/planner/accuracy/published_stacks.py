@@ -1,9 +1,9 @@
-"""The software with which published measurements were made; `plan --for` counts with some of them (stacks/trainers)."""
+"""Software with which published measurements were made. `plan --for` uses some of them (stacks/trainers)."""
 
 import re
 from dataclasses import replace
 
-from meshwright.planner.accuracy.megatron_bridge import as_run
+from meshwright.planner.accuracy.megatron_bridge import as_recipe_ran
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.spec.layout import Layout
 
@@ -91,7 +91,7 @@ NANOTRON_GATHERED_PIPELINE = replace(
     source="the same with a pipeline, of which the public rows leave one gathered input of a layer, not two",
 )
 RUN_TWICE = {NANOTRON_GATHERED: NANOTRON, NANOTRON_GATHERED_PIPELINE: NANOTRON}
-"""What a layout ran out of memory with -> what it was run with again."""
+"""Software of a run that ran out of memory -> software of the second run."""
 FSDP1 = Stack(
     name="fsdp1", passes=1.5, flash=1, source="mosaicml/llm-foundry scripts/train/benchmarking/README.md",
 )  # fmt: skip
@@ -135,7 +135,7 @@ MEGATRON_CORE = Stack(
     "(some six launches of 10 us) fitted to its rows, and the same for 4 to 32 experts a rank",
 )
 MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
-"""Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
+"""Megatron-Core before cuDNN and Transformer Engine had an attention kernel for Hopper's asynchrony."""
 HAI_LLM = replace(
     MEGATRON_CORE,
     name="hai-llm",
@@ -146,7 +146,7 @@ HAI_LLM = replace(
     source="DeepSeek-V3 report, arXiv:2412.19437, sections 3.2 and 3.3: exchanges behind another micro-batch, on "
     "20 of 132 multiprocessors; tokens to four nodes at most, in fp8 on the way there",
 )
-"""One published run; its schedule is counted as DualPipe's V with the same ranks."""
+"""Software of one published run. Its schedule is counted as DualPipe's V with the same ranks."""
 
 BY_FRAMEWORK = (
     ("megatron-deepspeed", MEGATRON_DEEPSPEED),
@@ -164,13 +164,16 @@ BY_FRAMEWORK = (
     ("nemo", MEGATRON_CORE_2024),
     ("meshwright", MESHWRIGHT),
 )
-"""A word of a row's framework -> its software; the first that is found."""
+"""(word of a row's framework, software). The first match counts."""
 
 
 def run_of_sweep(layout: Layout, billions: float) -> Stack:
-    """nanotron as it ran a layout of the Ultra-Scale sweep, which was run twice, with code or settings that keep other
-    things; no row says in which run it was made. The sweep's script runs pipelines of two stages again and leaves alone
-    what has none; of the rest, public rows show that what takes many devices is of the second run."""
+    """Return nanotron as it ran a layout of the Ultra-Scale sweep.
+
+    The sweep was run twice, with settings or code that keep other tensors, and no row says in which run it was made.
+    The sweep's script repeats pipelines of two stages and leaves out layouts without one. Public rows show that of the
+    rest, layouts on many devices are of the second run.
+    """
     wide = layout.world >= 512
     if billions >= 70 or layout.pp == 2:
         return NANOTRON
@@ -180,41 +183,41 @@ def run_of_sweep(layout: Layout, billions: float) -> Stack:
 
 
 def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
-    """(the software of a published row, fields of the layout that follow from it)."""
+    """Return the software of a published row, and the fields of the layout that follow from it."""
     framework = (columns.get("framework") or "").lower()
-    found = next((stack for word, stack in BY_FRAMEWORK if word in framework), None)
-    if found is None:
+    stack = next((known for word, known in BY_FRAMEWORK if word in framework), None)
+    if stack is None:
         raise ValueError(f"framework={columns.get('framework')!r} is not known")
     year = re.search(r"_(20\d\d)\d\d_", columns.get("source") or "")
-    if found is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
-        found = TORCHTITAN_2025
+    if stack is TORCHTITAN and year and int(year[1]) >= 2025 and (columns.get("compile") or "0") != "0":
+        stack = TORCHTITAN_2025
     kernel = (columns.get("attn_kernel") or "").lower()
     if "megatron" in framework and "unfused" in kernel:
-        found = replace(found, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
+        stack = replace(stack, attention="fused-softmax")  # not flash; scale, mask and softmax have been one since 2020
     elif "unfused" in kernel or kernel == "torch":
-        found = replace(found, attention="unfused")
+        stack = replace(stack, attention="unfused")
     elif "fused softmax" in kernel or kernel == "fused":
-        found = replace(found, attention="fused-softmax")
+        stack = replace(stack, attention="fused-softmax")
     elif "flash" in kernel:
-        found = replace(found, attention="flash")
+        stack = replace(stack, attention="flash")
     if "flash_attentionv1" in kernel:
-        found = replace(found, core_kept=4.0)
+        stack = replace(stack, core_kept=4.0)
     if "flash" in kernel and re.search(r"flash(_attention)?v?1", kernel):
-        found = replace(found, flash=1)
+        stack = replace(stack, flash=1)
     precision = (columns.get("precision") or "").lower()
     if not precision:
         raise ValueError("precision is not given")
     if "fp8" in precision or "float8" in precision:
-        found = replace(found, product_bytes=1.0)
+        stack = replace(stack, product_bytes=1.0)
     elif "fp4" in precision:
-        found = replace(found, product_bytes=0.5)
-    if found.name == MEGATRON_CORE.name:
-        found = as_run(found, columns)
+        stack = replace(stack, product_bytes=0.5)
+    if stack.name == MEGATRON_CORE.name:
+        stack = as_recipe_ran(stack, columns)
     if "TP_COMM_OVERLAP=False" in (columns.get("notes") or ""):
-        found = replace(found, hides_tensor=0.0)
+        stack = replace(stack, hides_tensor=0.0)
     if "rms" in kernel:
-        found = replace(found, norm_passes=1.0, norm_kept=2.0)
-    if columns.get("compile") == "0" and found.name == "torchtitan":
-        found = replace(found, passes=1.75, norm_passes=10.0, rope_passes=5.0)
-    shared = found.shares_sequence and not (columns.get("sp") or "").strip()
-    return found, {"sp": True} if shared and (columns.get("tp") or "1").strip() not in ("0", "1") else {}
+        stack = replace(stack, norm_passes=1.0, norm_kept=2.0)
+    if columns.get("compile") == "0" and stack.name == "torchtitan":
+        stack = replace(stack, passes=1.75, norm_passes=10.0, rope_passes=5.0)
+    shared = stack.shares_sequence and not (columns.get("sp") or "").strip()
+    return stack, {"sp": True} if shared and (columns.get("tp") or "1").strip() not in ("0", "1") else {}

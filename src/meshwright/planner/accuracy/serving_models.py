@@ -1,4 +1,4 @@
-"""Models that published serving benchmarks name, as their config.json on huggingface.co gives them."""
+"""Models that published serving benchmarks name, from their config.json on huggingface.co."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ LONGEST = 131072
 
 
 def _gpt_oss() -> ServedModel:
-    """openai/gpt-oss-120b: every second layer sees 128 tokens."""
+    """Return openai/gpt-oss-120b: every second layer sees 128 tokens."""
     shape = ModelShape(
         name="gpt-oss-120b", vocab=201088, layers=36, hidden=2880, heads=64, kv_heads=8, head_dim=64, ffn=2880,
         qkv_bias=True, out_bias=True, max_positions=LONGEST, moe=MoEShape(experts=128, top_k=4, ffn=2880),
@@ -23,7 +23,7 @@ def _gpt_oss() -> ServedModel:
 
 
 def _minimax() -> ServedModel:
-    """MiniMaxAI/MiniMax-M2.5."""
+    """Return MiniMaxAI/MiniMax-M2.5."""
     shape = ModelShape(
         name="minimax-m2.5", vocab=200064, layers=62, hidden=3072, heads=48, kv_heads=8, head_dim=128, ffn=1536,
         max_positions=LONGEST, moe=MoEShape(experts=256, top_k=8, ffn=1536, scoring="sigmoid"),
@@ -32,7 +32,7 @@ def _minimax() -> ServedModel:
 
 
 def _kimi() -> ServedModel:
-    """moonshotai/Kimi-K2.5, its language model."""
+    """Return the language model of moonshotai/Kimi-K2.5."""
     shape = ModelShape(
         name="kimi-k2.5", family="deepseek_v3", vocab=163840, layers=61, hidden=7168, heads=64, ffn=18432,
         max_positions=LONGEST,
@@ -43,7 +43,7 @@ def _kimi() -> ServedModel:
 
 
 def _qwen_next() -> ServedModel:
-    """Qwen/Qwen3.5-397B-A17B, its language model."""
+    """Return the language model of Qwen/Qwen3.5-397B-A17B."""
     linear = LinearAttention(full_every=4, key_heads=16, value_heads=64, taps=4)
     shape = ModelShape(
         name="qwen3.5-397b-a17b", vocab=248320, layers=60, hidden=4096, heads=32, kv_heads=2, head_dim=256, ffn=1024,
@@ -54,7 +54,7 @@ def _qwen_next() -> ServedModel:
 
 
 def _glm() -> ServedModel:
-    """zai-org/GLM-5: attention reads 2,048 positions that an indexer chooses."""
+    """Return zai-org/GLM-5: attention reads 2,048 positions that an indexer chooses."""
     shape = ModelShape(
         name="glm-5", family="deepseek_v3", vocab=154880, layers=78, hidden=6144, heads=64, ffn=12288,
         max_positions=LONGEST,
@@ -78,7 +78,7 @@ PRESETS = (
 
 @cache
 def served_model(path: str) -> ServedModel | None:
-    """By the end of a path on huggingface.co; None where it is not known."""
+    """Return a model by the end of its path on huggingface.co. None = not known."""
     name = path.rsplit("/", 1)[-1].lower()
     for pattern, made in MADE:
         if re.search(pattern, name):

@@ -1,5 +1,6 @@
-"""The planner of serving scored on published deployments: time to the first token, per later token, and the order of
-configurations. Errors are fractions: 0.05 is 5 %.
+"""Score of the serving planner on published deployments: time to the first token, per later token, and ranks.
+
+Errors are fractions: 0.05 is 5 %.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,33 +19,33 @@ from meshwright.planner.serving.serving_memory import serving_memory
 from meshwright.planner.serving.step_times import StepTimes
 
 FEWEST = 5
-"""Configurations of a group that are ranked."""
+"""Least number of configurations of a group that are ranked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedServing:
-    """A row and what the planner says of it."""
+    """A measured deployment and the planner's prediction for it."""
 
     row: ServingRow
     planned: Served
 
     @property
     def first_token_error(self) -> float:
-        """Planned over measured, minus 1."""
+        """Planned over measured time to the first token, minus 1."""
         return self.planned.first_token_s / self.row.first_token_s - 1
 
     @property
     def per_token_error(self) -> float:
-        """The same of later tokens."""
+        """Planned over measured time per later token, minus 1."""
         return self.planned.per_token_s / self.row.per_token_s - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingScore:
-    """Of some rows; None where there is nothing to score."""
+    """Score of some rows. None = nothing to score."""
 
     rows: int
-    """Those that cannot be planned included."""
+    """All rows, including those that cannot be planned."""
     planned: int
     per_token_median: float | None
     per_token_p90: float | None
@@ -53,12 +54,12 @@ class ServingScore:
     rank: float | None
     """Spearman's, of times per token of the configurations of one model and system: median of the groups."""
     throughput_rank: float | None
-    """The same of tokens per second and GPU."""
+    """Spearman's, of tokens per second and GPU."""
     groups: int
 
 
 class ServingJudge:
-    """Plans rows; equal ones once."""
+    """Planner of rows, each distinct one once."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, DeviceKernels] = {}
@@ -66,52 +67,51 @@ class ServingJudge:
         self._known: dict[tuple[object, ...], Served] = {}
 
     def judge(self, rows: Iterable[ServingRow | UnknownRow]) -> list[JudgedServing | UnknownRow]:
-        """Every row, in order."""
+        """Judge every row, in order."""
         return [
-            one if isinstance(one, UnknownRow) else JudgedServing(row=one, planned=self.planned(one)) for one in rows
+            row if isinstance(row, UnknownRow) else JudgedServing(row=row, planned=self.planned(row)) for row in rows
         ]
 
     def planned(self, row: ServingRow) -> Served:
-        """Of one row."""
+        """Plan one row."""
         key = (row.decode, row.prefill, row.load, row.workers)
         if key not in self._known:
             self._known[key] = self._planned(row)
         return self._known[key]
 
     def _planned(self, row: ServingRow) -> Served:
-        times, accepted = self._of(row.decode), ACCEPTED[row.decode.drafted]
+        times, accepted = self._step_times(row.decode), ACCEPTED[row.decode.drafted]
         if row.prefill:
-            return serve_apart(self._of(row.prefill), times, row.load, row.workers, accepted)
+            return serve_apart(self._step_times(row.prefill), times, row.load, row.workers, accepted)
         length = row.load.input_tokens + row.load.output_tokens
         memory = serving_memory(row.decode, length)
         return serve(times, row.load, max(1.0, memory.most_sequences) * length, accepted)
 
-    def _of(self, of: Deployment) -> StepTimes:
-        if of not in self._times:
-            name = f"{of.device.name} {of.per_node}"
-            kernels = self._kernels.setdefault(name, DeviceKernels(of.device, of.per_node))
-            self._times[of] = StepTimes(of, kernels)
-        return self._times[of]
+    def _step_times(self, deployment: Deployment) -> StepTimes:
+        if deployment not in self._times:
+            name = f"{deployment.device.name} {deployment.per_node}"
+            kernels = self._kernels.setdefault(name, DeviceKernels(deployment.device, deployment.per_node))
+            self._times[deployment] = StepTimes(deployment, kernels)
+        return self._times[deployment]
 
 
 def held_out(row: ServingRow | UnknownRow) -> bool:
-    """Half of the rows, by a hash of all that is asked and nothing that was measured: constants were chosen by looking
-    at the other half."""
+    """Return whether no constant was chosen on a row. A hash of its inputs, not its figures, decides."""
     words = "|".join(value for name, value in row.columns.items() if not name.startswith("silicon"))
     return bool(sha256(words.encode()).digest()[0] % 2)
 
 
 def score_serving(judged: Sequence[JudgedServing | UnknownRow]) -> ServingScore:
-    """Of all these rows together."""
-    known = [one for one in judged if isinstance(one, JudgedServing)]
+    """Score all these rows together."""
+    known = [entry for entry in judged if isinstance(entry, JudgedServing)]
     ranks = _ranks(known, lambda row, served: served.per_token_s)
     throughputs = _ranks(known, _throughput)
     return ServingScore(
         rows=len(judged), planned=len(known),
-        per_token_median=quantile([abs(one.per_token_error) for one in known], 0.5),
-        per_token_p90=quantile([abs(one.per_token_error) for one in known], 0.9),
-        first_token_median=quantile([abs(one.first_token_error) for one in known], 0.5),
-        first_token_p90=quantile([abs(one.first_token_error) for one in known], 0.9),
+        per_token_median=quantile([abs(entry.per_token_error) for entry in known], 0.5),
+        per_token_p90=quantile([abs(entry.per_token_error) for entry in known], 0.9),
+        first_token_median=quantile([abs(entry.first_token_error) for entry in known], 0.5),
+        first_token_p90=quantile([abs(entry.first_token_error) for entry in known], 0.9),
         rank=median(ranks) if ranks else None,
         throughput_rank=median(throughputs) if throughputs else None,
         groups=len(ranks),
@@ -122,17 +122,17 @@ Figure = Callable[[ServingRow, Served], float]
 
 
 def _ranks(known: Sequence[JudgedServing], figure: Figure) -> list[float]:
-    """Of each group with enough configurations."""
+    """Return the rank correlation of each group with enough configurations."""
     groups: dict[tuple[str, str], list[JudgedServing]] = {}
-    for one in known:
-        _, system, model = one.row.family
-        groups.setdefault((system, model), []).append(one)
-    found = []
-    for own in groups.values():
-        if len(own) >= FEWEST:
-            planned = [figure(one.row, one.planned) for one in own]
-            found.append(spearman(planned, [figure(one.row, _measured(one.row)) for one in own]))
-    return found
+    for entry in known:
+        _, system, model = entry.row.family
+        groups.setdefault((system, model), []).append(entry)
+    ranks = []
+    for group in groups.values():
+        if len(group) >= FEWEST:
+            planned = [figure(entry.row, entry.planned) for entry in group]
+            ranks.append(spearman(planned, [figure(entry.row, _measured(entry.row)) for entry in group]))
+    return ranks
 
 
 def _measured(row: ServingRow) -> Served:
@@ -144,7 +144,7 @@ def _measured(row: ServingRow) -> Served:
 
 
 def _throughput(row: ServingRow, served: Served) -> float:
-    """Tokens per second and GPU, from both times."""
+    """Return the tokens per second and GPU, from both times."""
     request_s = served.first_token_s + served.per_token_s * row.load.output_tokens
     gpus = row.workers[1] * row.decode.degrees.gpus
     gpus += row.workers[0] * row.prefill.degrees.gpus if row.prefill else 0

@@ -1,5 +1,4 @@
-"""Sources that belong together, and the clusters they were measured on: what a table of accuracy has a line for, and
-what a calibration is made for."""
+"""Families of sources and the clusters they were measured on: the lines of accuracy tables and calibrations."""
 
 import re
 
@@ -18,14 +17,14 @@ FAMILIES = (
     (r"mlcommons/training_results", "MLPerf"),
     (r"PaLM", "PaLM"), (r"litgpt", "litgpt"), (r"torchtune", "torchtune"), (r"Liger", "Liger kernels"),
 )  # fmt: skip
-"""Pattern in the column `source` -> family; the first that is found. What has none stands for itself."""
+"""(pattern in the column `source`, family). The first match counts. A source without one is its own family."""
 
 
 def family_of(source: str) -> str:
-    """What a source belongs to."""
+    """Return the family of a source."""
     return next((name for pattern, name in FAMILIES if re.search(pattern, source)), source)
 
 
 def cluster_of(row: PublishedRow) -> str:
-    """Machine and software of a row: one publisher's runs on one kind of device."""
+    """Name the machine and software of a row: one publisher's runs on one kind of device."""
     return f"{family_of(row.source)}, {row.plan.cluster.device.name}"

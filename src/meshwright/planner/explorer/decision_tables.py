@@ -1,8 +1,8 @@
-"""What Python decides for a finite set of states, as tables that the explorer's page looks up.
+"""Decisions of Python for a finite set of states, as tables that the explorer's page looks up.
 
-A question is a function of values that it asks for by name. It is asked again for every value of each name that it
-reads, so a table branches on what the answer depends on and on nothing else: nobody says by hand which rule reads what.
-Equal tables are written once, and a name whose values all lead to one table is left out.
+A question is a function of values that it reads by name. It is asked again for every value of each name that it reads.
+So a table branches only on values that the answer depends on, and nobody lists by hand which rule reads what. Equal
+tables are written once, and a name whose values all lead to one table is left out.
 """
 
 from collections import Counter
@@ -13,12 +13,12 @@ from typing import Any
 Values = dict[str, Any]
 """Name of an axis -> its value."""
 Answer = Any
-"""What JSON can hold."""
+"""Anything that JSON can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Which values of some axes go together."""
+    """Combinations of values of some axes."""
 
     axes: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -33,42 +33,41 @@ class Unread(Exception):
 
 
 class Domain:
-    """The values of every axis, beside what the others have."""
+    """The values of every axis, given values of the others."""
 
     def __init__(self, relations: Iterable[Relation]) -> None:
         self._relations = tuple(relations)
-        self.axes = frozenset(axis for one in self._relations for axis in one.axes)
+        self.axes = frozenset(axis for relation in self._relations for axis in relation.axes)
         self._known: dict[tuple[Any, ...], frozenset[Any]] = {}
 
-    def values(self, axis: str, given: Values) -> list[Any]:
-        """Ascending: those that each relation has beside what is given."""
-        found = [self._of(n, axis, given) for n, one in enumerate(self._relations) if axis in one.axes]
-        return sorted(frozenset.intersection(*found))
+    def values(self, axis: str, state: Values) -> list[Any]:
+        """Return the ascending values of an axis that every relation allows beside those of `state`."""
+        allowed = [self._allowed(n, axis, state) for n, relation in enumerate(self._relations) if axis in relation.axes]
+        return sorted(frozenset.intersection(*allowed))
 
-    def _of(self, number: int, axis: str, given: Values) -> frozenset[Any]:
+    def _allowed(self, number: int, axis: str, state: Values) -> frozenset[Any]:
         relation = self._relations[number]
-        beside = tuple((n, given[name]) for n, name in enumerate(relation.axes) if name in given)
+        beside = tuple((n, state[name]) for n, name in enumerate(relation.axes) if name in state)
         key = (number, axis, beside)
         if key not in self._known:
-            place = relation.axes.index(axis)
-            rows = (row for row in relation.rows if all(row[n] == value for n, value in beside))
-            self._known[key] = frozenset(row[place] for row in rows)
+            column = relation.axes.index(axis)
+            rows = (row for row in relation.rows if all(row[n] == fixed for n, fixed in beside))
+            self._known[key] = frozenset(row[column] for row in rows)
         return self._known[key]
 
 
 class TracedReads:
-    """An object some of whose fields are axes: reading one without a value raises Unread. Properties and methods of its
-    class read through it; all other fields are those of `real`."""
+    """An object with axes as fields, read by its class too. Reading one without a value raises Unread."""
 
-    def __init__(self, real: object, given: Values, axes: Mapping[str, str]) -> None:
-        self._real, self._given, self._axes = real, given, axes
+    def __init__(self, real: object, state: Values, axes: Mapping[str, str]) -> None:
+        self._real, self._state, self._axes = real, state, axes
 
     def __getattr__(self, name: str) -> Any:
         if name in self._axes:
             axis = self._axes[name]
-            if axis not in self._given:
+            if axis not in self._state:
                 raise Unread(axis)
-            return self._given[axis]
+            return self._state[axis]
         declared = getattr(type(self._real), name, None)
         if isinstance(declared, property) and declared.fget is not None:
             return declared.fget(self)
@@ -83,52 +82,51 @@ class Tables:
 
     domain: Domain
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    _places: dict[str, int] = field(default_factory=dict)
+    _numbers: dict[str, int] = field(default_factory=dict)
 
     def add(self, question: Callable[[Values], Answer]) -> int:
-        """The node with which the answers to a question begin."""
-        found = self._of(question, {})
-        if found is None:
+        """Return the root node of the answers to a question."""
+        root = self._root(question, {})
+        if root is None:
             raise ValueError("a question about no state at all")
-        return found
+        return root
 
-    def _of(self, question: Callable[[Values], Answer], given: Values) -> int | None:
-        """None where no state has these values together."""
+    def _root(self, question: Callable[[Values], Answer], state: Values) -> int | None:
+        """Return the root node, given values of some axes. None = no state has these values together."""
         try:
-            return self._node({"is": question(given)})
+            return self._node({"is": question(state)})
         except Unread as unread:
             axis = unread.axis
-        every = {value: self._of(question, {**given, axis: value}) for value in self.domain.values(axis, given)}
-        to = {value: node for value, node in every.items() if node is not None}
+        every = {x: self._root(question, {**state, axis: x}) for x in self.domain.values(axis, state)}
+        to = {x: node for x, node in every.items() if node is not None}
         if not to:
             return None
         usual, _ = Counter(to.values()).most_common(1)[0]
-        others = {as_key(value): node for value, node in to.items() if node != usual}
+        others = {as_key(x): node for x, node in to.items() if node != usual}
         return self._node({"by": axis, "to": others, "else": usual}) if others else usual
 
     def _node(self, node: dict[str, Any]) -> int:
         key = repr(node)
-        if key not in self._places:
-            self._places[key] = len(self.nodes)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.nodes)
             self.nodes.append(node)
-        return self._places[key]
+        return self._numbers[key]
 
 
 def as_key(value: object) -> str:
-    """As JavaScript writes it where it is a key."""
+    """Return a value as JavaScript writes it as a key."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def template(sentence: str, given: Values, names: Sequence[str]) -> str:
-    """A sentence with `name={name}` where it has `name=value` with a value that is given: sentences that differ in
-    nothing else become one."""
+def template(sentence: str, state: Values, names: Sequence[str]) -> str:
+    """Replace `name=value` by `name={name}` for known values: equal sentences then become one."""
     words = sentence.split(" ")
     for n, word in enumerate(words):
         key, equals, rest = word.partition("=")
         name = key.removeprefix("layout.").removeprefix("recipe.")
-        if equals and name in names and name in given:
-            value = as_key(given[name])
-            end = rest[len(value) :]
-            if rest.startswith(value) and not end[:1].isalnum() and not end.startswith("-"):
+        if equals and name in names and name in state:
+            text = as_key(state[name])
+            end = rest[len(text) :]
+            if rest.startswith(text) and not end[:1].isalnum() and not end.startswith("-"):
                 words[n] = f"{key}={{{name}}}{end}"
     return " ".join(words)

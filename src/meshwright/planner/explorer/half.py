@@ -1,4 +1,4 @@
-"""One half of the explorer's page: a model on a cluster, with the software that trains it and what a device costs."""
+"""One half of the explorer's page: a model on a cluster, its training software, and the price of a device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,43 +10,43 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 
 FileSettings = Mapping[str, Mapping[str, str]]
-"""File -> option -> how it is written, as `--tensor-model-parallel-size 8`."""
+"""File -> option -> its text, as `--tensor-model-parallel-size 8`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftwareRules:
-    """Another training software: which layouts it offers, and how its files state one."""
+    """Another training software: the layouts it offers, and how its files state one."""
 
     word: str
-    """As `--for` takes it."""
+    """Name, as `--for` takes it."""
     title: str
     fixed: Fixed
-    """What restricts the map to its layouts."""
+    """Restriction of the map to its layouts."""
     refusals: tuple[Callable[[ModelShape, Layout], str], ...]
-    """Each says why there is no such layout, or nothing."""
+    """Functions that each return the reason why there is no such layout, or an empty text."""
     settings: Callable[[Plan], FileSettings]
-    """All that its files say of a plan."""
+    """Function that returns all settings of a plan in its files."""
     known_errors: tuple[str, ...] = ()
-    """Sentences: how far the planner is off, and what it cannot predict."""
+    """Sentences on the planner's known errors, and on what it cannot predict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """What a half of the page is about. The plan's layout does not matter."""
+    """Subject of a half of the page. The plan's layout does not matter."""
 
     plan: Plan
-    of: Estimator
+    estimator: Estimator
     command: str = ""
-    """Of `meshwright plan`, what asks about the same model and cluster, for the page to complete; empty = none."""
+    """A `meshwright plan` command for the same model and cluster, which the page completes. Empty = none."""
     software: SoftwareRules | None = None
     """None = this package's own engine."""
     usd_per_hour: float = 0.0
-    """Of one device; 0 = not known."""
+    """Price of one device. 0 = not known."""
     price_words: str = ""
-    """Who asks that price, and when it was read."""
+    """Provider of that price, and the day on which it was read."""
 
     @property
     def title(self) -> str:
-        """The devices, and the software that is not this package's own."""
+        """The devices, and the software if it is not this package's own."""
         cluster = self.plan.cluster
         return f"{cluster.devices} {cluster.device.name}" + (f", {self.software.word}" if self.software else "")

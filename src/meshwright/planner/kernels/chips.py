@@ -1,6 +1,6 @@
-"""Figures of a chip that decide how long a kernel takes: processors, clock, cache, peaks.
+"""Figures of a chip that decide the time of a kernel: processors, clock, cache, peaks.
 
-Device presets hold peaks and bandwidths; the counts below are NVIDIA's and AMD's data sheets (hardware.csv of
+Device presets hold peaks and bandwidths. The counts below are from NVIDIA's and AMD's data sheets (hardware.csv of
 stas00/ml-engineering for most; clocks are the highest boost clocks, recalled).
 """
 
@@ -9,32 +9,33 @@ from typing import NamedTuple
 from meshwright.spec.cluster import Device
 
 REACHED, LOW_REACHED = 0.8, 0.72
-"""Best measured product over the data sheet's peak, bf16 and fp8, where nobody measured one: 0.73 (GB200) to 0.87
-(A100); 0.71 (H100) to 0.76 (B200)."""
+"""Best measured product over the data sheet's peak, bf16 and fp8, for devices without a measurement.
+Measured: 0.73 (GB200) to 0.87 (A100); 0.71 (H100) to 0.76 (B200).
+"""
 
 
 class Chip(NamedTuple):
-    """One device; rates are per microsecond, as kernels are short."""
+    """One device. Rates are per microsecond, as kernels are short."""
 
     processors: int
     """Streaming multiprocessors."""
     clock_ghz: float
     cache_bytes: float
-    """Of the last level."""
+    """Bytes of the last cache level."""
     peak: float
-    """bf16 FLOP a microsecond of the data sheet."""
+    """bf16 FLOP per microsecond of the data sheet."""
     best: float
-    """The same of the best product anybody measured."""
+    """FLOP per microsecond of the best measured bf16 product."""
     low_best: float
-    """The same of the best fp8 product; without fp8 as `best`."""
+    """FLOP per microsecond of the best measured fp8 product. Without fp8: `best`."""
     memory: float
-    """Bytes a microsecond."""
+    """Bytes per microsecond."""
     link: float
-    """Bytes a microsecond to the neighbours in a node, one direction."""
+    """Bytes per microsecond to the neighbours in a node, one direction."""
 
 
 class Silicon(NamedTuple):
-    """What no preset says of a chip."""
+    """Figures of a chip that no preset holds."""
 
     processors: int
     clock_ghz: float
@@ -71,20 +72,20 @@ KNOWN: dict[str, Silicon] = {
     "MI355X": Silicon(256, 2.4, 256, "H200-SXM"),
     "MI": Silicon(304, 2.1, 256, "H200-SXM"),
 }
-"""Beginning of a device's name -> its silicon; the longest that fits."""
+"""Beginning of a device's name -> its silicon. The longest match counts."""
 UNKNOWN = Silicon(132, 1.98, 50, "H100-SXM-80")
-"""Of a device that no line above names."""
+"""Silicon of a device that no line above names."""
 
 
 def silicon_of(device: Device) -> Silicon:
-    """By the beginning of its name."""
+    """Return the silicon of a device by the beginning of its name."""
     name = device.name.upper()
     fits = [known for known in KNOWN if name.startswith(known.upper())]
     return KNOWN[max(fits, key=len)] if fits else UNKNOWN
 
 
 def chip_of(device: Device) -> Chip:
-    """From a preset's figures; unknown ones are guessed from the others."""
+    """Return a chip from a preset's figures. Unknown ones are guessed from the others."""
     silicon = silicon_of(device)
     peak = device.half_flop_per_s or 1e12
     best = device.half_matmul_flop_per_s or REACHED * peak

@@ -1,9 +1,9 @@
-"""What was fitted to measured kernels, as package data: constants of the formulas, and curves where a formula ends.
+"""Fits to measured kernels, as package data: constants of the formulas, and curves that correct them.
 
 `data/DEVICE.json` holds both for each operation. A curve is a grid of factors over the logarithms of a shape; it
-multiplies what the formula says. benchmarks/kernel_times.py writes the files. A device without a file is served by the
-constants and curves of a stand-in of its generation: its own peaks, bandwidths, processors and cache, and latencies
-that last as many cycles.
+multiplies the formula. benchmarks/kernel_times.py writes the files. A device without a file uses the constants and
+curves of a stand-in of its generation, with its own peaks, bandwidths, processors and cache. Its latencies last as many
+cycles.
 """
 
 import json
@@ -30,23 +30,25 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(device: Device, operation: str) -> Kernel:
-    """`operation`: product.bf16, product.fp8, prefill, decode, experts, collective."""
+    """Return a kernel. `operation`: product.bf16, product.fp8, prefill, decode, experts, collective."""
     return _kernel(device, operation)
 
 
 @cache
 def _kernel(device: Device, operation: str) -> Kernel:
     chip, name = chip_of(device), device.name if _known(device.name) else silicon_of(device).stand_in
-    kept = _file(name).get(operation) or _file(_nearest(name, operation))[operation]
-    slower = silicon_of(Device(name=kept["device"])).clock_ghz / chip.clock_ghz
-    return Kernel(chip, adapted(kept["figures"], slower), _grid(kept))
+    fit = _file(name).get(operation) or _file(_nearest(name, operation))[operation]
+    slower = silicon_of(Device(name=fit["device"])).clock_ghz / chip.clock_ghz
+    values = tuple(exp(number / 1000) for row in fit["per_mille"] for number in row)
+    curve = RateGrid(tuple(tuple(map(float, axis)) for axis in fit["axes"]), values)
+    return Kernel(chip, adapted(fit["figures"], slower), curve)
 
 
 def adapted(figures: Mapping[str, float], slower: float) -> dict[str, float]:
-    """Constants of one chip for another whose cycle is so much longer: times count cycles, `feed` bytes a cycle."""
+    """Adapt the constants of one chip to another whose cycle is longer: times count cycles, `feed` bytes per cycle."""
     return {
-        name: value * slower if name.endswith("_us") else value / slower if name == "feed" else value
-        for name, value in figures.items()
+        name: figure * slower if name.endswith("_us") else figure / slower if name == "feed" else figure
+        for name, figure in figures.items()
     }
 
 
@@ -54,9 +56,9 @@ STAND_INS = ("H100-SXM-80", "GB200", "H200-SXM", "B200-SXM", "A100-SXM-80")
 
 
 def _nearest(name: str, operation: str) -> str:
-    """Where a device's file lacks an operation: the next of its generation, then any."""
+    """Return the device to use when a device's file lacks an operation: the next of its generation, then any."""
     near = {"H200-SXM": "H100-SXM-80", "B200-SXM": "GB200", "GB200": "B200-SXM"}.get(name, "")
-    return next(one for one in (near, *STAND_INS) if one and operation in _file(one))
+    return next(device for device in (near, *STAND_INS) if device and operation in _file(device))
 
 
 def _known(name: str) -> bool:
@@ -66,10 +68,5 @@ def _known(name: str) -> bool:
 @cache
 def _file(name: str) -> dict[str, Any]:
     text = files(__package__).joinpath("data", f"{name}.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return {key: {"device": name, **value} for key, value in found["operations"].items()}
-
-
-def _grid(kept: Mapping[str, Any]) -> RateGrid:
-    values = tuple(exp(number / 1000) for row in kept["per_mille"] for number in row)
-    return RateGrid(tuple(tuple(map(float, axis)) for axis in kept["axes"]), values)
+    operations: dict[str, Any] = json.loads(text)["operations"]
+    return {operation: {"device": name, **fit} for operation, fit in operations.items()}

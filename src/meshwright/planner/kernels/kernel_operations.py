@@ -1,4 +1,4 @@
-"""What is asked of a kernel: a matrix product, an attention core, and the operations of serving."""
+"""Operations whose time is estimated: matrix products, attention cores, and the operations of serving."""
 
 from typing import Literal, NamedTuple
 
@@ -15,30 +15,32 @@ class Product(NamedTuple):
     moved: float = 2.0
     """Bytes of an element of the result that are read and written: 8 where it is added to a sum in fp32."""
     grouped: bool = False
-    """Of as many matrices as experts, in one kernel that gets where the rows of each begin."""
+    """True for as many matrices as experts, in one kernel that is told where the rows of each begin."""
     calls: int = 1
-    """Kernels that run one after the other, each of them such a product."""
+    """Number of kernels that run one after the other, each of them such a product."""
 
     @property
     def flop(self) -> float:
-        """FLOP of all of them."""
+        """FLOP of all calls."""
         return 2.0 * self.m * self.k * self.n * self.batch * self.calls
 
 
 CoreKind = Literal["rows", "documents", "window", "parts", "parts of documents"]
-"""What a core is called for: whole causal rows; documents behind one another, where the kernel reads where each begins;
-a window; parts of rows or of documents, which ranks have."""
+"""Part that a core is called for.
+rows: whole causal rows. documents: documents behind one another, where the kernel reads where each begins. window: a
+window. parts: parts of rows or of documents, which ranks have.
+"""
 
 
 class AttentionCore(NamedTuple):
-    """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
+    """A fused attention core. `flop` as executed (causal: half). Short rows and narrow heads fill a kernel less."""
 
     flop: float
     backward: bool = False
     sequence: float = 1e9
     dim: float = 128.0
     masked: bool = False
-    """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
+    """True under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
     width: float = 2.0
     """Bytes of an operand."""
     kernel: CoreKind = "rows"
@@ -78,7 +80,7 @@ class FusedExperts(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Of `ranks` GPUs in a node; `size_bytes` of the whole tensor, as nccl-tests count them."""
+    """A collective of `ranks` GPUs in a node. `size_bytes` of the whole tensor, as nccl-tests count them."""
 
     name: str
     size_bytes: float

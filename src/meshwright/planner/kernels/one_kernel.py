@@ -1,4 +1,4 @@
-"""Seconds of one kernel on a device that does nothing else, forward: the formula of its kind times its curve."""
+"""Seconds of one kernel on an otherwise idle device, forward: the formula of its kind times its curve."""
 
 from meshwright.planner.kernels import attention_times as attention
 from meshwright.planner.kernels import expert_times as experts
@@ -19,7 +19,7 @@ KINDS = tuple(collective.ROUNDS)
 
 
 def kernel_seconds(device: Device, work: Operation) -> float:
-    """Of one call. A product of width 1 is fp8 as vLLM runs it, with the kernel that quantizes its activations."""
+    """Return the time of one call. A product of width 1 is fp8, with the kernel that quantizes activations."""
     if isinstance(work, Product):
         return _product(device, work)
     if isinstance(work, Prefill):
@@ -48,7 +48,7 @@ def _product(device: Device, work: Product) -> float:
 
 
 def product_us(kernel: Kernel, work: Product, best: float = 0.0, *, quantize: bool = False) -> float:
-    """Microseconds. `best`: FLOP a microsecond of the best product, where it is not the chip's bf16's."""
+    """Return microseconds of a product. `best`: FLOP per microsecond of the best one, if not bf16's."""
     m, k, n, batch, width, moved, *_ = work
     first = product.quantizing_us(kernel.figures, kernel.chip, m, k) if quantize else 0.0
     alone = product.product_us(kernel.figures, kernel.chip, m, n, k, width, batch, best, moved)
@@ -56,12 +56,11 @@ def product_us(kernel: Kernel, work: Product, best: float = 0.0, *, quantize: bo
 
 
 LONGEST = 32768.0
-"""Rows from which on an attention core is no faster for more of them."""
+"""Rows beyond which an attention core is no faster."""
 
 
 def core_us(kernel: Kernel, work: AttentionCore) -> float:
-    """Microseconds of a causal forward core, given by its FLOP: so many heads x sequences of its length. Without the
-    launch, which belongs to the serving framework."""
+    """Return microseconds of a causal forward core of so many FLOP, without the launch."""
     sequence = min(work.sequence, LONGEST)
     pairs = work.flop / (2 * sequence * sequence * work.dim)
     shape = pairs, sequence, 1.0, 1.0, 128.0
@@ -70,30 +69,30 @@ def core_us(kernel: Kernel, work: AttentionCore) -> float:
 
 
 LONG = AttentionCore(2 * 256 * LONGEST**2 * 128, sequence=LONGEST)
-"""A core that any device is busy with."""
+"""A core that keeps any device busy."""
 
 
 def prefill_place(
     batch: float, sequence: float, heads: float, kv_heads: float, dim: float
 ) -> tuple[float, float, float, float]:
-    """Where a shape stands on the axes of the curve; so below."""
+    """Return the coordinates of a shape on the axes of the curve: sequences x heads, length, group, dim."""
     return batch * heads, sequence, heads / kv_heads, dim
 
 
 def decode_place(
     batch: float, context: float, heads: float, kv_heads: float, dim: float
 ) -> tuple[float, float, float, float]:
-    """Sequences x key heads, context, group, dim."""
+    """Return sequences x key heads, context, group, dim."""
     return batch * kv_heads, context, heads / kv_heads, dim
 
 
 def experts_place(
     tokens: float, hidden: float, ffn: float, top_k: float, experts: float, tp: float, ep: float, skew: float
 ) -> tuple[float, float, float, float, float]:
-    """Tokens, experts of a rank, their width, ranks, 1 + skew."""
+    """Return tokens, experts of a rank, their width, ranks, 1 + skew."""
     return tokens, experts / ep, ffn / tp, ep, 1 + skew
 
 
 def collective_place(kind: float, size_bytes: float, ranks: float) -> tuple[float, float, float]:
-    """Collective (1, 2, 4, 8), ranks, bytes."""
+    """Return collective (1, 2, 4, 8), ranks, bytes."""
     return 2.0**kind, ranks, size_bytes

@@ -1,1 +1,1 @@
-"""Cluster files: a machine as it was measured, read and written."""
+"""Cluster files: measured machines, read and written."""

@@ -1,13 +1,14 @@
-"""What software adds to the measured rates of a machine, fitted to a few real steps on it: the last part of a
-calibration. Method and priors: fitting.py; here every scalar starts from what was measured alone.
+"""Overheads of software on top of a machine's measured rates, fitted to a few real steps: the end of a calibration.
+
+Method and priors are in fitting.py. Here every scalar starts from a rate that was measured alone.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log
 
-from meshwright.planner.machine.clusterfile import ClusterFile, Together
-from meshwright.planner.machine.fitting import Adjustment, Scalar, changed, changes_at, minimum
+from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates
+from meshwright.planner.machine.fitting import Adjustment, Scalar, adjusted, changes_at, minimize
 from meshwright.spec.plan import Plan
 
 SCALARS = (
@@ -35,32 +36,34 @@ AMONG_RANKS = (
     Scalar("stack.hides_gradients", "plus", 0.2),
     Scalar("stack.hides_weights", "plus", 0.2),
 )
-"""Beside them, where plans have several ranks."""
+"""Further scalars if plans have several ranks."""
 
 
-def fitted(
+def fit_overheads(
     machine: ClusterFile, plans: Sequence[Plan], seconds: Sequence[float], trust: float | None = None
 ) -> ClusterFile:
-    """The machine with the scalars that explain the measured steps of these plans; without plans as it was. `trust` as
-    in fitting.minimum: of a few plans none can be left out."""
+    """Fit the scalars that explain the measured steps of these plans. Without plans the machine is unchanged.
+
+    `trust` is as in fitting.minimize: with few plans none can be left out.
+    """
     if not plans:
         return machine
     several = any(plan.layout.world > 1 for plan in plans)
     scalars = SCALARS + (AMONG_RANKS if several else ())
 
     def residuals(x: Sequence[float]) -> list[float]:
-        there = _changed(machine, changes_at(scalars, x))
+        there = _adjust(machine, changes_at(scalars, x))
         return [
             log(there.estimator(plan).predict(plan).step_s / took) for plan, took in zip(plans, seconds, strict=True)
         ]
 
-    x = minimum(residuals, len(scalars), [1.0] * len(plans), trust=trust)
-    return _changed(machine, changes_at(scalars, x))
+    x = minimize(residuals, len(scalars), [1.0] * len(plans), trust=trust)
+    return _adjust(machine, changes_at(scalars, x))
 
 
-def _changed(machine: ClusterFile, changes: Mapping[str, Adjustment]) -> ClusterFile:
-    together, stack = {}, machine.stack
-    for ranks, one in machine.together.items():
-        stack, speeds, links = changed(machine.stack, one.speeds, one.links, changes)
-        together[ranks] = Together(speeds=speeds, links=links)
-    return replace(machine, together=together, stack=stack)
+def _adjust(machine: ClusterFile, changes: Mapping[str, Adjustment]) -> ClusterFile:
+    rates, stack = {}, machine.stack
+    for ranks, measured in machine.rates.items():
+        stack, speeds, links = adjusted(machine.stack, measured.speeds, measured.links, changes)
+        rates[ranks] = MeasuredRates(speeds=speeds, links=links)
+    return replace(machine, rates=rates, stack=stack)

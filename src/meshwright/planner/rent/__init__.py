@@ -1,1 +1,1 @@
-"""Which devices to rent for a run, how many, for how long, and for how much; simulated with its failures."""
+"""Devices to rent for a run: which, how many, for how long, and for how much, simulated with its failures."""

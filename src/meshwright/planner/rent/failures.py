@@ -1,7 +1,7 @@
-"""How often devices fail, as published, and what a failure costs with this engine.
+"""Published failure rates of devices, and the cost of a failure with this engine.
 
 A rate is unexpected interruptions per device-hour. Llama 3's is the default: it is the largest count, and the only one
-that says what each was.
+that lists the causes.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord:
-    """What one run reported."""
+    """Report of one run."""
 
     name: str
     interruptions: float
@@ -44,46 +44,47 @@ HARDWARE = 0.78
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a run of weeks meets. Each has a default that is said with the answer."""
+    """Conditions of a run of weeks. Answers name the defaults."""
 
     mtbf_device_hours: float = LLAMA_3.mtbf_device_hours
     hardware: float = HARDWARE
     restart_s: float = 180.0
-    """From a failure to the first step, without reading the checkpoint: a death is seen within a second and a hang
-    within 5 minutes (docs/failures.md), ranks start and compile for 20 to 90 s. As long before the very first step."""
+    """Time from a failure to the first step, without reading the checkpoint. Also the time before the first step.
+
+    A death is detected within a second and a hang within 5 minutes (docs/failures.md). Ranks start and compile for 20
+    to 90 s.
+    """
     repair_s: float = DAY_S
-    """Until a node that failed is there again."""
+    """Time until a failed node comes back."""
     storage_bytes_per_s: float = 2e9
-    """Of each node, to and from where checkpoints lie."""
+    """Bandwidth of each node to and from the storage of checkpoints."""
     evaluation: float = 0.01
     """Share of the steps' time that evaluations take."""
     spares: int | None = None
-    """Nodes beyond those that train; None = as many as make the run cheapest."""
+    """Nodes beyond those that train. None = as many as make the run cheapest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saves:
-    """What a checkpoint of a run takes."""
+    """Cost of a checkpoint."""
 
     total_bytes: float
     stall_s: float
-    """Training waits so long: until the fullest rank's part is copied to its host's memory."""
+    """Time that training waits: until the fullest rank's part is copied to its host."""
     write_s: float
-    """Then a thread writes; only afterwards the checkpoint counts."""
+    """Time that a thread then writes. The checkpoint counts only afterwards."""
 
 
 def saves_of(rank_bytes: float, total_bytes: float, nodes: int, host_bytes_per_s: float, storage: float) -> Saves:
-    """Of a checkpoint whose fullest rank holds `rank_bytes`. Where the way to the host is not known, training waits for
-    the write itself."""
+    """Return the cost of a checkpoint. If the bandwidth to the host is unknown, training waits for the write."""
     write_s = total_bytes / (nodes * storage)
     stall_s = rank_bytes / host_bytes_per_s if host_bytes_per_s else write_s
     return Saves(total_bytes=total_bytes, stall_s=stall_s, write_s=write_s)
 
 
 def erlang_b(places: int, load: float) -> float:
-    """Share of the time in which all of some places are taken, where `load` would be taken on average if there were
-    more than enough (A. K. Erlang 1917); by the usual recursion."""
+    """Return the share of the time in which all places are taken under a mean load (A. K. Erlang 1917)."""
     share = 1.0
-    for place in range(1, places + 1):
-        share = load * share / (place + load * share)
+    for number in range(1, places + 1):
+        share = load * share / (number + load * share)
     return share

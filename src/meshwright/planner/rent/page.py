@@ -1,6 +1,6 @@
-"""The answer of `rent` as one HTML page: a map of money against time, the front as a table, what was assumed.
+"""The answer of `rent` as one HTML page: a map of money against time, the front as a table, the assumptions.
 
-The page's own files are package data; here they become one file with the document in it, so that it opens from disk,
+The page's own files are package data. Here they become one file with the document in it, which opens from disk,
 offline. Nothing in it is loaded from anywhere.
 """
 
@@ -10,17 +10,17 @@ from importlib.resources import files
 
 
 def page(document: Mapping[str, object]) -> str:
-    """The page of the document that `rent --json` prints, of training or of serving."""
+    """Return the page of the document that `rent --json` prints, of training or of serving."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    found = _source("rent.page_files", "page.html")
+    html = _source("rent.page_files", "page.html")
     style = _source("explorer", "colours.css") + _source("rent.page_files", "page.css")
     for mark, part in (
         ("/*STYLE*/", style),
         ("/*SCRIPT*/", _source("rent.page_files", "page.js")),
         ("/*DATA*/", text),
     ):
-        found = found.replace(mark, part, 1)
-    return found
+        html = html.replace(mark, part, 1)
+    return html
 
 
 def _source(package: str, name: str) -> str:

@@ -1,8 +1,8 @@
-"""What a device costs an hour: public list prices, or a user's own; a device without a price has none.
+"""Prices of devices per hour: public list prices, or a user's own.
 
 The shipped table (data/prices.csv) holds on-demand list prices with the page and the day on which each was read.
-Nothing is derived: a device that nobody lists stays without a price. `nodes` says what an offer is good for: `many`
-where its nodes are joined by a network for training (InfiniBand, RoCE, EFA), `one` where each node stands alone.
+Nothing is derived: a device that nobody lists has no price. `nodes` says how far an offer reaches. `many`: nodes are
+joined by a network for training (InfiniBand, RoCE, EFA). `one`: each node stands alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ COLUMNS = ("device", "usd_per_gpu_hour", "nodes", "per_node", "provider", "produ
 NEEDED = ("device", "usd_per_gpu_hour")
 REACHES = ("one", "many")
 PER_NODE = 8
-"""Devices of a node, where a row says nothing."""
+"""Devices of a node if a row says nothing."""
 MOST_PER_NODE = 1024
 LARGEST_BYTES = 2**24
 
@@ -32,11 +32,11 @@ class Price:
     device: str
     """Name of a preset, as H100-SXM-80."""
     key: str
-    """The same as `--cluster` takes it: h100."""
+    """Name as `--cluster` takes it: h100."""
     usd_per_hour: float
-    """Of one device."""
+    """Price of one device."""
     many_nodes: bool
-    """Whether nodes of it are joined by a network."""
+    """True if nodes of it are joined by a network."""
     per_node: int
     provider: str = ""
     product: str = ""
@@ -46,7 +46,7 @@ class Price:
 
     @property
     def words(self) -> str:
-        """Who, what, where and when."""
+        """Provider, product, page and day."""
         return ", ".join(filter(None, (self.provider, self.product, self.source, self.read_on)))
 
 
@@ -57,34 +57,34 @@ class Prices:
     offers: tuple[Price, ...]
     file: str
 
-    def of(self, device: str, *, many: bool) -> Price | None:
-        """The lowest price of a device, of offers that are good for many nodes where that is asked; None = no price."""
-        found = [one for one in self.offers if one.device == device and (one.many_nodes or not many)]
-        return min(found, key=lambda one: one.usd_per_hour, default=None)
+    def lowest(self, device: str, *, many: bool) -> Price | None:
+        """Return the lowest price of a device; with `many`, of offers that reach over many nodes. None = no price."""
+        usable = [price for price in self.offers if price.device == device and (price.many_nodes or not many)]
+        return min(usable, key=lambda price: price.usd_per_hour, default=None)
 
     def unpriced(self) -> tuple[str, ...]:
-        """Devices with known figures that this table has no price of."""
-        priced = {one.device for one in self.offers}
+        """Return the devices with known figures that have no price here."""
+        priced = {price.device for price in self.offers}
         return tuple(name for name in _keys() if name not in priced)
 
 
 @cache
 def _keys() -> Mapping[str, str]:
-    """Name of a device -> as `--cluster` takes it."""
+    """Return {name of a device: name as `--cluster` takes it}."""
     keys = (key for key in presets.device_names() if key != "local")
     return {presets.device(key).name: key for key in keys}
 
 
 def shipped() -> Prices:
-    """The table of this package. Rows of devices that this version does not know are left out."""
+    """Return the table of this package, without devices that this version does not know."""
     name = "prices.csv"
     text = (files("meshwright.planner.rent.data") / name).read_text(encoding="utf-8")
-    found = (_price(row, _known(row)) for row in rows(text, name, COLUMNS, COLUMNS))
-    return Prices(offers=tuple(one for one in found if one is not None), file=f"the shipped table ({name})")
+    offers = (_price(row, _known(row)) for row in rows(text, name, COLUMNS, COLUMNS))
+    return Prices(offers=tuple(filter(None, offers)), file=f"the shipped table ({name})")
 
 
 def read(file: Path) -> Prices:
-    """A user's table; it stands in place of the shipped one. PlanError with file, line and column for a bad row."""
+    """Read a user's table. Raises PlanError with file, line and column for a bad row."""
     try:
         with file.open("rb") as table:
             content = table.read(LARGEST_BYTES + 1)
@@ -93,13 +93,13 @@ def read(file: Path) -> Prices:
         raise PlanError(f"prices={str(file)!r} cannot be read: {_reason(error)}") from None
     if len(content) > LARGEST_BYTES:
         raise PlanError(f"prices={str(file)!r} is larger than {LARGEST_BYTES:,} bytes: no table of prices")
-    found = []
+    listed = []
     for row in rows(text, str(file), NEEDED, COLUMNS):
         key = _known(row)
         if key is None:
             raise row.refuse("device", f"is not known; {suggested(row.text('device').lower(), _keys().values())}")
-        found.append(_price(row, key))
-    offers = tuple(filter(None, found))
+        listed.append(_price(row, key))
+    offers = tuple(filter(None, listed))
     if not offers:
         raise PlanError(f"{file}: no row: give each device a line with {' and '.join(NEEDED)}")
     return Prices(offers=offers, file=str(file))
@@ -110,12 +110,12 @@ def _reason(error: OSError | UnicodeDecodeError) -> str:
 
 
 def _known(row: Row) -> str | None:
-    """The key of a row's device; None where there is no such device."""
-    given = row.text("device")
-    if given in _keys():
-        return _keys()[given]
+    """Return the key of a row's device. None = no such device."""
+    name = row.text("device")
+    if name in _keys():
+        return _keys()[name]
     try:
-        return _keys().get(presets.device(given).name)
+        return _keys().get(presets.device(name).name)
     except PlanError:
         return None
 
@@ -136,5 +136,5 @@ def _price(row: Row, key: str | None) -> Price | None:
 
 
 def keys_of(devices: Iterable[str]) -> tuple[str, ...]:
-    """Names of devices, as presets have them, from what a user typed; PlanError as presets.device."""
+    """Return the devices that a user named, as presets name them. Raises PlanError as presets.device does."""
     return tuple(presets.device(name, f"devices={name!r}").name for name in devices)

@@ -1,4 +1,4 @@
-"""Rows of a CSV file by column, with the place of each cell in what is refused."""
+"""Rows of a CSV file by column. Errors name the file, line and column of a bad cell."""
 
 import csv
 import io
@@ -20,35 +20,35 @@ class Row:
     cells: dict[str, str]
 
     def refuse(self, column: str, why: str) -> PlanError:
-        """`prices.csv:3: column usd_per_gpu_hour: 'abc' must be a number above 0`."""
+        """Return the error `prices.csv:3: column usd_per_gpu_hour: 'abc' must be a number above 0`."""
         return PlanError(f"{self.file}:{self.line}: column {column}: {self.cells.get(column, '')[:60]!r} {why}")
 
     def text(self, column: str, default: str = "") -> str:
-        """A cell without blanks around it; `default` where it is empty or there is no such column."""
+        """Return a cell without blanks around it. `default` stands for an empty or missing one."""
         return self.cells.get(column, "").strip() or default
 
     def number(self, column: str, default: float | None = None) -> float:
-        """A number above 0; PlanError with its place for anything else. `default` stands for an empty cell."""
-        given = self.text(column)
-        if not given and default is not None:
+        """Return a number above 0. `default` stands for an empty cell. Raises PlanError for anything else."""
+        text = self.text(column)
+        if not text and default is not None:
             return default
         try:
-            value = float(given)
+            number = float(text)
         except ValueError:
-            value = -1.0
-        if not (isfinite(value) and value > 0):
+            number = -1.0
+        if not (isfinite(number) and number > 0):
             raise self.refuse(column, "must be a number above 0")
-        return value
+        return number
 
     def whole(self, column: str, default: int) -> int:
-        """A whole number above 0; errors as `number`."""
+        """Return a whole number above 0. Raises PlanError as `number` does."""
         value = self.number(column, default)
         if value != int(value):
             raise self.refuse(column, "must be a whole number")
         return int(value)
 
     def one_of(self, column: str, known: Sequence[str], default: str) -> str:
-        """One of some words; errors as `number`."""
+        """Return one of some words. Raises PlanError as `number` does."""
         value = self.text(column, default)
         if value not in known:
             raise self.refuse(column, f"must be one of {', '.join(known)}")
@@ -56,7 +56,7 @@ class Row:
 
 
 def _cells(reader: Any, file: str) -> Iterator[list[str]]:
-    """Of each line; PlanError with its number for what is no CSV."""
+    """Yield the cells of each line. Raises PlanError, with the line, for text that is no CSV."""
     try:
         yield from reader
     except csv.Error as error:
@@ -64,8 +64,7 @@ def _cells(reader: Any, file: str) -> Iterator[list[str]]:
 
 
 def rows(text: str, file: str, needed: Sequence[str], known: Sequence[str]) -> Iterator[Row]:
-    """The rows of a file. PlanError with file and line for a column that is missing or not known, and for a row with
-    more or fewer cells than the first line."""
+    """Yield the rows. Raises PlanError, with file and line, for missing or unknown columns and uneven rows."""
     reader = csv.reader(io.StringIO(text))
     head = [name.strip() for name in next(_cells(reader, file), [])]
     for name in needed:

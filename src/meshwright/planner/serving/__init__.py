@@ -1,1 +1,1 @@
-"""Plans of serving: memory, largest concurrency, and time of prefill and decoding for layouts by tensor parallel."""
+"""Plans of serving: memory, largest concurrency, and times of prefill and decoding, for layouts by tensor parallel."""

@@ -1,4 +1,4 @@
-"""What a benchmark of so many requests in flight measures: requests run through the scheduler's rules, step by step.
+"""Simulation of a benchmark with so many requests in flight, step by step, by the rules of the scheduler.
 
 The load is a closed loop, as in vLLM's benchmark_serving and its descendants: `concurrency` requests are sent at once,
 and each one that ends is followed by the next. Steps in which nothing begins or ends are taken together.
@@ -12,19 +12,19 @@ from meshwright.planner.serving.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of an engine."""
+    """Load of an engine."""
 
     input_tokens: int
     output_tokens: int
     concurrency: float
     """Requests in flight, of one attention rank."""
     spread: float = 0.0
-    """Lengths lie evenly between 1 - spread and 1 of those above."""
+    """Lengths are spread evenly between 1 - spread and 1 of those above."""
     waves: int = 10
-    """Requests per place in flight."""
+    """Requests for each of those in flight."""
 
     def lengths(self, number: int) -> tuple[float, float]:
-        """Tokens of prompt and answer of one request: evenly spread, without chance."""
+        """Return the tokens of prompt and answer of one request: evenly spread, without chance."""
         first, second = (number * 0.6180339887) % 1.0, (number * 0.7548776662 + 0.5) % 1.0
         answer = max(2.0, self.output_tokens * (1 - self.spread * second))
         return self.input_tokens * (1 - self.spread * first), answer
@@ -32,14 +32,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What comes out, in seconds: means over requests."""
+    """Outcome in seconds: means over requests."""
 
     first_token_s: float
     per_token_s: float
-    """Of the tokens after the first."""
+    """Time of the tokens after the first."""
     request_s: float
     output_tokens_per_s: float
-    """Of one attention rank."""
+    """Rate of one attention rank."""
 
 
 @dataclass(slots=True)
@@ -55,20 +55,19 @@ MOST_REQUESTS = 1500
 
 
 def serve(times: StepTimes, load: Load, room: float = float("inf"), accepted: float = 1.0) -> Served:
-    """Play a load. `room`: positions of all sequences that the cache holds on an attention rank; `accepted`: tokens
-    that a step gives a sequence."""
+    """Simulate a load. `room`: positions that a rank's cache holds. `accepted`: tokens of a sequence in a step."""
     return _Loop(times, load, room, accepted).play()
 
 
 class _Loop:
     def __init__(self, times: StepTimes, load: Load, room: float, accepted: float) -> None:
         self.times, self.load, self.room, self.accepted = times, load, room, accepted
-        self.rules = times.of.framework
+        self.rules = times.deployment.framework
         self.now = 0.0
         self.planned = 0.0
-        """When the step that runs was planned: what came later waits for the next one."""
+        """Time at which the running step was planned. Later requests wait for the next one."""
         self.steps = 1e9
-        """Of decoding since new requests were looked for."""
+        """Steps of decoding since new requests were looked for."""
         self.tick = 0.0
         self.held = 0.0
         self.positions = 0.0
@@ -79,7 +78,7 @@ class _Loop:
         self.total = max(3 * places, min(load.waves * places, MOST_REQUESTS))
         self.sent = 0
         self.done: list[tuple[float, float, float, float, float]] = []
-        """Of each request: when sent, to the first token, per later token, in all, tokens."""
+        """(time sent, to the first token, per later token, in all, tokens) of each request."""
         for _ in range(places):
             self._send()
 
@@ -93,10 +92,10 @@ class _Loop:
 
     def play(self) -> Served:
         while self.waiting or self.running:
-            begun = self.now
+            started = self.now
             if not self._read():
                 self._decode()
-            self.planned = begun if self.rules.ahead else self.now
+            self.planned = started if self.rules.ahead else self.now
         first = sorted(self.done)[: self.places]
         later = sorted(self.done)[self.places :] or first
         share = 1 / self.load.waves
@@ -111,7 +110,7 @@ class _Loop:
         )  # fmt: skip
 
     def _read(self) -> bool:
-        """A step with prompts, where one waits and there is room for it."""
+        """Run a step with prompts, if one waits and there is room for it. Return whether there was such a step."""
         if self.running and self.steps < self.rules.receive_every:
             return False
         self.steps = 0.0
@@ -120,35 +119,35 @@ class _Loop:
         if batch and self.rules.beside:
             budget = min(budget, self.rules.beside)
         chunks: list[tuple[_Request, float]] = []
-        for one in self.waiting:
-            if one.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0) and one.sent_s and self.running:
+        for request in self.waiting:
+            if request.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0) and request.sent_s and self.running:
                 break
-            if one.read == 0 and self.rules.sequences and len(self.running) + len(chunks) >= self.rules.sequences:
+            if request.read == 0 and self.rules.sequences and len(self.running) + len(chunks) >= self.rules.sequences:
                 break
-            if one.read == 0 and self.held and self.held + one.prompt + one.output > self.room:
+            if request.read == 0 and self.held and self.held + request.prompt + request.output > self.room:
                 break
-            take = min(one.prompt - one.read, budget)
+            take = min(request.prompt - request.read, budget)
             if take <= 0:
                 break
-            if one.read == 0:
-                self.held += one.prompt + one.output
-            chunks.append((one, take))
+            if request.read == 0:
+                self.held += request.prompt + request.output
+            chunks.append((request, take))
             budget -= take
         if not chunks:
             return False
         beside = batch if self.rules.mixes else 0.0
         context = self.positions / batch if batch else 0.0
         self.steps = 1e9
-        self.now += self.times.prefill_s([(take, one.read) for one, take in chunks], beside, context)
+        self.now += self.times.prefill_s([(take, request.read) for request, take in chunks], beside, context)
         if self.rules.mixes and self.running:
             self._advance(1.0)
-        for one, take in chunks:
-            one.read += take
-            if one.read >= one.prompt:
-                self.waiting.remove(one)
-                one.first_s = self.now
-                self.positions += one.prompt
-                heappush(self.running, (self.tick + (one.output - 1) / self.accepted, id(one), one))
+        for request, take in chunks:
+            request.read += take
+            if request.read >= request.prompt:
+                self.waiting.remove(request)
+                request.first_s = self.now
+                self.positions += request.prompt
+                heappush(self.running, (self.tick + (request.output - 1) / self.accepted, id(request), request))
         self._end()
         return True
 
@@ -167,12 +166,12 @@ class _Loop:
 
     def _end(self) -> None:
         while self.running and self.running[0][0] <= self.tick + 1e-9:
-            _, _, one = heappop(self.running)
-            self.held -= one.prompt + one.output
-            self.positions -= one.prompt + one.output
-            each = (self.now - one.first_s) / (one.output - 1)
-            first = one.first_s - one.sent_s + self.rules.prefill_us / 1e6
-            self.done.append((one.sent_s, first, each, self.now - one.sent_s, one.output))
+            _, _, request = heappop(self.running)
+            self.held -= request.prompt + request.output
+            self.positions -= request.prompt + request.output
+            each = (self.now - request.first_s) / (request.output - 1)
+            first = request.first_s - request.sent_s + self.rules.prefill_us / 1e6
+            self.done.append((request.sent_s, first, each, self.now - request.sent_s, request.output))
             self._send()
         if not self.running:
             self.positions = 0.0

@@ -1,4 +1,4 @@
-"""A deployment: a model in some format on the GPUs of one engine, and how its layers are split over them."""
+"""A deployment: a model in some format on the GPUs of one engine, and the split of its layers over them."""
 
 from dataclasses import dataclass, field
 
@@ -12,20 +12,20 @@ from meshwright.spec.lora import LoRAShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDegrees:
-    """GPUs of one engine: tp * attention_dp of them, which also share the experts as expert_tp * expert_ep."""
+    """Degrees of one engine: tp * attention_dp GPUs, which also share the experts as expert_tp * expert_ep."""
 
     tp: int = 1
     """Ranks that share heads, MLPs and vocabulary."""
     attention_dp: int = 1
-    """Groups of tp ranks with requests of their own; they meet in the experts."""
+    """Groups of tp ranks with their own requests. They meet in the experts."""
     expert_tp: int = 1
     """Ranks that share each expert."""
     expert_ep: int = 1
-    """Parts the experts are dealt to."""
+    """Parts into which the experts are dealt."""
 
     @property
     def gpus(self) -> int:
-        """Of the engine."""
+        """GPUs of the engine."""
         return self.tp * self.attention_dp
 
 
@@ -39,11 +39,11 @@ class Deployment:
     formats: WeightFormats
     framework: Framework
     cache_width: float = 2.0
-    """Bytes of a number of keys and values."""
+    """Bytes of an element of keys and values."""
     drafted: int = 0
-    """Tokens that are guessed in each step by layers for it (multi-token prediction); 0 = none."""
+    """Tokens that extra layers draft in each step (multi-token prediction). 0 = none."""
     adapters: int = 0
-    """So many are held beside the model, each as `adapter`."""
+    """Number of adapters held beside the model, each of shape `adapter`."""
     adapter: LoRAShape | None = None
     per_node: int = 8
     """Devices that fast links join."""

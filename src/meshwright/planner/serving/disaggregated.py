@@ -1,4 +1,4 @@
-"""Prompts and decoding on engines of their own: what each reaches, and what that leaves of the requests in flight."""
+"""Prompts and decoding on separate engines: the rate of each, and the resulting split of the requests in flight."""
 
 from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.closed_loop import Load, Served
@@ -6,21 +6,26 @@ from meshwright.planner.serving.step_times import StepTimes
 
 ROUNDS = 30
 HANDED_S = 0.05
-"""From the end of a prompt on one engine to the first step on the other, beside the bytes of its cache: two routers and
-two queues."""
+"""Time from the end of a prompt on one engine to the first step on the other, without the bytes of its cache.
+It covers two routers and two queues.
+"""
 
 
 def serve_apart(
     prompts: StepTimes, decoding: StepTimes, load: Load, workers: tuple[int, int], accepted: float = 1.0
 ) -> Served:
-    """`load.concurrency`: of an attention rank that decodes. `workers`: engines that read prompts, and that decode.
+    """Return the mean values of a load on separate engines.
 
-    Mean values: prompts wait as at one server each with steps of one length (M/D/1), and at the start of the load as
-    long as half of it takes to read. Where prompts are the narrow place, the rest of the requests waits for them.
+    Prompts wait as at one server with steps of one length (M/D/1), and at the start of the load as long as half of it
+    takes to read. If prompts are the bottleneck, the other requests wait for them.
+
+    Args:
+        load: `concurrency` is that of an attention rank that decodes.
+        workers: Engines that read prompts, and engines that decode.
     """
     length, output = load.input_tokens * (1 - load.spread / 2), load.output_tokens * (1 - load.spread / 2)
-    readers = workers[0] * prompts.of.degrees.attention_dp
-    places = workers[1] * decoding.of.degrees.attention_dp
+    readers = workers[0] * prompts.deployment.degrees.attention_dp
+    places = workers[1] * decoding.deployment.degrees.attention_dp
     in_flight = load.concurrency * places
     read_s = prompts.prefill_s([(length, 0.0)])
     batch = max(1.0, load.concurrency)
@@ -38,13 +43,12 @@ def serve_apart(
         batch = max(1.0, (batch + left) / 2)
     request_s = first_s + token_s * output
     return Served(
-        first_token_s=first_s + prompts.of.framework.prefill_us / 1e6, per_token_s=token_s, request_s=request_s,
+        first_token_s=first_s + prompts.deployment.framework.prefill_us / 1e6, per_token_s=token_s, request_s=request_s,
         output_tokens_per_s=in_flight * output / request_s / places,
     )  # fmt: skip
 
 
 def _moved_s(prompts: StepTimes, length: float) -> float:
-    """Of handing a sequence's cache over the network."""
-    of = prompts.of
-    network = of.device.network_bytes_per_s or 1e10
-    return sequence_bytes(of.model, length, of.cache_width, of.degrees.tp) / network
+    sender = prompts.deployment
+    network = sender.device.network_bytes_per_s or 1e10
+    return sequence_bytes(sender.model, length, sender.cache_width, sender.degrees.tp) / network

@@ -1,4 +1,4 @@
-"""What Meshwright's serving engine reaches on a machine, as `calibrate` measures it on steps of small models."""
+"""Rates of Meshwright's serving engine on a machine, as `calibrate` measures them on steps of small models."""
 
 from dataclasses import dataclass
 
@@ -7,23 +7,23 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRates:
-    """Of one process, fp32. Time of a step beside its products and its attention follows from these numbers."""
+    """Rates of one process, fp32. The time of a step beside its products and its attention follows from them."""
 
     step_s: float
-    """Of any step: scheduler, tables."""
+    """Time of any step: scheduler, tables."""
     sequence_s: float
-    """Of each sequence of a step."""
+    """Time of each sequence of a step."""
     logit_s: float
-    """Of each logit of a sequence: log-probabilities, and the choice of a token."""
+    """Time of each logit of a sequence: log-probabilities, and the choice of a token."""
     layer_s: float
-    """Of each layer of a step."""
+    """Time of each layer of a step."""
     token_layer_s: float
-    """Of each token in each layer, per number of the hidden state: norms, rotation, activations."""
+    """Time of each token in each layer, per element of the hidden state: norms, rotation, activations."""
     cached_bytes_per_s: float
-    """Of keys and values that decoding reads, once for each query head."""
+    """Rate at which decoding reads keys and values, once for each query head."""
     prompt_flop_per_s: float
-    """Of attention over a prompt, of which half the pairs of tokens are counted."""
+    """Rate of attention over a prompt, of which half the pairs of tokens are counted."""
     products: RateGrid
-    """FLOP per second by (bytes of all matrices of a step, m, k, n): a model that the caches hold is read sooner."""
+    """FLOP per second by (bytes of all matrices of a step, m, k, n): a model that fits the caches is read faster."""
     prompt_layer_s: float = 0.0
-    """More, of each layer of a step with a prompt: such a layer is not one call."""
+    """Additional time of each layer of a step with a prompt: such a layer is not one call."""

@@ -1,4 +1,4 @@
-"""What serving frameworks do that is not arithmetic: their schedulers' rules, and time beside the kernels."""
+"""Properties of serving frameworks that are not arithmetic: their schedulers' rules, and time beside the kernels."""
 
 from typing import NamedTuple
 
@@ -8,51 +8,51 @@ from meshwright.spec.serving_defaults import CPU_TOKENS, GPU_SEQUENCES, MEMORY_S
 
 
 class Framework(NamedTuple):
-    """One serving framework. Times in microseconds."""
+    """One serving framework. Times are in microseconds."""
 
     name: str
     layer_us: float
-    """Of the small kernels of a layer: norms, rotation, cache writes, activations, routing."""
+    """Time of the small kernels of a layer: norms, rotation, cache writes, activations, routing."""
     step_us: float
-    """Of a step on the host that no kernel hides, and of sampling."""
+    """Time of a step on the host that no kernel hides, and of sampling."""
     sequence_us: float
-    """The same for each sequence that decodes."""
+    """Time of each sequence that decodes, on the host."""
     prefill_us: float
-    """Of a prompt before and after its kernels: HTTP, tokenizer, the first answer."""
+    """Time of a prompt before and after its kernels: HTTP, tokenizer, the first answer."""
     launched_us: float
-    """Of a layer with prompts, whose kernels the host launches one by one; latent attention takes LATENT times that."""
+    """Time to launch the kernels of a layer with prompts, one by one. Latent attention: LATENT times that."""
     share: float
-    """Of the speed that kernels have alone."""
+    """Share of the speed that kernels have alone."""
     mixes: bool
-    """Prompts are cut into chunks that run in one step with decoding; else a step of prompts lets decoding wait."""
+    """True if chunks of prompts run in one step with decoding. Otherwise decoding waits for a step of prompts."""
     budget: int
     """Tokens of a step."""
     turn_us: float = 5000.0
-    """From the end of an answer to the client's next request at the scheduler."""
+    """Time from the end of an answer to the client's next request at the scheduler."""
     ahead: bool = True
-    """A step is planned while the one before runs: a request that comes meanwhile waits for the next one."""
+    """True if a step is planned while the one before runs. Requests that come meanwhile wait for the next one."""
     receive_every: int = 1
-    """Steps of decoding after which new requests are looked for; a step with prompts looks at once."""
+    """Steps of decoding after which new requests are looked for. A step with prompts looks at once."""
     fuses: bool = True
-    """Products that read the same input are one: queries, keys and values; gate and up."""
+    """True if products that read the same input are one: queries, keys and values; gate and up."""
     reserve: float = 0.9
     """Share of a device's memory that it takes."""
     beside: int = 0
-    """Tokens of prompts in a step in which answers grow; 0 = all of the budget."""
+    """Tokens of prompts in a step in which answers grow. 0 = all of the budget."""
     prompt_layer_us: float = 0.0
-    """Of a layer with prompts, beside `layer_us` and its kernels."""
+    """Time of a layer with prompts, beside `layer_us` and its kernels."""
     cache_share: float = 1.0
-    """Of the memory that it takes and nothing else needs, what keys and values have."""
+    """Share of the memory it takes, beyond all other needs, that keys and values get."""
     sequences: int = 0
-    """Answers that it makes at once; 0 = as many as fit."""
+    """Most answers at once. 0 = as many as fit."""
 
 
 LATENT = 4.0
 VLLM = Framework("vllm", 6.0, 600.0, 3.0, 4.5e4, 200.0, 0.9, mixes=True, budget=8192)
 SGLANG = Framework("sglang", 6.0, 400.0, 3.0, 3.5e4, 400.0, 0.9, mixes=False, budget=16384, reserve=0.85)
 TENSORRT = Framework("trtllm", 6.0, 300.0, 3.0, 3.5e4, 400.0, 0.95, mixes=True, budget=8192)
-FRAMEWORKS = {one.name: one for one in (VLLM, SGLANG, TENSORRT)}
-"""Of GPUs, and of the benchmarks that docs/accuracy.md scores; constants as its page says."""
+FRAMEWORKS = {framework.name: framework for framework in (VLLM, SGLANG, TENSORRT)}
+"""Frameworks on GPUs, in the benchmarks that docs/accuracy.md scores. The constants are explained there."""
 MESHWRIGHT = Framework(
     "meshwright",
     0.0,
@@ -68,8 +68,7 @@ MESHWRIGHT = Framework(
     fuses=False,
     reserve=1.0,
 )
-"""Meshwright's own engine, without a server around it. A calibrated machine says what a layer takes beside its
-kernels."""
+"""Meshwright's own engine, without a server. A calibrated machine adds the time of a layer beside its kernels."""
 
 
 def meshwright_on(device: Device, hidden: int) -> Framework:
@@ -83,7 +82,9 @@ def meshwright_on(device: Device, hidden: int) -> Framework:
 
 
 SMALL_KERNELS, LAUNCH_US = 5, 2.0
-"""Of a layer on a GPU beside its products and its attention: two norms, rotation with the write into the cache, the sum
-of attention's runs, the activation (`python -m benchmarks.decode_step` counts them); and what each takes in a graph
-where it moves few bytes: an estimate, since no small kernel of a graph was timed alone. With it the step before, of 15
-such kernels a layer, is planned at 5.31 ms, and one H200 took 6.18 (8B, one row, 2026-11-27)."""
+"""Small kernels of a layer on a GPU, and microseconds of each.
+They are two norms, rotation with the write into the cache, the sum of attention's runs, the activation (`python -m
+benchmarks.decode_step` counts them). The time is an estimate for a kernel in a graph that moves few bytes: none was
+timed alone. With it the step before, of 15 such kernels a layer, is planned at 5.31 ms, and one H200 took 6.18 (8B, one
+row, 2026-11-27).
+"""

@@ -1,4 +1,4 @@
-"""Formats of weights in serving: bytes of an element with its scales, and in what a product computes."""
+"""Formats of weights in serving: bytes of an element with its scales, and the precision of a product."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 
 
 class NumberFormat(NamedTuple):
-    """Of one kind of matrices."""
+    """Format of one kind of matrices."""
 
     name: str
     width: float
@@ -22,34 +22,36 @@ FP8_BLOCK = NumberFormat("fp8_block", 1.0 + 4 / 128**2, 1.0)
 NVFP4 = NumberFormat("nvfp4", 0.5 + 1 / 16, 0.5)
 INT4 = NumberFormat("int4_wo", 0.5 + 2 / 32, 2.0)
 FP32 = NumberFormat("fp32", 4.0, 4.0)
-FORMATS = {one.name: one for one in (FP32, BF16, FP8, FP8_BLOCK, NVFP4, INT4)}
-"""nvfp4: 4-bit floating point, an fp8 scale for 16 (NVIDIA); int4_wo: whole numbers, a bf16 scale for 32, products in
-16 bit."""
+FORMATS = {each.name: each for each in (FP32, BF16, FP8, FP8_BLOCK, NVFP4, INT4)}
+"""Formats by name.
+nvfp4: 4-bit floating point, an fp8 scale for 16 (NVIDIA). int4_wo: integers, a bf16 scale for 32, products in 16 bit.
+"""
 
 
 class WeightFormats(NamedTuple):
-    """Of a served model; embedding, head and norms stay in 16 bit."""
+    """Formats of a served model. Embedding, head and norms stay in 16 bit."""
 
     attention: NumberFormat = BF16
     mlp: NumberFormat = BF16
-    """Dense MLPs and shared experts."""
+    """Format of dense MLPs and shared experts."""
     experts: NumberFormat = BF16
     other: float = 2.0
     """Bytes of an element of embedding, head, router and norms."""
 
 
 def formats_of(name: str, *, experts: bool) -> WeightFormats:
-    """fp32 and bf16 are of everything. As checkpoints are published, 8 bits are of all matrices. 4 bits are of all
-    matrices of a dense model, and of the routed experts of a mixture, whose attention stays in 16 bit.
+    """Return the formats that a name stands for: one of FORMATS, or a scheme of `quantize`.
 
-    `name`: one of FORMATS, or a scheme of `quantize`. PlanError for others.
+    fp32 and bf16 apply to everything. As in published checkpoints, 8 bits apply to all matrices. 4 bits apply to all
+    matrices of a dense model, and to the routed experts of a mixture, whose attention stays in 16 bit. Raises PlanError
+    for other names.
     """
-    found = FORMATS.get(name) or _of_scheme(name)
-    if found.width > 2:
-        return WeightFormats(found, found, found, found.width)
-    if found.width < 0.9 and experts:
-        return WeightFormats(BF16, BF16, found)
-    return WeightFormats(found, found, found)
+    chosen = FORMATS.get(name) or _of_scheme(name)
+    if chosen.width > 2:
+        return WeightFormats(chosen, chosen, chosen, chosen.width)
+    if chosen.width < 0.9 and experts:
+        return WeightFormats(BF16, BF16, chosen)
+    return WeightFormats(chosen, chosen, chosen)
 
 
 def _of_scheme(name: str) -> NumberFormat:
@@ -62,9 +64,9 @@ def _of_scheme(name: str) -> NumberFormat:
 
 
 SIDE = 4096
-"""Of the matrix by which a scheme's bytes of a weight are counted: scales are a few percent at most."""
+"""Side of the matrix by which a scheme's bytes of a weight are counted: scales are a few percent at most."""
 
 
 def bytes_per_weight(scheme: Scheme) -> float:
-    """Codes, scales and zeros of a matrix, by element."""
+    """Return the bytes of codes, scales and zeros of a matrix, per element."""
     return scheme.nbytes((SIDE, SIDE)) / SIDE**2

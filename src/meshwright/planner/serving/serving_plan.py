@@ -1,4 +1,4 @@
-"""Layouts of a served model on a cluster: engines of so many GPUs each, what they hold, and how fast they answer."""
+"""Layouts of a served model on a cluster: GPUs of each engine, memory, and speed of the answers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ SWEPT = tuple(2**power for power in range(11))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingAsked:
-    """What is to be served, and where."""
+class ServingRequest:
+    """The model to serve, where, and under which load."""
 
     model: ServedModel
     cluster: Cluster
@@ -34,65 +34,65 @@ class ServingAsked:
     concurrency: int
     """Requests in flight on the whole cluster."""
     adapters: int = 0
-    """As Deployment, which `adapter` is of, too."""
+    """Number of adapters beside the model, each of shape `adapter`, as in Deployment."""
     adapter: LoRAShape | None = None
 
     @property
     def length(self) -> int:
-        """Of a finished sequence."""
+        """Tokens of a finished sequence."""
         return self.input_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLayout:
-    """One way to split a cluster into engines, and what comes of it."""
+    """One way to split a cluster into engines, and its predicted outcome."""
 
-    asked: ServingAsked
+    request: ServingRequest
     deployment: Deployment
     engines: int
     memory: ServingMemory
     served: Served | None
-    """At the asked load; None where not one sequence fits."""
+    """Outcome at the requested load. None = not one sequence fits."""
 
     @property
     def degrees(self) -> EngineDegrees:
-        """Of one engine."""
+        """Degrees of one engine."""
         return self.deployment.degrees
 
     @property
     def groups(self) -> int:
-        """Attention ranks with requests of their own, on the whole cluster."""
+        """Attention ranks with their own requests, on the whole cluster."""
         return self.engines * self.degrees.attention_dp
 
     @property
     def most_requests(self) -> float:
-        """In flight on the whole cluster, at the asked length."""
+        """Most requests in flight on the whole cluster, at the requested length."""
         return self.memory.most_sequences * self.groups
 
     @property
     def fits(self) -> bool:
-        """At least one sequence on each attention rank."""
+        """True if at least one sequence fits on each attention rank."""
         return self.served is not None
 
     @property
     def waits(self) -> bool:
-        """Whether some of the asked requests wait for room."""
-        return self.asked.concurrency > self.most_requests
+        """True if some of the requests wait for room."""
+        return self.request.concurrency > self.most_requests
 
     @property
     def tokens_per_s(self) -> float:
-        """Of answers, by the whole cluster."""
-        busy = min(self.groups, self.asked.concurrency)
+        """Tokens of answers per second, by the whole cluster."""
+        busy = min(self.groups, self.request.concurrency)
         return self.served.output_tokens_per_s * busy if self.served else 0.0
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """The same per GPU in use."""
+        """Tokens of answers per second and GPU in use."""
         return self.tokens_per_s / (self.engines * self.degrees.gpus)
 
     @property
     def words(self) -> str:
-        """`tp=8`, with experts and attention where they differ."""
+        """`tp=8`, with experts and attention if they differ."""
         degrees = self.degrees
         words = [f"tp={degrees.tp}"]
         if degrees.attention_dp > 1:
@@ -105,42 +105,38 @@ class ServingLayout:
 Timed = Callable[[Deployment], StepTimes]
 
 
-def layouts(asked: ServingAsked, timed: Timed = StepTimes, tp: int = 0) -> list[ServingLayout]:
-    """Those that fit, most tokens per second first; then those that do not, the smallest first. `tp`: that one
-    alone; 0 = all."""
-    found = [_planned(asked, one, timed) for one in _deployments(asked, tp)]
-    fitting = [one for one in found if one.fits]
-    return sorted(fitting, key=_order) + sorted((one for one in found if not one.fits), key=_size)
+def layouts(request: ServingRequest, timed: Timed = StepTimes, tp: int = 0) -> list[ServingLayout]:
+    """Return the layouts that fit, the fastest first, then the others, the smallest first. `tp`: 0 = all."""
+    planned = [_planned(request, deployment, timed) for deployment in _deployments(request, tp)]
+    fitting = [layout for layout in planned if layout.fits]
+    too_large = [layout for layout in planned if not layout.fits]
+    return sorted(fitting, key=_order) + sorted(too_large, key=lambda layout: -layout.memory.cache_bytes)
 
 
-def _order(one: ServingLayout) -> tuple[float, float]:
-    return -one.tokens_per_s, one.served.per_token_s if one.served else 0.0
+def _order(layout: ServingLayout) -> tuple[float, float]:
+    return -layout.tokens_per_s, layout.served.per_token_s if layout.served else 0.0
 
 
-def _size(one: ServingLayout) -> float:
-    return -one.memory.cache_bytes
-
-
-def _deployments(asked: ServingAsked, tp: int) -> Iterator[Deployment]:
-    for degrees in _degrees(asked):
+def _deployments(request: ServingRequest, tp: int) -> Iterator[Deployment]:
+    for degrees in _degrees(request):
         if tp and degrees.tp != tp:
             continue
         try:
             yield Deployment(
-                model=asked.model, device=asked.cluster.device, degrees=degrees, formats=asked.formats,
-                framework=asked.framework, cache_width=asked.cache_width, per_node=asked.cluster.devices_per_node,
-                adapters=asked.adapters, adapter=asked.adapter,
+                model=request.model, device=request.cluster.device, degrees=degrees, formats=request.formats,
+                framework=request.framework, cache_width=request.cache_width, per_node=request.cluster.devices_per_node,
+                adapters=request.adapters, adapter=request.adapter,
             )  # fmt: skip
         except IllegalLayout:
             continue
 
 
-def _degrees(asked: ServingAsked) -> Iterator[EngineDegrees]:
-    """Engines of a node or less share heads; with experts also by expert parallelism, with attention split or whole."""
+def _degrees(request: ServingRequest) -> Iterator[EngineDegrees]:
+    """Yield degrees within a node: shared heads; with experts also expert parallelism, attention split or whole."""
     for gpus in SHARED:
-        if gpus > asked.cluster.devices_per_node:
+        if gpus > request.cluster.devices_per_node:
             return
-        if asked.model.shape.moe is None:
+        if request.model.shape.moe is None:
             yield EngineDegrees(tp=gpus)
             continue
         yield EngineDegrees(tp=gpus, expert_tp=gpus)
@@ -149,23 +145,23 @@ def _degrees(asked: ServingAsked) -> Iterator[EngineDegrees]:
             yield EngineDegrees(attention_dp=gpus, expert_ep=gpus)
 
 
-def _planned(asked: ServingAsked, of: Deployment, timed: Timed) -> ServingLayout:
-    engines = asked.cluster.devices // of.degrees.gpus
-    memory = serving_memory(of, asked.length)
-    groups = engines * of.degrees.attention_dp
+def _planned(request: ServingRequest, deployment: Deployment, timed: Timed) -> ServingLayout:
+    engines = request.cluster.devices // deployment.degrees.gpus
+    memory = serving_memory(deployment, request.length)
+    groups = engines * deployment.degrees.attention_dp
     served = None
     if memory.most_sequences >= 1:
-        served = played(asked, timed(of), memory, asked.concurrency / groups)
-    return ServingLayout(asked=asked, deployment=of, engines=engines, memory=memory, served=served)
+        served = played(request, timed(deployment), memory, request.concurrency / groups)
+    return ServingLayout(request=request, deployment=deployment, engines=engines, memory=memory, served=served)
 
 
-def played(asked: ServingAsked, times: StepTimes, memory: ServingMemory, concurrency: float) -> Served:
-    """One attention rank under its share of a load."""
+def played(request: ServingRequest, times: StepTimes, memory: ServingMemory, concurrency: float) -> Served:
+    """Simulate one attention rank under its share of a load."""
     load = Load(
-        input_tokens=asked.input_tokens, output_tokens=asked.output_tokens, concurrency=max(1.0, concurrency),
+        input_tokens=request.input_tokens, output_tokens=request.output_tokens, concurrency=max(1.0, concurrency),
         spread=0.2,
     )  # fmt: skip
-    return serve(times, load, memory.most_sequences * asked.length)
+    return serve(times, load, memory.most_sequences * request.length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,17 +172,17 @@ class CurvePoint:
     first_token_s: float
     per_token_s: float
     tokens_per_s: float
-    """Of the whole cluster."""
+    """Rate of the whole cluster."""
 
 
 def curve(best: ServingLayout, timed: Timed = StepTimes) -> list[CurvePoint]:
-    """Throughput against latency: from one request of each attention rank to as many as fit, in powers of two."""
-    times, found = timed(best.deployment), []
+    """Return throughput against latency, from one request of each attention rank to as many as fit."""
+    times, points = timed(best.deployment), []
     for each in SWEPT:
         if each > best.memory.most_sequences:
             break
-        served = played(best.asked, times, best.memory, each)
-        found.append(
+        served = played(best.request, times, best.memory, each)
+        points.append(
             CurvePoint(
                 concurrency=each * best.groups,
                 first_token_s=served.first_token_s,
@@ -194,17 +190,13 @@ def curve(best: ServingLayout, timed: Timed = StepTimes) -> list[CurvePoint]:
                 tokens_per_s=served.output_tokens_per_s * best.groups,
             )
         )
-    return found
+    return points
 
 
-def smallest_format(asked: ServingAsked, others: list[tuple[str, WeightFormats]]) -> str:
-    """The first of other formats, named, with which some layout fits; empty where none does."""
+def smallest_format(request: ServingRequest, others: list[tuple[str, WeightFormats]]) -> str:
+    """Return the name of the first of other formats with which some layout fits. Empty = none."""
     for name, formats in others:
-        if any(_fits(replace(asked, formats=formats))):
+        deployments = _deployments(replace(request, formats=formats), 0)
+        if any(serving_memory(each, request.length).most_sequences >= 1 for each in deployments):
             return name
     return ""
-
-
-def _fits(asked: ServingAsked) -> Iterator[bool]:
-    for of in _deployments(asked, 0):
-        yield serving_memory(of, asked.length).most_sequences >= 1

@@ -14,136 +14,136 @@ from meshwright.planner.serving.number_formats import BF16
 from meshwright.spec.attention_kernels import AttentionRates, KernelChoice
 
 GRID = tuple(float(round(2 ** (n / 2))) for n in range(33))
-"""Tokens at which times are counted: between them they follow straight lines of logarithms."""
+"""Tokens at which times are counted. Between them times are interpolated linearly."""
 
 
 class StepTimes:
-    """Of one deployment. `batch` and tokens are those of one attention rank."""
+    """Step times of one deployment. `batch` and tokens are those of one attention rank."""
 
-    def __init__(self, of: Deployment, kernels: KernelTimes | None = None) -> None:
-        self.of = of
-        chosen = prompt_kernel_of(of)
-        self.kernels: KernelTimes = kernels or DeviceKernels(of.device, of.per_node, chosen[1] if chosen else None)
+    def __init__(self, deployment: Deployment, kernels: KernelTimes | None = None) -> None:
+        self.deployment = deployment
+        chosen = prompt_kernel_of(deployment)
+        self.kernels: KernelTimes = kernels or DeviceKernels(
+            deployment.device, deployment.per_node, chosen[1] if chosen else None
+        )
         self._layers: dict[float, float] = {}
         self._heads: dict[float, float] = {}
         self._cores: dict[float, dict[float, float]] = {}
         self._chunks: dict[tuple[float, float], float] = {}
 
     def prefill_s(self, chunks: Sequence[tuple[float, float]], batch: float = 0.0, context: float = 0.0) -> float:
-        """Of a step with chunks of prompts, (new tokens, tokens read before) each, and `batch` sequences that decode
-        beside them."""
+        """Return the time of a step with chunks, (new tokens, tokens read before) each, beside `batch` sequences."""
         tokens = sum(new for new, _ in chunks)
         kernels = self.on_grid(self._layers, tokens + batch, self._linear)
         kernels += sum(self.chunk_s(new, start) for new, start in chunks)
         kernels += self.on_grid(self._heads, len(chunks) + batch, self._logits)
         if batch:
             kernels += self.core_s(batch, context)
-        shape = self.of.model.shape
-        launched = shape.layers * self.of.framework.launched_us * (LATENT if shape.mla else 1.0) / 1e6
-        beside = shape.layers * self.of.framework.prompt_layer_us / 1e6
-        return max(kernels / self.of.framework.share, launched) + beside + self._host(batch)
+        shape = self.deployment.model.shape
+        launched = shape.layers * self.deployment.framework.launched_us * (LATENT if shape.mla else 1.0) / 1e6
+        beside = shape.layers * self.deployment.framework.prompt_layer_us / 1e6
+        return max(kernels / self.deployment.framework.share, launched) + beside + self._host(batch)
 
     def decode_s(self, batch: float, context: float) -> float:
-        """Of a step in which each of `batch` sequences gets a token, or several with drafts."""
-        drafted = self.of.drafted
+        """Return the time of a step in which each of `batch` sequences gets a token, or several with drafts."""
+        drafted = self.deployment.drafted
         tokens = batch * (1 + drafted)
         linear = self.on_grid(self._layers, tokens, self._linear)
         logits = self.on_grid(self._heads, tokens, self._logits)
         core = self.core_s(batch, context) * (1 + 0.1 * drafted)
         if drafted:
             each = self.on_grid(self._layers, batch, self._linear) + self.core_s(batch, context)
-            each = each / self.of.model.shape.layers + self.on_grid(self._heads, batch, self._logits)
+            each = each / self.deployment.model.shape.layers + self.on_grid(self._heads, batch, self._logits)
             linear += drafted * each
-        return (linear + logits + core) / self.of.framework.share + self._host(batch)
+        return (linear + logits + core) / self.deployment.framework.share + self._host(batch)
 
     def _host(self, batch: float) -> float:
-        return (self.of.framework.step_us + self.of.framework.sequence_us * batch) / 1e6
+        return (self.deployment.framework.step_us + self.deployment.framework.sequence_us * batch) / 1e6
 
     def _linear(self, tokens: float) -> float:
-        return layers_s(self.of, self.kernels, tokens)
+        return layers_s(self.deployment, self.kernels, tokens)
 
     def _logits(self, tokens: float) -> float:
-        return head_s(self.of, self.kernels, tokens)
+        return head_s(self.deployment, self.kernels, tokens)
 
     def chunk_s(self, tokens: float, start: float) -> float:
-        """Attention of a chunk of a prompt in all layers, whose first `start` tokens were read before."""
+        """Return the time of attention of a chunk in all layers, `start` tokens into its prompt."""
         key = round(tokens, -1), round(start, -1)
-        found = self._chunks.get(key)
-        if found is None:
-            found = self._chunks[key] = self._chunk(max(key[0], 1.0), key[1])
-        return found
+        seconds = self._chunks.get(key)
+        if seconds is None:
+            seconds = self._chunks[key] = self._chunk(max(key[0], 1.0), key[1])
+        return seconds
 
     def _chunk(self, tokens: float, start: float) -> float:
-        shape, tp = self.of.model.shape, self.of.degrees.tp
+        shape, tp = self.deployment.model.shape, self.deployment.degrees.tp
         heads = shape.heads / tp
         total = 0.0
-        for one in self.of.model.attending:
+        for group in self.deployment.model.attending:
             if shape.mla:
                 kv_heads, dim = heads, (shape.head_dim + shape.mla.v_dim) / 2
             else:
                 kv_heads, dim = max(1.0, shape.kv_heads / tp), float(shape.head_dim)
             end = start + tokens
-            if one.window and end > one.window:
-                seen = tokens * one.window
+            if group.window and end > group.window:
+                seen = tokens * group.window
                 each = self.kernels.prefill(max(tokens, 1.0), 0.0, heads, kv_heads, dim)
                 each *= min(1.0, 2 * seen / tokens**2)
             else:
                 each = self.kernels.prefill(end, start, heads, kv_heads, dim)
-            total += one.layers * each
+            total += group.layers * each
         linear = shape.unbuilt.linear if shape.unbuilt else None
         if linear:
             pieces = tokens / linear.chunk * linear.value_heads / tp
             rule = sum(self.kernels.product(*size, BF16, pieces) for size in linear.products())
-            total += self.of.model.state_layers * rule
+            total += self.deployment.model.state_layers * rule
         return total
 
     def core_s(self, batch: float, context: float) -> float:
-        """Attention of decoding in all layers."""
+        """Return the time of attention of decoding in all layers."""
         low = 2.0 ** int(log2(max(context, 16.0)))
         share = max(context, 16.0) / low - 1
         left = self._at(batch, low)
         return left + share * (self._at(batch, 2 * low) - left) if share else left
 
     def _at(self, batch: float, context: float) -> float:
-        """At a context that is a power of two."""
+        """Return the time at a context that is a power of two."""
         known = self._cores.setdefault(context, {})
         return self.on_grid(known, batch, lambda size: self._core(size, context))
 
     def _core(self, batch: float, context: float) -> float:
-        of, shape, tp = self.of, self.of.model.shape, self.of.degrees.tp
+        deployment, shape, tp = self.deployment, self.deployment.model.shape, self.deployment.degrees.tp
         heads, total = shape.heads / tp, 0.0
-        for one in of.model.groups:
-            seen = min(context, one.window or context, of.model.selected or context)
-            if one.state_elements:
-                each = self.kernels.moved(8.0 * batch * one.state_elements / tp) + 5e-6
+        for group in deployment.model.groups:
+            seen = min(context, group.window or context, deployment.model.selected or context)
+            if group.state_elements:
+                each = self.kernels.moved(8.0 * batch * group.state_elements / tp) + 5e-6
             elif shape.mla:
-                each = self.kernels.latent_decode(batch, seen, heads, shape.mla, of.cache_width)
+                each = self.kernels.latent_decode(batch, seen, heads, shape.mla, deployment.cache_width)
             else:
                 kv_heads = max(1.0, shape.kv_heads / tp)
-                each = self.kernels.decode(batch, seen, heads, kv_heads, float(shape.head_dim), of.cache_width)
-            total += one.layers * each
+                each = self.kernels.decode(batch, seen, heads, kv_heads, float(shape.head_dim), deployment.cache_width)
+            total += group.layers * each
         return total
 
-    def on_grid(self, known: dict[float, float], tokens: float, of: Callable[[float], float]) -> float:
-        """Between the two nearest points of GRID; outside as at its ends."""
-        place = bisect_left(GRID, tokens)
-        if place >= len(GRID):
-            return of(GRID[-1]) * tokens / GRID[-1]
-        high = GRID[place]
-        low = GRID[place - 1] if high > tokens and place else high
-        for one in (low, high):
-            if one not in known:
-                known[one] = of(one)
+    def on_grid(self, known: dict[float, float], tokens: float, count: Callable[[float], float]) -> float:
+        """Interpolate between the two nearest points of GRID. Outside, extrapolate from its ends."""
+        index = bisect_left(GRID, tokens)
+        if index >= len(GRID):
+            return count(GRID[-1]) * tokens / GRID[-1]
+        high = GRID[index]
+        low = GRID[index - 1] if high > tokens and index else high
+        for point in (low, high):
+            if point not in known:
+                known[point] = count(point)
         if low == high:
             return known[low]
         share = (tokens - low) / (high - low)
         return known[low] + share * (known[high] - known[low])
 
 
-def prompt_kernel_of(of: Deployment) -> tuple[KernelChoice, AttentionRates] | None:
-    """Kernel of prompts in this package's own engine, and its rates. None for other frameworks, whose kernels the
-    published tables hold, and where no rate of ours is known."""
-    if of.framework.name != MESHWRIGHT.name:
+def prompt_kernel_of(deployment: Deployment) -> tuple[KernelChoice, AttentionRates] | None:
+    """Return the kernel of prompts in Meshwright's own engine, and its rates. None = not known here."""
+    if deployment.framework.name != MESHWRIGHT.name:
         return None
-    shape = of.model.shape
-    return prompt_kernel(of.device, shape.head_dim, shape.mla.v_dim if shape.mla else shape.head_dim)
+    shape = deployment.model.shape
+    return prompt_kernel(deployment.device, shape.head_dim, shape.mla.v_dim if shape.mla else shape.head_dim)
