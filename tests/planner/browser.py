@@ -82,10 +82,10 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
-    def ask(self, method: str, **given: Any) -> dict[str, Any]:
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the DevTools protocol, and its result."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": given}
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
@@ -114,16 +114,16 @@ class Browser:
         return dict(json.loads(first))
 
     def _note(self, event: dict[str, Any]) -> None:
-        given = event.get("params", {})
+        parameters = event.get("params", {})
         match event.get("method"):
             case "Runtime.exceptionThrown":
-                self.complaints.append(str(given["exceptionDetails"]))
-            case "Runtime.consoleAPICalled" if given["type"] in ("error", "warning", "assert"):
-                self.complaints.append(str(given["args"]))
-            case "Log.entryAdded" if given["entry"]["level"] in ("error", "warning"):
-                self.complaints.append(str(given["entry"]))
+                self.complaints.append(str(parameters["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning", "assert"):
+                self.complaints.append(str(parameters["args"]))
+            case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
+                self.complaints.append(str(parameters["entry"]))
             case "Network.requestWillBeSent":
-                self.requested.append(given["request"]["url"])
+                self.requested.append(parameters["request"]["url"])
 
     def open(self, path: Path) -> None:
         """A page from disk, until it is loaded."""
@@ -150,11 +150,11 @@ class Browser:
 
     def picture(self, *, whole: bool = True) -> bytes:
         """The page as PNG."""
-        given: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
+        parameters: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
         if whole:
             size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-            given["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        return b64decode(self.ask("Page.captureScreenshot", **given)["data"])
+            parameters["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        return b64decode(self.ask("Page.captureScreenshot", **parameters)["data"])
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """A key, down and up."""

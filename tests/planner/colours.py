@@ -8,13 +8,13 @@ WHITE = (0.9505, 1.0, 1.089)
 
 def linear(colour: str) -> tuple[float, ...]:
     """Of `#rrggbb`: red, green and blue as light, 0 to 1."""
-    values = [int(colour.removeprefix("#")[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    values = [int(colour.removeprefix("#")[start : start + 2], 16) / 255 for start in (0, 2, 4)]
     return tuple(v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(ink: str, paper: str) -> float:
     """1 (equal) to 21 (black on white)."""
-    low, high = sorted(sum(w * c for w, c in zip(XYZ[1], linear(each), strict=True)) for each in (one, other))
+    low, high = sorted(sum(w * c for w, c in zip(XYZ[1], linear(each), strict=True)) for each in (ink, paper))
     return (high + 0.05) / (low + 0.05)
 
 

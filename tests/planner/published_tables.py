@@ -19,9 +19,9 @@ COLUMNS = (
 def table(name: str) -> Path:
     """A published table: in MESHWRIGHT_PUBLISHED, else in shared/published beside the checkout; else a skip."""
     places = (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
-    for place in places:
-        if place and (Path(place) / name).is_file():
-            return Path(place) / name
+    for folder in places:
+        if folder and (Path(folder) / name).is_file():
+            return Path(folder) / name
     pytest.skip(f"{name} is not here: set MESHWRIGHT_PUBLISHED to the folder of published tables")
 
 
