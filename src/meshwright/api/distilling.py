@@ -158,19 +158,9 @@ def write_answers(
 ) -> "WrittenAnswers":  # fmt: skip
     """Write a file of a teacher's answers to prompts, to tune a student on (sequence-level distillation).
 
-    Answers that do not end, or are empty, are left out. Raises DataError, RunError.
-
-    Args:
-        teacher: A Hugging Face folder or a run.
-        prompts: File of prompts.
-        out: File to write.
-        beams: Above 1, search for the likeliest answer. 1 = sample.
-        temperature: Temperature of sampled answers, 0 = greedy.
-        samples: Answers per prompt.
-        max_new_tokens: Longest answer.
-        seed: Seed of the sampling.
-        limit: Most prompts, 0 = all.
-        dtype: Dtype of the teacher, None = as stored.
+    `beams`: above 1, search for the likeliest answer, else sample; temperature 0 = greedy. `samples`: answers per
+    prompt. `limit`: most prompts, 0 = all. Answers that do not end, or are empty, are left out. Raises DataError,
+    RunError.
     """
     from meshwright.api.model_opening import load
     from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions

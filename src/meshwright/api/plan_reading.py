@@ -26,14 +26,9 @@ def read_plan(
 ) -> tuple[Plan, str]:
     """Return (plan, resume) of a plan file or a plan, changed by KEY=VALUE words and then by keywords.
 
-    Args:
-        words: A plan file, a plan or an answer about one, and KEY=VALUE words, in any order.
-        keys: Keys of a plan file: run="runs/a", recipe={"steps": 5}.
-        processes: Number that a degree `auto` divides. None = the devices of the plan's cluster.
-        notes: Takes a note for each key that was read under another tool's name. None = notes are warnings.
-
-    Raises:
-        PlanError: As on the command line.
+    A keyword is a key of a plan file: run="runs/a", recipe={"steps": 5}. `processes`: number that a degree `auto`
+    divides, None = the devices of the plan's cluster. `notes` take what was read under another tool's name, None =
+    warnings do. Raises PlanError, as on the command line.
     """
     for key in MUST_SAY:
         if isinstance(keys.get(key), Real):

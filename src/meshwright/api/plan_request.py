@@ -42,13 +42,8 @@ def asked_plan(
 ) -> Plan:
     """Return the requested plan, with its layout left open.
 
-    Args:
-        model: A preset, a Hugging Face folder or config.json, a plan file, or a plan.
-        cluster: Device and number per node, or a file of calibrate. None = that of the plan.
-        nodes: Number of nodes.
-        recipe: KEY=VALUE words.
-        tune: full, lora, qlora, or with a rank as lora:64: take fine-tuning's batch, sequence and adapters.
-        teacher: Teacher of a distillation, given as `model`.
+    `model`: a preset, a Hugging Face folder or config.json, a plan file, or a plan. `tune`: full, lora, qlora, or with
+    a rank as lora:64, takes fine-tuning's batch, sequence and adapters. `teacher`: of a distillation, given as `model`.
     """
     plan = plan_of(model)
     reader: ReadFolder = read_folder

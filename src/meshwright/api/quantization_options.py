@@ -56,11 +56,8 @@ def check_request(
 ) -> Scheme | None:  # fmt: skip
     """Return the scheme of a folder, or None for a GGUF file, before torch is imported.
 
-    Raises:
-        ArgumentError: An argument is unknown or out of range.
-        PlanError: The target is taken.
-        RunError: There is no model, or the target cannot be written.
-        DataError: The text cannot be read.
+    Raises ArgumentError for anything unknown or out of range, PlanError for a target that is taken. Raises RunError
+    without a model or a writable target, and DataError for an unreadable text.
     """
     check_model(model, checkpoint=checkpoint)
     if name in GGUF_SCHEMES or format == GGUF:

@@ -103,19 +103,10 @@ def write_directory(
 ) -> Path:
     """Export a run or one of its checkpoints, and return the checkpoint taken.
 
-    It holds 256 MiB of weights in memory, or the largest tensor, whichever ranks wrote the checkpoint.
-
-    Args:
-        source: A run, of which checkpoint `which` is exported, or a checkpoint.
-        out: Folder to write.
-        dtype: fp32, bf16 or fp16. None = as trained.
-        which: last, best, or a step.
-        adapter: Export only the adapter.
-
-    Raises:
-        RunError, CheckpointError: The source is no run, or damaged.
-        HubError: The format cannot hold the shape, or `out` is not empty.
-        PlanError: The dtype is unknown, or the run has no adapter.
+    It holds 256 MiB of weights in memory, or the largest tensor, whichever ranks wrote the checkpoint. `dtype`: None =
+    as trained. `adapter`: export only the adapter. Raises RunError or CheckpointError for the source, and HubError for
+    a shape that the format cannot hold or a folder that is not empty. Raises PlanError for an unknown dtype or a
+    missing adapter.
     """
     import torch
 

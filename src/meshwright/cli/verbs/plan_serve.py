@@ -12,16 +12,9 @@ def print_serving(
     load: Mapping[str, str | int | None], training: Mapping[str, object],
     *, details: bool, top: int | None, json: bool, measure: bool = False,
 ) -> None:  # fmt: skip
-    """Plan a served load and print it.
+    """Plan a served load and print it; with `measure`, also run it on this machine, with random weights.
 
-    Args:
-        model: As for plan, and so are `cluster`, `nodes` and `layout`.
-        load: Options of the load. Empty or None = not given.
-        training: Options for plans of training, which are refused.
-        details: Print all layouts.
-        top: Number of alternatives to print.
-        json: Print the JSON document instead.
-        measure: Also run the load on this machine, with random weights.
+    `load`: options of the load, empty or None = not given. `training`: options of plans of training, which are refused.
     """
     from meshwright.api.serve_planning import plan_serving
     from meshwright.cli.terminal.output import print_json
