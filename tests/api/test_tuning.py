@@ -41,7 +41,7 @@ def test_a_plan_file_says_all_but_that_samples_are_read(files: Path) -> None:
 
 
 def test_a_form_that_tune_does_not_read_is_refused(files: Path) -> None:
-    with pytest.raises(PlanError, match=r"data\.form=text: tune reads samples"):
+    with pytest.raises(PlanError, match=r"data\.form=text has no answers to tune on"):
         tuning_plan(words(files, "data.form=text"))
 
 
