@@ -38,9 +38,8 @@ from meshwright.spec import Data, Layout, Plan, Recipe, presets
 from meshwright.training import device as machine
 from meshwright.training.batches import WHOLE, Batch, PackedRows, split
 from meshwright.training.loop import new_state
-from meshwright.training.pending_step import readback
+from meshwright.training.pending_step import Readback, readback
 from meshwright.training.rate import learning_rate
-from meshwright.training.readback import Readback
 from meshwright.training.state import TrainState
 from meshwright.training.step import MicroPass, Weights, train_step
 
@@ -72,7 +71,7 @@ def plan_of(options: argparse.Namespace, way: str) -> Plan:
 def gradients(state: TrainState, batch: Batch, micro_batch: int) -> dict[str, Tensor]:
     """Of the mean loss of a step, by parameter."""
     parts = split(batch, micro_batch)
-    weights = Weights.of(state.engine, parts, 0.0, None)
+    weights = Weights.for_step(state.engine, parts, 0.0, None)
     state.engine.forward_backward([MicroPass(part, weights) for part in parts])
     state.engine.finish_gradients()
     made = {name: p.grad for name, p in state.optimizer.parameters.items() if p.grad is not None}

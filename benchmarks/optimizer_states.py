@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.spec import Data, Plan, Recipe, presets
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training import loop
-from meshwright.training.disk import checkpoint_bytes
+from meshwright.training.fits import checkpoint_bytes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -15,7 +15,7 @@ from meshwright.data import Tokenizer
 from meshwright.data.named_templates import named_template
 from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
 from meshwright.store.run_folder import RunFolder
-from meshwright.training.pretrained import keep_beside
+from meshwright.training.pretrained import keep_extra_files
 from tests.data.tokenizers_for_tests import with_added
 from tests.train.test_tuning import conversations
 from tests.train.test_weights import SHAPES, directory
@@ -104,7 +104,7 @@ def generation_of(files: Path, source: str | None, *more: str) -> dict[str, obje
     tokenizer = Tokenizer.load(files / "hf")
     words = ["model=./hf", "data=chat.jsonl", *more]
     (files / "run").mkdir()
-    keep_beside(
+    keep_extra_files(
         planfile.read(None, words, read_folder=read_folder),
         files / "run",
         tokenizer if source is None else tokenizer.with_template(source),

@@ -17,7 +17,7 @@ from meshwright.serve.scheduler import StepPlan
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec import Layout, Plan
 from meshwright.training import loop
-from meshwright.training.batches import held_out
+from meshwright.training.batches import held_out_batches
 from tests.train.running import MOE, SHAPE, Notes, plan, write_texts
 
 Tokens = tuple[int, ...]
@@ -73,7 +73,7 @@ def _held_out(asked: Plan) -> Iterator[tuple[list[int], int]]:
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.validation, shuffle=False)
     limit = asked.recipe.eval_sequences
-    for batch in held_out(rows, torch.device("cpu"), rows=1, limit=limit, document_mask=False):
+    for batch in held_out_batches(rows, torch.device("cpu"), rows=1, limit=limit, document_mask=False):
         tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()
         for position, target in enumerate(targets):
             if target >= 0:

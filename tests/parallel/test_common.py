@@ -107,7 +107,7 @@ def _gradients(shape: ModelShape, layout: Layout, made: Made, *, summed: bool) -
     engine.train()
     batches = split(case_batch(case, 1), case.global_batch)
     if not summed:
-        weights = Weights.of(engine, batches, 0.01, None)
+        weights = Weights.for_step(engine, batches, 0.01, None)
         engine.forward_backward([MicroPass(batch, weights) for batch in batches])
         return engine, {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
     optimizer = _Unsummed(engine.parameters.items(), RECIPE)

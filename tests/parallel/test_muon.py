@@ -85,7 +85,7 @@ def empty_rank() -> list[int]:
         engine = build_engine(DENSE.shape, mesh.layout, mesh=mesh)
         for name, parameter in engine.parameters.items():
             parameter.requires_grad_(not frozen or "norm" in name)
-        optimizer = Optimizer.of(engine, Recipe(optimizer="muon"))
+        optimizer = Optimizer.for_engine(engine, Recipe(optimizer="muon"))
         for parameter in optimizer.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step(1e-3, divide_by=torch.ones(()), skip=torch.zeros(()))

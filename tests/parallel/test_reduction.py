@@ -33,7 +33,7 @@ def _begun(layout: Layout, made: Made) -> tuple[int, int]:
     engine = build_engine(case.shape, layout, mesh=mesh)
     engine.train()
     batches = split(select(case_batch(case, 1), Share(index=mesh["data"].index, parts=2)), 2)
-    weights = Weights.of(engine, batches, 0.0, None)
+    weights = Weights.for_step(engine, batches, 0.0, None)
     pipeline = engine.pipeline
     last = next(iter(last_of(pipeline.actions(len(batches)), ("W", "BW")).values()))
     kind = ("shard", "reduce_scatter") if layout.zero else ("data", "all_reduce")
@@ -83,7 +83,7 @@ def divided() -> tuple[int, int]:
     engine.train()
     share = Share(index=mesh["data"].index, parts=2)
     batches = split(select(case_batch(Case(shape=shape), 1), share), 2)
-    weights = Weights.of(engine, batches, 0.0, None)
+    weights = Weights.for_step(engine, batches, 0.0, None)
     with _Divisions() as divisions:
         engine.forward_backward([MicroPass(batch, weights) for batch in batches])
         engine.finish_gradients()

@@ -75,7 +75,7 @@ class Run:
         )
         round_weights(self.engine, case.fake_quantize)
         self.engine.train()
-        self.optimizer = Optimizer.of(self.engine, case.recipe)
+        self.optimizer = Optimizer.for_engine(self.engine, case.recipe)
 
     def step(self) -> Sent:
         """What one training step sends."""

@@ -27,7 +27,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE
 from meshwright.spec.lora import LoRAShape
-from meshwright.training import loop
+from meshwright.training import job
 
 
 def plan_of(
@@ -224,10 +224,10 @@ def test_a_run_settles_it_on_all_ranks_and_says_why() -> None:
         seen.append(lacks)
         return settle(plan, "")
 
-    assert loop.settled(asked, gpu, rank_zero, choose)[0] == settled and len(seen) == 1
-    assert loop.settled(asked, torch.device("cpu"), rank_zero, choose) == (asked, "") and len(seen) == 1
+    assert job.settle_execution(asked, gpu, rank_zero, choose)[0] == settled and len(seen) == 1
+    assert job.settle_execution(asked, torch.device("cpu"), rank_zero, choose) == (asked, "") and len(seen) == 1
     once = replace(asked, recipe=replace(asked.recipe, deterministic=True))
-    assert loop.settled(once, gpu, rank_zero, None)[0].layout.compile == "off"
+    assert job.settle_execution(once, gpu, rank_zero, None)[0].layout.compile == "off"
 
 
 def test_a_dry_run_runs_what_the_plan_settles() -> None:

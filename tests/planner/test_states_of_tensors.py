@@ -17,7 +17,7 @@ from meshwright.parallel.data import local
 from meshwright.spec import Plan
 from meshwright.spec.held import memory
 from meshwright.spec.places import pipeline_ranks
-from meshwright.training.kept_bytes import kept
+from meshwright.training.kept_bytes import tensors_by_kind
 from tests.planner.test_states import planned
 
 CASES = 8

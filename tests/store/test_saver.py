@@ -26,7 +26,7 @@ from meshwright.store import checkpoint, checkpoint_writer, staging
 from meshwright.store.saver import Saver
 from meshwright.store.staging import Staging
 from meshwright.store.tensor_piece import Piece
-from meshwright.training import loop
+from meshwright.training import job, loop
 from tests.store import saving
 from tests.store.test_checkpoint import state
 from tests.store.test_crash import newest, whole
@@ -304,7 +304,7 @@ def run_both(texts: str, folder: str) -> list[int]:
         return real(self, tensors)
 
     Staging.copy = counting  # type: ignore[method-assign]
-    loop.make_mesh = partial(make_mesh, made={})  # several runs of one process
+    job.make_mesh = partial(make_mesh, made={})  # several runs of one process
     for number, options in enumerate(LAYOUTS):
         for way in ("async", "sync"):
             recipe = {**OPTIONS, "steps": 4, "eval_every": 2}

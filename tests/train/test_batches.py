@@ -10,7 +10,7 @@ import torch
 
 from meshwright.data import Sampler, Sequences, TokenStream
 from meshwright.spec.errors import DataError
-from meshwright.training.batches import Feed, PackedRows, Share, forms, held_out, split, to_batch, valid_tokens
+from meshwright.training.batches import Feed, PackedRows, Share, forms, held_out_batches, split, to_batch, valid_tokens
 
 CPU = torch.device("cpu")
 
@@ -159,16 +159,16 @@ def test_an_error_ahead_is_raised_where_the_batch_is_needed() -> None:
 
 def test_held_out_windows_are_scored_once() -> None:
     inner = sampler(count=203, starts=(0, 50), shuffle=False)
-    batches = list(held_out(inner, CPU, rows=4, limit=0, document_mask=True))
+    batches = list(held_out_batches(inner, CPU, rows=4, limit=0, document_mask=True))
     assert sum(len(batch.tokens) for batch in batches) == 28
     assert len(batches[-1].tokens) == 4 and batches[-1].valid_of_rows[2:] == (0, 0), (
         "filled up with rows that count not"
     )
     assert valid_tokens(batches) == 202 - 1, "all but the first token, and the first of the second document"
-    some = list(held_out(inner, CPU, rows=4, limit=5, document_mask=True))
+    some = list(held_out_batches(inner, CPU, rows=4, limit=5, document_mask=True))
     assert [sum(map(bool, batch.valid_of_rows)) for batch in some] == [4, 1]
 
 
 def test_held_out_text_shorter_than_a_window_is_padded() -> None:
-    [only] = held_out(sampler(count=5, shuffle=False), CPU, rows=4, limit=0, document_mask=True)
+    [only] = held_out_batches(sampler(count=5, shuffle=False), CPU, rows=4, limit=0, document_mask=True)
     assert only.tokens.shape == (1, 8) and only.valid == 4

@@ -10,7 +10,7 @@ from meshwright.spec.errors import RunError
 from meshwright.spec.units import GIB
 from meshwright.store import checkpoint_folder
 from meshwright.training import loop
-from meshwright.training.disk import OTHER_BYTES, check_space, checkpoint_bytes
+from meshwright.training.fits import OTHER_BYTES, check_space, checkpoint_bytes
 from tests.train import running
 
 KIB = 1024

@@ -58,9 +58,9 @@ def test_gradients_and_activations_of_one_micro_batch_are_not_added_up(monkeypat
     _have(monkeypatch, 1)
     with pytest.raises(DoesNotFit) as refused:
         check_fits(plan, CPU)
-    needed = fits._needs(plan, 0, "cuda")
+    needed = fits._rank_needs(plan, 0, "cuda")
     assert needed.states == states and needed.activations > 0 and "activations" in str(refused.value)
-    twice = fits._needs(replace(plan, layout=Layout(micro_batch=8)), 0, "cuda")
+    twice = fits._rank_needs(replace(plan, layout=Layout(micro_batch=8)), 0, "cuda")
     assert twice.total == states + (needed.total - states + gradients) / 2
 
 
@@ -97,7 +97,7 @@ def test_the_largest_step_of_a_ramp_counts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_copy_of_a_background_save_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe(sequence=16, global_batch=1, steps=50, checkpoint_every=10)
     plain, behind = (replace(TINY, recipe=recipe, layout=Layout(saving=saving)) for saving in ("sync", "async"))  # type: ignore[arg-type]
-    least = fits._needs(plain, 0, "cpu")
+    least = fits._rank_needs(plain, 0, "cpu")
     _have(monkeypatch, least.total + 2**20)
     check_fits(plain, CPU)
     with pytest.raises(DoesNotFit, match=r"copy for layout\.saving=async"):
@@ -107,7 +107,7 @@ def test_the_copy_of_a_background_save_counts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_others_use_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that would hold the plan, were it empty."""
-    need = fits._needs(TINY, 0, "cpu").total
+    need = fits._rank_needs(TINY, 0, "cpu").total
     _have(monkeypatch, need - 2**20, total_bytes=4 * need)
     with pytest.raises(DoesNotFit, match="are available"):
         check_fits(TINY, CPU)
@@ -115,7 +115,7 @@ def test_what_others_use_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_of_a_machine_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     two = replace(TINY, layout=Layout(dp_replicate=2))
-    need = fits._needs(two, 0, "cpu").total
+    need = fits._rank_needs(two, 0, "cpu").total
     _have(monkeypatch, int(1.5 * need))
     with pytest.raises(DoesNotFit, match="the 2 ranks of this machine"):
         check_fits(two, CPU)

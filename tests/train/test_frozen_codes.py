@@ -22,7 +22,7 @@ from meshwright.spec.errors import CheckpointError, IllegalLayout, PlanError
 from meshwright.spec.held import memory
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.store import checkpoint
-from meshwright.training import kept_bytes, loop, pretrained
+from meshwright.training import job, kept_bytes, loop, pretrained
 from tests.model.shrunk import tokens
 from tests.train.running import Crashed, Notes, PowerCut
 from tests.train.test_adapters import peft_run
@@ -75,7 +75,7 @@ def restored_folder(asked: Plan, folder: Path) -> str:
         for name, tensor in stored_weights(found.path, found.shape):
             yield name, quantize_matrix(name, tensor, schemes[name]).dequantized() if name in schemes else tensor
 
-    tokenizer = loop.prepare_data(asked.data).tokenizer
+    tokenizer = job.prepare_data(asked.data).tokenizer
     export_folder(
         folder, model_tensors=weights(), shape=found.shape, tokenizer=tokenizer, dtype=torch.float32,
         chat_template=CHATML,

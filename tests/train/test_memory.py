@@ -82,7 +82,7 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: 
         masters=shards_are_masters(precision, layout, recipe.storage),
     )
     engine.train()
-    optimizer = Optimizer.of(engine, recipe)
+    optimizer = Optimizer.for_engine(engine, recipe)
     index = mesh.places["dp_replicate"] * layout.dp_shard + mesh.places["dp_shard"]
     share = Share(index=index, parts=layout.dp, columns=engine.columns(case.sequence))
     batches = split(select(case_batch(case, 1), share), layout.micro_batch_of(case.global_batch))

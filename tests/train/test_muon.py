@@ -41,7 +41,7 @@ def recipe_of(precision: str, states: str = "fp32", masters: str = "fp32", **cha
 
 def made(recipe: Recipe, shape: ModelShape = SHAPE) -> tuple[Engine, Optimizer]:
     engine = build_engine(shape, Layout(), mesh=make_mesh(Layout()), dtype=DTYPES[recipe.precision])
-    return engine, Optimizer.of(engine, recipe)
+    return engine, Optimizer.for_engine(engine, recipe)
 
 
 def gradients(named: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
@@ -235,7 +235,7 @@ def test_what_is_frozen_stays() -> None:
     engine = build_engine(SHAPE, Layout(), mesh=make_mesh(Layout()))
     frozen = "layers.1.mlp.experts.up"
     engine.parameters[frozen].requires_grad_(False)
-    mine = Optimizer.of(engine, recipe_of("fp32"))
+    mine = Optimizer.for_engine(engine, recipe_of("fp32"))
     start = engine.parameters[frozen].detach().clone()
     run(mine, range(1))
     assert torch.equal(engine.parameters[frozen].detach(), start)

@@ -29,10 +29,9 @@ from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.lora import LoRAShape
-from meshwright.training.batches import Batch, split, to_batch
+from meshwright.training.batches import Batch, graph_form, split, standing, to_batch
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler
-from meshwright.training.standing_batch import form_of, standing
 from meshwright.training.step import MicroPass, StepResult, Weights, train_step
 from tests.operation_recorder import OnDeviceOnly, Recorder
 
@@ -79,7 +78,7 @@ def steps(
     device: str = "cpu", scaler: LossScaler | None = None, rows: int = 4,
 ) -> Iterator[tuple[StepResult, Optimizer]]:  # fmt: skip
     engine.train()
-    optimizer = Optimizer.of(engine, recipe)
+    optimizer = Optimizer.for_engine(engine, recipe)
     for step in range(number):
         batch = batch_of(step * 7 + engine.mesh.rank, rows, 24, engine.model.shape.vocab, packed=packed(step),
                          device=device)  # fmt: skip
@@ -297,7 +296,7 @@ def test_weights_that_were_put_elsewhere_are_captured_anew() -> None:
 def test_each_form_has_its_graph_and_there_are_only_so_many() -> None:
     """Packed and plain rows, and rows of other lengths; beyond the last a pass runs as it is."""
     engine, recorder = recorded(engine_of(LLAMA, Layout(compile="off")))
-    optimizer = Optimizer.of(engine, Recipe())
+    optimizer = Optimizer.for_engine(engine, Recipe())
     assert engine.graphs is not None
     for length in range(4, 4 + MOST + 1):
         batches = [batch_of(step, 1, length, LLAMA.vocab) for step in range(WARM + 1)]
@@ -311,8 +310,8 @@ def test_documents_have_room_in_powers_of_two() -> None:
     number, longest, _ = batch.spans
     own = standing(batch)
     assert own.spans[0] >= number > own.spans[0] / 2 and own.spans[1] >= longest
-    assert form_of(own) == form_of(batch) != form_of(replace(batch, documents=None))
-    assert form_of(replace(batch, documents_of_rows=())) is None
+    assert graph_form(own) == graph_form(batch) != graph_form(replace(batch, documents=None))
+    assert graph_form(replace(batch, documents_of_rows=())) is None
     assert batch.documents is not None
     exact, roomy = (borders_of(batch.documents, n) for n in (number, own.spans[0]))
     assert torch.equal(roomy[: number + 1], exact) and bool((roomy[number:] == 48).all())

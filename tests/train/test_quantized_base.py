@@ -26,7 +26,7 @@ from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.scheme_names import base_name, scheme_named
 from meshwright.store import checkpoint
 from meshwright.store.base_weights import base_weights, open_base
-from meshwright.training import kept_bytes, loop
+from meshwright.training import job, kept_bytes, loop
 from tests.model.shrunk import tokens
 from tests.train.test_adapters import peft_run
 from tests.train.test_frozen_codes import LORA, files, losses, state_of
@@ -69,7 +69,7 @@ def restored_twin(folder: Path, to: Path, asked: Plan) -> str:
             else:
                 yield name, tensor
 
-    tokenizer = loop.prepare_data(asked.data).tokenizer
+    tokenizer = job.prepare_data(asked.data).tokenizer
     export_folder(
         to, model_tensors=weights(), shape=found.shape, tokenizer=tokenizer, dtype=torch.float32, chat_template=CHATML
     )

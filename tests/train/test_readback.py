@@ -20,7 +20,7 @@ from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop, trainer
-from meshwright.training.readback import Readback
+from meshwright.training.pending_step import Readback
 from tests.train import running
 from tests.train.running import MOE, Notes, Terminated
 
@@ -92,7 +92,7 @@ def _quiet() -> Iterator[None]:
 def waits_of_steps(plan: Plan) -> list[int]:
     """How often the main thread waits for numbers of the device in each step of a run."""
     found: list[int] = []
-    begin = trainer.Trainer._begin
+    begin = trainer.Trainer._begin_step
     functions, operations = Functions(), Operations()
     rows = varlen.rows_of
 
@@ -106,7 +106,7 @@ def waits_of_steps(plan: Plan) -> list[int]:
         begin(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Trainer, "_begin", counted)
+        patch.setattr(trainer.Trainer, "_begin_step", counted)
         patch.setattr(varlen, "rows_of", read)
         with functions, operations:
             loop.run(plan)

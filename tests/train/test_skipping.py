@@ -21,7 +21,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
-from meshwright.training import loop, skipping, trainer
+from meshwright.training import job, loop, skipping, trainer
 from meshwright.training.skipping import REASONS, StepSkipper
 from tests.train import running
 from tests.train.running import Crashed, Notes, PowerCut, tensors
@@ -104,14 +104,14 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, steps: dict[int, float]) -> None:
         finally:
             hook.remove()
 
-    begin = trainer.Trainer._begin
+    begin = trainer.Trainer._begin_step
 
     def begun(self: Any, *given: Any) -> None:
         spoiled.step = lambda: self.state.progress.step + 1  # type: ignore[attr-defined]
         begin(self, *given)
 
     monkeypatch.setattr(trainer, "train_step", disturbed)
-    monkeypatch.setattr(trainer.Trainer, "_begin", begun)
+    monkeypatch.setattr(trainer.Trainer, "_begin_step", begun)
 
 
 Make = Callable[..., Plan]
@@ -229,8 +229,8 @@ def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
     os.fsync = lambda number: None  # type: ignore[assignment]
     skipping.HISTORY_STEPS = 3
     trainer.reads_late = lambda device: True
-    loop.make_mesh = partial(make_mesh, made={})
-    second, runs, finish, begin = dist.get_rank() == 1, [], Engine.finish_gradients, trainer.Trainer._begin
+    job.make_mesh = partial(make_mesh, made={})
+    second, runs, finish, begin = dist.get_rank() == 1, [], Engine.finish_gradients, trainer.Trainer._begin_step
 
     def disturbed(engine: Engine) -> None:
         finish(engine)
@@ -245,7 +245,7 @@ def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
         if second and self.state.progress.step == 14:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Engine.finish_gradients, trainer.Trainer._begin = disturbed, begun
+    Engine.finish_gradients, trainer.Trainer._begin_step = disturbed, begun
     found = []
     for number, options in enumerate(LAYOUTS):
         recipe = {"skip_nonfinite": 2, "skip_spikes": 3.0, "checkpoint_every": 0, "eval_every": 0, "steps": 30}

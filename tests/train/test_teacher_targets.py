@@ -128,7 +128,7 @@ def test_rows_that_a_longer_run_needs_are_added(
 
 def _stopped_while_asking(asked: Plan, rank: int) -> tuple[str, int, int]:
     """(how it ended, steps, rows that are there) of a run of which one rank is told to stop after its first batch."""
-    watcher, keep = Notes(), teacher_targets._together
+    watcher, keep = Notes(), teacher_targets._gather_progress
 
     def told(mesh: Mesh, mine: NDArray[np.int64], stops: bool) -> tuple[NDArray[np.int64], bool]:
         if mesh.rank == rank and not stops:
@@ -136,7 +136,7 @@ def _stopped_while_asking(asked: Plan, rank: int) -> tuple[str, int, int]:
         return keep(mesh, mine, stops)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(teacher_targets, "_together", told)
+        patch.setattr(teacher_targets, "_gather_progress", told)
         summary = loop.run(asked, watchers=[watcher])
     [done] = (default_root() / "teachers").glob("*/done.bin")
     return summary.stopped, len(watcher.steps), int(np.fromfile(done, dtype=np.uint8).sum())

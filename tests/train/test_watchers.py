@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.training.plot import _figure, loss_plot
+from meshwright.training.plot import draw_figure, loss_plot
 from meshwright.training.smooth import Smoothed
 from meshwright.training.watch import Watcher
 from meshwright.training.watchers import Forgiving, TensorBoard, WandB
@@ -49,7 +49,7 @@ def test_the_picture_bears_nan_and_rows_of_evaluation_alone(tmp_path: Path) -> N
 def test_evaluations_stand_at_the_training_tokens_of_their_step() -> None:
     steps = [{"step": i, "loss": 3.0, "lr": 1e-3, "tokens": 100 * i} for i in range(10, 41, 10)]
     evaluations = [{"step": i, "kind": "eval", "loss": i / 10, "tokens": 7} for i in (5, 20, 25, 40)]
-    loss, rate, *_ = _figure(steps, evaluations, "t", 2.5).axes
+    loss, rate, *_ = draw_figure(steps, evaluations, "t", 2.5).axes
     raw, _, points = loss.get_lines()
     assert list(raw.get_xdata()) == [1000, 2000, 3000, 4000]
     assert list(points.get_xdata()) == [2000, 2000, 4000] and list(points.get_ydata()) == [2.0, 2.5, 4.0]
@@ -187,7 +187,7 @@ def test_why_a_step_was_skipped_is_no_number(tmp_path: Path, monkeypatch: pytest
 def test_the_plot_of_a_distilled_run_shows_what_its_held_out_points_are() -> None:
     steps = [{**one, "cross_entropy": 5.0, "loss": 0.01} for one in rows(20) if one.get("kind") != "eval"]
     points = [{"kind": "eval", "step": 10, "loss": 5.5, "tokens": 9}]
-    axes = _figure(steps, points, "", None).axes[0]
+    axes = draw_figure(steps, points, "", None).axes[0]
     labels = [line.get_label() for line in axes.get_lines()]
     assert "cross entropy of each step" in labels and "held out, cross entropy: 5.500 at the end" in labels
     assert axes.get_ylim()[1] > 5.4, "both are on the chart"

@@ -26,13 +26,13 @@ from meshwright.spec.errors import DoesNotFit, MeshwrightError
 from meshwright.spec.places import pipeline_ranks
 from meshwright.spec.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
-from meshwright.training.watch import Foreseen, Summary
+from meshwright.training.watch import Forecast, Summary
 
 LIMIT_S = 60.0
 """Seconds that a dry run may delay a run. A slower one is given up, with a note."""
 
 
-def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Foreseen:
+def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Forecast:
     """Return the planner's figures, and the peak of a dry run of the rank that the planner takes for the fullest.
 
     Ranks are spread evenly over `machines`. Raises DoesNotFit if the dry run does not fit, unless `anyway`.
@@ -47,7 +47,7 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
         run = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
     except TooLong:
         sentences.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, skipped: `meshwright dryrun` has no limit"))
-        return Foreseen(sentences=tuple(sentences), with_documents=by_length)
+        return Forecast(sentences=tuple(sentences), with_documents=by_length)
     room = room_here(plan, target, machines)
     planned_bytes = {rank.pp_rank: rank.total_bytes - rank.kinds["reserve"] for rank in predicted.memory}
     document = dry_run_document(run, room, planned_bytes)
@@ -56,7 +56,7 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
     sentences.append(("dryrun", peak + room_sentence(run, room, needed)))
     if document["fits"] is False and not anyway:
         raise DoesNotFit(f"{unfit_message(run, room, needed)}; anyway=True tries all the same")
-    return Foreseen(sentences=tuple(sentences), dry_run=document, with_documents=by_length)
+    return Forecast(sentences=tuple(sentences), dry_run=document, with_documents=by_length)
 
 
 def settle(plan: Plan, lacks: str) -> tuple[Plan, str]:

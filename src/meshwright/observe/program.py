@@ -29,7 +29,7 @@ from meshwright.spec.places import place_of
 from meshwright.spec.sampling_memory import cache_bytes
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
-from meshwright.training.batches import Batch, Share, columns_of, split, to_batch
+from meshwright.training.batches import Batch, Share, split, to_batch, to_columns
 from meshwright.training.distillation import LIKELIEST, LOGS
 from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
@@ -200,13 +200,13 @@ class TrainingProgram:
         )
         batch = to_batch(
             blank, self.device, document_mask=self.documents, share=share,
-            of_answers=(lambda numbers: {REFERENCE: numbers.astype(np.float64)}) if traits.reference else None,
+            read_answers=(lambda numbers: {REFERENCE: numbers.astype(np.float64)}) if traits.reference else None,
         )  # fmt: skip
         if self.documents:  # a GPU's kernels have room for each
             known = (-(-recipe.sequence // DOCUMENT_TOKENS), recipe.sequence)
             batch = replace(batch, documents_of_rows=(known,) * rows)
         if recipe.distillation_top_k:
-            batch = replace(batch, more=columns_of(self._teacher_answers(rows), share, self.device))
+            batch = replace(batch, more=to_columns(self._teacher_answers(rows), share, self.device))
         return split(batch, layout.micro_batch_of(recipe.global_batch))
 
     def _teacher_answers(self, rows: int) -> dict[str, NDArray[Any]]:

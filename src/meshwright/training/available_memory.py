@@ -1,5 +1,4 @@
-"""What this machine's memory has left for the processes of a run: less than it has, and less than its control group may
-have, by what others use."""
+"""Memory that this machine has available for the processes of a run, within its control groups."""
 
 import os
 from collections.abc import Iterator
@@ -7,31 +6,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROCESS_BYTES = 300 * 2**20
-"""What a process takes beside its tensors: libraries (torch alone 0.25 GiB), threads, gaps between blocks."""
+"""Memory of a process beside its tensors: libraries (torch alone 0.25 GiB), threads, gaps between blocks."""
 UNLIMITED_BYTES = 2**60
-"""No limit; a control group of the first kind names a number above this where it has none."""
+"""No limit. Control groups of version 1 write a number above this when they have none."""
 CACHES = ("inactive_file", "active_file")
-"""Of a control group's use, what the kernel gives back before it refuses memory."""
+"""Parts of a control group's use that the kernel reclaims before it refuses memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """Bytes that processes of this machine can have."""
+    """Memory for processes of this machine, in bytes."""
 
     total_bytes: int
-    """Of the machine, or the limit of its control group."""
+    """Memory of the machine, or the limit of its control group."""
     available_bytes: int
-    """Not used by anybody, or given back when it is asked for."""
+    """Unused memory, and memory that is reclaimed on demand."""
     swap_bytes: int = 0
-    """Free on disk, of what the machine has and its control group allows: to compute there is slow, and no crash."""
+    """Free swap that the control group allows. Computing there is slow but does not crash."""
     swapped_bytes: int = 0
-    """Of all programs of the machine, on disk now."""
+    """Swap in use by all programs of the machine."""
 
 
 def machine_memory(root: Path = Path("/")) -> MachineMemory:
-    """As the kernel says below `root`: /proc/meminfo, and every control group (of either kind) that this process is in.
+    """Read the memory of this machine from the kernel's files below `root`.
 
-    Where there is no /proc (macOS) all memory counts as available.
+    Reads /proc/meminfo and every control group of this process, of version 1 or 2. Without /proc (macOS) all memory
+    counts as available.
     """
     described = _table(root / "proc/meminfo")
     if "MemTotal" not in described:
@@ -54,17 +54,17 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ControlGroup:
-    """A control group: its limit of memory, and what it leaves this process."""
+    """Memory limit of a control group, and what it leaves this process."""
 
     limit_bytes: int
     memory_bytes: int
     swap_bytes: int
     both_bytes: int
-    """Of memory and swap together."""
+    """Memory and swap together."""
 
 
 def _groups(root: Path) -> Iterator[_ControlGroup]:
-    """Each control group that this process is in."""
+    """Yield each control group of this process."""
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
         _, controllers, path = line.split(":", 2)
@@ -84,7 +84,7 @@ def _groups(root: Path) -> Iterator[_ControlGroup]:
 
 
 def _group(folder: Path, *, first_kind: bool) -> _ControlGroup:
-    """Of the first kind memory and swap have a limit together, of the second each its own."""
+    """Read one control group. Version 1 limits memory and swap together, version 2 each separately."""
     prefix, limit, used = ("total_", "limit_in_bytes", "usage_in_bytes") if first_kind else ("", "max", "current")
     statistics = _table(folder / "memory.stat")
     cache = sum(statistics.get(prefix + name, 0) for name in CACHES)
@@ -100,19 +100,19 @@ def _group(folder: Path, *, first_kind: bool) -> _ControlGroup:
 
 
 def _left(limit_bytes: int, used: Path, cache_bytes: int = 0) -> int:
-    """Below a limit beside what is used and cannot be given back."""
+    """Return what a limit leaves beside used memory that cannot be reclaimed."""
     if limit_bytes >= UNLIMITED_BYTES or not used.is_file():
         return limit_bytes
     return max(0, limit_bytes - max(0, _number(used) - cache_bytes))
 
 
 def _number(file: Path) -> int:
-    """UNLIMITED_BYTES where a file says `max`, or is not there."""
+    """Return the number in a file, UNLIMITED_BYTES for `max` or a missing file."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else UNLIMITED_BYTES
 
 
 def _table(file: Path) -> dict[str, int]:
-    """`name number` or `name: number unit`, a line each."""
+    """Parse lines of `name number` or `name: number unit`."""
     lines = (line.replace(":", " ").split() for line in file.read_text().splitlines()) if file.is_file() else ()
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -1,6 +1,6 @@
-"""From numbered windows of tokens to micro-batches on a device, one step ahead of the training."""
+"""Micro-batches on a device, made of numbered windows of tokens one step ahead of the training."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -20,49 +20,53 @@ if TYPE_CHECKING:
 
 
 PADDING: Final = "padding"
-"""Name of a tensor (B, S): which positions fill a row up."""
+"""Name of a bool tensor (B, S) that marks the positions which fill up a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch: tokens, targets (B, S) int64 with -100 = ignored; documents and positions (B, S) int32, only
-    when a row holds a document border."""
+    """One micro-batch: tokens and targets (B, S) int64, targets -100 = ignored.
+
+    Documents and positions (B, S) int32 exist only when a row holds a document border.
+    """
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None = None
     positions: Tensor | None = None
     valid: int = 0
-    """Targets that count, known on the host."""
+    """Number of targets that count, known on the host."""
     valid_of_rows: tuple[int, ...] = ()
-    """The same for each row, so that splitting needs no look at the device."""
+    """The same per row, so that splitting does not wait for the device."""
     documents_of_rows: tuple[tuple[int, int], ...] = ()
-    """How many documents each row holds and how long the longest is, known on the host; empty = unknown."""
+    """(documents, tokens of the longest) per row, known on the host. Empty = unknown."""
     begins_of_rows: tuple[tuple[int, ...], ...] = ()
-    """Where this rank holds a part of the positions: those of each whole row at which its documents begin."""
+    """Start positions of the documents of each whole row, when this rank holds a part of the positions."""
     masked: bool = False
-    """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
+    """True when a document mask applies. Another batch of the run may then have documents where this one has none."""
     cut: bool = False
-    """Whether this rank holds a part of the positions: they are there without documents, too."""
+    """True when this rank holds a part of the positions. Positions are then set even without documents."""
     answers_of_rows: tuple[int, ...] = ()
-    """How many answers of pairs each row holds: its first documents, the better one of a pair first. Known on the
-    host."""
+    """Number of answers of pairs per row: its first documents, the better one of a pair first. Known on the host."""
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """What is read beside, by name: (B,), (B, S), or of answers (B, A). Most is for an objective; PADDING is for the
-    balance loss of experts."""
+    """Further tensors by name: (B,), (B, S), or per answer (B, A).
+
+    Most are for an objective; PADDING is for the balance loss of experts.
+    """
 
     @property
     def spans(self) -> DocumentSpans:
-        """What the host knows of the documents of all rows."""
-        found = self.documents_of_rows
-        longest = max((longest for _, longest in found), default=0)
-        return DocumentSpans(sum(number for number, _ in found), longest, self.begins_of_rows)
+        """Counts and lengths of the documents of all rows, as far as the host knows them."""
+        longest = max((longest for _, longest in self.documents_of_rows), default=0)
+        return DocumentSpans(sum(number for number, _ in self.documents_of_rows), longest, self.begins_of_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Which part of a step's sequences a rank reads: run `index` of `parts` equal ones, and of each the `columns`
-    (positions in the sequence; None = all)."""
+    """The part of a step's sequences that a rank reads: the `index`-th of `parts` equal runs.
+
+    `columns` are the positions that it reads of each sequence. None = all.
+    """
 
     index: int = 0
     parts: int = 1
@@ -72,12 +76,12 @@ class Share:
 WHOLE = Share()
 
 
-OfAnswers = Callable[["NDArray[np.int64]"], "Mapping[str, NDArray[Any]]"]
-"""Numbers of answers (B, A), -1 = none -> what an objective reads of each, by name (B, A)."""
+AnswerReader = Callable[["NDArray[np.int64]"], "Mapping[str, NDArray[Any]]"]
+"""Numbers of answers (B, A), -1 = none -> the arrays (B, A) that an objective reads of them, by name."""
 
 
-OfRows = Callable[[int, int], "Mapping[str, NDArray[Any]]"]
-"""(cursor, count) of samples of a run -> what an objective reads of each position, by name (B, S, ...)."""
+RowReader = Callable[[int, int], "Mapping[str, NDArray[Any]]"]
+"""(cursor, count) of samples of a run -> the arrays (B, S, ...) that an objective reads of each position, by name."""
 
 
 def to_batch(
@@ -87,33 +91,39 @@ def to_batch(
     document_mask: bool,
     share: Share = WHOLE,
     rows: int = 0,
-    of_answers: OfAnswers | None = None,
+    read_answers: AnswerReader | None = None,
     by_role: bool = False,
     padding: bool = False,
 ) -> Batch:
-    """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled
-    up with rows that have no target, so that every rank makes the same passes over the same shapes. `by_role`: with
-    who says each target, as `more["roles"]`; `padding`: with what fills rows of samples up, as `more[PADDING]`."""
+    """Return the windows as tensors. Without a document mask rows are plain text.
+
+    Args:
+        rows: Fewer windows are filled up with rows without targets, so that all ranks make the same passes over equal
+            shapes.
+        read_answers: Further arrays of the answers, for the objective.
+        by_role: Add the role that says each target, as `more["roles"]`.
+        padding: Add the positions that fill up rows of samples, as `more[PADDING]`.
+    """
     packed = document_mask and sequences.packed
     positions = sequences.positions if packed else None
     targets = sequences.targets
     if positions is None and share.columns is not None:
         positions = np.broadcast_to(np.arange(targets.shape[1], dtype=np.int32), targets.shape)
 
-    def put(array: "NDArray[Any]", filling: int) -> Tensor:
+    def put(array: "NDArray[Any]", filler: int) -> Tensor:
         if share.columns is not None:
             array = array[:, list(share.columns)]
         if len(array) < rows:
-            array = np.concatenate((array, np.full((rows - len(array), array.shape[1]), filling, array.dtype)))
-        return _sent(array, device)
+            array = np.concatenate((array, np.full((rows - len(array), array.shape[1]), filler, array.dtype)))
+        return _to_device(array, device)
 
-    kept = targets if share.columns is None else targets[:, list(share.columns)]
-    beside = {"roles": put(sequences.roles, 0)} if by_role and sequences.roles is not None else {}
+    local_targets = targets if share.columns is None else targets[:, list(share.columns)]
+    extra = {"roles": put(sequences.roles, 0)} if by_role and sequences.roles is not None else {}
     if padding and sequences.roles is not None:
-        beside[PADDING] = put(_padding_of(sequences), True)
-    valid_of_rows = [*(kept >= 0).sum(axis=1).tolist(), *[0] * (rows - len(kept))]
-    begins = _begins_of(sequences) if packed else []
-    filling = [[0]] * (rows - len(kept))
+        extra[PADDING] = put(_padding_mask(sequences), True)
+    valid_of_rows = [*(local_targets >= 0).sum(axis=1).tolist(), *[0] * (rows - len(local_targets))]
+    starts = _document_starts(sequences) if packed else []
+    filler = [[0]] * (rows - len(local_targets))
     return Batch(
         tokens=put(sequences.tokens, 0),
         targets=put(targets, -100),
@@ -121,57 +131,61 @@ def to_batch(
         positions=None if positions is None else put(positions, 0),
         valid=sum(valid_of_rows),
         valid_of_rows=tuple(valid_of_rows),
-        documents_of_rows=_sizes_of([*begins, *filling], targets.shape[1]) if packed else (),
-        begins_of_rows=tuple(map(tuple, [*begins, *filling])) if packed and share.columns is not None else (),
+        documents_of_rows=_document_sizes([*starts, *filler], targets.shape[1]) if packed else (),
+        begins_of_rows=tuple(map(tuple, [*starts, *filler])) if packed and share.columns is not None else (),
         masked=document_mask,
         cut=share.columns is not None,
-        **_of_answers(sequences, device, rows, of_answers, beside),
+        **_answer_fields(sequences, device, rows, read_answers, extra),
     )
 
 
-def _sent(array: "NDArray[Any]", device: torch.device) -> Tensor:
-    """The array on a device, with no host waiting for it. A copy to a GPU starts in page-locked memory, which torch
-    keeps until the copy has ended: ordinary memory may be read after the call, and this array is gone then."""
+def _to_device(array: "NDArray[Any]", device: torch.device) -> Tensor:
+    """Return the array on a device without a wait of the host."""
+    # torch keeps page-locked memory until the copy has ended. Ordinary memory may be read after this call returns, when
+    # the array is gone.
     tensor = torch.as_tensor(np.ascontiguousarray(array))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def _of_answers(
-    sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None, beside: Mapping[str, Tensor]
+def _answer_fields(
+    sequences: "Sequences",
+    device: torch.device,
+    rows: int,
+    read_answers: AnswerReader | None,
+    extra: Mapping[str, Tensor],
 ) -> dict[str, Any]:  # fmt: skip
-    """The fields of a batch that its answers have; and what there is `beside`."""
+    """Return the fields of a batch that describe its answers, with the `extra` tensors."""
     if sequences.answers is None:
-        return {"more": beside}
-    filled = np.full((max(0, rows - len(sequences.answers)), sequences.answers.shape[1]), -1)
-    answers = np.concatenate((sequences.answers, filled))
-    more = wanted(answers) if wanted is not None else {}
+        return {"more": extra}
+    filler = np.full((max(0, rows - len(sequences.answers)), sequences.answers.shape[1]), -1)
+    answers = np.concatenate((sequences.answers, filler))
+    more = read_answers(answers) if read_answers is not None else {}
     return {
         "answers_of_rows": tuple((answers >= 0).sum(axis=1).tolist()),
-        "more": {
-            **{name: _sent(array, device) for name, array in more.items()}, **beside
-        },
-    }  # fmt: skip
+        "more": {**{name: _to_device(array, device) for name, array in more.items()}, **extra},
+    }
 
 
-def _padding_of(sequences: "Sequences") -> "NDArray[np.bool_]":
-    """[B, S]: documents without a target. A sample has one, or would not be in a row."""
+def _padding_mask(sequences: "Sequences") -> "NDArray[np.bool_]":
+    """Return [B, S] true in documents without a target."""
+    # A sample has a target, or it would not be in a row.
     numbers = sequences.documents.astype(np.int64) + np.arange(len(sequences.documents))[:, None] * 2**32
     return ~np.isin(numbers, numbers[sequences.targets >= 0])
 
 
-def _begins_of(sequences: "Sequences") -> list[list[int]]:
-    """Of each row: where its documents begin."""
+def _document_starts(sequences: "Sequences") -> list[list[int]]:
+    """Return the start positions of the documents of each row."""
     changes = np.diff(sequences.documents, axis=1) != 0
     return [[0, *(np.flatnonzero(row) + 1).tolist()] for row in changes]
 
 
-def _sizes_of(begins: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, int], ...]:
-    """Of each row: how many documents, and how long the longest is."""
+def _document_sizes(begins: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, int], ...]:
+    """Return (documents, tokens of the longest) of each row."""
     return tuple((len(row), int(np.diff(row, append=length).max())) for row in begins)
 
 
 def select(batch: Batch, share: Share = WHOLE) -> Batch:
-    """A rank's part of a batch that is there already, with its targets counted."""
+    """Return a rank's part of a batch in memory, with its targets counted."""
     rows = len(batch.tokens) // share.parts
     here = slice(share.index * rows, (share.index + 1) * rows)
     columns = slice(None) if share.columns is None else list(share.columns)
@@ -196,27 +210,34 @@ def select(batch: Batch, share: Share = WHOLE) -> Batch:
 
 
 def split(batch: Batch, size: int) -> list[Batch]:
-    """The batch in micro-batches of `size` sequences. Documents stay with all parts or none: equal rows, equal path."""
-    parts = []
+    """Split a batch into micro-batches of `size` sequences.
+
+    All parts have documents or none has, so all take one code path.
+    """
     counts = batch.valid_of_rows or tuple((batch.targets >= 0).sum(1).tolist())
-    for start in range(0, len(batch.tokens), size):
-        rows = slice(start, start + size)
-        part = each_tensor(batch, itemgetter(rows))
-        part = replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows])
-        documents, begins = batch.documents_of_rows[rows], batch.begins_of_rows[rows]
-        part = replace(part, documents_of_rows=documents, begins_of_rows=begins)
-        parts.append(replace(part, answers_of_rows=batch.answers_of_rows[rows]))
-    return parts
+    return [
+        replace(
+            map_tensors(batch, itemgetter(rows)),
+            valid=sum(counts[rows]),
+            valid_of_rows=counts[rows],
+            documents_of_rows=batch.documents_of_rows[rows],
+            begins_of_rows=batch.begins_of_rows[rows],
+            answers_of_rows=batch.answers_of_rows[rows],
+        )
+        for rows in (slice(start, start + size) for start in range(0, len(batch.tokens), size))
+    ]
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
-    """The same batch with its tensors on a device."""
-    return each_tensor(batch, lambda tensor: tensor.to(device))
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with its tensors on a device."""
+    return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 def forms(batch: Batch) -> dict[bool, Batch]:
-    """The forms in which a batch of this size may come, by whether documents are given; each runs code of its own.
-    The order is the same for every batch."""
+    """Return the forms that a batch of this size may take, by whether it has documents. Each form runs different code.
+
+    The order is the same for every batch.
+    """
     if not batch.masked:
         return {batch.documents is not None: batch}
     order = torch.arange(batch.tokens.shape[1], dtype=torch.int32, device=batch.tokens.device).expand_as(batch.tokens)
@@ -232,26 +253,28 @@ def forms(batch: Batch) -> dict[bool, Batch]:
     }
 
 
-def each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with each of its tensors changed."""
-    put = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return the batch with `change` applied to each of its tensors."""
+    fields = {name: getattr(batch, name) for name in ("tokens", "targets", "documents", "positions")}
     more = {name: change(tensor) for name, tensor in batch.more.items()}
-    changed: dict[str, Any] = {name: None if t is None else change(t) for name, t in put.items()}
+    changed: dict[str, Any] = {name: None if t is None else change(t) for name, t in fields.items()}
     return replace(batch, more=more, **changed)
 
 
-def columns_of(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch.device) -> dict[str, Tensor]:
-    """Arrays (B, S, ...) of whole rows as tensors of the positions that are here."""
+def to_columns(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch.device) -> dict[str, Tensor]:
+    """Return arrays (B, S, ...) of whole rows as tensors of the positions of this rank."""
     here = slice(None) if share.columns is None else list(share.columns)
-    return {name: _sent(array[:, here], device) for name, array in arrays.items()}
+    return {name: _to_device(array[:, here], device) for name, array in arrays.items()}
 
 
 class BatchSource(Protocol):
-    """Where batches come from. The samples of a run are numbered; a number gives the same sample on every rank, in
-    every layout and after a restart, and costs the same wherever it lies."""
+    """Source of numbered samples.
+
+    A number gives the same sample on every rank, in every layout and after a restart. The cost does not depend on it.
+    """
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
-        """Samples cursor .. cursor + count - 1; of each the columns of `share`. Called from a thread, one at a time."""
+        """Return samples cursor .. cursor + count - 1, each cut to the columns of `share`. Called from one thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,24 +283,24 @@ class PackedRows:
 
     sampler: "NumberedRows"
     document_mask: bool
-    of_answers: OfAnswers | None = None
-    of_rows: OfRows | None = None
+    read_answers: AnswerReader | None = None
+    read_rows: RowReader | None = None
     padding: bool = False
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
-        """As Source."""
+        """See BatchSource."""
         rows = self.sampler.take(cursor, count)
-        found = to_batch(
-            rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers,
+        batch = to_batch(
+            rows, device, document_mask=self.document_mask, share=share, read_answers=self.read_answers,
             padding=self.padding,
         )  # fmt: skip
-        if self.of_rows is None:
-            return found
-        return replace(found, more={**found.more, **columns_of(self.of_rows(cursor, count), share, device)})
+        if self.read_rows is None:
+            return batch
+        return replace(batch, more={**batch.more, **to_columns(self.read_rows(cursor, count), share, device)})
 
 
 class Feed:
-    """Reads the batch after the current one in a thread, so that a step does not wait for its source."""
+    """Reader that prepares the next batch in a thread, so that a step does not wait for its source."""
 
     def __init__(self, source: BatchSource, device: torch.device, *, share: Share = WHOLE) -> None:
         self.source, self.device, self.share = source, device, share
@@ -285,12 +308,15 @@ class Feed:
         self._next: tuple[tuple[int, int], Future[Batch]] | None = None
 
     def _read(self, cursor: int, count: int) -> Batch:
-        """This rank's part of samples cursor .. cursor + count - 1."""
-        own = count // self.share.parts
-        return self.source.take(cursor + own * self.share.index, own, self.device, self.share)
+        """Return this rank's part of samples cursor .. cursor + count - 1."""
+        size = count // self.share.parts
+        return self.source.take(cursor + size * self.share.index, size, self.device, self.share)
 
     def take(self, cursor: int, count: int, following: int = 0) -> Batch:
-        """This rank's part of samples cursor .. cursor + count - 1; then begins to read the next `following` ones."""
+        """Return this rank's part of samples cursor .. cursor + count - 1.
+
+        Then start to read the next `following` ones.
+        """
         if self._next is not None and self._next[0] == (cursor, count):
             batch = self._next[1].result()
         else:
@@ -306,7 +332,7 @@ class Feed:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def held_out(
+def held_out_batches(
     sampler: "NumberedRows",
     device: torch.device,
     *,
@@ -314,22 +340,77 @@ def held_out(
     limit: int,
     document_mask: bool,
     share: Share = WHOLE,
-    of_answers: OfAnswers | None = None,
+    read_answers: AnswerReader | None = None,
     by_role: bool = False,
 ) -> Iterator[Batch]:
-    """Held-out windows, `rows` at a time on each rank: all in order, or `limit` > 0 of them spread evenly; none twice.
+    """Yield held-out windows, `rows` at a time on each rank, none twice.
 
-    Every rank is given equally many batches of one size; the last ones are filled up with rows that do not count.
+    `limit` > 0 takes that many, spread evenly; 0 = all in order. Every rank gets equally many batches of one size. The
+    last ones are filled up with rows that do not count.
     """
     for number, sequences in enumerate(sampler.windows_in_order(rows * share.parts, limit=limit)):
         if number == 0:
             rows = -(-len(sequences.tokens) // share.parts)
-        own = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
+        local_rows = sequences.rows(slice(share.index * rows, (share.index + 1) * rows))
         yield to_batch(
-            own, device, document_mask=document_mask, share=share, rows=rows, of_answers=of_answers, by_role=by_role
+            local_rows,
+            device,
+            document_mask=document_mask,
+            share=share,
+            rows=rows,
+            read_answers=read_answers,
+            by_role=by_role,
         )
 
 
 def valid_tokens(micro_batches: Sequence[Batch]) -> int:
-    """Targets that count in all micro-batches together."""
+    """Return the number of targets that count in all micro-batches."""
     return sum(batch.valid for batch in micro_batches)
+
+
+def graph_form(batch: Batch) -> Hashable:
+    """Return what batches that one CUDA graph can serve have in common: sizes, and room for documents.
+
+    None = not known on the host.
+    """
+    if batch.documents is not None and not batch.documents_of_rows:
+        return None
+    sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in _tensors(batch))
+    return sizes, batch.answers_of_rows, _room(batch)
+
+
+def standing(batch: Batch) -> Batch:
+    """Return a copy of the batch with memory that stays where it is, for passes launched as CUDA graphs.
+
+    It has room for as many and as long documents as others of its form; absent ones have no tokens.
+    """
+    copy = map_tensors(batch, lambda tensor: tensor.clone())
+    return copy if batch.documents is None else replace(copy, documents_of_rows=(_room(batch),))
+
+
+def copy_into(into: Batch, batch: Batch) -> None:
+    """Copy the tensors of a batch of the same form."""
+    for (_, target), (_, source) in zip(_tensors(into), _tensors(batch), strict=True):
+        target.copy_(source)
+
+
+def _room(batch: Batch) -> tuple[int, int]:
+    """Return (documents, tokens of the longest), rounded up to powers of two, so that few forms serve all batches.
+
+    A kernel skips room without tokens. Lengths below a quarter of a row are not worth a form of their own.
+    """
+    if batch.documents is None:
+        return 0, 0
+    number, longest, _ = batch.spans
+    rows, length = batch.tokens.shape
+    return min(_power(number), rows * length), min(max(_power(longest), length // 4), length)
+
+
+def _power(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    named = {"tokens": batch.tokens, "targets": batch.targets, "documents": batch.documents,
+             "positions": batch.positions, **batch.more}  # fmt: skip
+    return ((name, tensor) for name, tensor in named.items() if tensor is not None)

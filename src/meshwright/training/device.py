@@ -1,4 +1,4 @@
-"""The device a run is on: which one, its memory, its peak."""
+"""The device of a run: which one, its memory, its peak rate, and the kernels that it takes."""
 
 import re
 import resource
@@ -30,33 +30,33 @@ from meshwright.spec.units import GIB
 from meshwright.training.precision import DTYPES, reduce_dtype
 
 MEMORY_TOLERANCE = 0.12
-"""What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
+"""Share of the memory that drivers reserve, also for error correction. At most 8 % was seen (L40S)."""
 FORMS = frozenset({"sxm", "pcie", "16", "32", "40", "80", "141"})
-"""Parts of a preset's name that a driver spells in another way: form and memory."""
+"""Parts of a preset's name that drivers spell differently: form and memory."""
 SLOWER = frozenset({"nvl", "laptop", "d", "ti"})
-"""Words of a name that mean other peaks: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti."""
+"""Words in a name that mean other peak rates: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes. GPU: peaks of live tensors and of what the allocator holds. CPU: resident now, and its peak."""
+    """Memory in bytes. GPU: peaks of live tensors and of the allocator. CPU: resident now, and its peak."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
 def pick_device() -> torch.device:
-    """The GPU this process uses (the first, if nobody chose), else the CPU."""
+    """Return the GPU of this process (the first by default), else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def prepare(
     device: torch.device, precision: str, *, tf32: bool = False, deterministic: bool = False, products: str = "same"
 ) -> None:  # fmt: skip
-    """Process-wide settings for training on a device.
+    """Apply process-wide settings for training on a device.
 
-    `deterministic` is only ever switched on: a program may have done so itself. cuBLAS also wants the variable
-    CUBLAS_WORKSPACE_CONFIG, which the command line sets.
+    `deterministic` only ever switches on, since a program may have done so itself. cuBLAS also needs the variable
+    CUBLAS_WORKSPACE_CONFIG, which the command line sets. Raises PlanError when the device lacks bf16 or fp8 products.
     """
     if products != SAME and device.type != "cpu" and (why := fp8.missing(device)):
         raise PlanError(f"{why}: take recipe.products=same")
@@ -78,10 +78,10 @@ def prepare(
 
 
 def deterministic_plan(plan: Plan, device: torch.device) -> Plan:
-    """The plan as its bits are repeated fastest here: a deterministic one on a GPU compiles no blocks of itself.
+    """Return the plan as it repeats its bits fastest. A deterministic plan on a GPU compiles no blocks by itself.
 
-    Compiled blocks would repeat their bits, too, since torch then has Inductor choose kernels without trying them. So
-    they lose what they gain, while the kernels of this package add up in one order anyway (kernels/triton).
+    Compiled blocks would repeat their bits too, because Inductor then chooses kernels without trying them. That costs
+    what compilation gains, while the kernels of this package add in one order anyway (kernels/triton).
     """
     if plan.layout.compile != "auto" or device.type != "cuda" or not leaves_compiler_out(plan.recipe):
         return plan
@@ -89,7 +89,7 @@ def deterministic_plan(plan: Plan, device: torch.device) -> Plan:
 
 
 def deterministic_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
-    """What repeating every bit costs on a GPU."""
+    """Return what determinism costs on a GPU, as sentences."""
     if not plan.recipe.deterministic or device.type != "cuda":
         return []
     blocks = "compiled blocks take kernels that were not tried" if compiled else "blocks run uncompiled"
@@ -99,14 +99,14 @@ def deterministic_notes(plan: Plan, device: torch.device, compiled: bool) -> lis
     ]
 
 
-ASKED = LEAST_POSITIONS
-"""Positions of which attention's kernel is asked for: no kernel's choice changes beyond them."""
+QUERIED_POSITIONS = LEAST_POSITIONS
+"""Positions with which the attention kernel is queried. No kernel's choice changes beyond them."""
 
 
-def _attended(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Mask]:
-    """What attention of a training step is asked on one rank: q, k, v and the mask of a row."""
+def _attention_inputs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Mask]:
+    """Return q, k, v and the mask of a row, as attention of a training step gets them on one rank."""
     shape, layout, recipe, call = plan.model, plan.layout, plan.recipe, attention_call(plan)
-    positions, heads = min(recipe.sequence, ASKED), shape.heads // layout.tp
+    positions, heads = min(recipe.sequence, QUERIED_POSITIONS), shape.heads // layout.tp
     key_heads = max(1, shape.kv_heads // layout.tp) if shape.mla is None else heads
     make = partial(torch.empty, dtype=DTYPES[recipe.precision], device=device, requires_grad=True)
     q, k = make(1, positions, heads, call.width), make(1, positions, key_heads, call.width)
@@ -117,18 +117,18 @@ def _attended(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 
 def attention_kernel(plan: Plan, device: torch.device) -> str:
-    """Which kernel computes a training step's attention on this machine, as `flash`; see kernels.attention.backend."""
+    """Return the kernel of a training step's attention on this machine, such as `flash` (kernels.attention.backend)."""
     layout = plan.layout
     if layout.kernels == "reference":
         return "reference"
-    q, k, v, mask = _attended(plan, device)
+    q, k, v, mask = _attention_inputs(plan, device)
     if layout.cp > 1:
         return f"{layout.context} of {'flash' if can_fuse(q, k) else 'plain'} parts"
     return backend(q, k, v, mask, scale=q.shape[-1] ** -0.5, dropout=plan.recipe.dropout)
 
 
 def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
-    """Which implementation runs what, and why. On a CPU only what is slower than it may be."""
+    """Return which implementation runs what and why. On a CPU: only what is slower than it could be."""
     if plan.layout.kernels == "reference":
         return ["layout.kernels=reference is plain code, for comparison: it is slower and keeps more activations"]
     if device.type == "cpu" and plan.layout.kernels != "triton":
@@ -139,19 +139,19 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     narrow = (plan.recipe.optimizer_states, plan.recipe.master_weights) != ("fp32", "fp32")
     names += ["narrow_adamw"] if narrow else []
     dtypes = {"merge": torch.float32, "narrow_adamw": reduce_dtype(plan.recipe)}
-    features = {} if compiled else {"attention": _untold(plan, device)}
-    made = chooser.summarize([
+    features = {} if compiled else {"attention": _triton_obstacle(plan, device)}
+    kernels = chooser.said([
         chooser.choice(
             name, device, dtypes.get(name, DTYPES[plan.recipe.precision]),
             prefer="auto" if name == "merge" else plan.layout.kernels, feature=features.get(name, ""),
         )
         for name in names
     ])  # fmt: skip
-    return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else ""), *library]
+    return [f"kernels: {kernels}" + ("; the compiler fuses the rest" if compiled else ""), *library]
 
 
 def attention_notes(plan: Plan, device: torch.device) -> list[str]:
-    """Which library attends in 16 bits on a GPU, and why it is that one."""
+    """Return which library computes 16-bit attention on a GPU, and why."""
     layout, dtype = plan.layout, DTYPES[plan.recipe.precision]
     if chooser.unavailable(device) == "no CUDA device" or dtype not in chooser.NARROW:
         return []
@@ -163,16 +163,16 @@ def attention_notes(plan: Plan, device: torch.device) -> list[str]:
     return [f"attention: {choice.kernel} ({choice.reason}{version})"]
 
 
-def _untold(plan: Plan, device: torch.device) -> str:
-    """Why Triton's kernel cannot be this plan's attention; empty = it can."""
+def _triton_obstacle(plan: Plan, device: torch.device) -> str:
+    """Return why Triton's kernel cannot compute this plan's attention. Empty = it can."""
     return (
-        "context parallelism" if plan.layout.cp > 1 else triton_obstacle(*_attended(plan, device), plan.recipe.dropout)
+        "context parallelism" if plan.layout.cp > 1 else untold(*_attention_inputs(plan, device), plan.recipe.dropout)
     )
 
 
 def _loop_notes(plan: Plan, device: torch.device) -> list[str]:
-    """What a CPU without a C compiler is slower in."""
-    q, k, v, _ = _attended(plan, device)
+    """Return what is slower on a CPU without a C compiler."""
+    q, k, v, _ = _attention_inputs(plan, device)
     wanted = plan.layout.cp == 1 and not plan.recipe.dropout and wants_loops(q, k, v)
     if not wanted or training_library.is_compiled():
         return []
@@ -183,7 +183,7 @@ def _loop_notes(plan: Plan, device: torch.device) -> list[str]:
 
 
 def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
-    """What makes products of 8 bits slower than those of 16 bit."""
+    """Return why 8-bit products are slower than 16-bit ones here."""
     if plan.recipe.products == SAME:
         return []
     if why := fp8.missing(device) if device.type == "cpu" else "":
@@ -197,18 +197,18 @@ def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]
 
 
 def block_operations(plan: Plan) -> list[str]:
-    """Operations of chooser.RULES that blocks of this model have."""
+    """Return the operations of chooser.RULES in the blocks of this model."""
     shape = plan.model
-    found = ["layer_norm"] if shape.norm == "layernorm" else ["rms_norm", "add_rms_norm"]
-    found.append("swiglu" if shape.mlp == "swiglu" else "gelu")
-    found += ["rope"] if shape.positions == "rope" else []
-    found += ["permute", "grouped"] if shape.moe else []
-    found += ["restore"] if holds_codes(shape) else []
-    return [*found, *(["merge"] if plan.layout.cp > 1 else []), "attention"]
+    operations = ["layer_norm"] if shape.norm == "layernorm" else ["rms_norm", "add_rms_norm"]
+    operations.append("swiglu" if shape.mlp == "swiglu" else "gelu")
+    operations += ["rope"] if shape.positions == "rope" else []
+    operations += ["permute", "grouped"] if shape.moe else []
+    operations += ["restore"] if holds_codes(shape) else []
+    return [*operations, *(["merge"] if plan.layout.cp > 1 else []), "attention"]
 
 
 def title(device: torch.device) -> str:
-    """For people: `CPU, 2 threads` or the GPU's name."""
+    """Return a name for people: `CPU, 2 threads` or the GPU's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -216,7 +216,7 @@ def title(device: torch.device) -> str:
 
 
 def memory(device: torch.device) -> MemoryUse:
-    """What is in use, as MemoryUse says."""
+    """Return the memory in use."""
     if device.type == "cuda":
         return MemoryUse(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
     peak = resident_peak_bytes()
@@ -226,21 +226,24 @@ def memory(device: torch.device) -> MemoryUse:
 
 
 def resident_peak_bytes() -> int:
-    """The most memory that this process ever held: not `ru_maxrss`, which on Linux begins at its parent's."""
+    """Return the peak resident memory of this process.
+
+    On Linux `ru_maxrss` starts at the parent's, so it is not used.
+    """
     status = Path("/proc/self/status")
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return int(found[1]) * 1024
+    if status.exists() and (match := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(match[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that live tensors took (GPU), or that the process held (CPU)."""
+    """Return the peak of live tensors (GPU), or of the process (CPU)."""
     use = memory(device)
     return use.allocated_bytes if device.type == "cuda" else use.reserved_bytes
 
 
 def known_device(device: torch.device) -> Device | None:
-    """The preset of this GPU, if there is one."""
+    """Return the preset of this GPU. None = there is none."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -248,35 +251,38 @@ def known_device(device: torch.device) -> Device | None:
 
 
 def match_device(reported: str, memory_bytes: int = 0) -> Device | None:
-    """The preset whose chip a driver's name holds ("NVIDIA A100-SXM4-80GB"), nearest in form and memory size.
+    """Return the preset whose chip a driver's name contains ("NVIDIA A100-SXM4-80GB"), nearest in form and memory.
 
-    None where that size is another (a slice of a GPU, a laptop's) or the name says that the chip runs slower. Without
-    `memory_bytes` the size that stands in the name counts; without one, None where that chip has several in that form.
+    None when the memory differs (a slice of a GPU, a laptop's) or the name says that the chip is slower. Without
+    `memory_bytes` the size in the name counts; without that, None when the chip has several sizes in its form.
     """
+    # One chip has several presets, by form and memory size.
     words = set(reported.lower().replace("-", " ").split())
     if not memory_bytes and (sized := re.search(r"\b(\d+)gb?\b", reported.lower())):
         memory_bytes = int(sized[1]) * GIB
-    found = []
+    candidates = []
     for preset in map(device_preset, device_names()):
         chip = [part for part in preset.name.lower().split("-") if part not in FORMS]
-        off = abs(preset.memory_bytes - memory_bytes) if memory_bytes else 0
-        if words.issuperset(chip) and off < MEMORY_TOLERANCE * preset.memory_bytes and not words & SLOWER:
+        difference_bytes = abs(preset.memory_bytes - memory_bytes) if memory_bytes else 0
+        if words.issuperset(chip) and difference_bytes < MEMORY_TOLERANCE * preset.memory_bytes and not words & SLOWER:
             same_form = ("pcie" in words) == ("pcie" in preset.name.lower())
-            found.append((not same_form, off, preset))
-    nearest = [entry for entry in found if entry[:2] == min(found, key=lambda entry: entry[:2])[:2]]
+            candidates.append((not same_form, difference_bytes, preset))
+    nearest = [entry for entry in candidates if entry[:2] == min(candidates, key=lambda entry: entry[:2])[:2]]
     return nearest[0][2] if nearest and (memory_bytes or len(nearest) == 1) else None
 
 
 def cluster_of(plan: Plan, device: Device | None, machines: int) -> Cluster:
-    """The plan's cluster; where it names no device, the ranks of its layout on devices of this kind, spread evenly over
-    `machines`. None = it is not known, or no GPU."""
+    """Return the plan's cluster, or one of this machine's devices when the plan names none.
+
+    The ranks of the layout are spread evenly over `machines`. `device` None = unknown, or no GPU.
+    """
     if device is None or plan.cluster.device != device_preset("local"):
         return plan.cluster
     return Cluster(device=device, devices_per_node=max(1, plan.layout.world // machines), nodes=machines)
 
 
 def peak_flop_per_s(device: torch.device, precision: str, plan_device: Device) -> float | None:
-    """What MFU is measured against: the plan's device if it has a peak, else the preset of this GPU; None = unknown."""
+    """Return the peak rate that MFU refers to: the plan's device, else this GPU's preset. None = unknown."""
     if precision == "fp32":
         return None
     preset = plan_device if plan_device.half_flop_per_s else known_device(device)

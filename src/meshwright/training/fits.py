@@ -1,25 +1,31 @@
-"""Refuse, before anything is read or made, what cannot fit: a lower bound, so that no plan that could run is refused.
+"""Refusal of plans that cannot fit, before anything is read or allocated.
 
-Counted are weights, gradients and optimizer states (spec/held.py), what the layers keep of one micro-batch (with full
-recomputation their inputs, else also what goes into and comes out of matrix products) and, on a CPU, the tokens of a
-step and the copy from which a thread writes checkpoints, all of the largest step. What a step really takes is more.
-Gradients of a single micro-batch are made as its activations go, so the two are not added up.
+A lower bound: no plan that could run is refused.
 
-Ranks on CPUs share the memory of their machine: what they need is added up, and judged against what is available.
+Counted are weights, gradients and optimizer states (spec/held.py), and what the layers keep of one micro-batch: their
+inputs with full recomputation, else also inputs and outputs of matrix products. On a CPU also the tokens of a step and
+the copy from which a thread writes checkpoints. All are of the largest step. A real step needs more. Gradients of a
+single micro-batch appear as its activations go, so the two are not added.
+
+Ranks on CPUs share the memory of their machine. Their needs are added up and compared with what is available.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
-from meshwright.spec import Plan
-from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.held import TOKEN_BYTES, WIDTHS, memory, written_bytes
+from meshwright.spec import Plan, parameters
+from meshwright.spec.errors import DoesNotFit, RunError
+from meshwright.spec.held import COUNTER_BYTES, TOKEN_BYTES, WIDTHS, master_bytes, memory, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
+from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
-from meshwright.spec.units import gib
+from meshwright.spec.units import MIB, gib, many
+from meshwright.store import checkpoint_folder
+from meshwright.store.durable import free_bytes
 from meshwright.training.available_memory import machine_memory
 
 
@@ -34,8 +40,8 @@ class Needs:
 
     @property
     def total(self) -> int:
-        """Of all."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        """Sum of all parts."""
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 PARTS = {
@@ -51,52 +57,56 @@ PARTS = {
 
 
 def check_fits(plan: Plan, device: torch.device, *, machines: int = 1) -> None:
-    """DoesNotFit where some rank needs more than a device has, or on a CPU all ranks of a machine more than is
-    available there; the worst pipeline rank is named. Ranks are spread evenly over `machines`."""
-    needs = {rank: _needs(plan, rank, device.type) for rank in pipeline_ranks(plan.layout)}
-    rank = max(needs, key=lambda one: needs[one].total)
+    """Raise DoesNotFit when a rank needs more than its device has, naming the worst pipeline rank.
+
+    On a CPU the ranks of a machine are added up against its available memory. Ranks are spread evenly over `machines`.
+    """
+    needs = {rank: _rank_needs(plan, rank, device.type) for rank in pipeline_ranks(plan.layout)}
+    rank = max(needs, key=lambda number: needs[number].total)
     worst = needs[rank]
-    of_each = ", ".join(
+    breakdown = ", ".join(
         f"{gib(getattr(worst, key))} of {name}" for key, (name, _) in PARTS.items() if getattr(worst, key)
     )
-    said = f"rank {rank} needs at least {gib(worst.total)} ({of_each})"
+    message = f"rank {rank} needs at least {gib(worst.total)} ({breakdown})"
     if device.type == "cpu":
         here = machine_memory()
-        together = shared_bytes(plan, {rank: one.total for rank, one in needs.items()}, machines)
+        together = shared_bytes(plan, {rank: need.total for rank, need in needs.items()}, machines)
         if together <= here.available_bytes + here.swap_bytes:
             return
         ranks = plan.layout.world // machines
         if ranks > 1:
-            said += f", the {ranks} ranks of this machine {gib(together)} together,"
-        said += f" and {gib(here.available_bytes)} of its {gib(here.total_bytes)} are available"
+            message += f", the {ranks} ranks of this machine {gib(together)} together,"
+        message += f" and {gib(here.available_bytes)} of its {gib(here.total_bytes)} are available"
     else:
         has = capacity_bytes(device)
         if worst.total <= has:
             return
-        said += f" and its device has {gib(has)}"
+        message += f" and its device has {gib(has)}"
     largest = max(PARTS, key=lambda key: int(getattr(worst, key)))
-    raise DoesNotFit(f"{said}: take {PARTS[largest][1]}")
+    raise DoesNotFit(f"{message}: take {PARTS[largest][1]}")
 
 
 def capacity_bytes(device: torch.device) -> int:
-    """Memory of a GPU; of a machine what is available now."""
+    """Return the memory of a GPU, or what the machine has available now."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_memory().available_bytes
 
 
-def shared_bytes(plan: Plan, of_places: Mapping[int, int], machines: int) -> int:
-    """What the ranks of the fullest machine need together, where those of a pipeline place need `of_places`, by its
-    first rank; neighbours are on one machine."""
-    each, place = max(1, plan.layout.world // machines), plan.layout.world // plan.layout.pp
+def shared_bytes(plan: Plan, bytes_of_rank: Mapping[int, int], machines: int) -> int:
+    """Return the bytes that the ranks of the fullest machine need together.
+
+    `bytes_of_rank` holds the needs of a pipeline place by its first rank. Neighbouring ranks share a machine.
+    """
+    each, place_ranks = max(1, plan.layout.world // machines), plan.layout.world // plan.layout.pp
     sums = [
-        sum(of_places[rank - rank % place] for rank in range(first, min(first + each, plan.layout.world)))
+        sum(bytes_of_rank[rank - rank % place_ranks] for rank in range(first, min(first + each, plan.layout.world)))
         for first in range(0, plan.layout.world, each)
     ]
     return max(sums)
 
 
-def _needs(plan: Plan, rank: int, device: str) -> Needs:
+def _rank_needs(plan: Plan, rank: int, device: str) -> Needs:
     layout, recipe, shape = plan.layout, plan.recipe.largest, plan.model
     held = memory(
         shape, layout, recipe.precision, rank, micro_batches=plan.micro_batches, reduce_dtype=recipe.reduce_dtype,
@@ -109,21 +119,72 @@ def _needs(plan: Plan, rank: int, device: str) -> Needs:
     sequences = layout.micro_batch_of(recipe.global_batch)
     ranges = layers_of_stages(shape.layers, layout)
     layers = sum(len(ranges[stage]) for stage in own_stages(layout, place_of(layout, rank)["pp"]))
-    kept = layers * sequences * positions * _kept_of_token(shape, layout) * WIDTHS[recipe.precision].parameter
+    activation_bytes = (
+        layers * sequences * positions * _elements_per_token(shape, layout) * WIDTHS[recipe.precision].parameter
+    )
     host = device == "cpu"
     return Needs(
         states=max(update, inside),
-        activations=max(0, inside + kept - max(update, inside)),
+        activations=max(0, inside + activation_bytes - max(update, inside)),
         tokens=recipe.global_batch // layout.dp * positions * TOKEN_BYTES * host,
         copy=written_bytes(shape, layout, recipe.precision, rank, storage=recipe.storage)
         * (host and plan.copies_state(device)),
     )
 
 
-def _kept_of_token(shape: ModelShape, layout: Layout) -> int:
-    """Elements that a dense layer keeps of one token at least."""
+def _elements_per_token(shape: ModelShape, layout: Layout) -> int:
+    """Return the elements that a dense layer keeps of one token at least."""
     whole = shape.hidden // (layout.tp if layout.sp else 1)
     if layout.recompute == "full" or shape.mla is not None or shape.moe is not None:
         return whole
     products = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.ffn
     return 2 * whole + products // layout.tp
+
+
+def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
+    """Return the size of the tensors of one checkpoint, which does not depend on the layout.
+
+    Counted are trained weights, master weights, moments, and a step counter per tensor. Names, hashes and random
+    states, some kilobytes per rank, are left out.
+    """
+    storage, precision = recipe.storage, recipe.precision
+    weight_bytes = WIDTHS[precision].parameter + master_bytes(precision, storage)
+    return sum(
+        parameter.numel * weight_bytes + storage.of(parameter).nbytes(parameter.shape) + COUNTER_BYTES
+        for parameter in parameters(shape)
+        if parameter.trained
+    )
+
+
+OTHER_BYTES = 2 * MIB
+"""Files of a run beside its checkpoints: plan, tokenizer, metrics, ledgers, picture of the loss."""
+
+
+def check_space(plan: Plan) -> str | None:
+    """Return a warning when the disk cannot hold all checkpoints that exist at once. None = it can.
+
+    Raises RunError when not even one more fits. A finished run is not checked.
+    """
+    run, recipe = Path(plan.run), plan.recipe
+    saved_checkpoints = checkpoint_folder.listing(run / "checkpoints")
+    if saved_checkpoints and saved_checkpoints[-1].step >= recipe.steps:
+        return None
+    free = free_bytes(run)
+    if free is None:
+        return None
+    size = checkpoint_bytes(plan.model, recipe)
+    if free < size + OTHER_BYTES:
+        raise RunError(
+            f"run={run}: the disk is too small. A checkpoint takes {gib(size)}, other files of the run up to "
+            f"{gib(OTHER_BYTES)}, and {gib(free)} are free: free some space, or choose another run="
+        )
+    best = 1 if plan.data.validation else 0
+    saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1
+    most = min(saves, recipe.keep_last + best + 1)
+    needed = OTHER_BYTES + most * size - sum(saved.size_bytes for saved in saved_checkpoints)
+    if free >= needed:
+        return None
+    return (
+        f"the disk of {run} has {gib(free)} free, and up to {many(most, 'checkpoint')} of {gib(size)} are there at "
+        f"once (recipe.keep_last={recipe.keep_last}, the best, the one being written): it will be full before the end"
+    )

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to end after the current step; a second Ctrl-C ends it at once."""
+"""Signals that end a run after the current step, and the agreement of all ranks on that step."""
 
 import os
 import signal
@@ -7,6 +7,12 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from meshwright.parallel.group import Group
+from meshwright.store.saver import Saver
+
 STDERR = 2
 ENDING = b"""
 meshwright: the run ends after this step and saves it; Ctrl-C again ends at once, and only checkpoints stay
@@ -14,16 +20,15 @@ meshwright: the run ends after this step and saves it; Ctrl-C again ends at once
 
 
 class Interrupt:
-    """Within `with Interrupt() as stop:`, `stop.requested` is None or the name of the first signal that came.
+    """Signal handlers within a `with` block; `requested` is the name of the first signal that came, or None.
 
-    SIGTERM (what a cluster sends before it takes the machine) and the first Ctrl-C only set it; the second Ctrl-C
-    raises KeyboardInterrupt where the program stands; one within `echo_s` of the first counts as the same. Handlers are
-    put back at the end. Python lets only the main thread of a process handle signals: in another thread this does
-    nothing.
+    SIGTERM, which a cluster sends before it takes the machine, and the first Ctrl-C only set it. A second Ctrl-C raises
+    KeyboardInterrupt, unless it comes within `echo_s` of the first. Handlers are restored at the end. Only the main
+    thread of a process can handle signals; in other threads this does nothing.
     """
 
     def __init__(self, echo_s: float = 0.0, speaks: bool = False) -> None:
-        """`speaks`: say at the first Ctrl-C what follows, since a step and its save may take minutes."""
+        """Set `speaks` to announce at the first Ctrl-C what follows, since a step and its save may take minutes."""
         self.requested: str | None = None
         self.echo_s, self.speaks = echo_s, speaks
         self._presses: list[float] = []
@@ -50,3 +55,47 @@ class Interrupt:
             self._presses.append(time.monotonic())
             if len(self._presses) > 1 and self._presses[-1] - self._presses[0] >= self.echo_s:
                 raise KeyboardInterrupt
+
+
+SIGNALS = ("SIGINT", "SIGTERM")
+"""Signals that may end a run. Of two the first is named."""
+
+
+class StopAgreement:
+    """Agreement of ranks to stop after the same step, whichever of them got a signal or failed to save.
+
+    Ranks exchange flags with every step (`announce`) and receive them with the step's numbers (`receive`), so that no
+    rank waits. While no step is under way they ask at once.
+    """
+
+    def __init__(self, world: Group, device: torch.device, stop: Interrupt, saver: Saver) -> None:
+        self.world, self.device, self.stop, self.saver = world, device, stop, saver
+        self.agreed: str | None = None
+        """The signal for which all ranks end before the last step, the same on every rank."""
+        self._received = [0.0] * (1 + len(SIGNALS))
+
+    def announce(self) -> Tensor:
+        """Return fp32 flags over all ranks: 1.0 if any failed to save, and for each of SIGNALS if any got it."""
+        flags = (bool(self.saver.failed()), *(self.stop.requested == signal for signal in SIGNALS))
+        tensors = [torch.full((), float(flag), device=self.device) for flag in flags]
+        return self.world.all_reduce(torch.stack(tensors), "max")
+
+    def receive(self, flags: list[float]) -> None:
+        """Take what `announce` returned, once it is on the host."""
+        self._received = flags
+
+    def reached(self, *, under_way: bool) -> bool:
+        """Return whether all ranks end now. `under_way`: a step has begun whose numbers were not read.
+
+        Raises CheckpointError on all ranks when one could not write.
+        """
+        asked, failed = self.stop.requested, bool(self.saver.failed())
+        if self.world.size > 1:
+            flags = self._received if under_way else self.announce().tolist()
+            asked = next((signal for signal, any_rank in zip(SIGNALS, flags[1:], strict=True) if any_rank), None)
+            failed = bool(flags[0])
+        if failed:
+            self.saver.give_up()
+        if asked is not None:  # a signal that came meanwhile is left for the next step
+            self.agreed = self.stop.requested = asked
+        return asked is not None

@@ -1,6 +1,6 @@
-"""What a rank really keeps of parameters, gradients and optimizer states: the memory of its tensors, summed.
+"""Memory that a rank really holds for parameters, gradients and optimizer states, summed over its tensors.
 
-The counting of the same from shape and layout alone is spec/held.py; a test holds them together to the byte.
+spec/held.py computes the same from shape and layout alone; a test compares them to the byte.
 """
 
 from collections.abc import Iterable
@@ -13,23 +13,25 @@ from meshwright.parallel.data import local
 from meshwright.training.optimizer import Optimizer
 
 
-def memory(engine: Engine, optimizer: Optimizer, beside: Iterable[Tensor] = ()) -> dict[str, int]:
-    """Bytes by kind (spec.ledger.STATES) at this moment, without those that have nothing. Tensors that share memory
-    count once. `beside`: parameters of a teacher."""
+def memory(engine: Engine, optimizer: Optimizer, teacher: Iterable[Tensor] = ()) -> dict[str, int]:
+    """Return the bytes of each kind (spec.ledger.STATES) at this moment, without empty kinds.
+
+    Tensors that share memory count once. `teacher`: its parameters.
+    """
     seen: set[int] = set()
-    sizes = {kind: _bytes(tensors, seen) for kind, tensors in kept(engine, optimizer).items()}
-    sizes["parameters"] += _bytes(beside, seen)
+    sizes = {kind: _bytes(tensors, seen) for kind, tensors in tensors_by_kind(engine, optimizer).items()}
+    sizes["parameters"] += _bytes(teacher, seen)
     return {kind: size for kind, size in sizes.items() if size}
 
 
-def kept(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """The tensors of each kind (spec.ledger.STATES) as they are now."""
-    now, own = engine.parameters.values(), optimizer.parameters.values()
+def tensors_by_kind(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors of each kind (spec.ledger.STATES) as they are now."""
+    parameters, shards = engine.parameters.values(), optimizer.parameters.values()
     states = optimizer.tensors()
     return {
-        "parameters": [*now, *codes(engine)],
-        "shards": [*own, *optimizer.frozen],
-        "gradients": [p.grad for p in (*now, *own) if p.grad is not None],
+        "parameters": [*parameters, *codes(engine)],
+        "shards": [*shards, *optimizer.frozen],
+        "gradients": [p.grad for p in (*parameters, *shards) if p.grad is not None],
         "masters": [t for name, t in states.items() if name.startswith("master.")],
         "moments": [t for name, t in states.items() if name.startswith("moment")],
         "counters": [t for name, t in states.items() if name.startswith("step.")],
@@ -37,13 +39,13 @@ def kept(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
 
 
 def codes(engine: Engine) -> list[Tensor]:
-    """Of frozen matrices that are codes and scales."""
-    held = frozen_codes(engine.stages, engine.model.shape)
-    return [tensor for one in held.values() for tensor in (*one.buffers(), *one.parameters())]
+    """Return the tensors of frozen matrices that are stored as codes and scales."""
+    matrices = frozen_codes(engine.stages, engine.model.shape).values()
+    return [tensor for matrix in matrices for tensor in (*matrix.buffers(), *matrix.parameters())]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Of the storages behind tensors that are not in `seen`; padding is part of a storage."""
+    """Return the size of the storages behind tensors that are not in `seen`. Padding is part of a storage."""
     total = 0
     for tensor in tensors:
         storage = local(tensor.detach()).untyped_storage()

@@ -1,6 +1,8 @@
-"""The states of parameters that are updated one by one: what AdamW keeps of those whose moments are not fp32, or whose
-bf16 weights have no fp32 master (spec/optimizer_states.py, kernels/narrow_states.py); and what Muon keeps of its
-matrices, in any format (training/muon.py)."""
+"""Optimizer states of parameters that are updated one at a time.
+
+These are AdamW's states when moments are not fp32, or when bf16 weights have no fp32 master (spec/optimizer_states.py,
+kernels/narrow_states.py), and Muon's states of matrices in any format (training/muon.py).
+"""
 
 from dataclasses import dataclass
 from zlib import crc32
@@ -15,12 +17,12 @@ from meshwright.spec.optimizer_states import WORK_BYTES, MomentFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 ZERO_CODE = {True: 127, False: 0}
-"""Place of 0 in the code book, signed and not."""
+"""Index of 0 in the code book, signed and unsigned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Where a rank's piece of a parameter lies, and how its moments are stored."""
+    """A rank's box of a parameter, and the format of its moments."""
 
     box: Box
     stored: MomentFormat
@@ -30,20 +32,23 @@ class NarrowStates:
     """Moments by parameter name, and their update."""
 
     def __init__(self, held: dict[str, Held], seed: int, device: torch.device, prefer: str = "auto") -> None:
-        """`prefer`: one of chooser.PREFERENCES."""
+        """Take `prefer` from chooser.PREFERENCES."""
         self.held, self.seed, self.prefer = held, seed, prefer
         self.books = code_books(device)
-        self.moments = {name: _moments(one, device) for name, one in held.items()}
+        self.moments = {name: _zero_moments(piece, device) for name, piece in held.items()}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """`moment1`, `moment2`, and of 8-bit ones `moment1_scale`, `moment2_scale`, in the sizes of the piece."""
-        found: dict[str, Tensor] = {}
+        """Return `moment1` and `moment2` in the sizes of the piece.
+
+        8-bit moments add `moment1_scale` and `moment2_scale`.
+        """
+        tensors: dict[str, Tensor] = {}
         sizes, stored = self.held[name].box.sizes, self.held[name].stored
         for number, moment in enumerate(self.moments[name], start=1):
-            found[f"moment{number}.{name}"] = moment.values.view(sizes)
+            tensors[f"moment{number}.{name}"] = moment.values.view(sizes)
             if moment.scales is not None:
-                found[f"moment{number}_scale.{name}"] = moment.scales.view(stored.scale_sizes(sizes))
-        return found
+                tensors[f"moment{number}_scale.{name}"] = moment.scales.view(stored.scale_sizes(sizes))
+        return tensors
 
     def update(
         self,
@@ -54,14 +59,14 @@ class NarrowStates:
         numbers: UpdateNumbers,
         most_bytes: int,
     ) -> None:
-        """Of one parameter, in place. `weights`: the one that is updated, and its 16-bit copy."""
+        """Update one parameter in place. `weights`: the updated weight, and its 16-bit copy."""
         if weights[0].numel():
             piece = self.piece(name, weights, step)
             rows = gradient.reshape(piece.weight.shape)
             narrow_adamw(piece, rows, numbers, most_bytes // WORK_BYTES, self.prefer)
 
     def piece(self, name: str, weights: tuple[Tensor, Tensor | None], step: Tensor) -> NarrowPiece:
-        """What is updated of one parameter, which is not empty, as rows."""
+        """Return the local part of a non-empty parameter as rows."""
         weight, copy = weights
         size = (-1, weight.shape[-1])  # a vector is one row
         return NarrowPiece(
@@ -70,11 +75,11 @@ class NarrowStates:
             moments=self.moments[name],
             step=step,
             books=self.books,
-            position=self._position(name),
+            place=self._place_in_whole(name),
         )
 
-    def _position(self, name: str) -> PositionInWhole:
-        """Random bits go by seed, name and place in the whole tensor: no rank and no layout changes them."""
+    def _place_in_whole(self, name: str) -> PlaceInWhole:
+        """Return the seed and position that random bits depend on: no rank and no layout changes them."""
         box = self.held[name].box
         _, rows, _ = _three(box.sizes)
         _, whole_rows, width = _three(box.whole)
@@ -90,16 +95,15 @@ def _three(sizes: tuple[int, ...], filled: int = 1) -> tuple[int, int, int]:
     return x, y, w
 
 
-def _moments(one: Held, device: torch.device) -> tuple[Moment, ...]:
-    """A mean of the gradient, and for AdamW one of its square, which has no sign."""
-    return tuple(_made(one, device, signed) for signed in (True, False)[: one.stored.moments])
+def _zero_moments(held: Held, device: torch.device) -> tuple[Moment, ...]:
+    # The mean of the gradient is signed; that of its square, which only AdamW has, is not.
+    return tuple(_zero_moment(held, device, signed) for signed in (True, False)[: held.stored.moments])
 
 
-def _made(one: Held, device: torch.device, signed: bool) -> Moment:
-    """Zeros."""
-    stored, sizes = one.stored, one.box.sizes
+def _zero_moment(held: Held, device: torch.device, signed: bool) -> Moment:
+    stored, sizes = held.stored, held.box.sizes
     width = sizes[-1]
-    rows = one.box.numel // width if width else 0
+    rows = held.box.numel // width if width else 0
     if stored.dtype != "int8":
         return Moment(torch.zeros((rows, width), dtype=DTYPES[stored.dtype], device=device), None, signed)
     codes = torch.full((rows, width), ZERO_CODE[signed], dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch is worth (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
+"""The gradient noise scale: the useful batch size (McCandlish et al. 2018, arXiv:1812.06162, appendix A.1).
 
 For gradients G_small, G_big of batches of b < B tokens, E|G|^2 = |true|^2 + tr(Sigma)/size. Two sizes give both:
     tr(Sigma) = (|G_small|^2 - |G_big|^2) / (1/b - 1/B)        |true|^2 = |G_big|^2 - tr(Sigma)/B
@@ -22,10 +22,10 @@ class NoiseScale:
     weight: float = 0.0
 
     def add(self, small_squared: Sequence[float], small_tokens: Sequence[float], big_squared: float) -> None:
-        """One measurement: squared norms of mean gradients of each micro-batch and of the whole step.
+        """Add one measurement: squared norms of the mean gradients of each micro-batch and of the whole step.
 
-        Micro-batches without a valid token say nothing; a step with fewer than two others, or whose gradient
-        overflowed (fp16), measures nothing.
+        Micro-batches without a valid token are ignored. A step with fewer than two others, or whose gradient overflowed
+        (fp16), adds nothing.
         """
         small = [(squared, tokens) for squared, tokens in zip(small_squared, small_tokens, strict=True) if tokens]
         mean_squared = sum(squared for squared, _ in small) / max(1, len(small))
@@ -41,7 +41,7 @@ class NoiseScale:
 
     @property
     def tokens(self) -> float | None:
-        """The noise scale in tokens; None before a measurement, or while noise hides the signal."""
+        """The noise scale in tokens. None = not measured yet, or noise hides the signal."""
         if self.weight == 0 or self.signal <= 0 or self.variance <= 0:
             return None
         return self.variance / self.signal

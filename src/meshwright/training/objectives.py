@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.parallel import Engine
 from meshwright.spec import Recipe
-from meshwright.training.batches import Batch, OfAnswers, OfRows
+from meshwright.training.batches import AnswerReader, Batch, RowReader
 from meshwright.training.on_policy import OnPolicy
 from meshwright.training.orpo import ORPO
 from meshwright.training.preference import DPO, IPO
@@ -19,34 +19,34 @@ MADE: Mapping[str, Callable[[Recipe], Objective]] = {
     "ipo": lambda recipe: IPO(sequence=recipe.sequence, beta=recipe.preference_beta),
     "orpo": lambda recipe: ORPO(sequence=recipe.sequence, beta=recipe.preference_beta),
 }
-"""Every objective but those with a teacher: `teacher.distillation` makes them, with it."""
+"""Every objective without a teacher. `teacher.distillation` makes the others."""
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """What a step of this recipe minimizes."""
+    """Return the objective of a recipe."""
     return MADE[recipe.objective](recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a run minimizes."""
+    """The objective of a run, and the further inputs that it reads."""
 
     objective: Objective = CROSS_ENTROPY
     scored: Objective = CROSS_ENTROPY
-    """What held-out text is scored by: of a distillation cross-entropy, so that runs compare."""
-    of_training: OfAnswers | None = None
-    """What the objective reads of answers that are trained on."""
-    of_validation: OfAnswers | None = None
-    """The same of those held out."""
-    of_rows: OfRows | None = None
-    """What it reads of each position of a row that is trained on."""
+    """The objective that scores held-out text. Distillations use cross-entropy, which compares across runs."""
+    read_training_answers: AnswerReader | None = None
+    """Further arrays of training answers, for the objective."""
+    read_validation_answers: AnswerReader | None = None
+    """Further arrays of held-out answers."""
+    read_rows: RowReader | None = None
+    """Further arrays of each position of a training row."""
     on_policy: OnPolicy | None = None
-    """What writes answers anew in some steps; None = nothing."""
+    """Rewrites answers in some steps. None = nothing is rewritten."""
 
     def rows(self, batch: Batch, engine: Engine, cursor: int) -> Batch:
-        """What a step from sample `cursor` on reads, of this rank's part of the text."""
+        """Return the text that a step from sample `cursor` on reads, of this rank's part."""
         return batch if self.on_policy is None else self.on_policy.rows(batch, engine, cursor)
 
 
 TEXT = Task()
-"""Cross-entropy."""
+"""Cross-entropy on plain text."""

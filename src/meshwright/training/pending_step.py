@@ -1,5 +1,6 @@
-"""A step that was begun, and what is recorded of it once its numbers have come to the host."""
+"""A started step, and its record once its numbers have reached the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,13 +9,31 @@ from torch import Tensor
 from meshwright.parallel.group import Group
 from meshwright.spec import Plan
 from meshwright.spec.flop import token_flop
-from meshwright.training import device
+from meshwright.training import device, step_clock
 from meshwright.training.rate import learning_rate
-from meshwright.training.readback import Readback
 from meshwright.training.skipping import REASONS
 from meshwright.training.step import StepResult
 from meshwright.training.step_clock import StepSpan
 from meshwright.training.watch import StepMetrics
+
+
+class Readback:
+    """Small fp32 tensors by name. A training step waits for the device only in `read`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors.values()])
+        self._host = packed.to("cpu", non_blocking=True)  # page-locked memory when it comes from a GPU
+        self.border = step_clock.mark_border(packed.device)
+        """The end of the step and of the copy."""
+
+    def read(self) -> dict[str, list[float]]:
+        """Wait until the device has computed the numbers, and return them by name."""
+        self.border.wait()
+        numbers, values = self._host.tolist(), {}
+        for name, size in self._sizes.items():
+            values[name], numbers = numbers[:size], numbers[size:]
+        return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,25 +43,31 @@ class PendingStep:
     step: int
     global_batch: int
     tokens: int
-    """Of the run, this step included."""
+    """Tokens of the run, including this step."""
     span: StepSpan
     data_wait_s: float
     part: Tensor
-    """Of StepResult."""
+    """See StepResult."""
     micro_tokens: tuple[float, ...]
     numbers: Readback
 
 
-def readback(result: StepResult, **more: Tensor | None) -> Readback:
-    """What the host wants to know of a step, on its way; `more` by name, None is left out."""
-    values = {"loss": result.loss, "grad_norm": result.grad_norm, "reason": result.reason, "balance": result.balance}
-    squared = torch.stack(result.micro_squared) if result.micro_squared else None
-    values |= {"micro_squared": squared, "figures": result.figures if len(result.figures) else None, **more}
-    return Readback({name: value for name, value in values.items() if value is not None})
+def readback(outcome: StepResult, **more: Tensor | None) -> Readback:
+    """Start copying a step's numbers to the host, with `more` by name. None is left out."""
+    tensors = {
+        "loss": outcome.loss,
+        "grad_norm": outcome.grad_norm,
+        "reason": outcome.reason,
+        "balance": outcome.balance,
+        "micro_squared": torch.stack(outcome.micro_squared) if outcome.micro_squared else None,
+        "figures": outcome.figures if len(outcome.figures) else None,
+        **more,
+    }
+    return Readback({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def first_without_number(world: Group, part: Tensor) -> str:
-    """The first rank whose own part of the loss is not finite. All ranks ask, once the sum is not."""
+    """Name the first rank whose part of the loss is not finite. All ranks call this once the sum is not."""
     finite = world.all_gather(torch.isfinite(part).reshape(1)).tolist()
     return "all ranks" if all(finite) else f"rank {finite.index(False)}"
 
@@ -50,23 +75,23 @@ def first_without_number(world: Group, part: Tensor) -> str:
 def step_metrics(
     plan: Plan,
     pending: PendingStep,
-    found: dict[str, list[float]],
+    values: dict[str, list[float]],
     *,
     device_used: torch.device,
     run_s: float,
     noise_scale_tokens: float | None,
 ) -> StepMetrics:
-    """The record of a step; `found` is what its readback gave."""
+    """Return the record of a step from the values of its readback."""
     use = device.memory(device_used)
     rate = pending.global_batch * plan.recipe.sequence / pending.span.seconds
     peak = device.peak_flop_per_s(device_used, plan.recipe.precision, plan.cluster.device)
     peak = peak * plan.layout.world if peak else None
     causal, full = (token_flop(plan.model, plan.recipe.sequence, causal=causal) for causal in (True, False))
-    skipped = int(found["skipping"][3])
+    skipped = int(values["skipping"][3])
     return StepMetrics(
         step=pending.step,
-        loss=found["loss"][0],
-        grad_norm=found["grad_norm"][0],
+        loss=values["loss"][0],
+        grad_norm=values["grad_norm"][0],
         lr=learning_rate(plan.recipe, pending.step),
         tokens=pending.tokens,
         tokens_per_second=rate,
@@ -80,10 +105,10 @@ def step_metrics(
         mfu_full=rate * full.training / peak if peak else None,
         hfu=rate * causal.hardware(plan.layout.acting_recompute, plan.recomputed_share) / peak if peak else None,
         noise_scale_tokens=noise_scale_tokens,
-        balance_loss=found["balance"][0] if "balance" in found else None,
-        loss_scale=found["loss_scale"][0] if "loss_scale" in found else None,
+        balance_loss=values["balance"][0] if "balance" in values else None,
+        loss_scale=values["loss_scale"][0] if "loss_scale" in values else None,
         global_batch=pending.global_batch,
-        skipped=REASONS[int(found["reason"][0])],
+        skipped=REASONS[int(values["reason"][0])],
         skipped_steps=skipped or None,
-        figures=dict(zip(plan.recipe.traits.figures, found.get("figures", ()), strict=True)),
+        figures=dict(zip(plan.recipe.traits.figures, values.get("figures", ()), strict=True)),
     )

@@ -1,4 +1,4 @@
-"""The picture every run leaves behind: loss over tokens, held-out points, the rate in a strip below."""
+"""The picture that every run leaves behind: loss over tokens, held-out points, and the rate in a strip below."""
 
 import io
 import math
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREY, PALE = "#1f5fa8", "#d9661f", "#555555", "#d9d9d9"
 POINTS = 4000
-"""More points than pixels help nobody: longer runs are thinned, keeping the last."""
+"""Points of a curve at most. Longer runs are thinned, keeping the last; a picture has fewer pixels."""
 
 Row = dict[str, Any]
 
 
 def loss_plot(metrics: Sequence[Row], path: Path, *, title: str = "", bytes_per_token: float | None = None) -> None:
-    """Draw the rows of a metrics.jsonl as a PNG at `path`; the file appears whole or not at all.
+    """Draw the rows of a metrics.jsonl as a PNG at `path`. The file appears complete or not at all.
 
-    Rows of kind `eval` are evaluations on held-out text, all others steps. With `bytes_per_token` a second axis reads
-    the loss in bits per byte. Without a finite loss the axes stay empty. OSError where the folder cannot be written.
+    Rows of kind `eval` are evaluations on held-out text, all others are steps. `bytes_per_token` adds an axis in bits
+    per byte. Without a finite loss the axes stay empty. Raises OSError when the folder cannot be written.
     """
     steps = [row for row in metrics if row.get("kind") != "eval" and math.isfinite(row["loss"])]
     held_out = [row for row in metrics if row.get("kind") == "eval" and math.isfinite(row["loss"])]
-    figure = _figure(steps, held_out, title, bytes_per_token)
+    figure = draw_figure(steps, held_out, title, bytes_per_token)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, picture.getvalue())
 
 
-def _figure(steps: Sequence[Row], held_out: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":
-    """No pyplot: it would pick a window system and keep every figure alive."""
-    from matplotlib.figure import Figure
+def draw_figure(steps: Sequence[Row], held_out: Sequence[Row], title: str, bytes_per_token: float | None) -> "Figure":
+    """Return the figure of a run."""
+    from matplotlib.figure import Figure  # pyplot would pick a window system and keep every figure alive
 
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
@@ -55,22 +55,22 @@ def _figure(steps: Sequence[Row], held_out: Sequence[Row], title: str, bytes_per
         bits.tick_params(colors=GREY, labelsize=9)
         bits.spines["right"].set_visible(False)
     for axes in (loss, rate):
-        _plain(axes)
+        _style(axes)
     return figure
 
 
 def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> None:
-    kept = _thin(steps)
-    tokens = [row["tokens"] for row in kept]
-    dot = "o" if len(kept) < 3 else ""
+    rows = _thin(steps)
+    tokens = [row["tokens"] for row in rows]
+    dot = "o" if len(rows) < 3 else ""
     axes.plot(
-        tokens, [row["loss"] for row in kept], color=BLUE, alpha=0.25, linewidth=0.8, label="each step", marker=dot
+        tokens, [row["loss"] for row in rows], color=BLUE, alpha=0.25, linewidth=0.8, label="each step", marker=dot
     )
-    axes.plot(tokens, _smooth(steps, kept), color=BLUE, linewidth=1.8, label="smoothed")
+    axes.plot(tokens, _smoothed(steps, rows), color=BLUE, linewidth=1.8, label="smoothed")
     points = _points(steps, held_out)
-    apart = [row["cross_entropy"] for row in kept if points and "cross_entropy" in row]  # a distilled run's
-    if apart and len(apart) == len(kept):
-        axes.plot(tokens, apart, color=ORANGE, alpha=0.4, linewidth=0.8, label="cross entropy of each step")
+    cross_entropies = [row["cross_entropy"] for row in rows if points and "cross_entropy" in row]  # a distilled run's
+    if cross_entropies and len(cross_entropies) == len(rows):
+        axes.plot(tokens, cross_entropies, color=ORANGE, alpha=0.4, linewidth=0.8, label="cross entropy of each step")
     if points:
         axes.plot(
             *zip(*points, strict=True),
@@ -79,23 +79,23 @@ def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> N
             marker="o",
             markersize=6,
             markeredgecolor="white",
-            label=f"held out{', cross entropy' if apart else ''}: {points[-1][1]:.3f} at the end",
+            label=f"held out{', cross entropy' if cross_entropies else ''}: {points[-1][1]:.3f} at the end",
         )
-    low, high = _limits([row["loss"] for row in steps] + [loss for _, loss in points] + apart)
-    axes.set_ylim(low, max([high, *(1.05 * loss for _, loss in points if apart)]))
+    low, high = _limits([row["loss"] for row in steps] + [loss for _, loss in points] + cross_entropies)
+    axes.set_ylim(low, max([high, *(1.05 * loss for _, loss in points if cross_entropies)]))
     axes.set_ylabel("loss (nats per token)")
     if steps:
         axes.legend(frameon=False, loc="upper right")
 
 
 def _points(steps: Sequence[Row], held_out: Sequence[Row]) -> list[tuple[int, float]]:
-    """(training tokens, loss) of each evaluation, placed at the logged step before or at it.
+    """Return (training tokens, loss) of each evaluation, placed at the last logged step up to it.
 
     The `tokens` of an evaluation row are those it scored, not those of the training.
     """
     numbers = [row["step"] for row in steps]
-    places = [(bisect_right(numbers, row["step"]), row["loss"]) for row in held_out]
-    return [(steps[place - 1]["tokens"], loss) for place, loss in places if place]
+    positions = [(bisect_right(numbers, row["step"]), row["loss"]) for row in held_out]
+    return [(steps[position - 1]["tokens"], loss) for position, loss in positions if position]
 
 
 def _draw_rate(axes: "Axes", steps: Sequence[Row]) -> None:
@@ -107,7 +107,7 @@ def _draw_rate(axes: "Axes", steps: Sequence[Row]) -> None:
     axes.xaxis.set_major_formatter(lambda tokens, _: count(tokens))
 
 
-def _plain(axes: "Axes") -> None:
+def _style(axes: "Axes") -> None:
     axes.set_facecolor("white")
     axes.grid(color=PALE, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -121,22 +121,22 @@ def _thin(rows: Sequence[Row]) -> list[Row]:
     return [*rows[:-1:stride], rows[-1]] if rows else []
 
 
-def _smooth(steps: Sequence[Row], kept: Sequence[Row]) -> list[float]:
-    """Smoothed from both ends over all steps, so that it does not lag behind, and read at those that are kept."""
+def _smoothed(steps: Sequence[Row], rows: Sequence[Row]) -> list[float]:
+    """Smooth from both ends over all steps, so that the curve does not lag, and return the values of the shown rows."""
     losses = [row["loss"] for row in steps]
     keep = max(0.9, 1 - 50 / max(1, len(steps)))
     forward, backward = Smoothed(keep), Smoothed(keep)
-    there = [forward.add(loss) for loss in losses]
+    ahead = [forward.add(loss) for loss in losses]
     back = [backward.add(loss) for loss in reversed(losses)][::-1]
-    wanted = {id(row) for row in kept}
-    return [(a + b) / 2 for row, a, b in zip(steps, there, back, strict=True) if id(row) in wanted]
+    shown = {id(row) for row in rows}
+    return [(a + b) / 2 for row, a, b in zip(steps, ahead, back, strict=True) if id(row) in shown]
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """The tall start is cut at the 98th percentile: what matters is below it."""
+    """Return the range of the loss axis."""
     if not values:
         return 0.0, 1.0
-    ordered = sorted(values)
+    ordered = sorted(values)  # the tall start is cut at the 98th percentile: what matters is below it
     low, high = ordered[0], ordered[round(0.98 * (len(ordered) - 1))]
     room = 0.06 * (high - low) or 0.05 * abs(low) or 1.0
     return low - room, high + room

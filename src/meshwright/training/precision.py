@@ -1,4 +1,4 @@
-"""Which dtype is kept and computed in, and the loss scale of fp16."""
+"""The dtypes of weights, gradients and reductions, and the loss scale of fp16."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,13 @@ from torch import Tensor
 from meshwright.spec.recipe import Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Weights and gradients. Below fp32 the optimizer keeps an fp32 master copy: 2 + 2 + 4 + 4 + 4 bytes a parameter."""
+"""Weights and gradients. Below fp32 the optimizer keeps fp32 masters: 2 + 2 + 4 + 4 + 4 bytes per parameter."""
 SMALLEST_LOSS_SCALE = 1.0
-"""fp16: a gradient that overflows below this scale is not the scale's fault any more."""
+"""fp16: below this scale an overflowing gradient is not the scale's fault."""
 
 
 def reduce_dtype(recipe: Recipe) -> torch.dtype:
-    """In what gradients are summed over micro-batches and ranks."""
+    """Return the dtype in which gradients are summed over micro-batches and ranks."""
     return torch.float32 if recipe.reduce_dtype == "fp32" else DTYPES[recipe.precision]
 
 
@@ -29,11 +29,14 @@ class LossScaler:
         self.growth_interval = growth_interval
 
     def can_halve(self) -> Tensor:
-        """Whether an overflow can be the scale's fault () bool: half of it is at least SMALLEST_LOSS_SCALE."""
+        """Return () bool: whether an overflow can be the scale's fault.
+
+        It can while half the scale is at least SMALLEST_LOSS_SCALE.
+        """
         return self.scale >= 2 * SMALLEST_LOSS_SCALE
 
     def update(self, overflow: Tensor) -> None:
-        """Adapt the scale after a step; `overflow` () bool."""
+        """Adapt the scale after a step. `overflow` is a bool tensor ()."""
         good = torch.where(overflow, 0, self.good_steps + 1)
         grows = good >= self.growth_interval
         factor = torch.where(overflow, 0.5, torch.where(grows, 2.0, 1.0))
@@ -41,5 +44,5 @@ class LossScaler:
         self.good_steps.copy_(torch.where(grows, 0, good))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state, by name."""
+        """Return the state by name."""
         return {"scale": self.scale, "good_steps": self.good_steps}

@@ -1,4 +1,4 @@
-"""Objectives over pairs: a better and a worse answer to one prompt, two documents of one row.
+"""Objectives over pairs: a better and a worse answer to one prompt, which are two documents of one row.
 
     dpo     -log sigmoid(beta d),  d = (log p(better) - log p_0(better)) - (log p(worse) - log p_0(worse))
             (Rafailov et al. 2023, arXiv:2305.18290, eq. 7; smoothing: Mitchell 2023, "A note on DPO with noisy
@@ -7,9 +7,9 @@
             mean is TRL's reading of it)
     orpo    orpo.py
 
-log p sums over the trained tokens of an answer; p_0 is the model as the run began (reference.py).
+log p sums over the trained tokens of an answer; p_0 is the model at the start of the run (reference.py).
 
-Letters: B rows, S positions that are here, A answers that a row has room for, P = A / 2 pairs.
+Letters: B rows, S positions of this rank, A answers that fit into a row, P = A / 2 pairs.
 """
 
 from abc import abstractmethod
@@ -25,28 +25,28 @@ from meshwright.spec.objective_traits import FIGURES, most_answers
 from meshwright.training.batches import Batch
 
 REFERENCE = "reference"
-"""Name of the answers' log-probabilities under the first weights, (B, A) fp64, in `Batch.more`."""
+"""Name in `Batch.more` of the answers' log-probabilities under the first weights, (B, A) fp64."""
 
 
 class AnswerSums(NamedTuple):
-    """Of each answer of each row (B, A): sums over its trained tokens, 0 where there is none."""
+    """Sums over the trained tokens of each answer of each row (B, A), 0 without an answer."""
 
     log_probability: Tensor
-    """fp64, in nats. A sum of a thousand tokens in fp32 would leave few digits to a difference of two."""
+    """fp64, in nats. A sum of a thousand tokens in fp32 leaves few digits to a difference of two."""
     tokens: Tensor
     """fp64."""
 
 
 def answer_sums(predictions: Predictions, batch: Batch, answers: int) -> AnswerSums:
-    """Over whole sequences, whatever part of them is here."""
-    found = predictions.log_probabilities(batch.targets).double()
+    """Sum log-probabilities over whole sequences, whatever part of them this rank has."""
+    log_probabilities = predictions.log_probabilities(batch.targets).double()
     documents = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents.long()
     room = answers + 1  # padding may be numbered as one answer more
-    rows = torch.arange(len(found), device=found.device).unsqueeze(1) * room
-    places = (rows + documents.clamp(max=answers)).flatten()
-    each = torch.stack((found.flatten(), (batch.targets >= 0).flatten().double()), 1)
-    sums = each.new_zeros(len(found) * room, 2).index_add(0, places, each)
-    return AnswerSums(*predictions.whole_sums(sums).view(len(found), room, 2)[:, :answers].unbind(-1))
+    rows = torch.arange(len(log_probabilities), device=log_probabilities.device).unsqueeze(1) * room
+    slots = (rows + documents.clamp(max=answers)).flatten()
+    each = torch.stack((log_probabilities.flatten(), (batch.targets >= 0).flatten().double()), 1)
+    sums = each.new_zeros(len(log_probabilities) * room, 2).index_add(0, slots, each)
+    return AnswerSums(*predictions.whole_sums(sums).view(len(log_probabilities), room, 2)[:, :answers].unbind(-1))
 
 
 class PairSide(NamedTuple):
@@ -55,11 +55,11 @@ class PairSide(NamedTuple):
     log_probability: Tensor
     tokens: Tensor
     reference: Tensor
-    """Log-probability under the first weights; 0 where the objective reads none."""
+    """Log-probability under the first weights. 0 when the objective reads none."""
 
     @property
     def gain(self) -> Tensor:
-        """Over the first weights."""
+        """Log-probability relative to the first weights."""
         return self.log_probability - self.reference
 
     @property
@@ -69,7 +69,7 @@ class PairSide(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Of pairs, (B, P) each."""
+    """Loss and rewards of pairs, (B, P) each."""
 
     loss: Tensor
     better: Tensor
@@ -89,25 +89,26 @@ class PairObjective:
 
     @abstractmethod
     def compare(self, better: PairSide, worse: PairSide) -> Compared:
-        """The loss of each pair, and its rewards, which are reported."""
+        """Return the loss of each pair, and its rewards, which are reported."""
 
     def count(self, batch: Batch) -> float:
-        """Pairs."""
+        """Return the number of pairs."""
         return sum(batch.answers_of_rows) / 2
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
-        """(1 + F,) fp32: the sum over pairs, in nats, and of what is reported."""
+        """Return (1 + F,) fp32: the sum of losses over pairs in nats, and of the reported figures."""
         answers = most_answers(self.sequence)
         sums = answer_sums(predictions, batch, answers)
         reference = batch.more.get(REFERENCE, torch.zeros_like(sums.log_probability))
         present = (sums.tokens > 0).unflatten(1, (-1, 2)).all(-1)
-        filled = zip((*sums, reference), (-1.0, 1.0, -1.0), strict=True)  # where there is no pair: any finite gradient
+        # Slots without a pair get values with a finite gradient, which `present` then drops.
+        filled = zip((*sums, reference), (-1.0, 1.0, -1.0), strict=True)
         sides = [part.unflatten(1, (-1, 2)).where(present.unsqueeze(-1), filling) for part, filling in filled]
         better, worse = (PairSide(*(part[..., side] for part in sides)) for side in (0, 1))
-        found = self.compare(better, worse)
-        margin = found.better - found.worse
-        rewards = found.better, found.worse, margin, (margin > 0).double()
-        total, *figures = ((part * present).sum() for part in (found.loss, *rewards))
+        compared = self.compare(better, worse)
+        margin = compared.better - compared.worse
+        rewards = compared.better, compared.worse, margin, (margin > 0).double()
+        total, *figures = ((part * present).sum() for part in (compared.loss, *rewards))
         total = total if scale is None else total * scale
         return torch.stack((total, *(figure.detach() for figure in figures))).float()
 
@@ -117,10 +118,10 @@ class DPO(PairObjective):
     """Direct preference optimization."""
 
     smoothing: float = 0.0
-    """Share of pairs that are the wrong way round."""
+    """Share of pairs that are labelled the wrong way round."""
 
     def compare(self, better: PairSide, worse: PairSide) -> Compared:
-        """The reward is beta times the gain."""
+        """Return each pair's loss. The reward is beta times the gain."""
         margin = self.beta * (better.gain - worse.gain)
         loss = -F.logsigmoid(margin) * (1 - self.smoothing) - F.logsigmoid(-margin) * self.smoothing
         return Compared(loss, self.beta * better.gain, self.beta * worse.gain)
@@ -128,9 +129,9 @@ class DPO(PairObjective):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IPO(PairObjective):
-    """Identity preference optimization: the margin is led to 1 / (2 beta), and not beyond."""
+    """Identity preference optimization: the margin approaches 1 / (2 beta) and does not exceed it."""
 
     def compare(self, better: PairSide, worse: PairSide) -> Compared:
-        """The reward is beta times the gain."""
+        """Return each pair's loss. The reward is beta times the gain."""
         margin = better.gain / better.tokens - worse.gain / worse.tokens
         return Compared((margin - 1 / (2 * self.beta)) ** 2, self.beta * better.gain, self.beta * worse.gain)

@@ -1,4 +1,4 @@
-"""First weights from a Hugging Face folder, under any layout: a tensor at a time, and of it what this rank holds."""
+"""First weights from a Hugging Face folder under any layout. Each rank takes its part of one tensor at a time."""
 
 import json
 from collections.abc import Mapping
@@ -33,14 +33,17 @@ from meshwright.training.state import TrainState
 
 
 def check_weights(plan: Plan) -> None:
-    """PlanError or HubError where the folder of `model.init` cannot begin this plan: it is not there, its parameters
-    are others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
+    """Raise PlanError or HubError when the folder of `model.init` cannot start this plan.
+
+    It is missing, has other parameters, or has another tokenizer than the plan, so that every token would change
+    meaning.
+    """
     if plan.init == RANDOM:
         return
     folder = folder_of_weights(plan).hub
     for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.model.base).items()):
         if theirs != ours:
-            there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
+            there, here = (f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (theirs, ours))
             raise PlanError(
                 f"model.init={plan.init} has another shape: {there} there, {here} in the plan. Take "
                 f"model={plan.init} without changed sizes, {OTHERWISE}"
@@ -49,11 +52,13 @@ def check_weights(plan: Plan) -> None:
 
 
 def take_weights(state: TrainState, plan: Plan) -> None:
-    """Fill the model, and the optimizer's fp32 copy of it, from the folder of `model.init`: in a 16-bit run the copy
-    keeps what the weights have no room for. HubError where a file is damaged."""
-    places, masters = state.model_tensors(), state.optimizer.masters
+    """Fill the model, and the optimizer's fp32 masters, from the folder of `model.init`.
+
+    In a 16-bit run the masters keep the digits that the weights cannot hold. Raises HubError when a file is damaged.
+    """
+    destinations, masters = state.model_tensors(), state.optimizer.masters
     coded = frozen_codes(state.engine.stages, plan.model)
-    if state.engine.gathered_dtype is not None:  # the parameters are what is to be filled
+    if state.engine.gathered_dtype is not None:  # the parameters themselves are the fp32 weights
         masters = {name: local(parameter.detach()) for name, parameter in state.engine.parameters.items()}
 
     def put(name: str, tensor: Tensor | QuantizedMatrix) -> None:
@@ -64,20 +69,22 @@ def take_weights(state: TrainState, plan: Plan) -> None:
             here = tensor.to(coded[name].device)
             take_codes(coded[name], quantize_matrix(name, here, coded[name].scheme))
             return
-        place = places.get(f"model.{name}")
-        if isinstance(place, Piece):
-            box = place.box
+        destination = destinations.get(f"model.{name}")
+        if isinstance(destination, Piece):
+            box = destination.box
             part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-            place.held.copy_(tensor[part])
+            destination.held.copy_(tensor[part])
             if name in masters:
                 masters[name].copy_(tensor[part])
-        elif place is not None:
-            place.copy_(tensor)
-            if name in masters:  # a kept buffer, or what is not trained, has none
+        elif destination is not None:
+            destination.copy_(tensor)
+            if name in masters:  # buffers and frozen weights have none
                 masters[name].copy_(tensor)
 
     with torch.no_grad():
-        for name, tensor in folder_of_weights(plan).weights(lambda name: name in coded or f"model.{name}" in places):
+        for name, tensor in folder_of_weights(plan).weights(
+            lambda name: name in coded or f"model.{name}" in destinations
+        ):
             put(name, tensor)
     if plan.model.lora is not None and plan.model.lora.dora:
         measure_rows(state.engine)
@@ -86,29 +93,35 @@ def take_weights(state: TrainState, plan: Plan) -> None:
 
 @torch.no_grad()
 def round_largest(state: TrainState, plan: Plan) -> None:
-    """What taking the frozen base as codes holds at most beside the model: its largest matrix, and what rounding that
-    takes (turns of HQQ most). Of a folder with codes nothing is rounded."""
+    """Quantize a matrix as large as the largest frozen one, for the peak memory that loading a base as codes takes.
+
+    Rounding by HQQ takes the most. Folders that hold codes already are not rounded.
+    """
     coded = frozen_codes(state.engine.stages, plan.model)
     if not coded or (plan.init != RANDOM and is_quantized(Path(plan.init))):
         return
-    largest = max(coded.values(), key=lambda one: prod(one.size))
+    largest = max(coded.values(), key=lambda codes: prod(codes.size))
     matrix = torch.empty(largest.size, dtype=DTYPES[plan.recipe.precision], device=largest.device)
     take_codes(largest, codes_of(matrix, largest.scheme))
 
 
-def keep_beside(plan: Plan, run: Path, tokenizer: Tokenizer) -> None:
-    """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export, and
-    what ends an answer of those that are trained."""
+def keep_extra_files(plan: Plan, run: Path, tokenizer: Tokenizer) -> None:
+    """Store in the run folder what an export needs beyond weights and tokenizer.
+
+    That is the folder's chat template and generation config, and the token that ends a trained answer.
+    """
     folder = folder_of_weights(plan).hub if plan.init != RANDOM else None
     if folder is not None:
-        keep_extras(folder, run)
+        keep_hub_files(folder, run)
     if plan.data.form == SAMPLES:
-        _keep_turn_end(run, tokenizer, folder.generation if folder is not None else {})
+        _add_turn_end(run, tokenizer, folder.generation if folder is not None else {})
 
 
-def _keep_turn_end(run: Path, tokenizer: Tokenizer, known: Mapping[str, object]) -> None:
-    """The token that ends an answer of the chat template into the run's generation config, whose other ids stay: what
-    is not among them does not end a text. An export names the tokenizer's own ends by itself."""
+def _add_turn_end(run: Path, tokenizer: Tokenizer, known: Mapping[str, object]) -> None:
+    """Add the token that ends an answer of the chat template to the run's generation config.
+
+    Its other ids stay, since ids that it does not list do not end a text. An export adds the tokenizer's own.
+    """
     marks = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
     config = dict(known) or {name: id for name, id in marks.items() if id is not None}
     ends = ids_of(config.get("eos_token_id"))
@@ -118,43 +131,43 @@ def _keep_turn_end(run: Path, tokenizer: Tokenizer, known: Mapping[str, object])
         replace_file(run / GENERATION, f"{content}\n".encode())
 
 
-def keep_extras(found: HubFolder, run: Path) -> None:
-    """Chat template and generation config of a Hugging Face folder into a run folder."""
-    if found.chat_template is not None and not (run / TEMPLATE).is_file():
-        replace_file(run / TEMPLATE, found.chat_template.encode())
-    if (found.path / GENERATION).is_file():
-        replace_file(run / GENERATION, (found.path / GENERATION).read_bytes())
+def keep_hub_files(folder: HubFolder, run: Path) -> None:
+    """Copy chat template and generation config of a Hugging Face folder into a run folder."""
+    if folder.chat_template is not None and not (run / TEMPLATE).is_file():
+        replace_file(run / TEMPLATE, folder.chat_template.encode())
+    if (folder.path / GENERATION).is_file():
+        replace_file(run / GENERATION, (folder.path / GENERATION).read_bytes())
 
 
-def said(plan: Plan) -> str:
-    """The sentence of the first lines."""
-    own = Path(plan.init) / "tokenizer.json"
-    tokenizer = ", and its tokenizer" if plan.data.tokenizer == str(own) else ""
+def init_sentence(plan: Plan) -> str:
+    """Return the sentence that names the source of the weights."""
+    tokenizer_path = Path(plan.init) / "tokenizer.json"
+    tokenizer = ", and its tokenizer" if plan.data.tokenizer == str(tokenizer_path) else ""
     return f"weights of {plan.init}{tokenizer}; model.init=random draws new ones"
 
 
 def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:
-    own = folder.tokenizer
-    if own is None and plan.data.tokenizer == "auto":
+    tokenizer_path = folder.tokenizer
+    if tokenizer_path is None and plan.data.tokenizer == "auto":
         raise PlanError(
             f"model.init={plan.init} has no tokenizer.json, and its weights know no other tokens: give "
             f"data.tokenizer=PATH of its tokenizer, {OTHERWISE}"
         )
-    if own is None or plan.data.tokenizer == str(own):
+    if tokenizer_path is None or plan.data.tokenizer == str(tokenizer_path):
         return
-    if not means_the_same(plan.data.tokenizer, own):
+    if not means_the_same(plan.data.tokenizer, tokenizer_path):
         raise PlanError(
             f"data.tokenizer={plan.data.tokenizer} differs from the tokenizer of model.init={plan.init}: take "
-            f"data.tokenizer={own}, {OTHERWISE}"
+            f"data.tokenizer={tokenizer_path}, {OTHERWISE}"
         )
 
 
-def means_the_same(given: str, own: Path) -> bool:
-    """Whether `data.tokenizer` is what the tokenizer.json of a folder is, by its content."""
+def means_the_same(tokenizer: str, tokenizer_path: Path) -> bool:
+    """Return whether `data.tokenizer` equals a folder's tokenizer.json by content."""
     builtin = {"auto": Tokenizer.shipped, "bytes": Tokenizer.bytes}
-    if given == str(own):
+    if tokenizer == str(tokenizer_path):
         return True
-    if given.startswith("bpe:"):
+    if tokenizer.startswith("bpe:"):
         return False
-    found = builtin[given]() if given in builtin else Tokenizer.load(Path(given).expanduser())
-    return found.fingerprint == Tokenizer.load(own).fingerprint
+    chosen = builtin[tokenizer]() if tokenizer in builtin else Tokenizer.load(Path(tokenizer).expanduser())
+    return chosen.fingerprint == Tokenizer.load(tokenizer_path).fingerprint

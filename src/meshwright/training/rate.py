@@ -5,13 +5,13 @@ import math
 from meshwright.spec.recipe import Recipe
 
 _NO_JUMP = 0.01
-"""Share of a rate by which two schedules may differ before it is said."""
+"""Share of a rate by which two schedules may differ without a note."""
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Rate of step 1 .. steps: linear warm-up, then the schedule down to min_learning_rate_ratio x learning_rate.
+    """Return the rate of step 1 .. steps: linear warm-up, then the schedule down to min_learning_rate_ratio.
 
-    cosine (Loshchilov and Hutter 2017) and linear fall over all steps after the warm-up; wsd (warm-up, stable, decay;
+    cosine (Loshchilov and Hutter 2017) and linear fall over all steps after the warm-up. wsd (warm-up, stable, decay;
     Hu et al. 2024, arXiv:2404.06395) falls linearly over the last decay_steps.
     """
     if step <= recipe.warmup_steps:
@@ -34,12 +34,12 @@ def _share(recipe: Recipe, step: int) -> float:
 
 
 def rate_jump(before: Recipe, now: Recipe, step: int) -> str | None:
-    """A sentence for a run that goes on behind `step`, where its schedule has another rate there than `before`."""
+    """Return a note when a run that resumes after `step` has another rate there than `before`. None = it does not."""
     if not 0 < step < now.steps:
         return None
-    last, there = learning_rate(before, min(step, before.steps)), learning_rate(now, step)
-    if abs(there - last) <= _NO_JUMP * max(there, last):
+    previous, current = learning_rate(before, min(step, before.steps)), learning_rate(now, step)
+    if abs(current - previous) <= _NO_JUMP * max(current, previous):
         return None
     why = f"has {now.steps} steps, and had {before.steps}" if now.steps != before.steps else "is another"
     following = f"{learning_rate(now, step + 1):.3g} at step {step + 1}"
-    return f"the learning rate goes from {last:.3g} at step {step} to {following}: its schedule {why}"
+    return f"the learning rate goes from {previous:.3g} at step {step} to {following}: its schedule {why}"

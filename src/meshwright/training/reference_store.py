@@ -1,5 +1,8 @@
-"""Log-probabilities of answers under the first weights of a run, on disk: in the run folder, from which it goes on, and
-in the user's cache by content, for other runs over the same weights and pairs."""
+"""Log-probabilities of answers under the first weights of a run, on disk.
+
+They lie in the run folder, for resuming, and in the user's cache by content, for other runs over equal weights and
+pairs.
+"""
 
 import hashlib
 import os
@@ -31,33 +34,36 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTables:
-    """Log-probability of each sample (N,) in nats, 0 for those that no row has."""
+    """Log-probability of each sample (N,) in nats, 0 for those in no row."""
 
     train: NDArray[np.float64]
     validation: NDArray[np.float64]
 
 
 def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
-    """Hash of what decides the numbers beside the weights: the text and its template, where answers are cut, and how
-    products are computed."""
+    """Return the hash of what decides the numbers beside the weights.
+
+    That is the text and its template, where answers are cut, and how products are computed.
+    """
     recipe = plan.recipe
     computed = recipe.precision, recipe.products, recipe.tf32, device
-    return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, _model(plan))
+    return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, _relevant_model(plan))
 
 
-def _model(plan: Plan) -> tuple[ModelShape, str]:
-    """What the numbers depend on: the shape, and how frozen matrices are held. Adapters begin as nothing, and a name is
-    no number."""
+def _relevant_model(plan: Plan) -> tuple[ModelShape, str]:
+    """Return the shape and the format of frozen matrices. Fresh adapters add nothing, and a name is no number."""
     return replace(plan.model.base, name=""), plan.model.lora.base if plan.model.lora else SAME
 
 
-def weights_of(plan: Plan, begins_with: Path | None) -> str:
-    """Hash of the first weights: of a checkpoint that holds nothing else, of the files of `model.init`, or of what
-    draws them. PlanError where the files are gone."""
-    if begins_with is not None:
-        return _hash((begins_with / commit.NAME).read_bytes())
+def weights_of(plan: Plan, checkpoint_path: Path | None) -> str:
+    """Return the hash of the first weights: of an imported checkpoint, the files of `model.init`, or their seed.
+
+    Raises PlanError when the files are gone.
+    """
+    if checkpoint_path is not None:
+        return _hash((checkpoint_path / commit.NAME).read_bytes())
     if plan.init == RANDOM:
-        return _hash(RANDOM, plan.recipe.seed, _model(plan))
+        return _hash(RANDOM, plan.recipe.seed, _relevant_model(plan))
     files = sorted(Path(plan.init).glob("*.safetensors"))
     if not files:
         raise PlanError(f"model.init={plan.init} has no weights, under which answers are compared: put them back there")
@@ -66,12 +72,12 @@ def weights_of(plan: Plan, begins_with: Path | None) -> str:
 
 
 def cached(settings: str, weights: str) -> Path:
-    """Where the user's cache has them."""
+    """Return the path in the user's cache."""
     return default_root() / "reference" / f"{_hash(settings, weights)}.safetensors"
 
 
 def read(path: Path, settings: str, weights: str | None) -> AnswerTables | None:
-    """The tables in a file, where they are of these settings and weights (None = whatever they are of)."""
+    """Return the tables in a file when settings and weights match, else None. `weights` None = any."""
     try:
         with safe_open(path, framework="np") as file:
             about = file.metadata() or {}
@@ -83,23 +89,23 @@ def read(path: Path, settings: str, weights: str | None) -> AnswerTables | None:
 
 
 def write(path: Path, tables: AnswerTables, settings: str, weights: str) -> None:
-    """Put the tables in a file, whole or not at all. OSError."""
+    """Write the tables to a file, completely or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arrays = {"train": tables.train, "validation": tables.validation}
     replace_file(path, save(arrays, {"settings": settings, "weights": weights}))
 
 
 def _file_hash(path: Path) -> str:
-    """Of what a file holds; read once, and again when size or time are others."""
+    """Return the hash of a file's content. It is read again only when size or time have changed."""
     stat = path.stat()
     seen = _hash(os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     index = default_root() / "index" / f"weights-{seen}.json"
-    known = read_json(index).get("sha256")
-    if not isinstance(known, str):
-        known = commit.record(path).sha256
+    sha256 = read_json(index).get("sha256")
+    if not isinstance(sha256, str):
+        sha256 = commit.record(path).sha256
         index.parent.mkdir(parents=True, exist_ok=True)
-        write_json(index, {"sha256": known})
-    return known
+        write_json(index, {"sha256": sha256})
+    return sha256
 
 
 def _hash(*parts: object) -> str:

@@ -1,4 +1,4 @@
-"""What a run's steps send and hold, for RUN/ledger.json: the keys `traffic` and `memory` of plan and dry run."""
+"""Traffic and memory of a run's steps for RUN/ledger.json, under the keys that plan and dry run use."""
 
 import platform
 from dataclasses import dataclass, field
@@ -20,49 +20,54 @@ from meshwright.training.teacher import teacher_tensors
 
 @dataclass(slots=True)
 class StepLedger:
-    """Costs ten microseconds a step: traffic is the difference of two counts, memory is looked at in the first step."""
+    """Ledger of a step. Traffic is the difference of two counts, memory is read in the first step: 10 us per step."""
 
     state: TrainState
     objective: Objective
     step: int = 0
-    """The step that `sent` is of, 0 = none yet."""
+    """The step that `sent` belongs to. 0 = none yet."""
     sent: Counts = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
     _before: Counts = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._before = self.state.engine.mesh.traffic.snapshot()
 
     def look(self) -> None:
-        """Gradients are there and reduced, the optimizer is about to update."""
+        """Read the memory while gradients exist, just before the optimizer's update."""
         if not self.held:
             self.held = memory(self.state.engine, self.state.optimizer, teacher_tensors(self.objective))
 
     def end(self, step: int) -> None:
-        """The step has ended."""
+        """Note that the step has ended."""
         self.step, self.sent = step, self.state.engine.mesh.traffic.since(self._before)
 
     def document(self, target: torch.device, plan: Plan) -> dict[str, Any]:
-        """As JSON, on every rank, all of which must ask: what the first rank sends in the last step that was made, and
-        holds at the optimizer's update; the same of one rank of each pipeline place; every rank's peak on a GPU."""
+        """Return the ledger as JSON on every rank. All ranks must call this.
+
+        It holds what rank 0 sends in the last step and holds at the optimizer's update, the same of one rank per
+        pipeline place, and every rank's peak on a GPU.
+        """
         mesh = self.state.engine.mesh
-        own, world = self._own(), mesh["world"]
-        ranks = [own]
+        local_rank, world = self._rank_document(), mesh["world"]
+        ranks = [local_rank]
         if world.size > 1:
-            ranks = [broadcast_object(rank, own, world.process_group) for rank in pipeline_ranks(mesh.layout)]
-        found: dict[str, Any] = {"source": "measured", **ranks[0], "step": self.step, "ranks": ranks}
+            ranks = [
+                broadcast_object(number, local_rank, world.process_group) for number in pipeline_ranks(mesh.layout)
+            ]
+        document: dict[str, Any] = {"source": "measured", **ranks[0], "step": self.step, "ranks": ranks}
         if target.type == "cuda":
             use = device.memory(target)
-            mine = torch.tensor([[use.allocated_bytes, use.reserved_bytes]], device=target)
-            peaks = world.all_gather(mine).tolist()
-            found["peaks"] = [allocated for allocated, _ in peaks]
-            for one in ranks:
-                one["peak_bytes"], one["reserved_bytes"] = peaks[one["rank"]]
-        known = environment(target, world.size) | {"attention": device.attention_kernel(plan, target)}
-        return found | {"device": target.type, "environment": known}
+            local_peaks = torch.tensor([[use.allocated_bytes, use.reserved_bytes]], device=target)
+            peaks = world.all_gather(local_peaks).tolist()
+            document["peaks"] = [allocated for allocated, _ in peaks]
+            for rank in ranks:
+                rank["peak_bytes"], rank["reserved_bytes"] = peaks[rank["rank"]]
+        machine = environment(target, world.size) | {"attention": device.attention_kernel(plan, target)}
+        return document | {"device": target.type, "environment": machine}
 
-    def _own(self) -> dict[str, Any]:
+    def _rank_document(self) -> dict[str, Any]:
         return {
             "rank": self.state.engine.mesh.rank,
             "traffic": [
@@ -74,7 +79,7 @@ class StepLedger:
 
 
 def environment(target: torch.device, processes: int) -> dict[str, Any]:
-    """What a figure of this machine needs beside it; no names of hosts or people."""
+    """Return what figures of this machine depend on, without names of hosts or people."""
     return {
         "device": device.title(target),
         "processes": processes,

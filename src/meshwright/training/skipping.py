@@ -1,21 +1,21 @@
-"""Which steps leave weights and moments as they are, decided on the device: no rank waits, and all decide alike.
+"""Skipping of steps, which leaves weights and moments unchanged. Decided on the device: no rank waits, all agree.
 
-A step is skipped where its loss or gradient is not finite, and where its gradient norm is a spike. The running mean of
+A step is skipped when its loss or gradient is not finite, and when its gradient norm is a spike. The running mean of
 the norm is plain over the first HISTORY_STEPS finite steps and exponential afterwards. A spike enters it no larger than
-its limit, so that a norm that stays higher is soon accepted.
+its limit, so a norm that stays higher is soon accepted.
 """
 
 import torch
 from torch import Tensor
 
 HISTORY_STEPS = 50
-"""Finite steps that the mean needs before it judges; afterwards each step counts for one in so many."""
+"""Finite steps that the mean needs before it judges. Afterwards it averages over about as many."""
 REASONS = (None, "overflow", "non-finite", "spike")
-"""Why a step was skipped, by number. Overflow: of fp16, while the loss scale can still be halved."""
+"""Why a step was skipped, by number. overflow: in fp16, while the loss scale can still be halved."""
 
 
 class StepSkipper:
-    """What must be known of earlier steps: the mean norm, the steps it is of, bad steps in a row, skipped ones.
+    """Statistics of earlier steps: mean norm, number of steps in it, bad steps in a row, skipped steps.
 
     The counts are those of the run under any layout. They are part of a checkpoint (`values`).
     """
@@ -24,10 +24,11 @@ class StepSkipper:
         self.state = torch.zeros(4, device=device)
 
     def judge(self, loss: Tensor, norm: Tensor, *, spike_factor: float, may_overflow: Tensor | None = None) -> Tensor:
-        """The number of the reason in REASONS () fp32, 0 = the step counts; takes the step into the state.
+        """Return the number of the reason in REASONS () fp32, and add the step to the state. 0 = the step counts.
 
-        `spike_factor`: a norm above so many means is a spike, 0 = none is. `may_overflow` () bool: fp16, a gradient
-        that is not finite is the loss scale's fault.
+        Args:
+            spike_factor: A norm above this many means is a spike. 0 = never.
+            may_overflow: () bool. fp16: a non-finite gradient is the loss scale's fault.
         """
         mean, measured, in_a_row, skipped = self.state.unbind()
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -38,6 +39,7 @@ class StepSkipper:
         overflow = torch.zeros_like(finite)
         if may_overflow is not None:
             overflow = torch.isfinite(loss) & ~torch.isfinite(norm) & may_overflow
+        # A number of REASONS: 0 = the step counts.
         reason = torch.where(finite, 3.0 * spike, torch.where(overflow, 1.0, 2.0))
         moved = mean + (torch.minimum(norm, limit) - mean) / (measured + 1).clamp(max=HISTORY_STEPS)
         self.state = torch.stack(
@@ -51,10 +53,10 @@ class StepSkipper:
         return reason
 
     def values(self) -> list[float]:
-        """The state for a checkpoint; waits for the device."""
-        found: list[float] = self.state.tolist()
-        return found
+        """Return the state for a checkpoint. Waits for the device."""
+        numbers: list[float] = self.state.tolist()
+        return numbers
 
     def restore(self, values: list[float]) -> None:
-        """Take over what `values` gave."""
+        """Restore what `values` returned."""
         self.state = torch.tensor(values, dtype=torch.float32, device=self.state.device)

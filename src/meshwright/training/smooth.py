@@ -1,12 +1,12 @@
-"""Exponential smoothing without the pull towards the starting value."""
+"""Exponential smoothing without a pull towards the starting value."""
 
 import math
 
 
 class Smoothed:
-    """Debiased exponential mean: a plain mean at first, a memory of about 1 / (1 - keep) values later.
+    """Debiased exponential mean: a plain mean at first, later over about the last 1 / (1 - keep) values.
 
-    Values that are no numbers are left out: one bad step does not blank the curve.
+    Non-finite values are left out, so one bad step does not blank the curve.
     """
 
     def __init__(self, keep: float = 0.9) -> None:
@@ -15,7 +15,7 @@ class Smoothed:
         self._weight = 0.0
 
     def add(self, value: float) -> float:
-        """Take in one value and give the mean so far; nan before the first number."""
+        """Add one value and return the mean. nan before the first number."""
         if math.isfinite(value):
             self._sum = self.keep * self._sum + (1 - self.keep) * value
             self._weight = self.keep * self._weight + (1 - self.keep)
@@ -23,5 +23,5 @@ class Smoothed:
 
     @property
     def value(self) -> float:
-        """The mean so far."""
+        """The current mean."""
         return self._sum / self._weight if self._weight else math.nan

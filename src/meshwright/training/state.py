@@ -1,4 +1,4 @@
-"""Everything a run must carry on: weights, optimizer, scaler, counters. One flat dict of tensors, one of values."""
+"""The state that a run resumes from: weights, optimizer, scaler, counters. One flat dict of tensors, one of values."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from meshwright.training.skipping import StepSkipper
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a run; they mean the same under any layout."""
+    """Counters of a run, with the same meaning under any layout."""
 
     step: int = 0
     cursor: int = 0
@@ -34,19 +34,19 @@ class Progress:
 
 
 COUNTERS = ("step", "cursor", "tokens", "seconds", "eval_loss", "best_eval_loss", "best_step")
-"""Fields of Progress that a checkpoint has by their names."""
+"""Fields of Progress that a checkpoint stores under their names."""
 
 
 STATE_KEYS = {"optimizer": "adamw", "optimizer_states": "fp32", "master_weights": "fp32"}
-"""Keys of a recipe that say which optimizer states there are, and what each was before there was the key."""
+"""Recipe keys that decide which optimizer states exist, and the values of checkpoints without the key."""
 DATA_KEYS = ("packing", "overlong")
-"""Keys of samples that say which rows there are."""
+"""Keys of samples that decide which rows exist."""
 TEXT = Data()
 
 
 @dataclass(slots=True)
 class TrainState:
-    """The laid-out model, optimizer, scaler, progress, and what is known of skipped steps."""
+    """The laid-out model, optimizer, scaler, progress, and statistics of skipped steps."""
 
     engine: Engine
     optimizer: Optimizer
@@ -54,55 +54,64 @@ class TrainState:
     progress: Progress
     skipper: StepSkipper = field(default_factory=StepSkipper)
     base: str = ""
-    """Which frozen weights an adapter is trained beside (store/base_weights.py)."""
+    """Fingerprint of the frozen weights beside an adapter (store/base_weights.py)."""
     first_weights: str = ""
-    """Of a run that compares answers with those of its first weights: their hash (training/reference.py)."""
+    """Hash of the first weights, when the run compares answers with theirs (training/reference.py)."""
 
     def model_tensors(self, *, trained: bool = False) -> dict[str, Tensor]:
-        """Weights and kept buffers by parameter name (`model.NAME`): what this rank holds, as pieces of the whole.
-        `trained`: only what is trained, beside adapters."""
+        """Return this rank's pieces of weights and buffers by parameter name (`model.NAME`).
+
+        `trained` leaves out what is frozen beside adapters.
+        """
         engine = self.engine
         engine.reshard()
         boxes = engine.local_boxes()
-        some = {name: one for name, one in engine.parameters.items() if one.requires_grad or not trained}
-        own = {name: local(parameter.detach()) for name, parameter in some.items()}
-        if engine.gathered_dtype is not None:  # a checkpoint has both, whatever the layout
-            own = {name: tensor.to(engine.gathered_dtype) for name, tensor in own.items()}
-        found = {f"model.{name}": piece(tensor, boxes[name]) for name, tensor in own.items()}
-        if trained and engine.model.shape.lora is not None:  # buffers are the base's, which is frozen
-            return found
-        return found | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
+        shards = {
+            name: local(parameter.detach())
+            for name, parameter in engine.parameters.items()
+            if parameter.requires_grad or not trained
+        }
+        if engine.gathered_dtype is not None:  # a checkpoint has weights and masters, whatever the layout
+            shards = {name: tensor.to(engine.gathered_dtype) for name, tensor in shards.items()}
+        tensors = {f"model.{name}": piece(tensor, boxes[name]) for name, tensor in shards.items()}
+        if trained and engine.model.shape.lora is not None:  # buffers belong to the base, which is frozen
+            return tensors
+        return tensors | {f"model.{name}": buffer for name, buffer in engine.buffers.items()}
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
-        """Have the parameters, and the optimizer's masters, be what `model_tensors` gave and was then loaded."""
+        """Set parameters and optimizer masters to loaded weights that `model_tensors` had returned."""
         if self.engine.gathered_dtype is None:
             self.optimizer.read_masters()
             return
         with torch.no_grad():
             for name, parameter in self.engine.parameters.items():
-                given = weights.get(f"model.{name}")
-                if given is None:
-                    continue
-                local(parameter.detach()).copy_(given.held if isinstance(given, Piece) else given)
+                weight = weights.get(f"model.{name}")
+                if weight is not None:
+                    local(parameter.detach()).copy_(weight.held if isinstance(weight, Piece) else weight)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of the state, random generators included; the very ones in use, not copies (but generators')."""
+        """Return all tensors of the state with random generators. They are in use, not copies, except generators'."""
         return self.pieces() | rng_state(self.engine.mesh.rank)[0]
 
     def pieces(self) -> dict[str, Tensor]:
-        """The same without random generators."""
-        found = self.model_tensors(trained=True)
+        """Return the tensors without random generators."""
+        tensors = self.model_tensors(trained=True)
         boxes = self.engine.local_boxes()
         for name, tensor in self.optimizer.tensors().items():
             box = self.optimizer.box(name, boxes[name.partition(".")[2]]) if tensor.dim() else None
-            found["optimizer." + name] = piece(tensor, box)
+            tensors["optimizer." + name] = piece(tensor, box)
         if self.scaler:
-            found |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
-        return found
+            tensors |= {"scaler." + name: tensor for name, tensor in self.scaler.tensors().items()}
+        return tensors
 
     def values(self, recipe: Recipe, data: str, tokenizer: str, settings: Data = TEXT) -> dict[str, Any]:
-        """All that is no tensor; `data` is the fingerprint of the corpus that the cursor counts in, `tokenizer` that of
-        what its tokens mean. `settings`: how its rows are made."""
+        """Return everything that is not a tensor.
+
+        Args:
+            data: Fingerprint of the corpus that the cursor counts in.
+            tokenizer: Fingerprint of the tokenizer.
+            settings: How rows are made.
+        """
         noise = self.progress.noise
         return {
             **{name: getattr(self.progress, name) for name in COUNTERS},
@@ -123,7 +132,7 @@ class TrainState:
         }
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Take over the counters and random states of a checkpoint whose tensors were loaded in place."""
+        """Restore counters and random states of a checkpoint whose tensors were loaded in place."""
         self.progress = Progress(noise=NoiseScale(*values["noise"]), **{name: values[name] for name in COUNTERS})
         if "skipping" in values:  # an older checkpoint has none
             self.skipper.restore(values["skipping"])
@@ -131,12 +140,12 @@ class TrainState:
 
 
 def mixture_weights(data: Data) -> list[float]:
-    """Of the sources of a mixture, of which the place in the data depends; one source by itself needs none."""
+    """Return the weights of a mixture, on which the position in the data depends. Empty for a single source."""
     return [source.weight for source in data.mixture] if len(data.mixture) > 1 else []
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator a step may draw from (dropout); initial weights and data order have their own seeds."""
+    """Seed every generator that a step may use (dropout). Initial weights and data order have their own seeds."""
     import random
 
     import numpy as np

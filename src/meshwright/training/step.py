@@ -1,4 +1,4 @@
-"""One optimizer step. The same function runs on fake tensors: no `.item()`, no data-dependent shape."""
+"""One optimizer step. It also runs on fake tensors: no `.item()`, no data-dependent shape."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -12,54 +12,57 @@ from meshwright.model import Transformer
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec.errors import IllegalLayout
-from meshwright.training.batches import PADDING, Batch, forms
+from meshwright.training.batches import PADDING, Batch, copy_into, forms, graph_form, standing
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import LossScaler
 from meshwright.training.skipping import StepSkipper
-from meshwright.training.standing_batch import form_of, standing, take
 
 
 class Objective(Protocol):
-    """What a micro-batch computes: a sum over it, and what the sum over all micro-batches and ranks is divided by."""
+    """A sum over a micro-batch, and the divisor of the sum over all micro-batches and ranks."""
 
     @property
     def by_position(self) -> bool:
-        """Ranks may have a part of every sequence (cp): the sum is one over positions, each by itself, or it takes its
-        sums over a sequence from `predictions.whole_sums`."""
+        """True when ranks may have a part of every sequence (cp).
+
+        The sum is then one over independent positions, or takes its sums over a sequence from `predictions.whole_sums`.
+        """
 
     @property
     def figures(self) -> tuple[str, ...]:
         """Names of further sums over a batch, which are reported over the same divisor."""
 
     def count(self, batch: Batch) -> float:
-        """What this batch adds to the divisor; known on the host. Each cp rank counts what it has a part of."""
+        """Return what this batch adds to the divisor, known on the host. Each cp rank counts its own part."""
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
-        """The sum () fp32 over a batch, times scale () (None = 1); with figures, (1 + F,) of it and of theirs, these
-        without scale and gradient. Only the last pipeline stage asks; every rank of it makes the same calls of
-        `predictions`."""
+        """Return the sum () fp32 over a batch, times scale () (None = 1).
+
+        With figures it is (1 + F,): the sum, then the figures without scale and gradient. Only the last pipeline stage
+        calls this. All its ranks make the same calls of `predictions`.
+        """
 
 
 @runtime_checkable
 class BeginsStep(Protocol):
-    """An objective that wants to see the micro-batches of a step before their passes."""
+    """An objective that sees the micro-batches of a step before their passes."""
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
-        """All ranks together, each with its own."""
+        """Prepare the step. All ranks call this together, each with its own batches."""
 
 
 class CrossEntropy:
-    """-log p of every valid target; their mean is what pretraining minimizes."""
+    """-log p of every valid target. Pretraining minimizes its mean."""
 
     by_position = True
     figures = ()
 
     def count(self, batch: Batch) -> float:
-        """Valid targets."""
+        """Return the number of valid targets."""
         return batch.valid
 
     def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
-        """In nats."""
+        """Return the sum in nats."""
         return predictions.cross_entropy(batch.targets, scale)
 
 
@@ -68,22 +71,22 @@ CROSS_ENTROPY = CrossEntropy()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step found, as tensors () on the device."""
+    """Outcome of a step, as tensors () on the device."""
 
     loss: Tensor
-    """Of the whole step: nats per valid token where the objective is cross-entropy."""
+    """Loss of the whole step: nats per valid token for cross-entropy."""
     part: Tensor
-    """What this rank's stages added to it, before the loss scale was taken out."""
+    """This rank's part of the loss, still times the loss scale."""
     grad_norm: Tensor
-    """Before clipping, loss scale taken out."""
+    """Gradient norm before clipping, without the loss scale."""
     balance: Tensor | None
-    """Mean balance loss a sequence."""
+    """Mean balance loss per sequence. None = no experts."""
     skipped: Tensor
-    """1.0 where nothing was changed."""
+    """1.0 when nothing was changed."""
     reason: Tensor
     """Why, as a number of training.skipping.REASONS, fp32."""
     figures: Tensor
-    """What the objective reports beside the loss, (F,)."""
+    """Figures of the objective, (F,)."""
     micro_squared: tuple[Tensor, ...] = ()
     """Squared norm of each micro-batch's mean gradient, when noise is measured."""
     micro_tokens: tuple[float, ...] = ()
@@ -104,11 +107,17 @@ def train_step(
     before_update: Callable[[], None] | None = None,
     objective: Objective = CROSS_ENTROPY,
 ) -> StepResult:
-    """Forward and backward over this rank's micro-batches, clip, update; `before_update` is called between.
+    """Run forward and backward over this rank's micro-batches, clip, and update.
 
-    Loss = the objective's sum over all micro-batches and ranks / its count, so that no split changes it; the balance
-    loss is the mean over sequences, times `balance_loss`. `skipper` is what skips a step, by the norms of
-    earlier ones where `spike_factor` is given. IllegalLayout: an objective of whole sequences under cp.
+    Loss = the objective's sum over all micro-batches and ranks / its count, so no split changes it. The balance loss is
+    the mean over sequences, times `balance_loss`.
+
+    Args:
+        skipper: Decides whether the step is skipped, by the norms of earlier ones when `spike_factor` is set.
+        before_update: Called between the backward passes and the update.
+
+    Raises:
+        IllegalLayout: The objective needs whole sequences, and cp splits them.
     """
     cp = engine.mesh.layout.cp
     if cp > 1 and not objective.by_position:
@@ -116,23 +125,25 @@ def train_step(
     device = micro_batches[0].tokens.device
     if isinstance(objective, BeginsStep):
         objective.begin_step(micro_batches)
-    weights = Weights.of(engine, micro_batches, balance_loss, scaler, objective)
+    weights = Weights.for_step(engine, micro_batches, balance_loss, scaler, objective)
     token = weights.token
-    assert token is not None, "Weights.of gives all"
+    assert token is not None, "Weights.for_step sets it"
     gradients = _Gradients(optimizer, measure_noise)
     passes = [MicroPass(batch, weights, objective) for batch in micro_batches]
     engine.forward_backward(
         passes,
-        after=(lambda one: gradients.collect(objective.count(one.batch) * token)) if measure_noise else None,
+        after=(lambda done: gradients.collect(objective.count(done.batch) * token)) if measure_noise else None,
     )
-    loss = sum((one.cross_entropy for one in passes), torch.zeros((), device=device))
-    balance = sum((one.balance for one in passes), torch.zeros((), device=device))
-    figures = sum((one.figures for one in passes), torch.zeros(len(objective.figures), device=device)) * token
+    loss = sum((done.cross_entropy for done in passes), torch.zeros((), device=device))
+    balance = sum((done.balance for done in passes), torch.zeros((), device=device))
+    figures = sum((done.figures for done in passes), torch.zeros(len(objective.figures), device=device)) * token
+    # One collective for loss, balance and figures. This rank's own part names the culprit of a loss that is not finite.
     part, sums = loss, engine.sum_loss(torch.cat((torch.stack((loss, balance)), figures)))
     loss, balance = sums[0], sums[1]
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
     loss = loss / weights.scale
+    # Decided on the device: the host neither waits nor branches, and all ranks agree.
     may_overflow = scaler.can_halve() if scaler else None
     reason = (skipper or StepSkipper(device)).judge(loss, norm, spike_factor=spike_factor, may_overflow=may_overflow)
     skipped = (reason > 0).float()
@@ -158,8 +169,10 @@ def train_step(
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a token's, a sequence's and the balance loss count in the step, as tensors () fp32; `scale` is the loss
-    scale that the step began with."""
+    """Scalar fp32 weights of one step: per token, per sequence, and of the balance loss.
+
+    `scale` is the loss scale at the start of the step.
+    """
 
     token: Tensor | None
     sequence: Tensor | None = None
@@ -167,19 +180,21 @@ class Weights:
     scale: Tensor | float = 1.0
 
     @staticmethod
-    def of(
+    def for_step(
         engine: Engine,
         micro_batches: Sequence[Batch],
         balance_loss: float,
         scaler: LossScaler | None,
         objective: Objective = CROSS_ENTROPY,
     ) -> "Weights":
-        """Counts of all ranks together. Every tp rank goes through all of a router's loss, and gradients are summed:
-        each takes its share of that."""
+        """Compute the weights from the counts of all ranks together.
+
+        Every tp rank computes all of a router's loss, and gradients are summed, so each takes its share of that loss.
+        """
         device = micro_batches[0].tokens.device
         tokens = engine.total(sum((objective.count(batch) for batch in micro_batches), 0.0), device)
         tokens = tokens.where(tokens > 0, 1.0)
-        sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equally many on each
+        sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equal on all ranks
         scale = scaler.scale.clone() if scaler else torch.ones((), device=device)  # the step may change it in place
         return Weights(
             (1.0 / tokens).float() * scale,
@@ -189,23 +204,23 @@ class Weights:
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those of a training step."""
-        return tuple(one for one in self._each() if isinstance(one, Tensor))
+        """Return the weights that are tensors: all of a training step, none of an evaluation."""
+        return tuple(weight for weight in self._fields() if isinstance(weight, Tensor))
 
     def copied(self) -> "Weights":
-        """The same in memory of their own."""
-        return Weights(*(one.clone() if isinstance(one, Tensor) else one for one in self._each()))
+        """Return a copy with its own memory."""
+        return Weights(*(weight.clone() if isinstance(weight, Tensor) else weight for weight in self._fields()))
 
-    def _each(self) -> tuple[Any, ...]:
+    def _fields(self) -> tuple[Any, ...]:
         return self.token, self.sequence, self.balance, self.scale
 
 
 EVALUATION = Weights(None)
-"""Plain sums."""
+"""Weights of plain sums."""
 
 
 class MicroPass:
-    """A micro-batch on its way through the stages (parallel.passes.Pass); keeps what this rank's stages found."""
+    """A micro-batch on its way through the stages (parallel.passes.Pass), with the sums of this rank's stages."""
 
     def __init__(self, batch: Batch, weights: Weights, objective: Objective = CROSS_ENTROPY) -> None:
         self.batch, self.weights, self.objective = batch, weights, objective
@@ -215,40 +230,40 @@ class MicroPass:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Sequences, and positions of each that this rank has."""
+        """Sequences, and positions of each on this rank."""
         rows, positions = self.batch.tokens.shape
         return rows, positions
 
     def forms(self) -> dict[Hashable, "MicroPass"]:
-        """With documents and without, where both may come (parallel.passes.Pass)."""
+        """Return the pass with and without documents, if both may come (parallel.passes.Pass)."""
         return {
-            (*self.size, packed): MicroPass(one, self.weights, self.objective)
-            for packed, one in forms(self.batch).items()
+            (*self.size, packed): MicroPass(batch, self.weights, self.objective)
+            for packed, batch in forms(self.batch).items()
         }
 
     def form(self) -> Hashable:
-        """As Capturable. An objective may read what it likes of a batch; cross-entropy reads tensors."""
-        return form_of(self.batch) if isinstance(self.objective, CrossEntropy) else None
+        """See Capturable. Only cross-entropy is known to read nothing but the batch's tensors."""
+        return graph_form(self.batch) if isinstance(self.objective, CrossEntropy) else None
 
     def standing(self) -> "MicroPass":
-        """As Capturable (parallel.pass_graphs)."""
+        """See Capturable (parallel.pass_graphs)."""
         return MicroPass(standing(self.batch), self.weights.copied(), self.objective)
 
-    def take(self, one: "MicroPass") -> None:
-        """As Capturable."""
-        take(self.batch, one.batch)
-        for own, given in zip(self.weights.tensors(), one.weights.tensors(), strict=True):
-            own.copy_(given)
+    def take(self, source: "MicroPass") -> None:
+        """See Capturable."""
+        copy_into(self.batch, source.batch)
+        for target, weight in zip(self.weights.tensors(), source.weights.tensors(), strict=True):
+            target.copy_(weight)
 
-    def give(self, one: "MicroPass") -> None:
-        """As Capturable."""
-        one.cross_entropy, one.balance = self.cross_entropy.clone(), self.balance.clone()
-        one.figures = self.figures.clone()
+    def give(self, target: "MicroPass") -> None:
+        """See Capturable."""
+        target.cross_entropy, target.balance = self.cross_entropy.clone(), self.balance.clone()
+        target.figures = self.figures.clone()
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Through one stage: (its output, its part of the step's loss times the loss scale)."""
+        """Run one stage and return its output and its part of the step's loss times the loss scale."""
         batch, weights = self.batch, self.weights
-        out, found = model.stage(
+        out, losses = model.stage(
             x,
             batch.tokens,
             batch.targets,
@@ -257,27 +272,27 @@ class MicroPass:
             documents=batch.documents,
             spans=batch.spans,
             padding=batch.more.get(PADDING),
-            objective=self._sum,
+            objective=self._objective_sum,
         )
-        total = found.cross_entropy
+        total = losses.cross_entropy
         self.cross_entropy = self.cross_entropy + total.detach()
-        if found.balance is not None and weights.sequence is not None:
-            mean = found.balance.sum() * weights.sequence
+        if losses.balance is not None and weights.sequence is not None:
+            mean = losses.balance.sum() * weights.sequence
             self.balance = self.balance + mean.detach()
             total = total + mean * weights.balance
         return out, total
 
-    def _sum(self, predictions: Predictions, targets: Tensor, scale: Tensor | None) -> Tensor:
-        """The objective's sum (); its figures are kept."""
-        found = self.objective.loss(predictions, self.batch, scale)
+    def _objective_sum(self, predictions: Predictions, targets: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the objective's sum () and add up its figures."""
+        sums = self.objective.loss(predictions, self.batch, scale)
         if not self.objective.figures:
-            return found
-        self.figures = self.figures + found[1:].detach()
-        return found[0].clone()  # FSDP warns of what is a view
+            return sums
+        self.figures = self.figures + sums[1:].detach()
+        return sums[0].clone()  # FSDP warns about views
 
 
 class _Gradients:
-    """Plain accumulation in `.grad`; or, to measure noise, each micro-batch alone and then summed (one more copy)."""
+    """Accumulation in `.grad`. To measure noise, each micro-batch alone, then summed, at the cost of one more copy."""
 
     def __init__(self, optimizer: Optimizer, apart: bool) -> None:
         self.parameters = optimizer.parameters
@@ -286,7 +301,7 @@ class _Gradients:
         self.squared: list[Tensor] = []
 
     def collect(self, share: Tensor) -> None:
-        """After a micro-batch whose loss was multiplied by share / its tokens."""
+        """Take the gradient of a micro-batch whose loss was multiplied by share / its tokens."""
         if not self.apart:
             return
         grads = self._present()
@@ -296,7 +311,7 @@ class _Gradients:
             self.parameters[name].grad = None
 
     def finish(self) -> dict[str, Tensor]:
-        """The gradients of the step by name, back in `.grad`."""
+        """Return the gradients of the step by name, back in `.grad`."""
         for name, total in self.sums.items():
             self.parameters[name].grad = total
         return self._present()

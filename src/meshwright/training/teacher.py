@@ -1,7 +1,7 @@
 """The teacher of a distillation: a frozen model beside the student, laid out over the same ranks.
 
-It runs where the student's loss is made, without gradients: hidden states of both meet at their heads, and no logits
-are ever whole. It has a traffic of its own, so that a run's counts are those of its student.
+It runs where the student's loss is computed, without gradients. Hidden states of both models meet at their heads, so no
+logits exist in full. Its traffic is counted separately, so a run's counts are those of its student.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.kernels.linear_divergence import DistillationLoss, Divergence
+from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, TeacherHead
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
@@ -32,59 +32,67 @@ from meshwright.store.commit import NAME
 from meshwright.store.model_weights import final_weights, locate
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.batches import Batch
-from meshwright.training.distillation import Distillation, form_of
+from meshwright.training.distillation import Distillation, divergence_of
 from meshwright.training.kept_bytes import codes
 from meshwright.training.precision import DTYPES
 from meshwright.training.pretrained import means_the_same
-from meshwright.training.staged_teacher import StagedTeacher
-from meshwright.training.step import Objective
+from meshwright.training.step import EVALUATION, MicroPass, Objective
 
 OTHERWISE = "or train without one, by recipe.objective=cross-entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherFolder:
-    """Where a teacher's weights are: a Hugging Face folder, or a run."""
+    """Source of a teacher's weights: a Hugging Face folder, or a run."""
 
     path: Path
     shape: ModelShape
     tokenizer: Path | None
     base: BaseFolder | None
-    """None: it is a run."""
+    """None = the folder is a run."""
 
     @property
     def hub(self) -> HubFolder | None:
-        """Of a Hugging Face folder what else it says."""
+        """The Hugging Face folder. None = it is a run."""
         return None if self.base is None else self.base.hub
 
     @property
     def codes(self) -> str:
-        """As which `model.lora.base` its matrices are held there; empty = as numbers, or as codes of several kinds."""
+        """The `model.lora.base` of its codes. Empty = plain numbers, or codes of several kinds."""
         return "" if self.base is None else self.base.base
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-        """By our names, a tensor or a matrix of codes at a time. HubError, CheckpointError where they are damaged."""
+        """Yield weights under Meshwright's names, one tensor or matrix of codes at a time.
+
+        Raises HubError or CheckpointError when they are damaged.
+        """
         if self.base is not None:
             yield from self.base.weights()
             return
-        run, found = locate(self.path)
-        yield from final_weights(run.plan, found, dtype)
+        run, checkpoint_path = locate(self.path)
+        yield from final_weights(run.plan, checkpoint_path, dtype)
 
     def numbers(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """As weights, with numbers in `dtype` for codes."""
-        for name, found in self.weights(dtype):
-            yield name, found.restored(dtype) if isinstance(found, QuantizedMatrix) else found
+        """Yield the weights with codes restored to `dtype`."""
+        for name, weight in self.weights(dtype):
+            yield name, weight.restored(dtype) if isinstance(weight, QuantizedMatrix) else weight
 
     def fingerprint(self) -> str:
-        """Of its weights: of a run those of its newest checkpoint that is whole, which all ranks look for."""
+        """Return a hash of the weights.
+
+        For a run it is that of the newest intact checkpoint, which all ranks look for together.
+        """
         if self.hub is not None:
             return self.hub.fingerprint()
-        _, found = locate(self.path)
-        return digest([(found / NAME).read_text(encoding="utf-8")])
+        _, checkpoint_path = locate(self.path)
+        return digest([(checkpoint_path / NAME).read_text(encoding="utf-8")])
 
 
 def folder_of(path: Path) -> TeacherFolder:
-    """PlanError where there is none; HubError, RunError where it cannot be read."""
+    """Open a teacher's folder.
+
+    Raises PlanError when it does not exist, HubError or RunError when it cannot be read.
+    """
     if not path.is_dir():
         raise PlanError(f"teacher.init={path} does not exist: give a folder with weights, or a run, {OTHERWISE}")
     if (path / "plan.yaml").is_file():
@@ -96,8 +104,10 @@ def folder_of(path: Path) -> TeacherFolder:
 
 
 def check_teacher(plan: Plan) -> None:
-    """PlanError where the teacher of a distillation cannot teach this student: it has no weights, other ones than the
-    plan says, or another tokenizer, so that its distributions are over other tokens."""
+    """Raise PlanError when the teacher of a distillation cannot teach this student.
+
+    It has no weights, other ones than the plan says, or another tokenizer, whose distributions are over other tokens.
+    """
     if not plan.recipe.traits.teacher or plan.teacher is None:
         return
     if plan.teacher_init == RANDOM:
@@ -108,16 +118,16 @@ def check_teacher(plan: Plan) -> None:
     folder = folder_of(Path(plan.teacher_init))
     for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher.base).items()):
         if theirs != ours:
-            there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
+            there, here = (f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (theirs, ours))
             raise PlanError(
                 f"teacher.init={plan.teacher_init} has another shape: {there} there, {here} in the plan. Take "
                 f"teacher={plan.teacher_init} without changed sizes"
             )
-    asked = plan.teacher.lora.base if plan.teacher.lora else ""
-    if asked and folder.codes not in ("", asked):
+    planned_base = plan.teacher.lora.base if plan.teacher.lora else ""
+    if planned_base and folder.codes not in ("", planned_base):
         raise PlanError(
-            f"teacher.init={plan.teacher_init} is quantized to {folder.codes} already, and teacher.lora.base={asked} "
-            f"would round it a second time: take teacher.lora.base={folder.codes}"
+            f"teacher.init={plan.teacher_init} is quantized to {folder.codes} already, and "
+            f"teacher.lora.base={planned_base} would round it a second time: take teacher.lora.base={folder.codes}"
         )
     if folder.tokenizer is None and plan.data.tokenizer == "auto":
         raise PlanError(
@@ -133,15 +143,17 @@ def check_teacher(plan: Plan) -> None:
 
 
 def shared_tokens(plan: Plan) -> int:
-    """Tokens that student and teacher both have a row for; 0 = all of either. One tokenizer serves both, and what is
-    beyond it fills a matrix up."""
+    """Return the number of tokens that student and teacher both have a row for. 0 = all of either.
+
+    One tokenizer serves both; rows beyond it pad a matrix.
+    """
     assert plan.teacher is not None, "a distillation has one"
     sizes = {plan.model.vocab, plan.teacher.vocab}
     return min(sizes) if len(sizes) > 1 else 0
 
 
 def check_shared(plan: Plan, tokenizer: Tokenizer) -> None:
-    """PlanError where the text has tokens that one of both knows nothing of."""
+    """Raise PlanError when the text has tokens that the teacher does not know."""
     if not plan.recipe.traits.teacher or plan.teacher is None or tokenizer.vocab <= plan.teacher.vocab:
         return
     raise PlanError(
@@ -152,23 +164,23 @@ def check_shared(plan: Plan, tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OnlineTeacher:
-    """A teacher on the student's ranks; asked for a micro-batch when the student's loss is made."""
+    """A teacher on the student's ranks, called for a micro-batch when the student's loss is computed."""
 
     engine: Engine
     shared: int = 0
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
-        """As AsksTeacher: nothing, since each micro-batch is asked about when its loss is made."""
+        """See AsksTeacher. Does nothing, since each micro-batch is run when its loss is computed."""
 
     def against(
         self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
     ) -> DistillationLoss:  # fmt: skip
-        """As AsksTeacher. All ranks of a layout ask together."""
-        learns, found = torch.is_grad_enabled(), list[DistillationLoss]()
+        """See AsksTeacher. All ranks of a layout call this together."""
+        learns, losses = torch.is_grad_enabled(), list[DistillationLoss]()
 
         def compare(theirs: Predictions, targets: Tensor, _: Tensor | None) -> Tensor:
             with torch.set_grad_enabled(learns):
-                found.append(predictions.divergence(theirs, targets, scale, form, self.shared))
+                losses.append(predictions.divergence(theirs, targets, scale, form, self.shared))
             return torch.zeros((), device=targets.device)
 
         with torch.no_grad():
@@ -176,14 +188,77 @@ class OnlineTeacher:
                 None, batch.tokens, batch.targets, positions=batch.positions, documents=batch.documents,
                 spans=batch.spans, objective=compare,
             )  # fmt: skip
-        self.engine.reshard()  # no backward pass comes, which would
-        return found[0]
+        self.engine.reshard()  # no backward pass follows that would
+        return losses[0]
+
+
+class HeadRecorder:
+    """Stand-in for an objective that records the hidden states at the head on the last stage."""
+
+    by_position = True
+    figures = ()
+
+    def __init__(self, *, copies: bool) -> None:
+        self.copies = copies
+        """True when the matrix is gathered, and soon freed."""
+        self.weight: Tensor | None = None
+        self.states: dict[int, Tensor] = {}
+        """(N, D) by the identity of a batch."""
+
+    def count(self, batch: Batch) -> float:
+        """Return 1: nothing is divided."""
+        return 1.0
+
+    def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
+        """Record the states and return zero."""
+        head = predictions.head()
+        if self.weight is None:
+            self.weight = head.weight.clone() if self.copies else head.weight
+        self.states[id(batch)] = head.x
+        return torch.zeros((), device=batch.tokens.device)
+
+
+class StagedTeacher:
+    """Teacher beside a student whose layers are a pipeline's stages. See AsksTeacher.
+
+    Its own stages run the forward passes of all micro-batches of a step before the student's begin. Hidden states of
+    every micro-batch wait with the teacher's head on the last rank, where the student's loss is computed. So neither
+    model waits for the other's schedule, and memory grows by one row of hidden states per token.
+
+    Letters: N tokens of a micro-batch, D width of the teacher.
+    """
+
+    def __init__(self, engine: Engine, shared: int = 0) -> None:
+        self.engine, self.shared = engine, shared
+        self._waiting: dict[int, Tensor] = {}
+        self._weight: Tensor | None = None
+
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """Run the forward passes of all micro-batches. All ranks call this together."""
+        recorder = HeadRecorder(copies=self.engine.mesh.layout.zero == 3)
+        self.engine.evaluate([MicroPass(batch, EVALUATION, recorder) for batch in batches])
+        self.engine.reshard()  # no backward pass follows that would
+        self._weight = recorder.weight
+        self._waiting = {id(batch): recorder.states[id(batch)] for batch in batches} if recorder.states else {}
+
+    def against(
+        self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
+    ) -> DistillationLoss:  # fmt: skip
+        """See AsksTeacher; on the last stage. Batches of a warm-up were never recorded, and get states of zero."""
+        assert self._weight is not None, "the last stage of both is on one rank"
+        states = self._waiting.pop(id(batch), None)
+        if states is None:
+            states = self._weight.new_zeros(batch.targets.numel(), self._weight.shape[1])
+        head = TeacherHead(states, self._weight)
+        if not self._waiting:
+            self._weight = None if self.engine.mesh.layout.zero == 3 else self._weight
+        return predictions.divergence(head, batch.targets, scale, form, self.shared)
 
 
 def lay_out(
     shape: ModelShape, layout: Layout, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, seed: int | None = None
 ) -> Engine:  # fmt: skip
-    """A frozen model over the ranks of a mesh; without a seed its weights are left as memory is."""
+    """Build a frozen model over the ranks of a mesh. Without a seed its weights stay uninitialized."""
     engine = build_engine(
         shape, layout, mesh=make_mesh(layout, rank=mesh.rank, made=mesh.made), device=device, dtype=dtype,
         seed=seed or 0, initialize=seed is not None, trains=False,
@@ -193,7 +268,7 @@ def lay_out(
 
 
 def build_teacher(plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
-    """The teacher of a plan, without weights yet."""
+    """Build the teacher of a plan, without weights yet."""
     assert plan.teacher is not None, "a distillation has one"
     layout = teacher_layout(plan.layout, plan.teacher)
     return lay_out(plan.teacher, layout, mesh, device, DTYPES[plan.recipe.precision])
@@ -201,29 +276,33 @@ def build_teacher(plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
 
 @torch.no_grad()
 def fill(engine: Engine, weights: Iterator[tuple[str, Tensor | QuantizedMatrix]]) -> None:
-    """Put whole tensors, by name, into what this rank holds of them: numbers into codes where it holds codes, and codes
-    that it has no room for as the numbers that they stand for."""
+    """Copy this rank's part of whole tensors, by name, into the engine.
+
+    Numbers become codes where the engine holds codes. Codes become numbers where it does not.
+    """
     boxes, buffers = engine.local_boxes(), engine.buffers
     coded = frozen_codes(engine.stages, engine.model.shape)
-    places = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
+    shards = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
     for name, tensor in weights:
         if name in coded:
             if isinstance(tensor, Tensor):
                 tensor = quantize_matrix(name, tensor.to(coded[name].device), coded[name].scheme)
             take_codes(coded[name], tensor)
-        elif name in places:
-            tensor = tensor if isinstance(tensor, Tensor) else tensor.restored(places[name].dtype)
+        elif name in shards:
+            tensor = tensor if isinstance(tensor, Tensor) else tensor.restored(shards[name].dtype)
             box = boxes[name]
             part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
-            places[name].copy_(tensor[part])
+            shards[name].copy_(tensor[part])
         elif name in buffers and isinstance(tensor, Tensor):
             buffers[name].copy_(tensor)
 
 
 def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = True) -> Distillation:
-    """The objective of a plan; with the teacher that stands beside the student, if one does. Not `loads`: without its
-    weights, for whoever wants only sizes."""
-    form, shared = form_of(plan.recipe), shared_tokens(plan)
+    """Return the objective of a plan, with the teacher beside the student if it has one.
+
+    `loads` False leaves out the weights, for callers that only need sizes.
+    """
+    form, shared = divergence_of(plan.recipe), shared_tokens(plan)
     if plan.recipe.distillation_top_k:
         return Distillation(form=form, shared=shared)
     engine = build_teacher(plan, mesh, device)
@@ -233,14 +312,14 @@ def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = 
 
 
 def beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeacher:
-    """A teacher on the student's ranks, asked as its layout allows."""
+    """Return a teacher on the student's ranks that fits its layout."""
     if engine.pipeline is None:
         return OnlineTeacher(engine=engine, shared=shared)
     return StagedTeacher(engine, shared)
 
 
 def teacher_tensors(objective: Objective) -> list[Tensor]:
-    """Parameters, codes and buffers of a teacher that stands beside the model; none where there is no such teacher."""
+    """Return parameters, codes and buffers of a teacher beside the model. Empty = there is none."""
     if not isinstance(objective, Distillation) or objective.teacher is None:
         return []
     engine = objective.teacher.engine

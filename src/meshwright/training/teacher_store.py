@@ -1,13 +1,13 @@
-"""What is kept of a teacher on disk: of every position its likeliest next tokens, in the user's cache, by content.
+"""Stored distributions of a teacher: the likeliest next tokens of every position, in the user's cache, by content.
 
-A folder holds two tables, a row for each row of the text (whatever order a run reads them in), and which rows are
-there. A table is as long as the text and takes room for what is written. So a run fills in what it needs, another one
-goes on with that, and a process that is killed loses one batch.
+A folder holds two tables, with a row per row of the text in the text's own order, and a list of the rows that exist. A
+table is as long as the text but takes only the disk space of written rows. So a run adds the rows that it needs,
+another one continues from there, and a killed process loses one batch.
 
-    ids     (rows, S, K) uint16, or uint32 where the vocabulary is larger
+    ids     (rows, S, K) uint16, or uint32 for larger vocabularies
     logs    (rows, S, K + 1) fp16, that of all other tokens last
 
-Letters: S positions of a row, K kept tokens.
+Letters: S positions of a row, K stored tokens.
 """
 
 import hashlib
@@ -29,14 +29,14 @@ _FORMAT = 1
 """Raised whenever the same teacher and text would give other numbers."""
 IDS, LOGS, DONE, ABOUT = "ids.bin", "logs.bin", "done.bin", "about.json"
 NARROW = 2**16
-"""The largest vocabulary whose ids take two bytes."""
+"""Largest vocabulary whose ids take two bytes."""
 ROUNDED = 0.02
-"""By so much probabilities of fp16 logarithms may miss 1 together."""
+"""Largest deviation from 1 of a sum of probabilities with fp16 logarithms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSizes:
-    """Of what is kept of one teacher over one text."""
+    """Sizes of the tables of one teacher over one text."""
 
     rows: int
     sequence: int
@@ -45,76 +45,78 @@ class TableSizes:
 
     @property
     def id_type(self) -> np.dtype[Any]:
-        """Of a token."""
+        """Type of a token."""
         return np.dtype(np.uint16 if self.vocab <= NARROW else np.uint32)
 
     @property
     def token_bytes(self) -> int:
-        """Of one position."""
+        """Bytes per position."""
         return self.top * self.id_type.itemsize + (self.top + 1) * 2
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Bytes per row."""
         return self.sequence * self.token_bytes
 
 
 def cached(*content: object) -> Path:
-    """Where the user's cache has what this content gives."""
+    """Return the folder in the user's cache for this content."""
     digest = hashlib.blake2b(repr((_FORMAT, *content)).encode(), digest_size=16).hexdigest()
     return default_root() / "teachers" / digest
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherTables:
-    """The tables of a folder. Rows that are not there yet hold anything."""
+    """The tables of a folder. Rows that do not exist yet hold arbitrary numbers."""
 
     folder: Path
     sizes: TableSizes
 
     def make(self) -> None:
-        """The files, empty, where they are not there; RunError where the disk has no room for a name, or where they
-        are of other sizes, so that somebody changed them."""
+        """Create the files, empty, unless they exist.
+
+        Raises RunError when they have other sizes, which means that somebody changed them.
+        """
         sizes = self.sizes
         self.folder.mkdir(parents=True, exist_ok=True)
-        said = {"rows": sizes.rows, "sequence": sizes.sequence, "top": sizes.top, "vocab": sizes.vocab}
+        description = {"rows": sizes.rows, "sequence": sizes.sequence, "top": sizes.top, "vocab": sizes.vocab}
         if (self.folder / ABOUT).is_file():
-            if read_json(self.folder / ABOUT) != said or any(
+            if read_json(self.folder / ABOUT) != description or any(
                 (self.folder / name).stat().st_size != size for name, size in self._files().items()
             ):
-                raise self._changed("")
+                raise self._changed_error("")
             return
         for name, size in self._files().items():
             with (self.folder / name).open("wb") as file:
                 file.truncate(size)
-        write_json(self.folder / ABOUT, said)
+        write_json(self.folder / ABOUT, description)
 
     def check(self, ids: NDArray[Any], logs: NDArray[np.float16]) -> None:
-        """RunError where rows (B, S, K) and (B, S, K + 1) are no distributions, so that somebody changed them."""
+        """Raise RunError when rows (B, S, K) and (B, S, K + 1) are no distributions, so somebody changed them."""
         if ids.size and int(ids.max()) >= self.sizes.vocab:
-            raise self._changed(f": it names token {int(ids.max())} of {self.sizes.vocab}")
+            raise self._changed_error(f": it names token {int(ids.max())} of {self.sizes.vocab}")
         off = np.abs(np.exp(logs, dtype=np.float32).sum(-1) - 1)
         if not bool((off <= ROUNDED).all()):
-            raise self._changed(": probabilities do not sum to 1")
+            raise self._changed_error(": probabilities do not sum to 1")
 
-    def _changed(self, how: str) -> RunError:
+    def _changed_error(self, how: str) -> RunError:
         return RunError(f"{self.folder} was changed{how}: remove it, and what a teacher says is asked anew")
 
     def _files(self) -> dict[str, int]:
-        each = self.sizes
-        positions = each.rows * each.sequence
+        sizes = self.sizes
+        positions = sizes.rows * sizes.sequence
         return {
-            IDS: positions * each.top * each.id_type.itemsize, LOGS: positions * (each.top + 1) * 2, DONE: each.rows
+            IDS: positions * sizes.top * sizes.id_type.itemsize, LOGS: positions * (sizes.top + 1) * 2, DONE: sizes.rows
         }  # fmt: skip
 
     def missing(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of these rows are not there."""
+        """Return the rows among these that do not exist yet."""
         done = np.fromfile(self.folder / DONE, dtype=np.uint8)
-        found: NDArray[np.int64] = numbers[done[numbers] == 0]
-        return found
+        absent: NDArray[np.int64] = numbers[done[numbers] == 0]
+        return absent
 
     def mark(self, numbers: NDArray[np.int64]) -> None:
-        """These rows are there, also after a power cut."""
+        """Mark these rows as existing, safe against a power cut."""
         for name in (IDS, LOGS):
             with (self.folder / name).open("r+b") as file:
                 os.fsync(file.fileno())
@@ -123,15 +125,15 @@ class TeacherTables:
         done.flush()
 
     def tables(self, mode: str = "r") -> tuple[NDArray[Any], NDArray[np.float16]]:
-        """(ids, logs), mapped."""
-        each = self.sizes
-        shape = (each.rows, each.sequence)
-        ids = np.memmap(self.folder / IDS, dtype=each.id_type, mode=mode, shape=(*shape, each.top))  # type: ignore[call-overload]  # its mode is a literal
-        logs = np.memmap(self.folder / LOGS, dtype=np.float16, mode=mode, shape=(*shape, each.top + 1))  # type: ignore[call-overload]  # the same
+        """Return (ids, logs), memory-mapped."""
+        sizes = self.sizes
+        shape = (sizes.rows, sizes.sequence)
+        ids = np.memmap(self.folder / IDS, dtype=sizes.id_type, mode=mode, shape=(*shape, sizes.top))  # type: ignore[call-overload]  # its mode is a literal
+        logs = np.memmap(self.folder / LOGS, dtype=np.float16, mode=mode, shape=(*shape, sizes.top + 1))  # type: ignore[call-overload]  # the same
         return ids, logs
 
     def check_room(self, rows: int) -> None:
-        """RunError where the disk has no room for so many more rows."""
+        """Raise RunError when the disk has no space for that many more rows."""
         needed, free = rows * self.sizes.row_bytes, free_bytes(self.folder)
         if free is not None and needed > free:
             raise RunError(

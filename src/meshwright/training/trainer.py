@@ -1,4 +1,4 @@
-"""The loop over steps: feed, step, evaluate, save, tell; until the last one or an interruption."""
+"""The loop over steps: feed, step, evaluate, save, report; until the last step or an interruption."""
 
 import math
 import time
@@ -11,7 +11,6 @@ import torch
 from meshwright.data import Corpus
 from meshwright.data.corpus import TokenStream
 from meshwright.data.numbered_rows import numbered_rows
-from meshwright.parallel.group import Group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Data, Plan
@@ -24,83 +23,83 @@ from meshwright.training import device
 from meshwright.training.batches import Feed, PackedRows, Share, split
 from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.held_out_scores import score_sources
-from meshwright.training.interrupt import Interrupt
+from meshwright.training.interrupt import Interrupt, StopAgreement
+from meshwright.training.job import Job
 from meshwright.training.objectives import TEXT, Task
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
 from meshwright.training.run_ledger import StepLedger
-from meshwright.training.run_notes import run_notes
 from meshwright.training.run_samples import RunSamples
-from meshwright.training.run_start import run_info
+from meshwright.training.run_start import run_info, run_notes
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
 from meshwright.training.step_clock import StepClock
-from meshwright.training.stopping import StopAgreement
-from meshwright.training.watch import EvalMetrics, Foreseen, RunInfo, Summary, Watcher, numbers
+from meshwright.training.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
 
 
 def reads_late(device: torch.device) -> bool:
-    """Whether a step's numbers are read while the next one runs: a GPU then always has work. On a CPU a step is over
-    when it has been begun."""
+    """Return whether a step's numbers are read while the next one runs, so that a GPU always has work.
+
+    On a CPU a step is over when its call returns.
+    """
     return device.type == "cuda"
 
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """The loop over steps; holds what every step needs."""
+    """The loop over steps, with everything that a step needs."""
 
-    plan: Plan
+    job: Job
     state: TrainState
     corpus: Corpus
     folder: RunFolder
-    """Written by the first rank alone, read by all."""
+    """Written by rank 0 alone, read by all."""
     share: Share
-    """What this rank reads of every step."""
-    device: torch.device
-    pulse: Heartbeat
-    """Told of each step."""
-    saving: Group | None
-    """Of the thread that writes checkpoints; None = they are written between steps."""
+    """Part of every step's rows that this rank reads."""
     watchers: tuple[Watcher, ...]
     task: Task = TEXT
-    """What a step minimizes, and what it reads beside the text."""
+    """Objective of a step, and its inputs beside the text."""
     changes: tuple[str, ...] = ()
-    """What this run does otherwise than the one it goes on from, `key=value (was value)`."""
-    foreseen: Foreseen = field(default_factory=Foreseen)
-    """What is known of the run before it begins."""
+    """Differences from the run that it resumes, as `key=value (was value)`."""
+    plan: Plan = field(init=False)
+    device: torch.device = field(init=False)
+    pulse: Heartbeat = field(init=False)
     saver: Saver = field(init=False)
     ledger: StepLedger = field(init=False)
     samples: RunSamples = field(init=False)
     late: bool = field(init=False)
-    """Whether a step's numbers are read while the next one runs."""
+    """True when a step's numbers are read while the next one runs."""
     _stop: StopAgreement = field(init=False)
     _pending: deque[PendingStep] = field(init=False, default_factory=deque)
     _clock: StepClock = field(init=False)
-    _loss: float = field(init=False, default=math.nan)
+    _last_loss: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
+        self.plan, self.device, self.pulse = self.job.plan, self.job.device, self.job.pulse
         self.late = reads_late(self.device)
         self.ledger = StepLedger(self.state, self.task.objective)
         self.samples = RunSamples(self.plan, self.corpus, self.folder)
         self.saver = Saver(
             self.folder.checkpoints,
             keep_last=self.plan.recipe.keep_last,
-            group=self.saving,
-            saved=lambda step, path: self._tell("saved", step, path),
+            group=self.job.saving,
+            saved=lambda step, path: self._notify("saved", step, path),
             begun=self.pulse.piece_begun,
         )
 
     def train(self, stop: Interrupt) -> Summary:
-        """Steps until the last one, an interruption or a loss that is no number."""
+        """Run steps until the last one, an interruption, or a non-finite loss."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
         balanced = self.plan.model.moe is not None and recipe.balance_loss > 0
-        rows = PackedRows(sampler, recipe.document_mask, self.task.of_training, self.task.of_rows, padding=balanced)
+        rows = PackedRows(
+            sampler, recipe.document_mask, self.task.read_training_answers, self.task.read_rows, padding=balanced
+        )
         feed = Feed(rows, self.device, share=self.share)
-        log = MetricsLog(self.folder.metrics, silent=not self.is_first)
-        if self.is_first and self.foreseen.dry_run is not None:
-            keep(self.folder.dry_run, self.foreseen.dry_run)
-        self._tell("started", self._info())
+        log = MetricsLog(self.folder.metrics, silent=not self.is_rank_zero)
+        if self.is_rank_zero and self.job.forecast.dry_run is not None:
+            keep(self.folder.dry_run, self.job.forecast.dry_run)
+        self._notify("started", self._run_info())
         self.state.engine.train()
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
         saved = progress.step
@@ -109,11 +108,12 @@ class Trainer:
         try:
             with self.saver:
                 while progress.step < recipe.steps and not self._stop.reached(under_way=bool(self._pending)):
-                    self._begin(feed)
+                    self._begin_step(feed)
                     evaluates = _due(progress.step, recipe.eval_every, recipe.steps)
                     saves = _due(progress.step, recipe.checkpoint_every, recipe.steps)
                     samples = self.samples.due(progress.step)
-                    self._settle(log, keep=int(self.late and not (evaluates or saves or samples)))
+                    # Evaluation, samples and checkpoint read the weights of this very step: its numbers come first.
+                    self._record_steps(log, keep=int(self.late and not (evaluates or saves or samples)))
                     score = self._evaluate(log) if evaluates else None
                     if samples:
                         self.samples.take(self.state.engine, progress.step)
@@ -122,7 +122,7 @@ class Trainer:
                         saved = progress.step
                     if evaluates or samples or saves:
                         self._clock.end_pause()
-                self._settle(log)
+                self._record_steps(log)
                 if saved != progress.step:
                     self._save(log, score)
                     self._clock.end_pause()
@@ -132,17 +132,12 @@ class Trainer:
         return self._finish(stop)
 
     @property
-    def is_first(self) -> bool:
-        """Whether this rank writes and speaks for all."""
+    def is_rank_zero(self) -> bool:
+        """True on the rank that writes and reports."""
         return self.state.engine.mesh.rank == 0
 
-    @property
-    def _length(self) -> str:
-        """The key that says how long the run is."""
-        return next((key for key in ("epochs", "tokens") if getattr(self.plan.recipe, key)), "steps")
-
-    def _begin(self, feed: Feed) -> None:
-        """Begin the next step; its numbers are read later."""
+    def _begin_step(self, feed: Feed) -> None:
+        """Begin the next step. Its numbers are read later."""
         recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
         step = progress.step + 1
         self.pulse.step = step
@@ -152,7 +147,7 @@ class Trainer:
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
         waited = time.perf_counter() - asked_s
         self.ledger.begin()
-        result = train_step(
+        outcome = train_step(
             self.state.engine,
             self.state.optimizer,
             split(self.task.rows(batch, self.state.engine, progress.cursor), layout.micro_batch_of(count)),
@@ -170,10 +165,10 @@ class Trainer:
         progress.step, progress.cursor = step, progress.cursor + count
         progress.tokens += count * recipe.sequence
         numbers = readback(
-            result,
+            outcome,
             skipping=self.state.skipper.state,
             loss_scale=self.state.scaler.scale if self.state.scaler else None,
-            asked=self._stop.begin() if self.late and self._stop.world.size > 1 else None,
+            stop=self._stop.announce() if self.late and self._stop.world.size > 1 else None,
         )
         pending = PendingStep(
             step=step,
@@ -181,118 +176,120 @@ class Trainer:
             tokens=progress.tokens,
             span=self._clock.end_step(numbers.border),
             data_wait_s=waited,
-            part=result.part,
-            micro_tokens=result.micro_tokens,
+            part=outcome.part,
+            micro_tokens=outcome.micro_tokens,
             numbers=numbers,
         )
         self._pending.append(pending)
 
-    def _settle(self, log: MetricsLog, *, keep: int = 0) -> None:
-        """Read, record and tell of the steps that were begun, but for the last `keep` ones."""
+    def _record_steps(self, log: MetricsLog, *, keep: int = 0) -> None:
+        """Read, record and report the steps that were begun, except the last `keep` ones."""
         while len(self._pending) > keep:
-            self._end(self._pending.popleft(), log)
+            self._record_step(self._pending.popleft(), log)
 
-    def _end(self, pending: PendingStep, log: MetricsLog) -> None:
+    def _record_step(self, pending: PendingStep, log: MetricsLog) -> None:
         recipe, progress = self.plan.recipe, self.state.progress
-        found = self._check(pending)
+        values = self._read_numbers(pending)
         self.pulse.step_ended(pending.span.seconds)
         progress.seconds += pending.span.seconds
         self._clock.count(pending.span, pending.global_batch * recipe.sequence)
         if pending.micro_tokens:
-            progress.noise.add(found["micro_squared"], pending.micro_tokens, found["grad_norm"][0] ** 2)
+            progress.noise.add(values["micro_squared"], pending.micro_tokens, values["grad_norm"][0] ** 2)
         metrics = step_metrics(
             self.plan,
             pending,
-            found,
+            values,
             device_used=self.device,
             run_s=progress.seconds,
             noise_scale_tokens=progress.noise.tokens,
         )
-        self._loss = metrics.loss
+        self._last_loss = metrics.loss
         log.append(numbers(metrics))
         if _due(pending.step, recipe.log_every, recipe.steps) or metrics.skipped in ("non-finite", "spike"):
-            self._tell("stepped", metrics)
+            self._notify("stepped", metrics)
 
-    def _check(self, pending: PendingStep) -> dict[str, list[float]]:
-        """The numbers of a step; more bad ones in a row than the recipe skips end the run (no weight was touched)."""
-        found = pending.numbers.read()
-        if "asked" in found:
-            self._stop.hear(found["asked"])
-        in_a_row, most = int(found["skipping"][2]), self.plan.recipe.skip_nonfinite
+    def _read_numbers(self, pending: PendingStep) -> dict[str, list[float]]:
+        """Return the numbers of a step. Raises NonFiniteLoss after more bad steps in a row than the recipe skips."""
+        values = pending.numbers.read()
+        if "stop" in values:
+            self._stop.receive(values["stop"])
+        in_a_row, most = int(values["skipping"][2]), self.plan.recipe.skip_nonfinite
         if in_a_row <= most:
-            return found
-        loss, last = found["loss"][0], self.pulse.calls.last
+            return values
+        loss, last = values["loss"][0], self.pulse.calls.last
         row = f", as were {most} before it (recipe.skip_nonfinite={most})" if most else ""
-        # Asked on every rank, whatever its own loss: ranks that disagree about that must still do the same.
+        # A collective on every rank, whatever its own loss: ranks that disagree about that must still do the same.
         who = first_without_number(self._stop.world, pending.part) if self._stop.world.size > 1 else ""
-        if math.isfinite(loss):  # a gradient is a sum over ranks before anybody can look at it
-            norm = found["grad_norm"][0]
-            raise self._not_finite(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
-        raise self._not_finite(pending.step, f"{who}, forward", last, "loss", loss, row)
+        if math.isfinite(loss):  # gradients are summed over ranks before anyone can look, so no rank can be named
+            norm = values["grad_norm"][0]
+            raise self._non_finite_error(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
+        raise self._non_finite_error(pending.step, f"{who}, forward", last, "loss", loss, row)
 
-    def _not_finite(self, step: int, who: str, call: str, what: str, value: float, row: str = "") -> NonFiniteLoss:
+    def _non_finite_error(
+        self, step: int, who: str, call: str, what: str, number: float, row: str = ""
+    ) -> NonFiniteLoss:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         self.saver.settle()
         last = checkpoint.latest(self.folder.checkpoints)
-        kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
+        remaining = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
-            f"step {step}{where}: the {what} is {value}{row}; {kept}. Lower recipe.learning_rate (now "
+            f"step {step}{where}: the {what} is {number}{row}; {remaining}. Lower recipe.learning_rate (now "
             f"{self.plan.recipe.learning_rate}), lengthen recipe.warmup_steps, or look at the data of this step"
         )
 
     def _evaluate(self, log: MetricsLog) -> float | None:
-        """The held-out loss, recorded and told; None where nothing is held out."""
+        """Record, report and return the held-out loss. None = nothing is held out."""
         recipe, progress = self.plan.recipe, self.state.progress
         metrics = score_sources(self.plan.data, self.corpus.validation, recipe.eval_sequences, self._score)
         if metrics is None:
             return None
         if not math.isfinite(metrics.loss):
-            raise self._not_finite(
+            raise self._non_finite_error(
                 progress.step, "all ranks, evaluate", self.pulse.calls.last, "held-out loss", metrics.loss
             )
         progress.eval_loss = metrics.loss
         if progress.best_eval_loss is None or metrics.loss < progress.best_eval_loss:
             progress.best_eval_loss, progress.best_step = metrics.loss, progress.step
         log.append({"step": progress.step, "kind": "eval", **numbers(metrics)})
-        self._tell("evaluated", metrics)
+        self._notify("evaluated", metrics)
         return metrics.loss
 
     def _score(self, data: Data, stream: TokenStream, limit: int) -> EvalMetrics:
-        """Of one source, at most `limit` rows."""
+        """Score at most `limit` rows of one source."""
         recipe = self.plan.recipe
         rows = HeldOutRows(
             rows=numbered_rows(data, recipe, self.corpus, stream, shuffle=False), stream=stream,
             document_mask=recipe.document_mask, at_once=self.plan.layout.micro_batch_of(recipe.global_batch),
-            limit=limit, objective=self.task.scored, of_answers=self.task.of_validation,
+            limit=limit, objective=self.task.scored, read_answers=self.task.read_validation_answers,
         )  # fmt: skip
         return rows.evaluate(self.state.engine, self.device, self.share, step=self.state.progress.step)
 
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
-        """`score`: the held-out loss of these very weights, None where they were not evaluated."""
+        """Save a checkpoint. `score` is the held-out loss of these very weights, None = not evaluated."""
         progress = self.state.progress
         check_replicas(self.state.engine, progress.step)
         log.sync()
-        made_of = self.corpus.fingerprint, self.corpus.tokenizer.fingerprint
-        values = self.state.values(self.plan.recipe, *made_of, self.plan.data)
+        fingerprints = self.corpus.fingerprint, self.corpus.tokenizer.fingerprint
+        values = self.state.values(self.plan.recipe, *fingerprints, self.plan.data)
         self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
-    def _info(self) -> RunInfo:
+    def _run_info(self) -> RunInfo:
         progress = self.state.progress
-        goes_on = self.watchers and progress.step
+        shows_earlier_losses = self.watchers and progress.step
         return run_info(
             self.plan,
             self.corpus,
             self.device,
             read=DataRead(steps=progress.step, rows=progress.cursor, tokens=progress.tokens),
-            losses=MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else (),
-            foreseen=self.foreseen,
+            losses=MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if shows_earlier_losses else (),
+            forecast=self.job.forecast,
             notes=tuple(
                 run_notes(
                     self.plan,
                     self.device,
                     *self.samples.notes(),
                     steps_done=self.state.progress.step,
-                    length=self._length,
+                    length=next((key for key in ("epochs", "tokens") if getattr(self.plan.recipe, key)), "steps"),
                     changes=", ".join(self.changes),
                 )
             ),
@@ -301,11 +298,11 @@ class Trainer:
     def _finish(self, stop: Interrupt) -> Summary:
         from meshwright.training.plot import loss_plot
 
-        waited_for = stop.requested is not None  # who sent a signal waits, and may not for long
-        if self.is_first and not waited_for and (records := MetricsLog.read(self.folder.metrics)):
+        # Whoever sent a signal may not wait long enough for a picture.
+        if self.is_rank_zero and stop.requested is None and (records := MetricsLog.read(self.folder.metrics)):
             loss_plot(records, self.folder.loss_plot)
         ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
-        if self.is_first and ledger:
+        if self.is_rank_zero and ledger:
             keep(self.folder.ledger, ledger)
         self._clock.close()
         progress, validation, clock = self.state.progress, self.corpus.validation, self._clock
@@ -315,7 +312,7 @@ class Trainer:
         summary = Summary(
             step=progress.step,
             steps=self.plan.recipe.steps,
-            loss=self._loss,
+            loss=self._last_loss,
             eval_loss=progress.eval_loss,
             best_eval_loss=progress.best_eval_loss,
             best_step=progress.best_step,
@@ -336,14 +333,14 @@ class Trainer:
             checkpoint=checkpoint.latest(self.folder.checkpoints),
             stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(self._stop.agreed or "", "done"),
         )
-        self._tell("ended", summary)
+        self._notify("ended", summary)
         return summary
 
-    def _tell(self, what: str, *given: Any) -> None:
+    def _notify(self, event: str, *details: Any) -> None:
         for watcher in self.watchers:
-            getattr(watcher, what)(*given)
+            getattr(watcher, event)(*details)
 
 
 def _due(step: int, every: int, last: int) -> bool:
-    """Every so many steps, and at the last one; 0 = at the last one only."""
+    """Return whether something is due: every so many steps, and at the last one. 0 = at the last one only."""
     return step == last or (bool(every) and step % every == 0)

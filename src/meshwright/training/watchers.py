@@ -1,4 +1,4 @@
-"""Watchers that write elsewhere: TensorBoard, Weights & Biases. Both are extras."""
+"""Watchers that write to TensorBoard and Weights & Biases. Both are extras."""
 
 import importlib
 import json
@@ -17,43 +17,43 @@ log = logging.getLogger(__name__)
 
 
 class Forgiving:
-    """A watcher whose failures, once it has started, do not end a run of many hours: it is told nothing more."""
+    """A watcher whose failures after the start do not end a long run. After a failure it is not called again."""
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher, self.failed = watcher, False
 
     def started(self, info: RunInfo) -> None:
-        """Before the first step; a service that cannot be reached now is an error."""
+        """Start the watcher. A service that cannot be reached now is an error."""
         self.watcher.started(info)
 
     def stepped(self, metrics: StepMetrics) -> None:
-        """After a step."""
-        self._tell(lambda: self.watcher.stepped(metrics))
+        """See Watcher."""
+        self._forward(lambda: self.watcher.stepped(metrics))
 
     def evaluated(self, metrics: EvalMetrics) -> None:
-        """After an evaluation."""
-        self._tell(lambda: self.watcher.evaluated(metrics))
+        """See Watcher."""
+        self._forward(lambda: self.watcher.evaluated(metrics))
 
     def saved(self, step: int, path: Path) -> None:
-        """After a checkpoint."""
-        self._tell(lambda: self.watcher.saved(step, path))
+        """See Watcher."""
+        self._forward(lambda: self.watcher.saved(step, path))
 
     def ended(self, summary: Summary) -> None:
-        """At the end."""
-        self._tell(lambda: self.watcher.ended(summary))
+        """See Watcher."""
+        self._forward(lambda: self.watcher.ended(summary))
 
-    def _tell(self, tell: Callable[[], None]) -> None:
+    def _forward(self, call: Callable[[], None]) -> None:
         if self.failed:
             return
         try:
-            tell()
-        except Exception as error:  # of whatever kind: the service is not ours
+            call()
+        except Exception as error:  # a service may raise anything
             self.failed = True
             log.warning("%s is told nothing more, training goes on: %r", type(self.watcher).__name__, error)
 
 
 class Scalars(Watcher):
-    """Writes the numbers of steps and evaluations, a scalar each."""
+    """Watcher that writes the numbers of steps and evaluations, one scalar each."""
 
     def stepped(self, metrics: StepMetrics) -> None:
         """Write the numbers of the step."""
@@ -65,7 +65,7 @@ class Scalars(Watcher):
 
     @abstractmethod
     def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
-        """Each number as GROUP/NAME."""
+        """Write each number as GROUP/NAME."""
 
 
 class TensorBoard(Scalars):
@@ -76,7 +76,7 @@ class TensorBoard(Scalars):
         self._module = importlib.import_module("torch.utils.tensorboard")
 
     def started(self, info: RunInfo) -> None:
-        """Open the event file; steps beyond the one resumed from are hidden by TensorBoard itself."""
+        """Open the event file. TensorBoard itself hides steps beyond the one resumed from."""
         folder = Path(info.plan.run) / "tensorboard"
         self._writer = self._module.SummaryWriter(str(folder), purge_step=info.first_step + 1)
         self._writer.add_text("plan", f"```\n{json.dumps(asdict(info.plan), indent=2)}\n```")
@@ -86,7 +86,7 @@ class TensorBoard(Scalars):
         self._writer.close()
 
     def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
-        """As Scalars."""
+        """See Scalars."""
         for name, value in numbers.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
@@ -99,7 +99,7 @@ class WandB(Scalars):
         self._wandb = importlib.import_module("wandb")
 
     def started(self, info: RunInfo) -> None:
-        """Open the run; resuming a folder goes on with the same one."""
+        """Open the run. A resumed folder continues the same one."""
         folder = Path(info.plan.run)
         folder.mkdir(parents=True, exist_ok=True)
         self._run = self._wandb.init(
@@ -116,19 +116,19 @@ class WandB(Scalars):
         self._run.finish()
 
     def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
-        """As Scalars."""
+        """See Scalars."""
         self._run.log({f"{group}/{name}": value for name, value in numbers.items()}, step=step)
 
 
 def _numbers(metrics: StepMetrics | EvalMetrics) -> dict[str, float]:
-    """Every field that holds a finite number, but the step itself."""
+    """Return every finite number of a record, except the step."""
     fields = numbers(metrics)
     fields.pop("step")
     return {name: value for name, value in fields.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _stable_id(folder: Path) -> str:
-    """The id written on first use, so that a resumed run goes on in the same place."""
+    """Return the id written on first use, so that a resumed run continues in the same place."""
     path = folder / "wandb-id"
     if not path.exists():
         import secrets

@@ -98,13 +98,13 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", hub: "HubFolder", tensors: "dic
     from meshwright import planfile
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
-    from meshwright.training.pretrained import keep_extras
+    from meshwright.training.pretrained import keep_hub_files
 
     path = Path(plan.run)
     is_new = not path.exists()
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
-            keep_extras(hub, path)
+            keep_hub_files(hub, path)
             planfile.write(
                 plan, path / "plan.yaml", open_warmup=True
             )  # the warm-up follows recipe.steps until a run begins

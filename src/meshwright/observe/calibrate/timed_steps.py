@@ -82,7 +82,7 @@ def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = No
         masters=shards_are_masters(recipe.precision, layout, recipe.storage, recipe.reduce_dtype),
     )  # fmt: skip
     engine.train()
-    optimizer = Optimizer.of(engine, recipe)
+    optimizer = Optimizer.for_engine(engine, recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(recipe.sequence))
     size = layout.micro_batch_of(recipe.global_batch)
     generator = torch.Generator().manual_seed(0)

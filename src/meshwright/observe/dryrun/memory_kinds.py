@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.data import local
 from meshwright.spec.layout import Layout
-from meshwright.training.kept_bytes import codes, kept
+from meshwright.training.kept_bytes import codes, tensors_by_kind
 from meshwright.training.state import TrainState
 
 CODES = "codes"
@@ -34,7 +34,7 @@ def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor
         record.kind = record.kind or "parameters"
     for record in _records(watch, codes(state.engine)):
         record.kind = CODES
-    for kind, tensors in kept(state.engine, state.optimizer).items():
+    for kind, tensors in tensors_by_kind(state.engine, state.optimizer).items():
         for record in _records(watch, tensors):
             record.kind = record.kind or kind
 

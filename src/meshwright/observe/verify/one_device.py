@@ -29,7 +29,7 @@ from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.shape import ModelShape, MoEShape
-from meshwright.training.batches import Batch, Share, moved, select, split
+from meshwright.training.batches import Batch, Share, select, split, to_device
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler
 from meshwright.training.step import train_step
@@ -240,14 +240,14 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
     margins = watch_margins(
         (*engine.stages, *beside) if layout.compile == "off" else ()
     )  # a hook would cut compiled graphs
-    optimizer = RecordingOptimizer.of(engine, case.recipe)
+    optimizer = RecordingOptimizer.for_engine(engine, case.recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
     scaler = LossScaler(torch.device(device), growth_interval=GROWTH_STEPS) if case.precision == "fp16" else None
     numbers: dict[str, list[float]] = {"loss": [], "norm": [], "scale": [], "balance": []}
     skipped: list[bool] = []
     tensors: dict[str, tuple[Box, Tensor]] = {}
     for step in range(1, case.steps + 1):
-        batch = moved(select(case_batch(case, step), share), torch.device(device))
+        batch = to_device(select(case_batch(case, step), share), torch.device(device))
         size = layout.micro_batch_of(case.sequences(step))
         scale = _set_scale(scaler, case, step)
         train_result = train_step(

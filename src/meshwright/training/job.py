@@ -1,0 +1,199 @@
+"""A run before its model exists: the plan on its ranks, the text, and the run folder. Each step can still refuse."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import __version__, planfile
+from meshwright.data import Corpus
+from meshwright.data import prepare as prepare_data
+from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.parallel import Mesh, make_mesh
+from meshwright.parallel.agree import RankZero, check_same
+from meshwright.parallel.compiling import missing_anywhere
+from meshwright.parallel.group import Group
+from meshwright.parallel.health.heartbeat import Heartbeat
+from meshwright.parallel.mesh import saving_group
+from meshwright.parallel.pass_graphs import check_device
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError
+from meshwright.spec.recipe import UNREAD
+from meshwright.store import checkpoint_folder, default_folders
+from meshwright.store.run_folder import RunFolder
+from meshwright.training import device as devices
+from meshwright.training import pretrained
+from meshwright.training.fits import check_fits, check_space
+from meshwright.training.interrupt import Interrupt
+from meshwright.training.precision import DTYPES
+from meshwright.training.resume_checks import check_resume
+from meshwright.training.teacher import check_shared
+from meshwright.training.watch import Forecast
+
+MEASURED_ROWS = 256
+"""Rows whose documents are measured at the start."""
+ECHO_S = 1.0
+"""A launcher forwards the Ctrl-C that its processes already got from the terminal."""
+
+Preflight = Callable[[Plan, torch.device], Forecast]
+"""(plan, device) -> what is known about the run. What it raises ends all ranks."""
+Settle = Callable[[Plan, str], tuple[Plan, str]]
+"""(plan, what a machine lacks to compile) -> the plan without auto in compile and cuda_graphs, and why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A run on this rank.
+
+    Each step of the preparation makes its plan more definite and its forecast longer.
+    """
+
+    plan: Plan
+    resume: str
+    """no, auto, or the path of a checkpoint."""
+    mesh: Mesh
+    rank_zero: RankZero
+    device: torch.device
+    pulse: Heartbeat
+    """Heartbeat that a watchdog reads."""
+    saving: Group | None
+    """Group of the thread that writes checkpoints. None = they are written between steps."""
+    forecast: Forecast = field(default_factory=Forecast)
+    leftover_warning: str | None
+    """About an earlier run that this plan could have resumed, on rank 0. None = there is none."""
+    disk_warning: str | None
+    """About checkpoints that do not fit, on rank 0."""
+
+    def add_lines(self, *lines: tuple[str, str]) -> None:
+        """Add (label, sentence) lines to the forecast."""
+        self.forecast = replace(self.forecast, sentences=(*self.forecast.sentences, *lines))
+
+
+def open_job(
+    plan: Plan, resume: str, *, pulse: Heartbeat, preflight: Preflight | None, settle: Settle | None, machines: int
+) -> Job:  # fmt: skip
+    """Agree on one plan, choose device and execution, and refuse what cannot run before anything is written.
+
+    All ranks call this together. Every check that reads files runs on rank 0 alone.
+    """
+    plan.check_runs()
+    mesh = make_mesh(plan.layout, traffic=pulse.calls)
+    rank_zero = RankZero(mesh["world"])
+    check_same(mesh["world"], "plans or versions", _describe_start(plan, resume))
+    plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.begun(plan, resume)))
+    leftover_warning = rank_zero.run(lambda: default_folders.left_alone(plan, resume))
+    rank_zero.run(lambda: check_resume(plan, resume))
+
+    device = devices.pick_device()
+    cluster = rank_zero.broadcast(lambda: devices.cluster_of(plan, devices.known_device(device), machines))
+    plan = replace(plan, cluster=cluster)
+    plan, execution = settle_execution(plan, device, rank_zero, settle)
+    rank_zero.run(lambda: check_fits(plan, device, machines=machines))
+    if plan.layout.offload != "off" and device.type == "cpu":
+        raise PlanError(
+            f"layout.offload={plan.layout.offload} moves to host memory, which is all that a CPU has: take "
+            "layout.offload=off"
+        )
+    check_device(plan.model, plan.layout, device, DTYPES[plan.recipe.precision])
+    disk_warning = rank_zero.run(lambda: check_space(plan))
+    forecast = rank_zero.run(lambda: preflight(plan, device)) if preflight is not None else None
+
+    recipe = plan.recipe
+    devices.prepare(
+        device, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products
+    )
+    job = Job(
+        plan=plan,
+        resume=resume,
+        mesh=mesh,
+        rank_zero=rank_zero,
+        device=device,
+        pulse=pulse,
+        saving=saving_group(mesh) if plan.layout.saves_behind(device.type) else None,
+        forecast=forecast or Forecast(),
+        leftover_warning=leftover_warning,
+        disk_warning=disk_warning,
+    )
+    if execution:
+        job.add_lines(("execution", execution))
+    return job
+
+
+def settle_execution(
+    plan: Plan, device: torch.device, rank_zero: RankZero, settle: Settle | None
+) -> tuple[Plan, str]:  # fmt: skip
+    """Return the plan with its way to run passes on this machine, and why.
+
+    All ranks get the same one. A CPU has only one way.
+    """
+    if settle is None or device.type != "cuda":
+        return devices.deterministic_plan(plan, device), ""
+    lacks = missing_anywhere(device, rank_zero.world)
+    return rank_zero.broadcast(lambda: settle(plan, lacks))
+
+
+def load_corpus(job: Job, progress: Callable[[int, int], None] | None) -> tuple[Corpus, NumberedRows]:
+    """Prepare the text on rank 0, read it on all ranks, and number its rows. `progress` gets (bytes done, bytes)."""
+    rank_zero, plan = job.rank_zero, job.plan
+    progress = progress if rank_zero.is_here else None
+    corpus = rank_zero.run_first(lambda: prepare_data(plan.data, progress=progress))
+    if corpus.tokenizer.vocab > plan.model.vocab:
+        raise PlanError(
+            f"model.vocab={plan.model.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab} tokens: "
+            f"take model.vocab={-(-corpus.tokenizer.vocab // 128) * 128} or another data.tokenizer"
+        )
+    check_shared(plan, corpus.tokenizer)
+
+    # Raises for a text that is too short before a run folder is created.
+    rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
+    job.plan = replace(plan, recipe=plan.recipe.over(len(rows), UNREAD if job.resume == "no" else None))
+    if job.forecast.with_documents is not None:
+        measured = rows.take(0, min(len(rows), MEASURED_ROWS)).document_tokens
+        job.add_lines(*job.forecast.with_documents(measured))
+    if job.plan.recipe.epochs:  # the number of steps, and so of checkpoints, is known only now
+        job.disk_warning = rank_zero.run(lambda: check_space(job.plan))
+    return corpus, rows
+
+
+@contextmanager
+def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
+    """Create or reopen the run folder. Rank 0 holds its lock; other ranks only read it."""
+    planned_run = job.plan.run
+    job.plan = replace(job.plan, run=job.rank_zero.broadcast(lambda: default_folders.settled(job.plan)))
+    path = Path(job.plan.run)
+    with ExitStack() as stack:
+        if job.plan.run != planned_run and job.rank_zero.is_here:
+            # A folder that was just chosen goes away again if no run starts in it.
+            stack.push(lambda kind, error, trace: default_folders.drop_unbegun(path) if kind else None)
+        created = job.rank_zero.run(lambda: _create_folder(job, path, corpus))
+        yield stack.enter_context(created) if created is not None else RunFolder(path=path, plan=job.plan)
+
+
+def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
+    folder = RunFolder.create(path, job.plan, corpus.tokenizer, resume=job.resume != "no")
+    if job.resume in ("no", "auto") and not checkpoint_folder.listing(folder.checkpoints):
+        pretrained.keep_extra_files(job.plan, path, corpus.tokenizer)
+    return folder
+
+
+def catch_interrupts(job: Job) -> Interrupt:
+    """Return the signal handlers of a run."""
+    return Interrupt(echo_s=ECHO_S if job.mesh["world"].size > 1 else 0.0, speaks=job.rank_zero.is_here)
+
+
+def _describe_start(plan: Plan, resume: str) -> str:
+    """Return what must be the same on every rank, one line per key."""
+    keys = (f"{key}={setting}" for key, setting in dotted_keys(planfile.dump(plan)))
+    return "\n".join((f"meshwright {__version__}", f"resume={resume}", *keys))
+
+
+def dotted_keys(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, setting) of all entries in a document."""
+    for key, setting in document.items():
+        if isinstance(setting, dict):
+            yield from dotted_keys(setting, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", setting
