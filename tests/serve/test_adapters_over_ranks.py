@@ -106,7 +106,7 @@ def serve_parts(cases: Sequence[Case]) -> list[Any]:
         own, ranks = part(name, layout, made)
         if ranks.leads:
             found.append(mixed(engine_of(name, way, own, ranks)))
-            ranks.say(RankCommand.END)
+            ranks.send(RankCommand.END)
         else:
             follow(own, ranks)
     return found
@@ -144,7 +144,7 @@ def followed() -> Any:
     own, ranks = part(KINDS[2], TENSOR, {})
     if ranks.leads:
         found = changing(engine_of(KINDS[2], "plain", own, ranks), KINDS[2])
-        ranks.say(RankCommand.END)
+        ranks.send(RankCommand.END)
         return found
     dropped, drop = list[tuple[int, int]](), RequestAdapters.drop
 
@@ -180,7 +180,7 @@ def full() -> Any:
         held = engine.adapters.bytes
         engine.adapters.load(last, adapter)
         engine.run(asked := ask(engine))
-        ranks.say(RankCommand.END)
+        ranks.send(RankCommand.END)
         return [one.answers[0].ids for one in asked], held < engine.adapters.bytes
     put, bytes_then = RequestAdapters.put, list[int]()
 

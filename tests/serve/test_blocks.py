@@ -51,17 +51,17 @@ def test_a_prefix_is_found_in_whole_blocks_and_leaves_a_token_over() -> None:
     first = computed(over, list(range(9)))
     assert len(first.table) == 3
     again = computed(over, list(range(8)))
-    assert again.found == 4 and again.table[0] == first.table[0]
+    assert again.cached == 4 and again.table[0] == first.table[0]
     assert over.pool.holders[first.table[0]] == 2
     longer = computed(over, [*range(8), 50])
-    assert longer.found == 8 and longer.table[:2] == first.table[:2]
-    assert computed(over, [9, *range(1, 9)]).found == 0
+    assert longer.cached == 8 and longer.table[:2] == first.table[:2]
+    assert computed(over, [9, *range(1, 9)]).cached == 0
 
 
 def test_another_salt_finds_nothing() -> None:
     over = tables()
     computed(over, list(range(9)))
-    assert computed(over, list(range(9)), b"other").found == 0
+    assert computed(over, list(range(9)), b"other").cached == 0
 
 
 def test_who_is_not_cacheable_neither_finds_nor_is_found() -> None:
@@ -71,7 +71,7 @@ def test_who_is_not_cacheable_neither_finds_nor_is_found() -> None:
     over.begin(hidden, *over.prefix(hidden))
     over.grow(hidden, 9)
     over.advance(hidden, 9)
-    assert computed(over, list(range(9))).found == 0
+    assert computed(over, list(range(9))).cached == 0
 
 
 def test_released_blocks_are_found_again() -> None:
@@ -79,7 +79,7 @@ def test_released_blocks_are_found_again() -> None:
     first = computed(over, list(range(9)))
     over.give_back(first)
     assert over.pool.free == 8
-    assert computed(over, list(range(9))).found == 8
+    assert computed(over, list(range(9))).cached == 8
 
 
 def test_a_shared_block_is_copied_before_it_is_written() -> None:
@@ -109,7 +109,7 @@ def test_what_is_withdrawn_is_not_found() -> None:
     over = tables()
     found = computed(over, list(range(9)))
     assert over.withdraw(found) == found.table
-    assert computed(over, list(range(9))).found == 0
+    assert computed(over, list(range(9))).cached == 0
 
 
 def test_a_key_covers_all_before_it() -> None:

@@ -131,7 +131,7 @@ def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.Monkey
     def graphs_of(found: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
         if wanted == "off":
             return None, "off"
-        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.kept]
+        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.tensors]
         return StepGraphs(found, cache, recorder, **sizes), "on"
 
     monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)
@@ -176,7 +176,7 @@ def test_graphs_captured_at_the_start_outlive_matrices_that_the_first_step_moves
         return work
 
     def graphs_of(found: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
-        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.kept]
+        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.tensors]
         return StepGraphs(found, cache, recorder, **sizes), "on"
 
     monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)

@@ -349,9 +349,9 @@ def test_a_grammar_is_made_once_for_many_requests() -> None:
     made = []
     original = grammars._made
     grammars._made = lambda name, text: made.append(text) or original(name, text)  # type: ignore[method-assign, func-returns-value]
-    for number in (*range(grammar.KEPT), 0, 1, grammar.KEPT, 0, 2):
+    for number in (*range(grammar.RECENT), 0, 1, grammar.RECENT, 0, 2):
         assert grammars.begin(RequestOptions(regex=f"a{number}"), [3]) is not None
-    assert len(made) == grammar.KEPT + 2, "the one that was asked for the longest ago goes first"
+    assert len(made) == grammar.RECENT + 2, "the one that was asked for the longest ago goes first"
 
 
 def test_masks_agree_with_the_library_and_cover_padding() -> None:

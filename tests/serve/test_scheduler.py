@@ -162,7 +162,7 @@ def test_the_last_to_come_makes_way_and_goes_on_where_its_prefix_is_found() -> N
     assert new.preemptions and simulation.scheduler.preemptions == new.preemptions and not old.preemptions
     while new in simulation.open:
         simulation.step()
-    assert new.tokens == right([1, 1, 0] * 4, 0, 24) and new.found
+    assert new.tokens == right([1, 1, 0] * 4, 0, 24) and new.cached
 
 
 def test_priority_goes_first_even_where_that_preempts() -> None:

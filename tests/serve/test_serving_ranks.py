@@ -114,7 +114,7 @@ def serve_parts(cases: list[Case]) -> list[Any]:
         own, ranks = part(name, layout, made)
         if ranks.leads:
             found.append(answers(ServingEngine(own, WAYS[way](own), ranks=ranks)))
-            ranks.say(RankCommand.END)
+            ranks.send(RankCommand.END)
         else:
             follow(own, ranks)
             found.append(sum(one.numel() for one in own.parameters()))
@@ -215,7 +215,7 @@ def broken_and_refused() -> list[str]:
         kept.copy_(before)
     after = engine.add([1, 2, 3], RequestOptions(max_new_tokens=4))
     engine.run([after])
-    ranks.say(RankCommand.END)
+    ranks.send(RankCommand.END)
     return [spoiled.answers[0].ending, str(after.answers[0].ids == sound.answers[0].ids)]
 
 

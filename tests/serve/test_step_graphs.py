@@ -99,7 +99,7 @@ class Served:
             self.graphs.append(one.graphs)
         if isinstance(capture, Recorder):
             layers = [layer for one in self.graphs for layer in one._cache.layers]
-            capture.own = lambda: [kept for layer in layers for kept in layer.kept]
+            capture.own = lambda: [kept for layer in layers for kept in layer.tensors]
         compute = runner.compute
 
         def kept(*given: Any) -> Any:

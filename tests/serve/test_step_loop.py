@@ -184,7 +184,7 @@ def test_logits_that_are_no_numbers_end_one_answer() -> None:
             one.step()
         both.append([(answer.ids, answer.ending) for request in requests for answer in request.answers])
         assert one.idle and one.tables.pool.free == one.tables.pool.size
-        assert all(bool(kept.isfinite().all()) for layer in one.cache.layers for kept in layer.kept)
+        assert all(bool(kept.isfinite().all()) for layer in one.cache.layers for kept in layer.tensors)
     assert both[0] == both[1] and both[0][1] == ([], "broken")
     assert engine.steps_ahead
 

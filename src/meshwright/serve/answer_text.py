@@ -1,4 +1,4 @@
-"""Text of an answer while it grows: up to a stop string, holding back what may begin one."""
+"""Text of a growing answer: cut at a stop string, holding back what may begin one."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, final
@@ -12,7 +12,7 @@ THOUGHTS: Final = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 
 @final
 class AnswerText:
-    """Turns tokens into text that is certain: whole characters, and nothing that a stop string may begin with."""
+    """Converter of tokens into text that is certain: whole characters, and no beginning of a stop string."""
 
     __slots__ = ("_held", "_hidden", "_stops", "_stream", "stopped")
 
@@ -20,22 +20,27 @@ class AnswerText:
         self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], stops: Sequence[str],
         tokenizer: Tokenizer | None = None, hidden: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """`decode`: token ids -> text; `tokenizer`: whose `decode` it is, which makes it fast; `hidden`: tokens to
-        leave out."""
+        """Start the text.
+
+        Args:
+            decode: Token ids -> text.
+            tokenizer: The tokenizer behind `decode`, which makes it fast.
+            hidden: Tokens to leave out.
+        """
         self._stream, self._stops = TextStream(decode, prompt_ids, tokenizer and tokenizer.texts), stops
         self._held, self._hidden = "", hidden
         self.stopped = False
-        """Whether a stop string came: no more text follows."""
+        """True once a stop string came. No more text follows."""
 
     def push(self, token: int) -> str:
-        """Text that became certain with a token."""
+        """Return the text that becomes certain with a token."""
         if token in self._hidden:
             return ""
         piece = self._stream.push(token)
         return self._read(piece) if self._stops else piece
 
     def finish(self) -> str:
-        """What was held back, since no token follows."""
+        """Return what was held back, once no token follows."""
         if self.stopped:
             return ""
         piece = self._read(self._stream.rest())
@@ -43,26 +48,27 @@ class AnswerText:
         return piece + held
 
     def _read(self, piece: str) -> str:
-        held, stops = self._held + piece, self._stops
-        begin = min((place for place in map(held.find, stops) if place >= 0), default=-1)
-        if begin >= 0:
+        text, stops = self._held + piece, self._stops
+        start = min((position for position in map(text.find, stops) if position >= 0), default=-1)
+        if start >= 0:
             self._held, self.stopped = "", True
-            return held[:begin]
-        kept = max((begun(held, stop) for stop in stops), default=0)
-        sure = len(held) - kept
-        self._held = held[sure:]
-        return held[:sure]
+            return text[:start]
+        held_back = max((partial_length(text, stop) for stop in stops), default=0)
+        sure = len(text) - held_back
+        self._held = text[sure:]
+        return text[:sure]
 
 
 def opened_thought(prompt: str) -> str:
-    """The mark of a thought that a prompt leaves open, as templates of DeepSeek-R1 and QwQ do; empty where it does
-    not."""
+    """Return the mark of a thought that a prompt leaves open, as DeepSeek-R1 and QwQ do. Empty = none."""
     return next((opener for opener in THOUGHTS if prompt.rstrip().endswith(opener)), "")
 
 
 def behind_thought(text: str, opened: str = "") -> int:
-    """Where an answer goes on behind the thought that it begins with; its length where the thought has no end.
-    `opened`: as `opened_thought` says of the prompt."""
+    """Return where an answer continues behind its first thought: at its end if the thought has no end.
+
+    `opened` is what `opened_thought` returns for the prompt.
+    """
     start = text.lstrip()
     opener = opened or next((mark for mark in THOUGHTS if start.startswith(mark)), "")
     if not opener:
@@ -71,8 +77,8 @@ def behind_thought(text: str, opened: str = "") -> int:
     return len(text) if end < 0 else end + len(THOUGHTS[opener])
 
 
-def begun(text: str, stop: str) -> int:
-    """Letters at the end of a text that a stop string begins with."""
+def partial_length(text: str, stop: str) -> int:
+    """Return how many letters at the end of a text begin a stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

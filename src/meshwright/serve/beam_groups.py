@@ -1,6 +1,6 @@
-"""Beams as sequences of the scheduler: they share blocks, and go on together.
+"""Beams as sequences of the scheduler, which share blocks and advance together.
 
-A beam that is preempted is computed again while the others of its group wait; a group grows when all are there.
+A preempted beam is computed again while the others of its group wait. A group grows when all its beams are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,104 +22,98 @@ class _Group:
     search: BeamSearch
     room: int
     sequences: list[CachedSequence]
-    """In the order of what is alive in the search."""
+    """In the order of the search's living beams."""
     numbers: list[int]
-    """In order of arrival: those that no sequence of the group has."""
+    """Arrival numbers that no sequence of the group uses."""
     logs: dict[CachedSequence, Tensor] = field(default_factory=dict)
-    """(V,) log-probabilities of what follows those that are computed."""
+    """(V,) log-probabilities of the next token, for computed sequences."""
 
     @property
-    def ready(self) -> bool:
-        return all(one in self.logs and one.computed == len(one.tokens) for one in self.sequences)
+    def is_ready(self) -> bool:
+        return all(beam in self.logs and beam.computed == len(beam.tokens) for beam in self.sequences)
 
 
 @final
 class BeamGroups:
     """All searches of an engine."""
 
-    def __init__(self, scheduler: Scheduler, broken: Callable[[CachedSequence], None]) -> None:
-        """`broken`: what is done with a sequence whose logits are no numbers, before it ends."""
-        self._scheduler, self._broken = scheduler, broken
-        self._of: dict[CachedSequence, _Group] = {}
+    def __init__(self, scheduler: Scheduler, drop_broken: Callable[[CachedSequence], None]) -> None:
+        """Take `drop_broken`, which ends a sequence whose logits are not finite."""
+        self._scheduler, self._drop_broken = scheduler, drop_broken
+        self._groups: dict[CachedSequence, _Group] = {}
 
     @property
     def idle(self) -> bool:
-        """Whether there is no search."""
-        return not self._of
+        """True when there is no search."""
+        return not self._groups
 
     def begin(self, sequence: CachedSequence, request: ServedRequest, search: BeamSearch, room: int) -> None:
-        """A search whose prompt is a sequence that was added with as many copies as it has beams."""
+        """Start a search behind a sequence that was added with as many copies as there are beams."""
         numbers = list(range(sequence.number + 1, sequence.number + sequence.copies))
-        self._of[sequence] = _Group(request, search, room, [sequence], numbers)
+        self._groups[sequence] = _Group(request, search, room, [sequence], numbers)
 
     def take(self, owners: Sequence[CachedSequence], logits: Tensor) -> list[ServedAnswer]:
-        """Go on from the sequences that a step gave logits (R, V), as far as they are beams. Answers that became
-        whole."""
+        """Advance the beams among the sequences of a step's logits (R, V), and return completed answers."""
         touched = dict[_Group, None]()
-        for place, sequence in enumerate(owners):
-            group = self._of.get(sequence)
+        for row, sequence in enumerate(owners):
+            group = self._groups.get(sequence)
             if group is not None:
-                group.logs[sequence] = logits[place].log_softmax(-1)
+                group.logs[sequence] = logits[row].log_softmax(-1)
                 touched[group] = None
-        return [answer for group in touched if group.ready for answer in self._grow(group)]
+        return [answer for group in touched if group.is_ready for answer in self._grow(group)]
 
     def cancel(self, request: ServedRequest) -> None:
-        """Nobody wants its answers any more."""
-        for group in {group for group in self._of.values() if group.request is request}:
+        """End the search of a request."""
+        for group in {group for group in self._groups.values() if group.request is request}:
             self._end(group)
 
     def _grow(self, group: _Group) -> list[ServedAnswer]:
-        """One token more for each beam; the answers, where the search has ended."""
-        if any(bool(group.logs[one].isnan().any()) for one in group.sequences):
-            for one in group.sequences:
-                self._broken(one)
-            return self._all(group, "broken")
+        """Extend each beam by one token. Return the answers if the search has ended."""
+        if any(bool(group.logs[sequence].isnan().any()) for sequence in group.sequences):
+            for sequence in group.sequences:
+                self._drop_broken(sequence)
+            return self._finish(group, "broken")
         if not group.search.alive[0].ids:
-            group.request.cached = group.sequences[0].found
-        parents = group.search.grow(_stacked(group))
+            group.request.cached = group.sequences[0].cached
+        parents = group.search.grow(torch.stack([group.logs[sequence] for sequence in group.sequences]))
         if not group.search.ended:
             self._branch(group, parents)
             return []
-        for answer, found in zip(group.request.answers, group.search.whole, strict=False):
-            for token, logprob in zip(found.ids, found.logprobs, strict=True):
+        for answer, beam in zip(group.request.answers, group.search.whole, strict=False):
+            for token, logprob in zip(beam.ids, beam.logprobs, strict=True):
                 answer.take(token, logprob, [], group.room)
-            answer.score = found.score
-        return self._all(group, "length")
+            answer.score = beam.score
+        return self._finish(group, "length")
 
     def _branch(self, group: _Group, parents: Sequence[int]) -> None:
-        """Sequences of the beams that are alive now. The first child of a beam takes its place."""
+        """Match sequences to the living beams. The first child of a beam continues its sequence."""
         before, group.logs = group.sequences, {}
-        for place, one in enumerate(before):
-            if place not in parents:
-                self._scheduler.end(one)
-                del self._of[one]
-                group.numbers.append(one.number)
+        # Beams without a child end first, so that their numbers and blocks are free for new ones.
+        for index, sequence in enumerate(before):
+            if index not in parents:
+                self._scheduler.end(sequence)
+                del self._groups[sequence]
+                group.numbers.append(sequence.number)
         before[0].copies = 1
-        taken, now = set[int](), list[CachedSequence]()
+        taken, children = set[int](), list[CachedSequence]()
         for parent in parents:
-            one = before[parent]
+            sequence = before[parent]
             if parent in taken:
-                one = self._scheduler.branch(one, group.numbers.pop())
-                self._of[one] = group
+                sequence = self._scheduler.branch(sequence, group.numbers.pop())
+                self._groups[sequence] = group
             taken.add(parent)
-            now.append(one)
-        for one, beam in zip(now, group.search.alive, strict=True):
-            one.tokens.append(beam.ids[-1])
-        group.sequences = now
+            children.append(sequence)
+        for sequence, beam in zip(children, group.search.alive, strict=True):
+            sequence.tokens.append(beam.ids[-1])
+        group.sequences = children
 
-    def _all(self, group: _Group, ending: Ending) -> list[ServedAnswer]:
-        """The answers of a group, which ends."""
+    def _finish(self, group: _Group, ending: Ending) -> list[ServedAnswer]:
         for answer in group.request.answers:
             answer.ending = answer.ending or ending
         self._end(group)
         return group.request.answers
 
     def _end(self, group: _Group) -> None:
-        for one in group.sequences:
-            self._scheduler.end(one)
-            del self._of[one]
-
-
-def _stacked(group: _Group) -> Tensor:
-    """(A, V)."""
-    return torch.stack([group.logs[one] for one in group.sequences])
+        for sequence in group.sequences:
+            self._scheduler.end(sequence)
+            del self._groups[sequence]

@@ -1,9 +1,9 @@
-"""Blocks of the cache of keys and values: who holds which, and which may be given away.
+"""Blocks of the key-value cache: who holds each, and which can be given away.
 
-A block has room for the keys and values of some positions. Several sequences may hold one. A block that nobody holds is
-free; it keeps its content, and is found again by the key of that content until it is given away. Free blocks without a
-key are given away first, then those that have been free the longest. Each operation takes the same time whatever the
-number of blocks: free blocks are a doubly linked list.
+A block holds the keys and values of some positions, and several sequences may hold it. A block that nobody holds is
+free. It keeps its content, and is found by the content's key, until it is given away. Free blocks without a key go
+first, then those that have been free the longest. All operations take constant time: free blocks are a doubly linked
+list.
 """
 
 from array import array
@@ -13,28 +13,31 @@ from meshwright.spec.errors import ArgumentError
 
 
 class BlockPool:
-    """Blocks 0 to `size` - 1, all free and without content."""
+    """Blocks 0 to `size` - 1, all free and without content at first."""
 
     def __init__(self, size: int, host: HostTier | None = None) -> None:
-        """`host`: where the content of blocks goes that are given away. ArgumentError: there is not one block."""
+        """Create the pool.
+
+        `host` takes the content of blocks that are given away. Raises ArgumentError without a block.
+        """
         if size < 1:
             raise ArgumentError(f"blocks={size} must be at least 1")
         self.size = self.free = size
         self.host = host
         self.moves: list[Move] = []
-        """What is to be moved before a step computes, in this order."""
+        """Moves to carry out before the next step computes, in this order."""
         self.holders = [0] * size
-        """How many hold each block."""
-        self._end = size  # of the list: a node that is no block, before the first and behind the last
+        """Number of holders of each block."""
+        self._end = size  # the list's sentinel: a node that is no block, before the first and after the last
         self._next: array[int] = array("q", [*range(1, size + 1), 0])
         self._before: array[int] = array("q", [size, *range(size)])
         self._keys: list[bytes | None] = [None] * size
-        self._found: dict[bytes, int] = {}
+        self._block_of_key: dict[bytes, int] = {}
         self.evicted = 0
         """Blocks whose content was given up."""
 
     def take(self) -> int:
-        """A free block for new content. IndexError where none is free."""
+        """Return a free block for new content. Raises IndexError when none is free."""
         block = self._next[self._end]
         if block == self._end:
             raise IndexError("no block is free")
@@ -50,47 +53,47 @@ class BlockPool:
         return block
 
     def hold(self, block: int) -> None:
-        """One more holds a block; it may have been free."""
+        """Add a holder to a block, which may have been free."""
         if not self.holders[block]:
             self._unlink(block)
         self.holders[block] += 1
 
     def release(self, block: int) -> None:
-        """One fewer holds it."""
+        """Remove a holder from a block."""
         left = self.holders[block] = self.holders[block] - 1
         assert left >= 0, f"block {block} is free already"
         if not left:
             self._link(block, before=self._next[self._end] if self._keys[block] is None else self._end)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let a held block be found by the key of its content, unless another one is found by it already."""
-        if self._found.setdefault(key, block) == block:
+        """Let a held block be found by the key of its content, unless another one already is."""
+        if self._block_of_key.setdefault(key, block) == block:
             self._keys[block] = key
             if self.host is not None:
                 self.host.drop(key)
 
     def find(self, key: bytes) -> int | None:
-        """The block that has the content of a key; it may be free."""
-        return self._found.get(key)
+        """Return the block with the content of a key, which may be free."""
+        return self._block_of_key.get(key)
 
     def withdraw(self, block: int) -> None:
         """Let a held block be found no longer."""
         key = self._keys[block]
         if key is not None:
-            del self._found[key]
+            del self._block_of_key[key]
             self._keys[block] = None
 
     def key_of(self, block: int) -> bytes | None:
-        """What a block is found by."""
+        """Return the key by which a block is found."""
         return self._keys[block]
 
     def free_blocks(self) -> list[int]:
-        """In the order in which they are given away. Takes time for each."""
-        found, block = [], self._next[self._end]
+        """Return free blocks in the order in which they are given away. Takes time per block."""
+        blocks, block = [], self._next[self._end]
         while block != self._end:
-            found.append(block)
+            blocks.append(block)
             block = self._next[block]
-        return found
+        return blocks
 
     def _unlink(self, block: int) -> None:
         before, after = self._before[block], self._next[block]

@@ -1,11 +1,11 @@
-"""A sequence of tokens that is being continued, as the scheduler sees it."""
+"""A sequence of tokens that is continued, as the scheduler sees it."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 
 class Phase(Enum):
-    """Where a sequence is. WAITING -> RUNNING -> ENDED; a preempted one waits again."""
+    """State of a sequence: WAITING -> RUNNING -> ENDED. A preempted one waits again."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -13,45 +13,45 @@ class Phase(Enum):
 
 
 GONE = -1
-"""In a table: a block that was given back, since no window reaches it any more."""
+"""Table entry of a block that was released because no window reaches it any more."""
 HOSTED = -2
-"""In a prefix that was found: content that is in host memory."""
+"""Entry of a found prefix whose content is in host memory."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """One sequence. Compared by identity."""
+    """One sequence, compared by identity."""
 
     number: int
-    """In order of arrival."""
+    """Order of arrival."""
     tokens: list[int]
-    """Its prompt, and what was made."""
+    """The prompt and what was generated."""
     limit: int
     """Most tokens that it may have."""
     first: bytes
     """The key that its prefix begins with (prefix_keys)."""
     priority: int = 0
-    """Lower goes first."""
+    """Lower is served first."""
     copies: int = 1
-    """Sequences that go on from its prompt; the others begin when the prompt is computed."""
+    """Sequences that continue its prompt. The others begin when the prompt is computed."""
     adapter: int = 0
-    """The number of its adapter (loaded_adapters); 0 = the model alone."""
+    """The number of its adapter (loaded_adapters). 0 = the model alone."""
     cacheable: bool = True
-    """Whether its blocks may be found by others, and others' by it."""
+    """True when blocks are shared with other sequences."""
     prompt: int = 0
     """Tokens of the prompt."""
     key: bytes = b""
-    """Of its prefix so far in whole blocks that are published."""
+    """Key of its prefix in whole, published blocks."""
     computed: int = 0
     """Tokens whose keys and values are in the cache."""
     table: list[int] = field(default_factory=list)
     """Blocks of its positions, in order."""
     published: int = 0
-    """Blocks of the table that have a key, or were passed over."""
+    """Blocks of the table that have a key, or were skipped."""
     gone: int = 0
     """Blocks of the table that are GONE."""
-    found: int = 0
-    """Tokens whose keys and values were found in the cache when it began."""
+    cached: int = 0
+    """Tokens whose keys and values the cache already had when it began."""
     guessed: int = 0
     """Tokens at its end that are guesses (speculation.py)."""
     preemptions: int = 0
@@ -61,12 +61,12 @@ class CachedSequence:
         self.prompt, self.key = len(self.tokens), self.first
 
     def drop_guesses(self, keep: int = 0) -> None:
-        """All but so many of them."""
+        """Drop all guesses but the first `keep`."""
         if self.guessed > keep:
             del self.tokens[len(self.tokens) - self.guessed + keep :]
             self.guessed = keep
 
     @property
     def rank(self) -> tuple[int, int]:
-        """In order of which sequences are served."""
+        """The order in which sequences are served."""
         return self.priority, self.number

@@ -1,8 +1,8 @@
-"""Blocks of a step that compiled loops compute whole (kernels/fused_block.py).
+"""Blocks of a step that compiled loops compute in one call (kernels/fused_block.py).
 
-Such are blocks of grouped-query attention with rotary positions, RMSNorm and a gated feed-forward, in fp32 on a CPU,
-with the whole block on this rank, and nothing hung on its parts. Keys and values are kept as numbers or int8. Steps are
-those whose rows are few and attended one by one. All others are computed as ever, with the same bits.
+These are blocks of grouped-query attention with rotary positions, RMSNorm and a gated feed-forward, in fp32 on a CPU.
+The whole block must be on this rank, without hooks on its parts. Keys and values are plain numbers or int8. Steps must
+have few rows, each attended alone. All others run as usual, with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,74 +24,85 @@ from meshwright.model.norm import RMSNorm
 from meshwright.model.seams import Border, same
 from meshwright.model.transformer import Block
 from meshwright.serve.paged_cache import PagedLayer, StepPlaces
-from meshwright.serve.request_adapters import BesideRows
+from meshwright.serve.request_adapters import LayerAdapters
 
 
 @final
 class FusedBlocks:
-    """What calls the blocks of one model, as BlockCall. Use as PreparedLayers."""
+    """Caller of one model's blocks (see BlockCall). Use like PreparedLayers."""
 
     def __init__(self, loops: Loops, product: Callable[[Sequence[nn.Module]], PreparedProduct | None]) -> None:
-        """`product`: of layers that read one input, if it is prepared."""
+        """Take `product`, which returns the prepared product of layers that read one input, if there is one."""
         self._loops, self._product = loops, product
-        self._known: dict[Block, _PreparedBlock | None] = {}
+        self._prepared_blocks: dict[Block, _PreparedBlock | None] = {}
         self._parts: dict[Block, list[nn.Module]] = {}
         self._step: tuple[StepPlaces, FusedStep] | None = None
 
     def __call__(
         self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As Block.compute."""
+        """See Block.compute."""
         if isinstance(cache, PagedLayer) and cache.places is not None and not self._is_hooked(block):
-            if block not in self._known:
-                self._known[block] = self._fused(block, cache)
-            known = self._known[block]
-            if known is not None and known.takes(x, cache):
-                beside = known.beside(self._loops)
-                if beside is not None:
-                    return known.block(x, self._fields(cache.places, metadata), beside), None
+            if block not in self._prepared_blocks:
+                self._prepared_blocks[block] = self._prepare(block, cache)
+            prepared = self._prepared_blocks[block]
+            if prepared is not None and prepared.takes(x, cache):
+                low_rank = prepared.adapter_fields(self._loops)
+                if low_rank is not None:
+                    return prepared.block(x, self._fields(cache.places, metadata), low_rank), None
         return block.compute(x, metadata, cache)
 
     def _is_hooked(self, block: Block) -> bool:
-        """Whether something hangs on its parts, from which it may be gone again at the next step."""
+        """Return whether a part of the block has hooks. They may be gone at the next step."""
         if block not in self._parts:
             self._parts[block] = [part for part in block.modules() if part is not block]
         return any(map(compat.is_hooked, self._parts[block]))
 
     def _fields(self, places: StepPlaces, metadata: AttentionMetadata) -> FusedStep:
-        """The same for all blocks of a step."""
+        """Return the fields of a step, which are equal for all blocks."""
         if self._step is None or self._step[0] is not places:
             assert places.rows is not None and metadata.cos is not None and metadata.sin is not None
             self._step = places, FusedStep(metadata.cos, metadata.sin, places.slots, places.rows)
         return self._step[1]
 
-    def _fused(self, block: Block, cache: PagedLayer) -> "_PreparedBlock | None":
+    def _prepare(self, block: Block, cache: PagedLayer) -> "_PreparedBlock | None":
         attention, mlp = block.attention, block.mlp
         if type(attention) is not Attention or type(mlp) is not GatedMLP or not _is_plain(block, cache):
             return None
-        groups = (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
-        panels = [_panels(self._product(group)) for group in groups]
+        layer_groups = (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
+        panels = [_panels(self._product(group)) for group in layer_groups]
         qkv, o, gate_up, down = panels
         if qkv is None or o is None or gate_up is None or down is None:
             return None
-        of_heads = attention.shape.qk_norm
+        has_head_norms = attention.shape.qk_norm
         parts = BlockParts(
-            norm=_norm(block.attention_norm), qkv=qkv, q_norm=_norm(attention.q_norm) if of_heads else None,
-            k_norm=_norm(attention.k_norm) if of_heads else None, o=o, mlp_norm=_norm(block.mlp_norm), gate_up=gate_up,
-            down=down, keys=cache.keys, values=cache.values, heads=attention.shape.heads, window=block.window,
+            norm=_norm(block.attention_norm),
+            qkv=qkv,
+            q_norm=_norm(attention.q_norm) if has_head_norms else None,
+            k_norm=_norm(attention.k_norm) if has_head_norms else None,
+            o=o,
+            mlp_norm=_norm(block.mlp_norm),
+            gate_up=gate_up,
+            down=down,
+            keys=cache.keys,
+            values=cache.values,
+            heads=attention.shape.heads,
+            window=block.window,
             scale=attention.scale,
-        )  # fmt: skip
-        has_int8 = any(one.kind == INT8 for one in (qkv, o, gate_up, down))
-        layers = dict(zip(PARTS, map(_at_columns, groups), strict=True))
-        return _PreparedBlock(FusedBlock(self._loops, parts), cache, layers, _few_int8 if has_int8 else self._loops.few)
+        )
+        has_int8 = any(part.kind == INT8 for part in (qkv, o, gate_up, down))
+        layers = dict(zip(PARTS, map(_column_offsets, layer_groups), strict=True))
+        return _PreparedBlock(
+            FusedBlock(self._loops, parts), cache, layers, _is_few_int8 if has_int8 else self._loops.few
+        )
 
 
-def _at_columns(layers: Sequence[Linear]) -> list[tuple[Linear, int]]:
+def _column_offsets(layers: Sequence[Linear]) -> list[tuple[Linear, int]]:
     ends = accumulate(held_rows(layer, layer.out_features) for layer in layers)
     return list(zip(layers, (0, *ends), strict=False))
 
 
-def _few_int8(rows: int) -> bool:
+def _is_few_int8(rows: int) -> bool:
     return rows <= INT8_ROWS
 
 
@@ -101,11 +112,11 @@ class _PreparedBlock:
         self, block: FusedBlock, cache: PagedLayer, layers: Mapping[str, Sequence[tuple[Linear, int]]],
         few: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        """`layers` of each part, and at which column of its product each begins; `few`: whether so many rows are."""
+        """Take the layers of each part with the column of its product at which each begins."""
         self.block, self._cache, self._layers, self._few = block, cache, layers, few
 
     def takes(self, x: Tensor, cache: PagedLayer) -> bool:
-        """Whether a step's rows x (B, R, D) are few, and attended one by one over this cache."""
+        """Return whether a step's rows x (B, R, D) are few, and attended one by one over this cache."""
         rows = None if cache.places is None else cache.places.rows
         return (
             rows is not None
@@ -116,24 +127,24 @@ class _PreparedBlock:
             and x.is_contiguous()
         )
 
-    def beside(self, loops: Loops) -> Mapping[str, Sequence[LowRankFields]] | None:
-        """What adapters of requests add, by part; None = not all of it is for loops."""
-        found: dict[str, list[LowRankFields]] = {}
+    def adapter_fields(self, loops: Loops) -> Mapping[str, Sequence[LowRankFields]] | None:
+        """Return what adapters of requests add, by part. None = loops cannot add all of it."""
+        fields_by_part: dict[str, list[LowRankFields]] = {}
         for part, layers in self._layers.items():
             for layer, column in layers:
                 if layer.lora is None:
                     continue
-                now = layer.lora.now if isinstance(layer.lora, BesideRows) else ()
-                some = [product.fields(rows, column, loops) for product, rows in now]
-                known = [one for one in some if one is not None]
-                if not known or len(known) < len(some):
+                current = layer.lora.current if isinstance(layer.lora, LayerAdapters) else ()
+                fields = [product.fields(rows, column, loops) for product, rows in current]
+                usable = [field for field in fields if field is not None]
+                if not usable or len(usable) < len(fields):
                     return None
-                found.setdefault(part, []).extend(known)
-        return found
+                fields_by_part.setdefault(part, []).extend(usable)
+        return fields_by_part
 
 
 def _is_plain(block: Block, cache: PagedLayer) -> bool:
-    """Whether nothing but its matrices, which are asked for apart, keeps a block from being one call."""
+    """Return whether one call can compute a block, apart from its matrices."""
     shape, attention = block.attention.shape, block.attention
     norms: list[Any] = [block.attention_norm, block.mlp_norm]
     norms += [attention.q_norm, attention.k_norm] if shape.qk_norm else []
@@ -143,12 +154,11 @@ def _is_plain(block: Block, cache: PagedLayer) -> bool:
         and not shape.rope_interleaved
         and cache.keys.form in ("model", "int8")
         and all(type(norm) is RMSNorm and takes(norm.weight) for norm in norms)
-        and _is_here(block.seams.dense)
+        and _is_local(block.seams.dense)
     )
 
 
-def _is_here(border: Border) -> bool:
-    """Whether a part of a block is whole on this rank."""
+def _is_local(border: Border) -> bool:
     return border.leave is same and border.write is None and not border.gathers
 
 

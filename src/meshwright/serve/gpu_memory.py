@@ -1,10 +1,10 @@
-"""Size of the cache on a GPU: measured, by the largest steps that the engine will ever make, before it is allocated.
+"""Size of the cache on a GPU, measured by the largest steps that the engine will make, before it is allocated.
 
-A step is as large as its activations and what attention gathers; no formula knows the workspaces of libraries beside
-them. So two steps run on a cache of one block, in which every sequence's table names that block: a chunk of a prompt at
-the end of the longest sequence, and a token of as many sequences as the engine takes, which are sampled from. Both also
-run while tokens of the latter are not read, whose logits are kept until then. What is free after that, less the peak of
-such a step and the pool of CUDA graphs, is shared out.
+A step takes its activations and what attention gathers, and no formula knows the workspaces of libraries. So two steps
+run on a cache of one block, which every sequence's table names. One is a prompt chunk at the end of the longest
+sequence. The other is a token of as many sequences as the engine takes, which are then sampled. Both also run while
+tokens of the latter are unread, since logits are kept until then. The cache gets a share of what is free after that,
+less the peak of such a step and the pool of CUDA graphs.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ class DeviceMemory(Protocol):
     """Memory of the device that an engine runs on."""
 
     def free_bytes(self) -> int:
-        """Return what a program can still allocate; the allocator keeps nothing back."""
+        """Return what a program can still allocate, with the allocator's reserve released."""
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Run the work. Return the most that tensors took meanwhile beyond what they took before."""
+        """Run the work. Return the peak of tensors beyond those that existed before."""
 
 
 @final
@@ -48,13 +48,13 @@ class CudaMemory:
         self._device = device
 
     def free_bytes(self) -> int:
-        """As DeviceMemory."""
+        """See DeviceMemory."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """As DeviceMemory."""
+        """See DeviceMemory."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()
@@ -64,20 +64,20 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheRoom:
-    """What a GPU has for keys and values, in bytes."""
+    """Memory of a GPU for keys and values, in bytes."""
 
     free_bytes: int
-    """Beside weights and libraries."""
+    """Free beside weights and libraries."""
     step_bytes: int
     """Peak of the largest step."""
     graphs_bytes: int
-    """Of CUDA graphs, the same sizes of steps once more."""
+    """CUDA graphs, which hold the steps' sizes a second time."""
     share: float
-    """Of the rest, what the cache takes."""
+    """Share of the rest that the cache takes."""
 
     @property
     def cache_bytes(self) -> int:
-        """For keys and values; 0 where steps and graphs alone do not fit."""
+        """Bytes for keys and values. 0 = steps and graphs alone do not fit."""
         return max(0, int(self.share * (self.free_bytes - self.step_bytes - self.graphs_bytes)))
 
     def __str__(self) -> str:
@@ -93,15 +93,18 @@ def measured_room(
     memory: DeviceMemory, makers: Sequence[Callable[[RunnerSetup], Runner]], setup: RunnerSetup, share: float,
     ranks: int = 1,
 ) -> CacheRoom:  # fmt: skip
-    """Run the largest steps of all models of an engine: the one that answers, and the one that guesses for it.
+    """Run the largest steps of all models of an engine: the answering one, and its draft model.
 
-    `makers`: of a runner for each model. `setup`: as the engine's, but for its blocks. `ranks`: that share the model.
+    Args:
+        makers: Return a runner for each model.
+        setup: The engine's, apart from its blocks.
+        ranks: Number of ranks that share the model.
     """
     off = GRAPHS.index("off")
-    alone = replace(setup, blocks=1, slots=0, graphs=off)
+    probe = replace(setup, blocks=1, slots=0, graphs=off)
     steps, graphs = list[int](), list[int]()
     for make in makers:
-        runner = make(alone)
+        runner = make(probe)
         try:
             peaks = _largest_steps(memory, runner, setup)
         except torch.OutOfMemoryError as error:
@@ -109,21 +112,21 @@ def measured_room(
         steps.append(max(peaks))
         if setup.graphs != off and not reason_without(runner.model, runner.cache, ranks):
             blocks = 1 + setup.sequences * _blocks(setup, setup.longest)
-            standing = StepMemory.bytes_of(setup.graph_rows, blocks, runner.model.shape.vocab)
-            graphs.append(int(GRAPH_POOLS * peaks[1]) + standing)
+            step_memory = StepMemory.bytes_of(setup.graph_rows, blocks, runner.model.shape.vocab)
+            graphs.append(int(GRAPH_POOLS * peaks[1]) + step_memory)
         del runner
     return CacheRoom(free_bytes=memory.free_bytes(), step_bytes=max(steps), graphs_bytes=sum(graphs), share=share)
 
 
 def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> list[int]:
-    """Peaks of a step of prompts, of a step of decoding, and of either behind one of decoding whose tokens wait."""
+    """Return peaks of a prompt step, a decoding step, and either one behind a decoding step with unread tokens."""
     prompts, decoding = _prompts(setup), _decoding(setup, _decoding_rows(memory, runner, setup))
     peaks = list[int]()
-    for _ in range(2):  # the first time kernels are compiled and workspaces made, which stay
+    for _ in range(2):  # the first pass compiles kernels and allocates workspaces, which stay
         peaks = [
             memory.peak_bytes(lambda: runner.run(prompts)),
             memory.peak_bytes(lambda: runner.run(decoding)),
-            memory.peak_bytes(lambda: _sampled(runner, (decoding, decoding, prompts))),
+            memory.peak_bytes(lambda: _run_and_draw(runner, (decoding, decoding, prompts))),
         ]
     return peaks
 
@@ -131,7 +134,7 @@ def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> 
 def check_room(room: CacheRoom, block_bytes: int, block: int, longest: int, asked: bool) -> int:
     """Return how many positions a sequence can have in the cache, at most `longest`.
 
-    `asked`: the user asked for that many. DoesNotFit where the cache cannot hold them, or not a single block.
+    Raises DoesNotFit when the cache holds no block, or not the positions that the user `asked` for.
     """
     held = room.cache_bytes // block_bytes * block
     if held >= longest:
@@ -149,14 +152,14 @@ def _blocks(setup: RunnerSetup, positions: int) -> int:
 
 
 def _sequence(setup: RunnerSetup, tokens: int, computed: int) -> CachedSequence:
-    """A sequence of which so many tokens are computed. All of its blocks are block 0."""
-    made = CachedSequence(number=0, tokens=[0] * tokens, limit=tokens, first=b"", phase=Phase.RUNNING)
-    made.computed, made.table = computed, [0] * _blocks(setup, tokens)
-    return made
+    """Return a sequence with that many computed tokens. All of its blocks are block 0."""
+    sequence = CachedSequence(number=0, tokens=[0] * tokens, limit=tokens, first=b"", phase=Phase.RUNNING)
+    sequence.computed, sequence.table = computed, [0] * _blocks(setup, tokens)
+    return sequence
 
 
 def _prompts(setup: RunnerSetup) -> StepPlan:
-    """Chunks at the ends of the longest prompts, as many tokens as a step may have."""
+    """Return chunks at the ends of the longest prompts, as many tokens as a step may have."""
     left, step = setup.most_tokens, StepPlan()
     while left and len(step.chunks) < setup.sequences:
         count = min(left, setup.longest)
@@ -166,10 +169,10 @@ def _prompts(setup: RunnerSetup) -> StepPlan:
 
 
 def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> int:
-    """Return how many of the longest sequences the largest step of decoding reads.
+    """Return how many of the longest sequences the largest decoding step reads.
 
-    Rows that read blocks where they lie take next to nothing for their length. Where attention gathers keys and values,
-    a step never reads more of them than the cache can hold, which is less than what is free now.
+    If rows read blocks in place, their length costs next to nothing. If attention gathers keys and values, a step never
+    reads more than the cache can hold, which is less than what is free now.
     """
     if runner.cache.by_rows:
         return setup.graph_rows
@@ -178,13 +181,12 @@ def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> 
 
 
 def _decoding(setup: RunnerSetup, rows: int) -> StepPlan:
-    """A token of each of so many of the longest sequences, or of their guesses."""
+    """Return a step with one token of each of so many of the longest sequences, or of their guesses."""
     return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(rows)})
 
 
-def _sampled(runner: Runner, steps: Sequence[StepPlan]) -> None:
-    """Run steps and draw a token for each of their rows. Each is launched before the tokens of the one before are read,
-    for which logits are kept as long."""
+def _run_and_draw(runner: Runner, steps: Sequence[StepPlan]) -> None:
+    """Run steps and draw a token per row. Each is launched before the tokens of the one before are read."""
     options, drawn = RequestOptions(temperature=1.0, top_p=0.5), list[DrawnTokens]()
     for step in steps:
         owners, logits = runner.run(step)

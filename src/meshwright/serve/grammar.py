@@ -1,7 +1,7 @@
-"""Answers that keep to a JSON schema or a regular expression: which tokens may come next.
+"""Answers that follow a JSON schema or a regular expression: which tokens may come next.
 
-The grammars are those of llguidance (MIT licensed, the extra `grammar`): an Earley parser over derivatives of regular
-expressions, which works letter by letter as the answer grows. Nothing is computed ahead, and every step is bounded.
+The grammars are llguidance's (MIT licensed, the extra `grammar`): an Earley parser over derivatives of regular
+expressions, which works letter by letter as the answer grows. Nothing is precomputed, and every step is bounded.
 """
 
 import re
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 WHITESPACE: Final = r"( |\n[ \t]{0,32})"
-"""At most this between the tokens of JSON: one space, or a new line and its indentation. Without a bound a model may
-write blanks for ever."""
+"""Whitespace between the tokens of JSON: one space, or a new line and its indentation.
+
+Without a bound a model may write blanks for ever.
+"""
 LIMITS: Final = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 500_000,
@@ -36,9 +38,11 @@ LIMITS: Final = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Of the library: some 10 ms of each kind of work, and 20 MB of lexer states per answer. Usual schemas take a hundredth
-of it; what goes beyond is refused, or ends its answer."""
-KEPT: Final = 32
+"""Limits of the library: about 10 ms of each kind of work, and 20 MB of lexer states per answer.
+
+Usual schemas take a hundredth of it. What exceeds a limit is refused, or ends its answer.
+"""
+RECENT: Final = 32
 """Grammars that are kept for the next request."""
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 
@@ -46,44 +50,44 @@ _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
 @final
 @dataclass(slots=True, eq=False)
 class GrammarState:
-    """How far an answer is in its grammar."""
+    """Position of an answer in its grammar."""
 
     matcher: "LLMatcher"
     vocab: int
-    """V, of the model."""
+    """V of the model."""
     special: Tensor
-    """Tokens that no text has."""
+    """Tokens that no text contains."""
     end_ids: Tensor
-    """Tokens that end the answer, which are allowed where the grammar may end."""
+    """Tokens that end the answer, allowed wherever the grammar may end."""
     failure: str = ""
-    """Why it cannot go on: a limit, or no token spells what must come."""
+    """Why it cannot continue: a limit, or no token spells what must come."""
     ended: bool = field(default=False, init=False)
-    """Whether nothing may follow."""
+    """True when nothing may follow."""
 
     def allowed(self) -> Tensor:
-        """(V,) bool: which tokens may come next. Where there is none, `failure` says why."""
+        """Return (V,) bool: the tokens that may come next. If there is none, `failure` says why."""
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        found = torch.zeros(self.vocab, dtype=torch.bool)
-        spelled = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=min(self.vocab, 8 * len(bits))))
-        found[: len(spelled)] = spelled.bool()
-        found[self.special] = False
+        tokens = torch.zeros(self.vocab, dtype=torch.bool)
+        allowed_text = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=min(self.vocab, 8 * len(bits))))
+        tokens[: len(allowed_text)] = allowed_text.bool()
+        tokens[self.special] = False
         if self.matcher.is_error():
-            self.failure = _said(self.matcher)
-            found[:] = False
-            return found
-        found[self.end_ids] = bool(self.matcher.is_accepting())
-        if not self.failure and not found.any():
+            self.failure = _error_text(self.matcher)
+            tokens[:] = False
+            return tokens
+        tokens[self.end_ids] = bool(self.matcher.is_accepting())
+        if not self.failure and not tokens.any():
             self.failure = "no token of the vocabulary spells what must come next"
-        return found
+        return tokens
 
     def take(self, token: int) -> None:
-        """A token that was allowed, and does not end the answer."""
+        """Advance by an allowed token that does not end the answer."""
         if not self.matcher.consume_token(token):
-            self.failure = _said(self.matcher)
+            self.failure = _error_text(self.matcher)
         self.ended = not self.failure and bool(self.matcher.is_stopped())
 
     def copy(self) -> "GrammarState":
-        """Another answer that begins alike."""
+        """Return the state for another answer with the same beginning."""
         return GrammarState(self.matcher.deep_copy(), self.vocab, self.special, self.end_ids, self.failure)
 
 
@@ -92,8 +96,10 @@ class Grammars:
     """The grammars of one model's vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
-        """`vocab`: V of the model, at least that of the tokenizer. ArgumentError where the library is missing, or
-        cannot read the tokenizer."""
+        """Take V of the model, at least that of the tokenizer.
+
+        Raises ArgumentError when the library is missing or cannot read the tokenizer.
+        """
         library = _library()
         special = sorted(tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set()))
         if not special:
@@ -104,71 +110,72 @@ class Grammars:
         try:
             self._tokenizer = library.LLTokenizer(tokenizer.json, eos_token=special)
         except ValueError as error:
-            raise ArgumentError(f"constrained output cannot read this tokenizer: {_line(str(error))}") from error
+            raise ArgumentError(f"constrained output cannot read this tokenizer: {_one_line(str(error))}") from error
         self._limits = library.LLParserLimits(**LIMITS)
         self._special = torch.tensor([token for token in special if token < vocab])
         self._vocab = vocab
-        self._kept: OrderedDict[str, GrammarState] = OrderedDict()
+        self._recent: OrderedDict[str, GrammarState] = OrderedDict()
 
     def begin(self, options: RequestOptions, end_ids: Collection[int]) -> GrammarState | None:
-        """The beginning of an answer; None where the options bind it to nothing. ArgumentError where no grammar can be
-        made of them."""
+        """Return the state at an answer's beginning.
+
+        None = it is unconstrained. Raises ArgumentError for unusable grammars.
+        """
         if options.regex is None and options.json_schema is None:
             return None
         name, grammar = _grammar(options)
-        found = self._kept.pop(grammar, None) or self._made(name, grammar)
-        self._kept[grammar] = found
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        found = found.copy()
-        found.end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
-        return found
+        state = self._recent.pop(grammar, None) or self._build(name, grammar)
+        self._recent[grammar] = state
+        while len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        state = state.copy()  # a copy per request: the cached one stays at its beginning
+        state.end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
+        return state
 
-    def _made(self, name: str, grammar: str) -> GrammarState:
+    def _build(self, name: str, grammar: str) -> GrammarState:
         matcher = _library().LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
         if matcher.is_error():
-            raise _refused(name, _said(matcher))
+            raise _refusal(name, _error_text(matcher))
         state = GrammarState(matcher, self._vocab, self._special, torch.empty(0, dtype=torch.int64))
         state.allowed()
         if matcher.is_error():
-            raise _refused(name, "nothing fits it" if "NoExtension" in state.failure else state.failure)
+            raise _refusal(name, "nothing fits it" if "NoExtension" in state.failure else state.failure)
         state.failure = ""
         return state
 
 
 def _grammar(options: RequestOptions) -> tuple[str, str]:
-    """The option's name, and the library's grammar of it."""
+    """Return the option's name, and the library's grammar for it."""
     matcher = _library().LLMatcher
     if options.regex is not None:
         check_regex("regex", options.regex)
         return "regex", str(matcher.grammar_from_regex(options.regex))
     try:
-        how: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+        overrides: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
         assert options.json_schema is not None
         return "json_schema", str(
-            matcher.grammar_from_json_schema(schema_text(options.json_schema), overrides=how)
+            matcher.grammar_from_json_schema(schema_text(options.json_schema), overrides=overrides)
         )  # fmt: skip
     except ValueError as error:
         if isinstance(error, ArgumentError):
             raise
-        raise _refused("json_schema", str(error)) from error
+        raise _refusal("json_schema", str(error)) from error
 
 
-def _refused(name: str, said: str) -> ArgumentError:
-    """What of an option the library does not know, by its name."""
-    unknown = _UNIMPLEMENTED.search(said)
+def _refusal(name: str, error: str) -> ArgumentError:
+    unknown = _UNIMPLEMENTED.search(error)
     if unknown is None:
-        return ArgumentError(f"{name} cannot be followed: {_line(said)}")
+        return ArgumentError(f"{name} cannot be followed: {_one_line(error)}")
     keywords = ", ".join(word.strip().strip('"') for word in unknown[1].split(","))
     return ArgumentError(f"{name} has {keywords}, which constrained output does not know: leave it out")
 
 
-def _said(matcher: "LLMatcher") -> str:
+def _error_text(matcher: "LLMatcher") -> str:
     return str(matcher.get_error()).replace("<non-verbose/>", "")
 
 
-def _line(text: str) -> str:
-    """In one line of at most 300 letters, without arrows at a place of the grammar."""
+def _one_line(text: str) -> str:
+    """Return the text as one line of at most 300 letters, without arrows that point into the grammar."""
     lines = [line for line in text.splitlines() if line.strip(" ^")]
     return " ".join(" ".join(lines).split())[:300]
 

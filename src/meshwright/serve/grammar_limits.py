@@ -1,7 +1,7 @@
-"""What a schema or a regular expression may ask for, checked before any grammar is made of it.
+"""Limits on schemas and regular expressions, checked before a grammar is made of them.
 
-The library bounds its own work (`grammar.LIMITS`), but for two things: it writes repetitions of a regular expression
-out, so `a{1000000}` takes minutes, and multiples of n take a machine of n states. Here these are counted first. What a
+The library bounds its own work (`grammar.LIMITS`) with two exceptions. It writes repetitions of a regular expression
+out, so `a{1000000}` takes minutes, and multiples of n take a machine of n states. Both are counted here first. What a
 grammar cannot promise is refused too.
 """
 
@@ -15,13 +15,16 @@ from typing import Any
 from meshwright.spec.errors import ArgumentError
 
 MOST_SCHEMA_LETTERS = 2**16
-"""Of a schema as JSON: the library's time grows with its square, and this many take some two seconds at worst."""
+"""Letters of a schema as JSON. The library's time grows with their square; this many take two seconds at worst."""
 MOST_REGEX_LETTERS = 4096
-"""Of a regular expression, and of one with its repetitions written out."""
+"""Letters of a regular expression, also with its repetitions written out."""
 MOST_MULTIPLE = 10_000
-"""Largest common multiple of all `multipleOf`, each without its decimal point and zeros behind: 0.25 counts as 25."""
+"""Largest common multiple of all `multipleOf`.
+
+Each counts without its decimal point and trailing zeros: 0.25 counts as 25.
+"""
 UNKNOWN = ("x-guidance", "additionalItems")
-"""Keywords that the library would read in its own way, or pass over though older drafts bind by them."""
+"""Keywords that the library reads in its own way, or skips although older drafts are bound by them."""
 ANNOTATIONS = ("const", "enum", "default", "examples")
 """Keywords whose values are data."""
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -33,8 +36,10 @@ _ESCAPE = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|.)", re.DOTALL)
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
-    """A schema as JSON; the empty one is that of any object. ArgumentError where it asks for too much, or for what no
-    grammar promises."""
+    """Return a schema as JSON. The empty schema allows any object.
+
+    Raises ArgumentError when it is too large, or asks for what no grammar promises.
+    """
     try:
         text = json.dumps(dict(schema) or {"type": "object"}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -54,7 +59,7 @@ def schema_text(schema: Mapping[str, Any]) -> str:
 
 
 def _digits(number: Any) -> int:
-    """Of a number without its decimal point and the zeros behind; 1 for what is none."""
+    """Return a number without its decimal point and trailing zeros; 1 for anything else."""
     if not isinstance(number, int | float) or not number:
         return 1
     return abs(int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits))))
@@ -70,7 +75,7 @@ def _check_node(node: Mapping[str, Any]) -> None:
         if isinstance(pattern, str):
             check_regex("json_schema's pattern", pattern)
     least, required = node.get("minProperties"), node.get("required")
-    sure = len(set(required)) if isinstance(required, list) and all(isinstance(one, str) for one in required) else 0
+    sure = len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0
     if isinstance(least, int) and least > max(1, sure):
         raise ArgumentError(
             f"json_schema has minProperties={least}, and its required names {sure} properties: name as many "
@@ -79,7 +84,7 @@ def _check_node(node: Mapping[str, Any]) -> None:
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and those within it."""
+    """Yield a schema and those within it."""
     left = [schema]
     while left:
         node = left.pop()
@@ -87,15 +92,15 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             left += node
         elif isinstance(node, Mapping):
             yield node
-            for key, value in node.items():
-                if key in BY_NAME and isinstance(value, Mapping):
-                    left += value.values()
+            for key, child in node.items():
+                if key in BY_NAME and isinstance(child, Mapping):
+                    left += child.values()
                 elif key not in ANNOTATIONS:
-                    left.append(value)
+                    left.append(child)
 
 
 def check_regex(name: str, regex: str) -> None:
-    """ArgumentError where a regular expression is too long, as it is or with its repetitions written out."""
+    """Raise ArgumentError for a regular expression that is too long, also with its repetitions written out."""
     if len(regex) > MOST_REGEX_LETTERS:
         raise ArgumentError(f"{name} has {len(regex):,} letters: give at most {MOST_REGEX_LETTERS:,}")
     if _FLAGS.search(regex):
@@ -109,53 +114,54 @@ def check_regex(name: str, regex: str) -> None:
 
 
 def written_out(regex: str) -> int:
-    """Letters and classes of a regular expression whose counted repetitions are written out."""
-    totals, last, place = [0], [0], 0
-    while place < len(regex):
-        letter, size = regex[place], 1
-        if counted := _COUNT.match(regex, place):
+    """Return the letters and classes of a regular expression with counted repetitions written out."""
+    # Per open group: letters so far, and letters of its last element, which a count repeats.
+    totals, last, position = [0], [0], 0
+    while position < len(regex):
+        letter, size = regex[position], 1
+        if counted := _COUNT.match(regex, position):
             low, _, high = counted.groups()
             times = max(1, int(high or low))
             totals[-1] += last[-1] * (times - 1)
             last[-1] *= times
-            place = counted.end()
+            position = counted.end()
             continue
-        if group := _GROUP.match(regex, place):
+        if group := _GROUP.match(regex, position):
             totals.append(0)
             last.append(0)
-            place = group.end()
+            position = group.end()
             continue
         if letter == ")" and len(totals) > 1:
             size = totals.pop()
             last.pop()
-            place += 1
-        elif letter == "\\" and (escape := _ESCAPE.match(regex, place)):
-            place = escape.end()
+            position += 1
+        elif letter == "\\" and (escape := _ESCAPE.match(regex, position)):
+            position = escape.end()
         elif letter == "[":
-            place = _behind_class(regex, place)
+            position = _behind_class(regex, position)
         else:
-            place += 1
+            position += 1
         if letter not in "*+?|":
             totals[-1] += size
             last[-1] = size
     return sum(totals)
 
 
-def _behind_class(regex: str, place: int) -> int:
-    """Where a class of letters that begins here has ended; classes may hold others."""
+def _behind_class(regex: str, position: int) -> int:
+    """Return the end of the letter class that begins here. Classes may contain others."""
     depth = 0
-    while place < len(regex):
-        if escape := _ESCAPE.match(regex, place):
-            place = escape.end()
+    while position < len(regex):
+        if escape := _ESCAPE.match(regex, position):
+            position = escape.end()
             continue
-        if regex[place] == "[":
+        if regex[position] == "[":
             depth += 1
-            place += 1
-            place += regex[place : place + 1] == "^"
-            place += regex[place : place + 1] == "]"
+            position += 1
+            position += regex[position : position + 1] == "^"
+            position += regex[position : position + 1] == "]"
             continue
-        depth -= regex[place] == "]"
-        place += 1
+        depth -= regex[position] == "]"
+        position += 1
         if not depth:
             break
-    return place
+    return position

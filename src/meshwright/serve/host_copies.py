@@ -1,7 +1,7 @@
-"""Copies between the host and the device that nobody waits for: numbers of a step, its tokens, blocks of the host tier.
+"""Copies between host and device without a wait: numbers of a step, its tokens, blocks of the host tier.
 
-A GPU copies beside the host's work only where the host's memory is pinned. From other memory torch waits for the copy,
-and so for all work before it.
+A GPU copies beside the host's work only from and to pinned memory. With other memory torch waits for the copy, and so
+for all work before it.
 """
 
 from array import array
@@ -16,9 +16,11 @@ from meshwright.serve.host_tier import Move
 
 
 def to_device(numbers: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers of the host, nested or not, as a tensor on a device, in one copy that the host does not wait for.
-    torch keeps the pinned memory until the copy is done. An array of "q" is read as it lies: torch looks at each number
-    of a list, which takes 40 ns."""
+    """Return numbers of the host, nested or not, as a tensor on a device, in one copy without a wait.
+
+    torch keeps the pinned memory until the copy is done. An array of "q" is read in place, since torch looks at each
+    number of a list, for 40 ns.
+    """
     if isinstance(numbers, array) and numbers:
         host = torch.frombuffer(numbers, dtype=torch.int64)
     else:
@@ -30,10 +32,10 @@ def to_device(numbers: Sequence[object], device: torch.device, dtype: torch.dtyp
 
 @final
 class HostReading:
-    """Tensors on their way to the host. On a GPU they are copied on a stream of their own, beside what follows."""
+    """Tensors on their way to the host. A GPU copies them on a separate stream, beside what follows."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Begin behind all work that the current stream has so far."""
+        """Start the copies behind all work in the current stream."""
         self._tensors, self._host = tensors, tensors
         self._arrived: torch.Event | None = None
         device = tensors[0].device
@@ -48,7 +50,7 @@ class HostReading:
             self._arrived = stream.record_event()
 
     def read(self) -> Sequence[Tensor]:
-        """Return them on the host, as soon as they are there."""
+        """Wait for the tensors and return them on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host
@@ -61,43 +63,45 @@ def _reading_stream(device: torch.device) -> torch.cuda.Stream:
 
 @final
 class HostCopies:
-    """Slots of host memory for the blocks of one cache: for each what a block has in every layer. Pinned where the
-    model is on a GPU. Copies from and to a GPU are put in its stream, in order; nobody waits."""
+    """Slots of host memory for the blocks of a cache, each with a block's content in every layer.
+
+    They are pinned for a model on a GPU. Its copies are put into the GPU's stream, in order, without a wait.
+    """
 
     def __init__(self, blocks: Sequence[Tensor], slots: int) -> None:
-        """`blocks`: all that a cache keeps, by blocks."""
+        """Allocate slots for the stores of a cache (`blocks`, each indexed by block)."""
         self._blocks = blocks
         self._slots = [
-            torch.empty((slots, *one.shape[1:]), dtype=one.dtype, pin_memory=one.device.type == "cuda")
-            for one in blocks
+            torch.empty((slots, *store.shape[1:]), dtype=store.dtype, pin_memory=store.device.type == "cuda")
+            for store in blocks
         ]
 
     @property
     def bytes(self) -> int:
-        """Of all slots."""
-        return sum(one.nbytes for one in self._slots)
+        """Memory of all slots."""
+        return sum(store.nbytes for store in self._slots)
 
     def save(self, block: int, slot: int) -> None:
-        """What a block has, to a slot."""
-        for kept, host in zip(self._blocks, self._slots, strict=True):
-            host[slot].copy_(kept[block], non_blocking=True)
+        """Copy a block's content to a slot."""
+        for store, host in zip(self._blocks, self._slots, strict=True):
+            host[slot].copy_(store[block], non_blocking=True)
 
     def load(self, slot: int, block: int) -> None:
-        """And back."""
-        for kept, host in zip(self._blocks, self._slots, strict=True):
-            kept[block].copy_(host[slot], non_blocking=True)
+        """Copy a slot's content to a block."""
+        for store, host in zip(self._blocks, self._slots, strict=True):
+            store[block].copy_(host[slot], non_blocking=True)
 
 
 def grouped(moves: Iterable[Move]) -> list[list[Move]]:
-    """Moves in the same order: copies that may happen at once together, others alone."""
-    found: list[list[Move]] = []
+    """Return the moves in order, with copies that may happen at once in one group, and others alone."""
+    groups: list[list[Move]] = []
     targets = set[int]()
     for move in moves:
-        apart = move.kind != "copy" or not targets or move.source in targets or move.target in targets
-        if apart:
-            found.append([])
+        needs_own_group = move.kind != "copy" or not targets or move.source in targets or move.target in targets
+        if needs_own_group:
+            groups.append([])
             targets.clear()
-        found[-1].append(move)
+        groups[-1].append(move)
         if move.kind == "copy":
             targets.add(move.target)
-    return found
+    return groups

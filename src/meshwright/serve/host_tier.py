@@ -1,8 +1,8 @@
 """A second tier of the prefix cache: content of blocks that were given away, in host memory.
 
-Content is in one tier at a time. A block that is given away leaves its content here, if it has a key; who is found here
-goes back to a block. What was saved first is given up first. As the pool of blocks, it decides and moves nothing: what
-is to be moved is a list, in whose order it happens before a step computes.
+Content is in one tier at a time. A block that is given away leaves its content here if it has a key, and content that
+is found here returns to a block. What was saved first is given up first. Like the pool of blocks, this decides and
+moves nothing: moves are a list that is carried out, in order, before a step computes.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -12,7 +12,7 @@ MOVES: tuple[MoveKind, ...] = get_args(MoveKind)
 
 
 class Move(NamedTuple):
-    """Content that is moved: from a block to another, to a slot of host memory, or back."""
+    """A move of content: between two blocks, to a slot of host memory, or back."""
 
     kind: MoveKind
     source: int
@@ -25,7 +25,7 @@ class HostTier:
     def __init__(self, size: int) -> None:
         self.size = size
         self.saved = 0
-        """Blocks whose content came here."""
+        """Blocks whose content was saved here."""
         self._slots: dict[bytes, int] = {}  # by key, in the order in which they came
         self._free = list(range(size))
 
@@ -37,12 +37,11 @@ class HostTier:
 
     @property
     def slots(self) -> list[int]:
-        """Those that have content, and those that are free."""
+        """Slots with content, then free ones."""
         return [*self._slots.values(), *self._free]
 
     def save(self, key: bytes) -> int | None:
-        """A slot for content of a key, in place of the oldest where there is no room; None = all are on their way
-        back."""
+        """Return a slot for a key's content, replacing the oldest if full. None = all slots are on their way back."""
         if not self._free:
             if not self._slots:
                 return None
@@ -52,18 +51,18 @@ class HostTier:
         return slot
 
     def touch(self, key: bytes) -> None:
-        """It was wanted, and is given up as late as if it had come now."""
+        """Note that content was wanted. It is then given up as late as new content."""
         self._slots[key] = self._slots.pop(key)
 
     def leave(self, key: bytes) -> int:
-        """The slot of content that goes back to a block; `release` it when that is decided."""
+        """Return the slot of content that returns to a block. Call `release` once that is decided."""
         return self._slots.pop(key)
 
     def release(self, slot: int) -> None:
-        """It may have other content."""
+        """Free a slot for other content."""
         self._free.append(slot)
 
     def drop(self, key: bytes) -> None:
-        """A block has that content now."""
+        """Drop content that a block has again."""
         if key in self._slots:
             self._free.append(self._slots.pop(key))

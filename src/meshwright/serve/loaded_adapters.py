@@ -1,7 +1,7 @@
-"""The adapters of an engine by name: loaded at its start and while it runs, and unloaded when nobody has them any more.
+"""The adapters of an engine by name: loaded at any time, and unloaded when no sequence uses them any more.
 
-Each loading has a number of its own, which begins the prefixes of its sequences in the cache: what was computed with an
-adapter is never found by another one of the same name, nor by the same one that was loaded again.
+Each loading has its own number, which begins the prefixes of its sequences in the cache. What was computed with an
+adapter is never found by another one of the same name, nor by the same one after it was loaded again.
 """
 
 from collections.abc import Callable, Collection
@@ -17,34 +17,38 @@ from meshwright.spec.errors import ArgumentError, DoesNotFit, is_out_of_memory
 
 @final
 class LoadedAdapters:
-    """For the engine's thread; `names` may be read by others."""
+    """Adapters for the engine's thread. Other threads may read `names`."""
 
     def __init__(
         self, model: Transformer, used: Callable[[], Collection[int]] = tuple, *, exact: bool,
         ranks: ServingRanks | None = None,
     ) -> None:  # fmt: skip
-        """`used`: numbers of those that sequences have now; `ranks`: who has the other parts of the model and of its
-        adapters."""
+        """Start without adapters.
+
+        Args:
+            used: Returns the numbers that sequences use now.
+            ranks: Ranks with the other parts of the model.
+        """
         self._model, self._ranks, self._used = model, ranks, used
         self.beside = RequestAdapters(model, exact=exact, multiple=1 if ranks is None else ranks.row_multiple)
         self.names: tuple[str, ...] = ()
-        """Those that requests may say, in order of their loading."""
+        """Names that requests may use, in order of loading."""
         self._numbers: dict[str, int] = {}
         self._leaving = set[int]()
         self._last = 0
 
     @property
     def held(self) -> int:
-        """How many take memory: those of `names`, and unloaded ones that sequences still have."""
+        """Number of adapters in memory: those of `names`, and unloaded ones that sequences still use."""
         return len(self._numbers) + len(self._leaving)
 
     @property
     def bytes(self) -> int:
-        """Of all that are held, on this rank."""
+        """Memory of all held adapters on this rank."""
         return self.beside.bytes
 
     def number(self, name: str | None) -> int:
-        """Of the adapter with that name; 0 = none is wanted. ArgumentError: there is none of that name."""
+        """Return the number of the adapter with that name. None -> 0. Raises ArgumentError for an unknown name."""
         if name is None:
             return 0
         if name not in self._numbers:
@@ -54,8 +58,11 @@ class LoadedAdapters:
 
     @torch.no_grad()
     def load(self, name: str, adapter: ServedAdapter) -> None:
-        """Let requests say a name. ArgumentError where it is taken, or the adapter cannot be served. DoesNotFit: no
-        memory for it. RunError: a rank is gone."""
+        """Let requests use a name.
+
+        Raises ArgumentError when it is taken or the adapter cannot be served, DoesNotFit without memory for it,
+        RunError when a rank is gone.
+        """
         if not name:
             raise ArgumentError("adapter= must have a name, which requests say")
         if name in self._numbers:
@@ -70,7 +77,7 @@ class LoadedAdapters:
         self.names = tuple(self._numbers)
 
     def _put(self, number: int, adapter: ServedAdapter) -> bool:
-        """Whether there is memory for it, on all ranks; else it is on none."""
+        """Load it on all ranks. Return False, and have it on none, when one has no memory for it."""
         try:
             tensors = adapter.scaled(self._model.embed.weight.dtype)
             if self._ranks is not None:
@@ -84,14 +91,14 @@ class LoadedAdapters:
         return True
 
     def unload(self, name: str) -> None:
-        """Let no request say it any more; those that did keep it to their end. ArgumentError: there is none."""
+        """Let no new request use the name. Running ones keep the adapter. Raises ArgumentError for an unknown name."""
         self._leaving.add(self.number(name))
         del self._numbers[name]
         self.names = tuple(self._numbers)
         self.release()
 
     def release(self) -> None:
-        """Drop what was unloaded and no sequence has any more. RunError: a rank is gone."""
+        """Drop unloaded adapters that no sequence uses any more. Raises RunError when a rank is gone."""
         for number in sorted(self._leaving.difference(self._used())) if self._leaving else ():
             if self._ranks is not None:
                 self._ranks.drop_adapter(number)

@@ -1,4 +1,4 @@
-"""The product of rows with a low-rank matrix, (x A^T) (s B)^T: what an adapter of requests adds for its rows."""
+"""The product of rows with a low-rank matrix, (x A^T) (s B)^T, which an adapter of requests adds for its rows."""
 
 from ctypes import addressof
 from typing import final
@@ -14,7 +14,7 @@ from meshwright.kernels.linear import product_dtype
 from meshwright.serve.exact_rows import ORDERS, TILE
 
 Rows = slice | Tensor
-"""Rows of a pass: a run of them, or their numbers."""
+"""Rows of a pass: a slice, or their numbers."""
 
 
 @final
@@ -22,19 +22,19 @@ class LowRankProduct:
     """rows (R, in) -> (R, out): times A, then times s B."""
 
     def __init__(self, a: Tensor, b: Tensor, *, exact: bool) -> None:
-        """`a` (rank, in), `b` (out, rank) with s. `exact`: a row's bits are its own, however many there are."""
+        """Take `a` (rank, in) and `b` (out, rank) with s. `exact`: a row's bits do not depend on the number of rows."""
         self._dtype, inner = a.dtype, product_dtype(a)
         a, b = a.to(inner), b.to(inner)
         self._a, self._b = a.t().contiguous(), b.t().contiguous()
         self._panels = _panels(a, b) if library.takes(a, b) else None
-        self._places = None if self._panels is None else [addressof(one.fields) for one in self._panels]
+        self._addresses = None if self._panels is None else [addressof(panels.fields) for panels in self._panels]
         self._tile = self._checked_tile() if exact else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """One product after the other."""
-        return self._multiplied(rows.to(self._a.dtype)).to(rows.dtype)
+        """Multiply by A, then by s B."""
+        return self._multiply(rows.to(self._a.dtype)).to(rows.dtype)
 
-    def _multiplied(self, rows: Tensor) -> Tensor:
+    def _multiply(self, rows: Tensor) -> Tensor:
         loops = library.loops()
         if loops is not None and self._panels is not None and loops.few(len(rows)) and library.takes(rows):
             return loops.multiply(loops.multiply(rows, self._panels[0]), self._panels[1])
@@ -43,24 +43,26 @@ class LowRankProduct:
         room = -(-len(rows) // self._tile) * self._tile
         padded = rows.new_zeros(room, rows.shape[1])
         padded[: len(rows)] = rows
-        tiles = (some.clone() for some in padded.split(self._tile))  # each begins where memory was allocated
-        return torch.cat([self._plain(some) for some in tiles])[: len(rows)]
+        tiles = (tile.clone() for tile in padded.split(self._tile))  # equal alignment: each starts an allocation
+        return torch.cat([self._plain(tile) for tile in tiles])[: len(rows)]
 
     def fields(self, rows: Rows, column: int, loops: Loops) -> LowRankFields | None:
-        """For a block in one call: beside its product from a `column` on, for rows of a step. None = it is not for
-        loops."""
-        if self._places is None:
+        """Return the fields with which a fused block adds this product for rows of a step, from a `column` on.
+
+        None = loops cannot compute it.
+        """
+        if self._addresses is None:
             return None
         if isinstance(rows, slice):
             begin, count, numbers = rows.start, rows.stop - rows.start, None
         else:
             begin, count, numbers = 0, len(rows), rows.data_ptr()
-        return LowRankFields(*self._places, numbers, begin, count, column) if loops.few(count) else None
+        return LowRankFields(*self._addresses, numbers, begin, count, column) if loops.few(count) else None
 
     @property
     def bytes(self) -> int:
-        """Of its matrices, in every order in which they are kept."""
-        return self._a.nbytes + self._b.nbytes + sum(one.bytes for one in self._panels or ())
+        """Memory of its matrices, in every stored order."""
+        return self._a.nbytes + self._b.nbytes + sum(panels.bytes for panels in self._panels or ())
 
     @property
     def a(self) -> Tensor:
@@ -68,23 +70,23 @@ class LowRankProduct:
         return self._a.t().to(self._dtype)
 
     def widened(self, narrow: Tensor) -> Tensor:
-        """Rows times A (R, rank) -> (R, out)."""
+        """Return rows times A (R, rank) -> (R, out)."""
         return torch.mm(narrow.to(self._b.dtype), self._b).to(narrow.dtype)
 
     def _plain(self, rows: Tensor) -> Tensor:
         return torch.mm(torch.mm(rows, self._a), self._b)
 
     def _checked_tile(self) -> int:
-        """TILE, where the order of so many rows does not matter; else 1."""
-        chance = torch.Generator().manual_seed(0)
-        rows = torch.randn(TILE, len(self._a), generator=chance).to(self._a)
+        """Return TILE if the order of that many rows does not matter, else 1."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(TILE, len(self._a), generator=generator).to(self._a)
         right = self._plain(rows)
-        orders = (torch.randint(TILE, (TILE,), generator=chance) for _ in range(ORDERS))
+        orders = (torch.randint(TILE, (TILE,), generator=generator) for _ in range(ORDERS))
         return TILE if all(torch.equal(self._plain(rows[order]), right[order]) for order in orders) else 1
 
 
 def _panels(a: Tensor, b: Tensor) -> tuple[Panels, Panels] | None:
-    """Both for compiled loops, with a rank that is filled up with zeros; None where they do not take them."""
+    """Return both matrices for compiled loops, with the rank padded by zeros. None = loops do not take them."""
     missing = -len(a) % LANES
     wide = torch.cat((a, a.new_zeros(missing, a.shape[1])))
     narrow = torch.cat((b, b.new_zeros(len(b), missing)), dim=1)

@@ -2,11 +2,11 @@
 
 Two ways of grouping rows into calls of attention (kernels/paged_attention.py):
 
-    fast    new tokens of all sequences that decode, in a call for each of a few lengths; a chunk of a prompt is a call
+    fast    new tokens of all decoding sequences, in one call per length out of a few; a chunk of a prompt is a call
     exact   each row is a sequence of one query over a number of keys that follows from its position alone
 
-Compiled loops, and on a GPU a kernel, attend row by row without calls; in the fast way a chunk of a prompt is a call
-all the same.
+Compiled loops, and on a GPU a kernel, attend row by row without calls. In the fast way a chunk of a prompt is still a
+call.
 """
 
 from array import array
@@ -28,19 +28,19 @@ from meshwright.serve.request_adapters import rows_of
 
 
 def _lengths(longest: int, size: int, part: int) -> list[int]:
-    """Numbers of keys that calls have, in blocks of `size`: each is longer than the last by a `part` of it."""
-    found = [1]
-    while found[-1] * size < longest:
-        found.append(found[-1] + max(1, found[-1] // part))
-    return [blocks * size for blocks in found]
+    """Return the numbers of keys of calls, in blocks of `size`. Each is longer than the last by a `part` of it."""
+    lengths = [1]
+    while lengths[-1] * size < longest:
+        lengths.append(lengths[-1] + max(1, lengths[-1] // part))
+    return [blocks * size for blocks in lengths]
 
 
 CHUNK = 16
-"""Tokens of a run from which on one call is taken for faster than a GPU's kernel that reads keys once for each."""
+"""Tokens of a run from which on one call is assumed faster than a GPU kernel that reads keys once per token."""
 LOOPED_CHUNK = 56
-"""The same of compiled loops, measured."""
+"""The same for compiled loops, measured."""
 PART = 2
-"""Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""
+"""Growth of lengths by 1 / PART. Smaller steps mean more calls, larger ones more hidden keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +62,40 @@ class PackedStep:
     """(1, N)."""
     places: StepPlaces
     last: list[int]
-    """Rows behind which a token is made: of the last token of a sequence, and of each of its guesses."""
+    """Rows whose next token is wanted: the last token of a sequence, and each of its guesses."""
     owners: list[CachedSequence]
-    """Whose they are."""
+    """Sequences of these rows."""
     adapters: Mapping[int, Rows]
-    """Rows that have an adapter, by its number."""
+    """Rows with an adapter, by its number."""
     wanted: Tensor
     """`last` on the device."""
     drawn: tuple[Tensor, Tensor] | None = None
-    """Rows (P,) whose token is not known to the host, and the rows (P,) of the step before that drew it."""
+    """Rows (P,) whose token only the device knows, and the rows (P,) of the step before that drew it."""
     numbers: Tensor | None = None
-    """(5, N) int64 where all rows are attended one by one: tokens, positions, slots, and as RowsCall offsets and
-    last."""
+    """(5, N) int64 if all rows are attended one by one.
+
+    They are tokens, positions, slots, and the offsets and last positions of RowsCall.
+    """
 
     def take_drawn(self, tokens: Tensor) -> None:
-        """Put tokens in their places that the step before drew, (R,) int64 on the device."""
+        """Insert tokens that the step before drew, (R,) int64 on the device."""
         if self.drawn is not None:
             rows, sources = self.drawn
             self.tokens[0].index_copy_(0, rows, tokens.index_select(0, sources))
 
 
 class RowPacker:
-    """Makes the rows of steps over one cache."""
+    """Packer of the rows of steps over one cache."""
 
     def __init__(self, cache: PagedCache, longest: int, *, exact: bool, copies_bytes: int) -> None:
-        """`longest`: positions of a sequence; `copies_bytes`: most bytes of dense copies."""
+        """Take positions of a sequence (`longest`), and the most bytes of dense copies."""
         self._cache, self._exact = cache, exact
         self._lengths = _lengths(longest, cache.size, PART)
         self._copies = DenseCopies(cache.copied_bytes, copies_bytes if cache.form == "model" else 0)
 
     def pack(self, runs: Sequence[Run], rows: int) -> PackedStep:
-        """`rows` at least as many as the runs have tokens; those beyond are written where nobody reads."""
-        plans, runs = ([], self._chunks_last(runs)) if self._cache.by_rows else self._sorted(runs)
+        """Pack runs into at least as many `rows` as they have tokens. Extra rows are written where nobody reads."""
+        plans, runs = ([], self._chunks_last(runs)) if self._cache.by_rows else self._sort_by_call(runs)
         size, table = self._cache.size, [run.sequence.table for run in runs]
         tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
         owners, spans = list[CachedSequence](), dict[int, list[tuple[int, int]]]()
@@ -103,104 +105,114 @@ class RowPacker:
                 spans.setdefault(run.sequence.adapter, []).append(span)
             tokens += run.sequence.tokens[run.begin : run.end]
             positions += range(run.begin, run.end)
-            slots += [blocks[place // size] * size + place % size for place in range(run.begin, run.end)]
+            slots += [blocks[position // size] * size + position % size for position in range(run.begin, run.end)]
             count = max(0, run.end - max(run.begin, len(run.sequence.tokens) - 1 - run.sequence.guessed))
             last += range(len(tokens) - count, len(tokens))
             owners += [run.sequence] * count
-        more = rows - len(tokens)
+        padding = rows - len(tokens)
         drawn = [(row, -1 - token) for row, token in enumerate(tokens) if token < 0]
-        fed = [tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more]
-        beside = last, [row for row, _ in drawn], [source for _, source in drawn]
+        columns = [tokens + [0] * padding, positions + [0] * padding, slots + [self._cache.unread * size] * padding]
+        lists = last, [row for row, _ in drawn], [source for _, source in drawn]
         adapters = rows_of(spans, self._cache.device)
         if self._cache.by_rows:
-            numbers, places, (wanted, *sources) = self._places(fed, runs, more, beside)
-            alone = None if places.rows is None or len(places.rows.last) < rows else numbers
+            numbers, places, (wanted, *sources) = self._row_places(columns, runs, padding, lists)
+            by_rows = None if places.rows is None or len(places.rows.last) < rows else numbers
         else:
-            numbers, (wanted, *sources) = _copied(fed, beside, self._cache.device)
+            numbers, (wanted, *sources) = _copy_to_device(columns, lists, self._cache.device)
             copied = sum(len(plan.used) for plan in plans)
             calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
-            places, alone = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls), None
-        unread = (sources[0], sources[1]) if drawn else None
-        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, wanted, unread, alone)
+            places, by_rows = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls), None
+        drawn_rows = (sources[0], sources[1]) if drawn else None
+        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, wanted, drawn_rows, by_rows)
 
     def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
         return sorted(runs, key=lambda run: (self._is_chunk(run), run.sequence.adapter))
 
     def attends_by_rows(self, runs: Sequence[Run]) -> bool:
-        """Whether all rows are attended one by one."""
+        """Return whether all rows are attended one by one."""
         return self._cache.by_rows and not any(self._is_chunk(run) for run in runs)
 
     def _is_chunk(self, run: Run) -> bool:
-        """Whether a run is one call in spite of compiled loops."""
+        """Return whether a run is one call in spite of compiled loops."""
         return not self._exact and run.end - run.begin >= (LOOPED_CHUNK if self._cache.loops else CHUNK)
 
-    def _places(
-        self, fed: list[list[int]], runs: Sequence[Run], more: int, beside: Sequence[list[int]]
+    def _row_places(
+        self, columns: list[list[int]], runs: Sequence[Run], padding: int, lists: Sequence[list[int]]
     ) -> tuple[Tensor, StepPlaces, list[Tensor]]:
-        """Numbers as those of PackedStep, of which `fed` are the first three; where loops or a kernel find the rows of
-        sorted runs, behind which `more` rows belong to nobody; and what else goes to the device `beside` them."""
+        """Return the numbers of PackedStep, the places of rows for loops or a kernel, and the other lists.
+
+        `columns` are the first three numbers; `padding` rows behind the sorted runs belong to nobody.
+        """
         tables, offsets, last = [self._cache.zero], list[int](), list[int]()
         for run in runs:
             if not self._is_chunk(run):
                 offsets += [len(tables)] * (run.end - run.begin)
                 last += range(run.begin, run.end)
                 tables += run.sequence.table
-        chunks, alone = [run for run in runs if self._is_chunk(run)], len(last)
-        calls = {window: [self._chunk(*one, window) for one in _begun(chunks, 0)] for window in self._cache.windows}
-        rows = alone if chunks else alone + more
-        fill = [0] * (len(fed[0]) - alone)
-        parts = tables, *beside
-        numbers, (blocks, *more_parts) = _copied([*fed, offsets + fill, last + fill], parts, self._cache.device)
+        chunks, row_count = [run for run in runs if self._is_chunk(run)], len(last)
+        calls = {
+            window: [self._chunk_call(*run_start, window) for run_start in _with_starts(chunks, 0)]
+            for window in self._cache.windows
+        }
+        rows = row_count if chunks else row_count + padding
+        fill = [0] * (len(columns[0]) - row_count)
+        parts = tables, *lists
+        numbers, (blocks, *more_parts) = _copy_to_device(
+            [*columns, offsets + fill, last + fill], parts, self._cache.device
+        )
         offsets_of, last_of, longest = numbers[3, :rows], numbers[4, :rows], max(last, default=0) + 1
         call = RowsCall(blocks, offsets_of, last_of, longest)
         return numbers, StepPlaces(numbers[2], [], calls, call if rows or not chunks else None), more_parts
 
-    def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
-        """Runs that share a call one after another, first those with a row of a dense copy; and these copies."""
+    def _sort_by_call(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
+        """Return dense copies, and runs ordered so that those of one call are neighbours, rows of copies first."""
         growing = [(run.sequence, run.begin, self._keys(run.end)) for run in runs if run.end - run.begin == 1]
         plans = self._copies.plan(growing) if growing else []
-        place = {one.sequence: (plan.keys, one.row) for plan in plans for one in plan.used}
+        copy_of = {copied.sequence: (plan.keys, copied.row) for plan in plans for copied in plan.used}
         last = self._lengths[-1] + 1
         order = [
-            (*place.get(run.sequence, (last, 0)), run.end - run.begin > 1, self._keys(run.end), number)
+            (*copy_of.get(run.sequence, (last, 0)), run.end - run.begin > 1, self._keys(run.end), number)
             for number, run in enumerate(runs)
         ]
         return plans, [runs[number] for *_, number in sorted(order)]
 
     def _copy(self, plan: CopyPlan) -> CopyStep:
         device, size = self._cache.device, self._cache.size
-        places = [0] * plan.rows
-        for one in plan.used:
-            places[one.row] = one.position
-        rows = to_device([one.row for one in plan.used], device, torch.int64)
-        added = rows, to_device([one.position for one in plan.used], device, torch.int64)
-        new = [one for one in plan.used if one.new]
+        row_positions = [0] * plan.rows
+        for copied in plan.used:
+            row_positions[copied.row] = copied.position
+        rows = to_device([copied.row for copied in plan.used], device, torch.int64)
+        added = rows, to_device([copied.position for copied in plan.used], device, torch.int64)
+        new = [copied for copied in plan.used if copied.new]
         zero, number = self._cache.zero, plan.keys // size
-        tables = [(one.sequence.table + [zero] * number)[:number] for one in new]
-        gathered = to_device([one.row for one in new], device), to_device(tables, device)
-        call = DenseCall(None if len(plan.used) == plan.rows else rows, self._bias(places, plan.keys, 0)[:, None])
+        tables = [(copied.sequence.table + [zero] * number)[:number] for copied in new]
+        gathered = to_device([copied.row for copied in new], device), to_device(tables, device)
+        call = DenseCall(
+            None if len(plan.used) == plan.rows else rows, self._bias(row_positions, plan.keys, 0)[:, None]
+        )
         return CopyStep(plan.keys, plan.room, plan.rows, len(rows), gathered if new else None, added, call)
 
     def _keys(self, seen: int) -> int:
-        """The number of keys of a call for so many that are seen."""
         return self._lengths[bisect_left(self._lengths, seen)]
 
     def _first(self, position: int, window: int) -> int:
-        """The first block that a query sees."""
+        """Return the first block that a query sees."""
         return max(0, position - window + 1) // self._cache.size if window else 0
 
     def _calls(self, runs: Sequence[Run], window: int) -> list[PagedCall]:
         begin, calls = 0, []
-        for alone, some in groupby(runs, lambda run: self._kind(run, window)):
-            together = list(some)
-            if alone[0] == "queries":
-                made = [self._queries(run, window, begin_of) for run, begin_of in _begun(together, begin)]
-                calls += [call for one in made for call in one]
-            elif alone[0] == "decode":
-                calls.append(self._decode(together, window, begin, alone[1]))
+        for kind, members in groupby(runs, lambda run: self._kind(run, window)):
+            runs_of_kind = list(members)
+            if kind[0] == "queries":
+                query_calls = [
+                    self._query_calls(run, window, start) for run, start in _with_starts(runs_of_kind, begin)
+                ]
+                calls += [call for run_calls in query_calls for call in run_calls]
+            elif kind[0] == "decode":
+                calls.append(self._decode_call(runs_of_kind, window, begin, kind[1]))
             else:
-                calls += [self._chunk(run, begin_of, window) for run, begin_of in _begun(together, begin)]
-            begin += sum(run.end - run.begin for run in together)
+                calls += [self._chunk_call(run, start, window) for run, start in _with_starts(runs_of_kind, begin)]
+            begin += sum(run.end - run.begin for run in runs_of_kind)
         return calls
 
     def _kind(self, run: Run, window: int) -> tuple[str, int]:
@@ -208,28 +220,29 @@ class RowPacker:
             return "decode", self._keys(run.end - self._first(run.begin, window) * self._cache.size)
         return "queries" if self._exact else "chunk", 0
 
-    def _decode(self, runs: Sequence[Run], window: int, begin: int, keys: int) -> PagedCall:
-        """A query of each, over as many keys."""
+    def _decode_call(self, runs: Sequence[Run], window: int, begin: int, keys: int) -> PagedCall:
+        """Return a call with one query per run, over equally many keys."""
         firsts = [self._first(run.begin, window) for run in runs]
         number = keys // self._cache.size
         blocks = [run.sequence.table[first : first + number] for run, first in zip(runs, firsts, strict=True)]
         positions = [run.begin - first * self._cache.size for run, first in zip(runs, firsts, strict=True)]
         return PagedCall(begin, len(runs), 1, self._table(blocks, number), self._bias(positions, keys, window)[:, None])
 
-    def _queries(self, run: Run, window: int, begin: int) -> list[PagedCall]:
-        """As `_decode` for each token of a run; those with equal blocks and keys in one call."""
+    def _query_calls(self, run: Run, window: int, begin: int) -> list[PagedCall]:
+        """Return calls like `_decode_call` for each token of a run. Tokens with equal blocks and keys share one."""
         size, calls = self._cache.size, []
-        places = ((position, self._first(position, window)) for position in range(run.begin, run.end))
-        for (first, keys), some in groupby(places, lambda one: (one[1], self._keys(one[0] + 1 - one[1] * size))):
-            positions = [position - first * size for position, _ in some]
+        positions_seen = ((position, self._first(position, window)) for position in range(run.begin, run.end))
+        for (first, keys), group in groupby(
+            positions_seen, lambda seen: (seen[1], self._keys(seen[0] + 1 - seen[1] * size))
+        ):
+            positions = [position - first * size for position, _ in group]
             blocks = self._table([run.sequence.table[first : first + keys // size]], keys // size)
             bias = self._bias(positions, keys, window)[:, None]
             calls.append(PagedCall(begin, len(positions), 1, blocks, bias))
             begin += len(positions)
         return calls
 
-    def _chunk(self, run: Run, begin: int, window: int) -> PagedCall:
-        """All queries of a run."""
+    def _chunk_call(self, run: Run, begin: int, window: int) -> PagedCall:
         count = run.end - run.begin
         if not run.begin and not 0 < window < count:
             return PagedCall(begin, 1, count, None, None)
@@ -239,16 +252,18 @@ class RowPacker:
         return PagedCall(begin, 1, count, self._table([run.sequence.table[first : first + number]], number), None, band)
 
     def _table(self, blocks: list[list[int]], number: int) -> Tensor | slice:
-        """(B, number), padded with the block that stays zero; a run of blocks where one sequence has so many in a run:
-        what lies behind is of others, and no numbers of theirs would make none of its own."""
-        own = blocks[0]
-        if len(blocks) == 1 and own == list(range(own[0], own[0] + number)):
-            return slice(own[0], own[0] + number)
+        """Return (B, number) padded with the zero block, or a slice of blocks for one sequence with consecutive blocks.
+
+        Blocks behind that slice belong to others, and could contain numbers that are not finite.
+        """
+        table = blocks[0]
+        if len(blocks) == 1 and table == list(range(table[0], table[0] + number)):
+            return slice(table[0], table[0] + number)
         zero = self._cache.zero
-        return to_device([own + [zero] * (number - len(own)) for own in blocks], self._cache.device)
+        return to_device([table + [zero] * (number - len(table)) for table in blocks], self._cache.device)
 
     def _bias(self, positions: list[int], keys: int, window: int) -> Tensor:
-        """(rows, 1, keys) fp32 for queries at positions among the keys."""
+        """Return (rows, 1, keys) fp32 for queries at positions among the keys."""
         query = to_device(positions, self._cache.device)[:, None]
         key = torch.arange(keys, device=self._cache.device)
         seen = key <= query
@@ -258,25 +273,25 @@ class RowPacker:
 
 
 ALIGNED = 16
-"""Numbers of which each part of a copy begins at a multiple: a Triton kernel is compiled anew for other addresses."""
+"""Alignment of each part of a copy, in numbers. A Triton kernel is compiled anew for other addresses."""
 
 
-def _copied(
+def _copy_to_device(
     rows: Sequence[list[int]], parts: Sequence[list[int]], device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Lists of one length as (lists, N) int64 on the device, and other lists beside them: all in one copy."""
-    together, begins = array("q"), list[int]()
+    """Copy lists of one length as (lists, N) int64 to the device, with other lists beside them, all at once."""
+    packed, starts = array("q"), list[int]()
     for part in (*rows, *parts):
-        begins.append(len(together))
-        together.fromlist(part)
-        together.frombytes(bytes(together.itemsize * (-len(part) % ALIGNED)))
-    on_device, width = to_device(together, device, torch.int64), len(rows[0])
-    numbers = on_device[: begins[len(rows)]].view(len(rows), -1)[:, :width]
-    ends = (begin + len(part) for begin, part in zip(begins[len(rows) :], parts, strict=True))
-    return numbers, [on_device[begin:end] for begin, end in zip(begins[len(rows) :], ends, strict=True)]
+        starts.append(len(packed))
+        packed.fromlist(part)
+        packed.frombytes(bytes(packed.itemsize * (-len(part) % ALIGNED)))
+    on_device, width = to_device(packed, device, torch.int64), len(rows[0])
+    numbers = on_device[: starts[len(rows)]].view(len(rows), -1)[:, :width]
+    ends = (begin + len(part) for begin, part in zip(starts[len(rows) :], parts, strict=True))
+    return numbers, [on_device[begin:end] for begin, end in zip(starts[len(rows) :], ends, strict=True)]
 
 
-def _begun(runs: Sequence[Run], begin: int) -> Iterable[tuple[Run, int]]:
+def _with_starts(runs: Sequence[Run], begin: int) -> Iterable[tuple[Run, int]]:
     for run in runs:
         yield run, begin
         begin += run.end - run.begin

@@ -1,6 +1,6 @@
-"""Where keys and values of all sequences are kept: blocks of positions, one store for each layer.
+"""Storage of the keys and values of all sequences: blocks of positions, with a store per layer.
 
-Latent attention keeps its low rank alone: a vector and a rotary key that all heads share, once, for keys and values.
+Latent attention stores its low rank alone: a vector, and a rotary key that all heads share, once for keys and values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,40 +34,40 @@ from meshwright.spec.serving_defaults import CacheForm
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """What a step does with a dense copy (dense_copies.py) in each layer that sees everything."""
+    """Work of a step on a dense copy (dense_copies.py) in each layer without a window."""
 
     keys: int
     """T of its rows."""
     room: int
-    """Rows that it has memory for; 0 = it is given up."""
+    """Rows with memory. 0 = the copy is given up."""
     rows: int
-    """Rows that are attended to."""
+    """Rows that attention reads."""
     queries: int
-    """How many rows of the step, behind those of the copies before, read it."""
+    """Rows of the step that read it. They follow those of earlier copies."""
     gathered: tuple[Tensor, Tensor] | None
-    """(L,) rows that are filled from blocks (L, T / size) first."""
+    """(L,) rows that are first filled from blocks (L, T / size)."""
     added: tuple[Tensor, Tensor]
-    """(queries,) rows and positions at which the step's keys and values are added."""
+    """(queries,) rows and positions of the step's new keys and values."""
     call: DenseCall
 
 
 @dataclass(slots=True)
 class StepPlaces:
-    """Where the rows of a step are kept and what they see."""
+    """Storage and visibility of the rows of a step."""
 
     slots: Tensor
-    """(N,) block * size + position within, of each row."""
+    """(N,) block * size + position within the block, per row."""
     copies: Sequence[CopyStep]
-    """Of layers without a window; their queries are the first rows."""
+    """Copies for layers without a window. Their queries are the first rows."""
     calls: Mapping[int, Sequence[PagedCall]]
-    """By window; of layers without one, the rows behind those of the copies."""
+    """Calls by window. Without a window they are of the rows behind those of the copies."""
     rows: RowsCall | None = None
-    """The first rows, where compiled loops attend: there are no copies then, and calls are of the rows behind them."""
+    """The first rows, if compiled loops attend. There are then no copies, and calls are of the rows behind."""
 
 
 @final
 class PagedLayer:
-    """The store of one layer. As Past, for packed rows of many sequences (B = 1)."""
+    """The store of one layer: a Past for packed rows of many sequences (B = 1)."""
 
     length = 0
     """Positions are given with each step."""
@@ -75,7 +75,7 @@ class PagedLayer:
     def __init__(
         self, block: Block, number: int, size: int, like: Tensor, loops: Loops | None, form: CacheForm
     ) -> None:  # fmt: skip
-        """Room for `number` blocks of `size` positions, all zero, of numbers in the dtype of `like`."""
+        """Allocate `number` blocks of `size` positions, all zero, in the dtype of `like`."""
         self.loops = loops
         attention, shape = block.attention, block.attention.shape
         self.window = block.window
@@ -89,49 +89,49 @@ class PagedLayer:
         self.values = PagedStore((number, size, heads, values), like, form) if values else self.keys
         self.places: StepPlaces | None = None
         self.turns = False
-        """Whether `turn` has a kernel here."""
-        self._keeps = False  # what `turn` of this pass has kept already
+        """True when `turn` has a kernel here."""
+        self._is_stored = False  # what `turn` of this pass has kept already
         self._copies: dict[int, list[Tensor]] = {}  # by T: keys and values (room, T, K, width)
 
     @property
     def bytes(self) -> int:
-        """Of its blocks."""
+        """Memory of its blocks."""
         return sum(store.bytes for store in self._stores)
 
     def turn(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
     ) -> bool:  # fmt: skip
-        """As Past: on a GPU, in one kernel."""
+        """See Past. One kernel on a GPU."""
         if not self.turns:
             return False
         assert self.places is not None
-        given = q[0], k[0], v[0], cos.flatten(0, 2), sin.flatten(0, 2), self.places.slots
-        self._keeps = turn_and_keep(*given, self.keys, self.values, interleaved=interleaved, norms=norms)
-        return self._keeps
+        arguments = q[0], k[0], v[0], cos.flatten(0, 2), sin.flatten(0, 2), self.places.slots
+        self._is_stored = turn_and_keep(*arguments, self.keys, self.values, interleaved=interleaved, norms=norms)
+        return self._is_stored
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
     ) -> Tensor:
-        """As Past. Who sees whom stands in the step's calls, not in the mask."""
+        """See Past. The step's calls, not the mask, say which row sees what."""
         assert self.places is not None
         q, k, v = q[0], k[0], v[0]
         news = (k,) if self.low_rank else (k, v)
-        for store, new in zip(self._stores, news, strict=True) if not self._keeps else ():
+        for store, new in zip(self._stores, news, strict=True) if not self._is_stored else ():
             store.write(self.places.slots, new, self.loops)
-        self._keeps = False
+        self._is_stored = False
         done, parts = 0, list[Tensor]()
         if self.places.rows is not None:
             done, stores = len(self.places.rows.last), (self.keys, self.values)
-            found = attend_rows(
+            attended = attend_rows(
                 self.loops, q[:done], *stores, self.places.rows, width=v.shape[-1], window=self.window, scale=scale
             )
-            parts.append(found)
+            parts.append(attended)
         for step in () if self.window else self.places.copies:
             rows = slice(done, done + step.queries)
-            copied = self._copied(step, [new[rows] for new in news])
-            if copied:
-                given = (copied[0][: step.rows], copied[-1][: step.rows], step.call)
-                parts.append(attend_dense(q[rows], *given, scale=scale, width=v.shape[-1]))
+            copies = self._update_copies(step, [new[rows] for new in news])
+            if copies:
+                keys, values = copies[0][: step.rows], copies[-1][: step.rows]
+                parts.append(attend_dense(q[rows], keys, values, step.call, scale=scale, width=v.shape[-1]))
             done = rows.stop
         if done < len(q):
             calls = self.places.calls[self.window]
@@ -139,66 +139,73 @@ class PagedLayer:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     @property
-    def kept(self) -> list[Tensor]:
-        """All that it keeps, by blocks."""
+    def tensors(self) -> list[Tensor]:
+        """All stored tensors, indexed by block."""
         return [tensor for store in self._stores for tensor in store.tensors]
 
     @property
     def _stores(self) -> list[PagedStore]:
         return [self.keys] if self.low_rank else [self.keys, self.values]
 
-    def _copied(self, step: CopyStep, news: Sequence[Tensor]) -> list[Tensor]:
-        """Keys and values (room, T, K, width) of a copy with those of the step, (queries, K, width) each."""
+    def _update_copies(self, step: CopyStep, new_rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return keys and values (room, T, K, width) of a copy with those of the step, (queries, K, width) each."""
         if not step.room:
             self._copies.pop(step.keys, None)
             return []
-        kept = self._copies.get(step.keys)
-        if kept is None or len(kept[0]) < step.room:
-            kept = [
-                _grown(None if kept is None else kept[place], store, step) for place, store in enumerate(self._stores)
+        copies = self._copies.get(step.keys)
+        if copies is None or len(copies[0]) < step.room:
+            copies = [
+                _grown(None if copies is None else copies[number], store, step)
+                for number, store in enumerate(self._stores)
             ]
-            self._copies[step.keys] = kept
-        for copy, store, new in zip(kept, self._stores, news, strict=True):
+            self._copies[step.keys] = copies
+        for copy, store, new in zip(copies, self._stores, new_rows, strict=True):
             if step.gathered is not None:
                 rows, blocks = step.gathered
                 copy[rows] = store.read(blocks.flatten()).view(len(rows), step.keys, *store.sizes[2:])
             copy[step.added] = new
-        return kept
+        return copies
 
     def copy(self, old: Tensor, new: Tensor) -> None:
-        """Blocks (C,) to other blocks (C,)."""
-        for kept in self.kept:
-            kept[new] = kept[old]
+        """Copy blocks (C,) to other blocks (C,)."""
+        for tensor in self.tensors:
+            tensor[new] = tensor[old]
 
     def clear(self, blocks: Tensor) -> None:
-        """Blocks (C,) become zero."""
-        for kept in self.kept:
-            kept[blocks] = 0
+        """Set blocks (C,) to zero."""
+        for tensor in self.tensors:
+            tensor[blocks] = 0
 
     def select(self, rows: Tensor) -> None:
-        """Sequences leave and come by their tables."""
+        """Refuse: sequences leave and come by their tables."""
         raise TypeError("a paged cache is not selected from: rows of a step name their blocks")
 
 
-def _grown(old: Tensor | None, store: PagedStore, step: CopyStep) -> Tensor:
-    """A copy with more room; rows are zero until they are filled."""
-    found = store.codes.new_zeros(step.room, step.keys, *store.sizes[2:], dtype=store.dtype)
+def _grown(old: Tensor | None, store: KeptNumbers, step: CopyStep) -> Tensor:
+    """Return a copy with more room. New rows are zero until they are filled."""
+    grown = store.codes.new_zeros(step.room, step.keys, *store.sizes[2:], dtype=store.dtype)
     if old is not None:
-        found[: len(old)] = old
-    return found
+        grown[: len(old)] = old
+    return grown
 
 
 @final
 class PagedCache:
-    """The stores of a model's layers, and two blocks behind the last one: one that stays zero, which pads tables, and
-    one that nobody reads, into which rows without a sequence are written."""
+    """The stores of a model's layers, with two extra blocks behind the last one.
+
+    One stays zero, to pad tables. The other is read by nobody, and takes the rows without a sequence.
+    """
 
     def __init__(
         self, model: Transformer, number: int, size: int, *, form: CacheForm = "model", loops: Loops | None = None,
         slots: int = 0,
     ) -> None:  # fmt: skip
-        """`loops`: what attends, where the model is in fp32 on a CPU; None = torch. `slots`: blocks whose content host
-        memory has room for."""
+        """Allocate the stores.
+
+        Args:
+            loops: Compiled loops that attend, for a model in fp32 on a CPU. None = torch.
+            slots: Blocks that host memory has room for.
+        """
         self.form: CacheForm = form
         weight = model.embed.weight
         self.loops = loops if takes(weight) else None
@@ -209,7 +216,7 @@ class PagedCache:
         self.by_rows, self.attention = (
             row_kernel(weight, widest, model.kernels.prefer) if self.loops is None else (True, "compiled loops")
         )
-        """Whether rows that decode read blocks where they lie; what attends for them and for prompts, and why."""
+        """True when decoding rows read blocks in place; and what attends for them and for prompts, and why."""
         first, shape = self.layers[0], model.shape
         group = 1 if shape.mla else shape.heads // shape.kv_heads
         prompts = prompt_kernel(weight, first.keys.sizes[3], first.values.sizes[3], group)
@@ -218,37 +225,37 @@ class PagedCache:
             layer.turns = not layer.low_rank and uses_triton("turn_and_keep", weight, prefer=model.kernels.prefer)
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = weight.device
-        kept = [tensor for layer in self.layers for tensor in layer.kept]
-        self.host = HostCopies(kept, slots) if slots else None
+        tensors = [tensor for layer in self.layers for tensor in layer.tensors]
+        self.host = HostCopies(tensors, slots) if slots else None
 
     @property
     def widest(self) -> int:
-        """Positions behind which no layer looks; 0 = some layer looks at all."""
+        """No layer sees further back than so many positions. 0 = some layer sees all."""
         return 0 if 0 in self.windows else max(self.windows)
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Memory of all blocks."""
         return sum(layer.bytes for layer in self.layers)
 
     @property
     def copied_bytes(self) -> int:
-        """Of a position in the layers that have dense copies: those without a window."""
+        """Bytes of a position in the layers with dense copies, which are those without a window."""
         positions = (self.number + 2) * self.size
         return sum(layer.bytes for layer in self.layers if not layer.window) // positions
 
     def at(self, places: StepPlaces) -> Cache:
-        """The cache for a forward pass over rows with these places."""
+        """Return the cache for a forward pass over rows with these places."""
         for layer in self.layers:
             layer.places = places
         return Cache(len(self.layers), iter(self.layers).__next__)
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """What is to be moved, in order."""
-        for some in grouped(moves):
-            kind, source, target = some[0]
+        """Carry out moves, in order."""
+        for group in grouped(moves):
+            kind, source, target = group[0]
             if kind == "copy":
-                old, new = to_device([move[1:] for move in some], self.device).t()
+                old, new = to_device([move[1:] for move in group], self.device).t()
                 for layer in self.layers:
                     layer.copy(old, new)
             else:
@@ -256,11 +263,11 @@ class PagedCache:
                 (self.host.save if kind == "save" else self.host.load)(source, target)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """What they held was no numbers: else it would spoil who gets them next."""
+        """Set blocks to zero whose content is not finite, since it would spoil their next owner."""
         for layer in self.layers:
             layer.clear(torch.tensor(blocks, device=self.device))
 
 
 def bytes_per_block(model: Transformer, size: int, form: CacheForm = "model") -> int:
-    """Of keys and values of `size` positions in all layers."""
+    """Return the bytes of the keys and values of `size` positions in all layers."""
     return PagedCache(model, 1, size, form=form).bytes // 3

@@ -1,7 +1,7 @@
 """The layers of a model whose matrices an engine has prepared (kernels/prepared_product.py).
 
-The model's own code runs: at the borders of attention and of MLPs it asks `Border.prepared` first. Layers that read one
-input together are one product. A layer with hooks or an adapter of its own is left as it is; so are stacks of experts.
+The model's own code runs: at the borders of attention and of MLPs it calls `Border.prepared` first. Layers that read
+one input are one product. A layer with hooks or with an adapter of its own is left alone, and so are stacks of experts.
 Adapters of requests are added to the product.
 """
 
@@ -22,23 +22,29 @@ from meshwright.model.linear import Linear, held_rows, is_ours
 from meshwright.model.seams import compute
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serve.fused_blocks import FusedBlocks
-from meshwright.serve.request_adapters import BesideRows
+from meshwright.serve.request_adapters import LayerAdapters
 from meshwright.spec.serving_defaults import HeadForm
 
 
 @final
 class PreparedLayers:
-    """Copies of one model's matrices, each made when its layers are first called. Use under `torch.no_grad`; weights
-    must not change afterwards."""
+    """Copies of one model's matrices, each made when its layers are first called.
+
+    Use under `torch.no_grad`. Weights must not change afterwards.
+    """
 
     def __init__(self, model: Transformer, *, packed: bool, head: HeadForm, loops: Loops | None = None) -> None:
-        """`packed`: whether there are copies, or on a GPU joined matrices; the head in int8 is one of its own. `loops`
-        are used beside them."""
+        """Prepare the head; layers follow when they are called.
+
+        Args:
+            packed: Copy matrices, or on a GPU join them. An int8 head is always a copy.
+            loops: Compiled loops to use beside the copies.
+        """
         self._model, self._loops = model, loops
         self._packed = packed and not model.seams.dense.gathers and model.products == SAME
-        self._known: dict[nn.Module, tuple[PreparedProduct, list[int]] | None] = {}
+        self._prepared_products: dict[nn.Module, tuple[PreparedProduct, list[int]] | None] = {}
         weight = model.head_weight
-        on_gpu = weight.device.type == "cuda" or model.kernels.prefer == "triton"  # which a CPU interprets
+        on_gpu = weight.device.type == "cuda" or model.kernels.prefer == "triton"  # Triton on a CPU is interpreted
         self._prepare = joined_product if on_gpu else prepared_product
         copied = packed and not on_gpu
         self._head = int8_product(weight) if head == "int8" else prepared_product([weight], [None]) if copied else None
@@ -50,37 +56,36 @@ class PreparedLayers:
 
     @property
     def bytes(self) -> int:
-        """Of the copies that have been made."""
-        products = [known[0] for known in self._known.values() if known is not None]
-        return sum(one.bytes for one in [*products, *([self._head] if self._head is not None else [])])
+        """Memory of the copies made so far."""
+        products = [prepared[0] for prepared in self._prepared_products.values() if prepared is not None]
+        return sum(product.bytes for product in [*products, *([self._head] if self._head is not None else [])])
 
     def __call__(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-        """As Border.prepared: x (..., in) -> (..., out) of each layer."""
-        known = self._prepared(layers)
-        if known is None:
+        """Return x (..., in) -> (..., out) of each layer. See Border.prepared."""
+        prepared = self._prepared(layers)
+        if prepared is None:
             return None
-        product, sizes = known
-        found = product(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        parts = (found,) if len(sizes) == 1 else found.split_with_sizes(sizes, -1)
-        return tuple(_beside(layer, x, part) for layer, part in zip(layers, parts, strict=True))
+        product, sizes = prepared
+        out = product(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        parts = (out,) if len(sizes) == 1 else out.split_with_sizes(sizes, -1)
+        return tuple(_with_adapters(layer, x, part) for layer, part in zip(layers, parts, strict=True))
 
     def product(self, layers: Sequence[nn.Module]) -> PreparedProduct | None:
-        """With the matrices of all of them, side by side; None = they are not prepared."""
-        known = self._prepared(layers)
-        return None if known is None else known[0]
+        """Return the product with all matrices side by side. None = they are not prepared."""
+        prepared = self._prepared(layers)
+        return None if prepared is None else prepared[0]
 
     def _prepared(self, layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
-        """One product for layers that read one input, and the width of each."""
-        if any(map(compat.is_hooked, layers)):  # at any time: what is known is for when they are gone
+        if any(map(compat.is_hooked, layers)):  # looked at in each call: hooks come and go
             return None
         first = layers[0]
-        if first not in self._known:
-            self._known[first] = _prepared(layers, self._prepare)
-        return self._known[first]
+        if first not in self._prepared_products:
+            self._prepared_products[first] = _prepare_layers(layers, self._prepare)
+        return self._prepared_products[first]
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """While it lasts, the model computes with them."""
+        """Let the model compute with the copies within the context."""
         seams = self._model.seams
         calls = self._blocks if seams.call is compute else None
         if self._packed:
@@ -96,31 +101,33 @@ class PreparedLayers:
                 seams.call = compute
 
     def logits(self, states: Tensor) -> Tensor:
-        """Of hidden states (R, D) -> (R, V)."""
+        """Return the logits (R, V) of hidden states (R, D)."""
         if self._head is not None:
             return self._head(states)
-        found: Tensor = self._model.kernels.linear(states, self._model.head_weight)
-        return found
+        logits: Tensor = self._model.kernels.linear(states, self._model.head_weight)
+        return logits
 
 
 @final
 class DeferredSums:
-    """Calls the blocks of one model, as BlockCall: what a block adds to the residual stream at its end is added by the
-    kernel of the next block's norm. The last block adds it itself."""
+    """Caller of one model's blocks (see BlockCall) that defers a block's last addition to the residual stream.
+
+    The kernel of the next block's norm makes it. The last block makes its own.
+    """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def is_hooked(self) -> bool:
-        """Whether somebody looks at what blocks give, which is not whole between them. Begins a new pass."""
+        """Return whether hooks read what blocks return, which is incomplete between them. Begins a new pass."""
         self._pending = None
         return any(map(compat.is_hooked, self._blocks))
 
     def __call__(
         self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As Block.compute, in evaluation mode."""
+        """See Block.compute; in evaluation mode."""
         pending, self._pending = self._pending, None
         if pending is None or x is not pending[0]:  # the first block
             normed = block.attention_norm(x)
@@ -134,11 +141,11 @@ class DeferredSums:
         return x, balance
 
 
-def _prepared(
+def _prepare_layers(
     layers: Sequence[nn.Module],
     prepare: Callable[[Sequence[Matrix], Sequence[Tensor | None]], PreparedProduct | None],
 ) -> tuple[PreparedProduct, list[int]] | None:
-    """One product for all of them, and the width of each."""
+    """Return one product for all layers, and the width of each. None = not all can be prepared."""
     ours: list[Linear] = [layer for layer in layers if is_ours(layer) and _is_whole(layer)]
     if len(ours) < len(layers):
         return None
@@ -147,11 +154,11 @@ def _prepared(
 
 
 def _is_whole(layer: Linear) -> bool:
-    """Whether its matrix is all that is multiplied, but for adapters of requests."""
-    return layer.lora is None or isinstance(layer.lora, BesideRows)
+    """Return whether its matrix is all that is multiplied, apart from adapters of requests."""
+    return layer.lora is None or isinstance(layer.lora, LayerAdapters)
 
 
-def _beside(layer: nn.Module, x: Tensor, found: Tensor) -> Tensor:
-    """The product of a layer, with what adapters of requests add."""
+def _with_adapters(layer: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    """Return the product of a layer with what adapters of requests add."""
     lora: object = getattr(layer, "lora", None)
-    return lora.added(x, found) if isinstance(lora, BesideRows) else found
+    return lora.added(x, out) if isinstance(lora, LayerAdapters) else out

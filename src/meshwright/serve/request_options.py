@@ -1,4 +1,4 @@
-"""What a request asks for beside its prompt. Each field is honoured; what makes no sense is refused."""
+"""Options of a request beside its prompt. Each field is honoured; senseless values are refused."""
 
 import math
 from collections.abc import Mapping
@@ -8,51 +8,56 @@ from typing import Any, Final, Literal
 from meshwright.spec.errors import ArgumentError
 
 MOST_STOPS, LONGEST_STOP = 16, 256
-"""Stop strings of a request, and characters of one: each is searched for behind every token."""
+"""Most stop strings of a request, and most characters of one: each is searched for after every token."""
 MOST_LOGPROBS = 20
 SEEDS = 2**63
 NOT_WITH_BEAMS: Final[Mapping[str, Any]] = {
     "temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
     "stop": (), "logprobs": 0, "json_schema": None, "regex": None,
 }  # fmt: skip
-"""Options that say which token comes next, or where one answer ends; beams compare whole answers."""
+"""Options that choose the next token, or where one answer ends. Beams compare whole answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How a prompt is continued. The steps come in this order: penalties and bias, grammar, temperature,
-    top_k, top_p, min_p."""
+    """Options for the continuation of a prompt.
+
+    The steps come in this order: penalties and bias, grammar, temperature, top_k, top_p, min_p.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    """0 = always the likeliest token, of several the one with the lowest id."""
+    """0 = always the likeliest token; of equal ones that with the lowest id."""
     top_k: int = 0
-    """Only the k likeliest; 0 = all."""
+    """Only the k likeliest tokens. 0 = all."""
     top_p: float = 1.0
     """Only the likeliest that together reach p of what top_k leaves (Holtzman et al. 2020, arXiv:1904.09751)."""
     min_p: float = 0.0
-    """Only those at least this share as likely as the likeliest (arXiv:2407.01082)."""
+    """Only tokens at least this share as likely as the likeliest (arXiv:2407.01082)."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that prompt or answer have are divided by it where positive, else multiplied
-    (arXiv:1909.05858)."""
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones (arXiv:1909.05858)."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens that the answer has."""
+    """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: float = 0.0
-    """The same, times how often it has them."""
+    """Subtracted from the logits of tokens in the answer, times their number."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of tokens."""
     seed: int = 0
-    """Of the sampling. What a request gets depends on its own seed alone."""
+    """Seed of the sampling. An answer depends on its own request's seed alone."""
     n: int = 1
-    """Answers to the prompt, which is computed once; answer i is sampled with seed + i."""
+    """Answers to the prompt, which is computed once. Answer i is sampled with seed + i."""
     beams: int = 1
-    """More than one: the answer with the best score that so many beginnings lead to; of `n` the n best. The score is
-    the sum of log-probabilities over the number of tokens to the power of `length_penalty`."""
+    """More than one: beam search over so many beginnings, which returns the `n` answers of the best scores.
+
+    The score is the sum of log-probabilities / number of tokens ** `length_penalty`.
+    """
     length_penalty: float = 1.0
     """Above 0 it favours long answers of beams, below 0 short ones."""
     early_stopping: bool | Literal["never"] = False
-    """Beams end when there are as many whole answers; False: when none is likely to become better; "never": when none
-    can."""
+    """Beams end when there are as many complete answers.
+
+    False also waits until none is likely to become better, "never" until none can.
+    """
     stop: tuple[str, ...] = ()
     """An answer ends before the first of these strings."""
     stop_ids: tuple[int, ...] = ()
@@ -60,20 +65,23 @@ class RequestOptions:
     ignore_end: bool = False
     """Tokens that end a text of the model do not end the answer."""
     json_schema: Mapping[str, Any] | None = None
-    """The answer is JSON of this schema; of the empty one any object. Tokens that end a text come where it is whole."""
+    """The answer is JSON of this schema, or any object for the empty one.
+
+    Tokens that end a text are allowed once it is complete.
+    """
     regex: str | None = None
     """The answer matches this regular expression from its first letter to its last."""
     logprobs: int = 0
-    """Likeliest tokens whose log-probabilities are wanted for each new token."""
+    """Number of likeliest tokens whose log-probabilities are returned for each new token."""
     priority: int = 0
-    """Lower goes first."""
+    """Lower is served first."""
     adapter: str | None = None
-    """The name of one that the engine was given; None = the model alone."""
+    """Name of an adapter that the engine has. None = the model alone."""
     salt: str | None = ""
-    """Requests of one salt share prefixes in the cache; None = with nobody."""
+    """Requests with one salt share prefixes in the cache. None = with nobody."""
 
     def __post_init__(self) -> None:
-        """ArgumentError, which names the field."""
+        """Raise ArgumentError, naming the field, for values without meaning."""
         self._check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or above")
         self._check("max_new_tokens", self.max_new_tokens >= 0, "0 or more")
         self._check("top_k", self.top_k >= 0, "0 (all) or more")
@@ -96,7 +104,9 @@ class RequestOptions:
         self._check("regex", self.regex is None or self.json_schema is None, "left out beside json_schema")
         self._check("ignore_end", not (self.ignore_end and self.constrained), "False beside json_schema or regex")
         self._check("stop", len(self.stop) <= MOST_STOPS, f"at most {MOST_STOPS} strings")
-        self._check("stop", all(1 <= len(one) <= LONGEST_STOP for one in self.stop), f"of 1 to {LONGEST_STOP} letters")
+        self._check(
+            "stop", all(1 <= len(text) <= LONGEST_STOP for text in self.stop), f"of 1 to {LONGEST_STOP} letters"
+        )
 
     def _check(self, name: str, holds: bool, must: str) -> None:
         if not holds:
@@ -104,10 +114,10 @@ class RequestOptions:
 
     @property
     def penalizes(self) -> bool:
-        """Whether it matters which tokens there were."""
+        """True when the tokens so far change the logits."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def constrained(self) -> bool:
-        """Whether the answer must keep to a grammar."""
+        """True when the answer must follow a grammar."""
         return self.json_schema is not None or self.regex is not None

@@ -1,4 +1,4 @@
-"""Computes steps: the trainer's own model over packed rows, with the paged cache."""
+"""Computation of steps: the trainer's own model over packed rows, with the paged cache."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -39,13 +39,21 @@ class Runner:
         graphs: StepGraphs | None = None,
         graphs_words: str = "",
     ) -> None:
-        """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
-        (dense_copies.py). `exact`: a row's bits depend on its own sequence alone. Without `adapters`, those of
-        sequences are passed over. `ranks`: with whom this one computes, each with a part of the model. `graphs`: for
-        steps that may be one, not in exact mode; the words say why there are none, or which."""
+        """Prepare the model for steps.
+
+        Args:
+            longest: Positions of a sequence.
+            most_tokens: Tokens of a step.
+            exact: A row's bits depend on its own sequence alone.
+            copies_bytes: Most bytes of all dense copies (dense_copies.py).
+            adapters: Adapters of requests. None = those of sequences are ignored.
+            ranks: Ranks with the other parts of the model.
+            graphs: CUDA graphs for steps that allow them. Not used in exact mode.
+            graphs_words: Which graphs there are, or why there are none.
+        """
         self.model, self.cache, self._layers, self._adapters, self._ranks = model, cache, layers, adapters, ranks
         self.graphs, self.graphs_words = graphs, graphs_words
-        self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.first_rank_logits)
+        self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.rank_zero_logits)
         on_all = head if ranks is None else _then(layers.logits, ranks.whole_logits)
         self._multiple = 1 if ranks is None else ranks.row_multiple
         self._writer = StepWriter()
@@ -58,11 +66,11 @@ class Runner:
 
     @property
     def copies_bytes(self) -> int:
-        """Of the matrices that steps have read in another order so far."""
+        """Memory of the matrix copies that steps have made so far."""
         return self._layers.bytes
 
     def capture(self, say: Callable[[str], None]) -> None:
-        """Capture the graphs of all steps that may be one, largest first, and tell people how many are done."""
+        """Capture the graphs of all steps that allow them, the largest first, and report progress."""
         if self.graphs is None or self._exact:
             return
         with self._layers.used():
@@ -71,40 +79,44 @@ class Runner:
     def run(
         self, step: StepPlan, *, behind: int = 0, drawn: Tensor | None = None
     ) -> tuple[list[CachedSequence], Tensor]:
-        """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
-        a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over.
-        `drawn` (R,): tokens of the step before on the device; a sequence's token -1 - r stands for the one of row r.
-        RunError: another rank is gone."""
+        """Compute a step, and return the sequences with a next token and their logits (R, V) fp32.
+
+        A sequence with guesses also has a row for each of them, in order. Raises RunError when another rank is gone.
+
+        Args:
+            behind: Number of tokens to skip behind the computed ones.
+            drawn: (R,) tokens of the step before on the device. A sequence's token -1 - r stands for that of row r.
+        """
         if self._ranks is None:
             return self.compute(step, behind, drawn)
         assert not behind and drawn is None, "a model whose steps have parts is on one rank"
-        self._ranks.say(RankCommand.STEP, self._writer.words(step))
+        self._ranks.send(RankCommand.STEP, self._writer.words(step))
         return self.compute(step)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """What they held was no numbers."""
+        """Set blocks to zero whose content is not finite."""
         if not blocks:
             return
         if self._ranks is not None:
-            self._ranks.say(RankCommand.CLEAR, blocks)
+            self._ranks.send(RankCommand.CLEAR, blocks)
         self.cache.clear(blocks)
 
     def compute(
         self, step: StepPlan, behind: int = 0, drawn: Tensor | None = None
     ) -> tuple[list[CachedSequence], Tensor]:
-        """As `run`, of what this rank has; logits are whole on the first one."""
+        """Compute this rank's part of `run`. Rank 0 gets whole logits."""
         with nullcontext() if self._ranks is None else self._ranks.together():
             return self._compute(step, behind, drawn)
 
     def _compute(self, step: StepPlan, behind: int, drawn: Tensor | None) -> tuple[list[CachedSequence], Tensor]:
         self.cache.carry_out(step.moves)
-        begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
-        runs = [Run(one, begin, begin + count) for one, begin, count in begins]
+        begins = ((sequence, sequence.computed + behind, count) for sequence, count in step.chunks.items())
+        runs = [Run(sequence, begin, begin + count) for sequence, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()
         if self.graphs is not None and not self._exact:
-            found = self._by_graph(self.graphs, runs, drawn)
-            if found is not None:
-                return found
+            by_graph = self._compute_by_graph(self.graphs, runs, drawn)
+            if by_graph is not None:
+                return by_graph
         with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
                 if drawn is not None:
@@ -119,10 +131,10 @@ class Runner:
                 return [], torch.empty(0, self.model.shape.vocab)
             return owners, self._logits(states[0] if len(states) == 1 else torch.cat(states)).float()
 
-    def _by_graph(
+    def _compute_by_graph(
         self, graphs: StepGraphs, runs: list[Run], drawn: Tensor | None
     ) -> tuple[list[CachedSequence], Tensor] | None:
-        """As `_compute`, where a step may be a graph; None = it may not."""
+        """Compute the step as a graph. None = it allows none."""
         size = graphs.padded(sum(run.end - run.begin for run in runs))
         adapted = self._adapters is not None and any(run.sequence.adapter for run in runs)
         if not size or adapted or not self._packer.attends_by_rows(runs):
@@ -135,23 +147,22 @@ class Runner:
         return rows.owners, logits.index_select(0, rows.wanted)  # the next step overwrites them
 
     def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
-        """Forward passes: one, or in exact mode as many as rows allow."""
+        """Yield the forward passes: one, or in exact mode as many as its limit of rows needs."""
         if self._exact is None:
             rows = sum(run.end - run.begin for run in runs)
             yield self._packer.pack(runs, -(-rows // self._multiple) * self._multiple)
             return
-        for some in cut(runs, self._exact.most):
-            yield self._packer.pack(some, self._exact.padded(sum(run.end - run.begin for run in some)))
+        for runs_of_pass in cut(runs, self._exact.most):
+            yield self._packer.pack(runs_of_pass, self._exact.padded(sum(run.end - run.begin for run in runs_of_pass)))
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Of hidden states (R, D)."""
         if self._exact is None:
             return self._head(states)
         parts = []
-        for some in states.split(self._exact.most):
-            padded = some.new_zeros(self._exact.padded(len(some)), some.shape[1])
-            padded[: len(some)] = some
-            parts.append(self._head(padded)[: len(some)])
+        for rows in states.split(self._exact.most):
+            padded = rows.new_zeros(self._exact.padded(len(rows)), rows.shape[1])
+            padded[: len(rows)] = rows
+            parts.append(self._head(padded)[: len(rows)])
         return torch.cat(parts)
 
 
@@ -160,17 +171,17 @@ def _then(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor])
 
 
 def cut(runs: list[Run], most: int) -> Iterator[list[Run]]:
-    """Runs in lists of at most so many tokens; a run may be cut."""
-    some, left = list[Run](), most
+    """Yield runs in lists of at most so many tokens. A run may be cut."""
+    part, left = list[Run](), most
     for run in runs:
         begin = run.begin
         while begin < run.end:
             end = min(run.end, begin + left)
-            some.append(Run(run.sequence, begin, end))
+            part.append(Run(run.sequence, begin, end))
             left -= end - begin
             begin = end
             if not left:
-                yield some
-                some, left = [], most
-    if some:
-        yield some
+                yield part
+                part, left = [], most
+    if part:
+        yield part

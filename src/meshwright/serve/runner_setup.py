@@ -1,4 +1,4 @@
-"""How a runner is made: by an engine, and in the same way by ranks that follow it."""
+"""Construction of a runner, by an engine and alike by the ranks that follow it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,17 +22,17 @@ from meshwright.spec.serving_defaults import CACHE_FORMS, HEADS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSetup:
-    """What all ranks must agree on, as whole numbers; see EngineOptions."""
+    """Settings on which all ranks must agree, as integers. See EngineOptions."""
 
     blocks: int
-    """Of the cache, the same on every rank."""
+    """Blocks of the cache, the same on every rank."""
     slots: int
-    """Of host memory, for as many blocks."""
+    """Slots of host memory, one block each."""
     block: int
     form: int
-    """Of CACHE_FORMS."""
+    """Index in CACHE_FORMS."""
     head: int
-    """Of HEADS."""
+    """Index in HEADS."""
     packed: int
     compiled: int
     exact: int
@@ -40,15 +40,15 @@ class RunnerSetup:
     most_tokens: int
     copies_bytes: int
     graphs: int
-    """Of GRAPHS."""
+    """Index in GRAPHS."""
     graph_rows: int
-    """Of the largest step that is a graph."""
+    """Rows of the largest step that is a graph."""
     sequences: int
-    """Answers that are made at once."""
+    """Answers that are generated at once."""
 
     @classmethod
-    def of(cls, options: EngineOptions, blocks: int, slots: int, longest: int) -> Self:
-        """Of the model that the options are for."""
+    def for_model(cls, options: EngineOptions, blocks: int, slots: int, longest: int) -> Self:
+        """Return the setup for the model that the options belong to."""
         return cls(
             blocks=blocks, slots=slots, block=options.block, form=CACHE_FORMS.index(options.cache_dtype),
             head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact,
@@ -58,19 +58,19 @@ class RunnerSetup:
 
     @classmethod
     def read(cls, words: Sequence[int]) -> Self:
-        """Of `words`."""
+        """Return the setup that gave these `words`."""
         return cls(**dict(zip(cls.__slots__, words, strict=True)))
 
     @property
     def words(self) -> list[int]:
         """Its fields in order."""
-        return [int(one) for one in astuple(self)]
+        return [int(number) for number in astuple(self)]
 
     @torch.no_grad()
     def runner(
         self, model: Transformer, adapters: RequestAdapters | None = None, ranks: ServingRanks | None = None
     ) -> Runner:
-        """What computes steps of a model, or of this rank's part of it."""
+        """Build the runner of a model, or of this rank's part of it."""
         with nullcontext() if ranks is None else ranks.together():
             return self._runner(model, adapters, ranks)
 
@@ -100,25 +100,27 @@ class RunnerSetup:
 
 @torch.no_grad()
 def follow(model: Transformer, ranks: ServingRanks) -> None:
-    """Compute what the first rank says with this rank's part of the model, until it says that it ends. RunError: a rank
-    is gone."""
+    """Compute what rank 0 commands with this rank's part of the model, until it ends.
+
+    Raises RunError when a rank is gone.
+    """
     model.eval()
-    runner, steps, beside = None, StepReader(), RequestAdapters(model, exact=False)
+    runner, steps, adapters = None, StepReader(), RequestAdapters(model, exact=False)
     while True:
-        kind, words = ranks.hear()
+        kind, words = ranks.receive()
         if kind is RankCommand.END:
             return
         if kind is RankCommand.SETUP:
             setup, steps = RunnerSetup.read(words), StepReader()
-            beside = RequestAdapters(model, exact=bool(setup.exact), multiple=ranks.row_multiple)
-            runner = setup.runner(model, beside, ranks)
+            adapters = RequestAdapters(model, exact=bool(setup.exact), multiple=ranks.row_multiple)
+            runner = setup.runner(model, adapters, ranks)
             continue
         assert runner is not None, "the first rank says first how steps are computed"
         if kind is RankCommand.CLEAR:
             runner.cache.clear(words)
         elif kind is RankCommand.ADAPTER:
-            ranks.take_adapter(words, beside)
+            ranks.take_adapter(words, adapters)
         elif kind is RankCommand.DROP:
-            beside.drop(*words)
+            adapters.drop(*words)
         else:
             runner.compute(steps.step(words))

@@ -1,4 +1,4 @@
-"""Answers of a model that is being trained: many prompts at once, each by its own seed."""
+"""Answers of a model during its training: many prompts at once, each with its own seed."""
 
 from collections.abc import Sequence
 
@@ -15,18 +15,24 @@ def sampled_answers(
     model: Transformer, prompts: Sequence[Sequence[int]], *, longest: int, most: Sequence[int], seeds: Sequence[int],
     temperature: float, stop_ids: Sequence[int], at_once: int,
 ) -> list[list[int]]:  # fmt: skip
-    """New tokens of each prompt, at most so many, up to and with one that ends it. `longest`: tokens of prompt and
-    answer; `at_once`: answers that are made together. The same call gives the same answers. The model is left in
-    evaluation mode. RunError: its logits are no numbers."""
+    """Return at most `most` new tokens of each prompt, including one that ends it.
+
+    The same call gives the same answers. The model is left in evaluation mode. Raises RunError for logits that are not
+    finite.
+
+    Args:
+        longest: Tokens of prompt and answer.
+        at_once: Answers that are generated together.
+    """
     options = EngineOptions(
         cache_bytes=MOST_BYTES, copies_bytes=0, block=BLOCK, most_sequences=at_once,
         most_tokens=max(512, at_once + 1), longest=longest, warm_start=False,
     )  # fmt: skip
     with torch.no_grad():
         engine = ServingEngine(model, options, end_ids=stop_ids)
-        asked = [
+        requests = [
             engine.add(prompt, RequestOptions(max_new_tokens=number, temperature=temperature, seed=seed, salt=None))
             for prompt, number, seed in zip(prompts, most, seeds, strict=True)
         ]
-        engine.run(asked)
-    return [list(request.answers[0].ids) for request in asked]
+        engine.run(requests)
+    return [list(request.answers[0].ids) for request in requests]

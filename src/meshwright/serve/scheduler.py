@@ -1,11 +1,11 @@
-"""Which sequences compute how many tokens in the next step.
+"""Choice of the sequences and numbers of tokens of the next step.
 
-Continuous batching: a step has one new token of every running sequence that decodes, and what is left of its budget are
+Continuous batching: a step has one new token of every running sequence that decodes, and the rest of its budget goes to
 chunks of prompts. Sequences are served by priority, then in order of arrival.
 
-Where blocks run out, the running sequence that is last in this order gives its own back and waits again: it is computed
+When blocks run out, the running sequence that is last in this order releases its own and waits again. It is computed
 once more later, or found in the cache. The first in the order is never preempted, can have every block (`add` refuses
-what would not fit alone), and computes one token at least in each step: so it ends, and then the next one is first.
+what would not fit alone), and computes at least one token per step. So it ends, and then the next one is first.
 """
 
 from bisect import insort
@@ -21,17 +21,17 @@ from meshwright.serve.prefix_keys import first_key
 from meshwright.spec.errors import ArgumentError
 
 WATERMARK = 0.01
-"""Share of blocks that stays free when a sequence begins, so that those that run can grow."""
+"""Share of blocks that stays free when a sequence begins, so that running ones can grow."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the next step computes."""
+    """Work of the next step."""
 
     chunks: dict[CachedSequence, int] = field(default_factory=dict)
-    """How many tokens of which sequences, behind those that are computed."""
+    """Number of tokens per sequence, behind those that are computed."""
     moves: list[Move] = field(default_factory=list)
-    """What is moved before, in this order."""
+    """Moves to carry out before, in this order."""
 
 
 class Scheduler:
@@ -40,8 +40,13 @@ class Scheduler:
     def __init__(
         self, tables: BlockTables, *, most_tokens: int, most_sequences: int, prompt_tokens: int | None = None
     ) -> None:
-        """`most_tokens` of a step; more than `most_sequences`, which run at once. `prompt_tokens`: those of prompts in
-        a step in which others decode, None = all that is left of it. ArgumentError."""
+        """Create an empty scheduler. Raises ArgumentError.
+
+        Args:
+            most_tokens: Tokens of a step, more than `most_sequences`.
+            most_sequences: Sequences that run at once.
+            prompt_tokens: Prompt tokens in a step in which others decode. None = all that is left of it.
+        """
         check_budget(most_tokens, most_sequences)
         self.tables, self.most_tokens, self.most_sequences = tables, most_tokens, most_sequences
         self.prompt_tokens = most_tokens if prompt_tokens is None else prompt_tokens
@@ -64,9 +69,16 @@ class Scheduler:
         copies: int = 1,
         together: bool = False,
     ) -> CachedSequence:
-        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it; `adapter`: a
-        number, 0 = none. ArgumentError where the cache could never hold it; with `together` it must hold all copies
-        at once."""
+        """Add a sequence to be continued up to `limit` tokens.
+
+        Args:
+            salt: Salt of its prefix. None = nobody finds it.
+            adapter: Its number, 0 = none.
+            together: The cache must hold all copies at once.
+
+        Raises:
+            ArgumentError: The cache could never hold it.
+        """
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
             raise ArgumentError(
@@ -90,7 +102,7 @@ class Scheduler:
         return sequence
 
     def end(self, sequence: CachedSequence) -> None:
-        """Its answer is whole, or nobody wants it: its blocks are free at once."""
+        """End a sequence. Its blocks are free at once."""
         if sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
             self.tables.give_back(sequence)
@@ -101,22 +113,22 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait."""
+        """Number of waiting sequences."""
         return len(self._waiting)
 
     @property
     def adapters(self) -> set[int]:
-        """Numbers of those that sequences have."""
-        return {one.adapter for one in chain(self.running, (one for _, one in self._waiting))}
+        """Numbers of the adapters in use."""
+        return {sequence.adapter for sequence in chain(self.running, (sequence for _, sequence in self._waiting))}
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute."""
+        """True when there is nothing to compute."""
         return not self.running and not self._waiting
 
     @property
     def fits_next(self) -> bool:
-        """Whether the next step has something to compute for those that run, and takes nobody's blocks for it."""
+        """True when the next step has work for running sequences, and needs no preemption."""
         if self._waiting and self._outranks(self._waiting[0][1]):
             return False
         block = self.tables.block
@@ -125,7 +137,7 @@ class Scheduler:
         return any(missing) and blocks <= self.tables.pool.free
 
     def plan(self) -> StepPlan:
-        """The next step. `advance` follows it."""
+        """Plan the next step. Call `advance` once it is computed."""
         step, left = StepPlan(), self.most_tokens
         prompts, block, holders = [], self.tables.block, self.tables.pool.holders
         for sequence in self.running.copy():
@@ -133,13 +145,13 @@ class Scheduler:
             if missing > 1:
                 prompts.append(sequence)
             elif not missing:
-                continue  # a beam waits for the others of its group; or a token that nobody has read is the last
+                continue  # a beam that waits for its group; or an unread token is its last
             elif sequence.phase is Phase.RUNNING and sequence.computed % block and holders[sequence.table[-1]] == 1:
-                step.chunks[sequence] = 1  # as `_grow`, which is a third of the time of a step
+                step.chunks[sequence] = 1  # `_grow` inlined: it would take a third of the time of a step
                 left -= 1
             elif sequence.phase is Phase.RUNNING and self._grow(sequence, 1, step):
                 left -= 1
-        spare = 0  # kept from prompts beside those that decode: guesses may have it
+        spare = 0  # budget that prompts may not use beside decoding sequences, but guesses may
         if step.chunks and left > self.prompt_tokens:
             left, spare = self.prompt_tokens, left - self.prompt_tokens
         for sequence in prompts:
@@ -153,17 +165,17 @@ class Scheduler:
                 left -= count
             elif step.chunks or not self.running:
                 break
-            else:  # beams that wait for one of their groups hold all there is: the last in order makes way
+            else:  # waiting beams hold all blocks: the last in order makes way
                 self._preempt(self.running[-1], step)
         left += spare
-        for sequence in [one for one in step.chunks if one.guessed]:
+        for sequence in [planned for planned in step.chunks if planned.guessed]:
             left -= self._grow_guesses(sequence, left, step)
         pool = self.tables.pool
         step.moves, pool.moves = pool.moves, []
         return step
 
     def _grow_guesses(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
-        """Room for guesses where it is free: they preempt nobody. How many the step computes."""
+        """Make room for guesses in free blocks, without preemption, and return their number."""
         count, tables = min(sequence.guessed, left), self.tables
         if count < 1 or tables.needs(sequence, 1 + count) > tables.pool.free:
             return 0
@@ -172,7 +184,7 @@ class Scheduler:
         return count
 
     def advance(self, step: StepPlan) -> None:
-        """What `plan` gave is computed."""
+        """Note that a planned step is computed."""
         block, tables = self.tables.block, self.tables
         for sequence, count in step.chunks.items():
             if count == 1 and (sequence.computed + 1) % block and not tables.window:
@@ -181,13 +193,13 @@ class Scheduler:
                 tables.advance(sequence, count)
 
     def fork(self, sequence: CachedSequence) -> list[CachedSequence]:
-        """The other sequences that go on from a prompt that is computed."""
-        children = [self.branch(sequence, sequence.number + place) for place in range(1, sequence.copies)]
+        """Return the other sequences that continue a computed prompt."""
+        children = [self.branch(sequence, sequence.number + offset) for offset in range(1, sequence.copies)]
         sequence.copies = 1
         return children
 
     def branch(self, sequence: CachedSequence, number: int) -> CachedSequence:
-        """Another sequence that goes on from what a running one has. `number`: one that was kept for its copies."""
+        """Return another sequence that continues a running one. `number`: one reserved for its copies."""
         child = CachedSequence(
             number=number, tokens=list(sequence.tokens), limit=sequence.limit, first=sequence.first,
             priority=sequence.priority, adapter=sequence.adapter, cacheable=sequence.cacheable, phase=Phase.RUNNING,
@@ -198,7 +210,7 @@ class Scheduler:
         return child
 
     def _grow(self, sequence: CachedSequence, count: int, step: StepPlan) -> bool:
-        """Room for so many tokens, from those behind it if need be; False where it was preempted itself."""
+        """Make room for tokens, preempting later sequences if needed. Return False if it was preempted itself."""
         tables = self.tables
         while tables.needs(sequence, count) > tables.pool.free:
             last = self.running[-1]
@@ -210,7 +222,7 @@ class Scheduler:
         return True
 
     def _admit_before(self, prompt: CachedSequence, left: int, step: StepPlan) -> int:
-        """Tokens of waiting sequences of a higher priority than a running prompt, which would leave them none."""
+        """Admit waiting sequences of a higher priority than a running prompt, and return their tokens."""
         taken = 0
         while taken < left and self._waiting and self._waiting[0][1].priority < prompt.priority:
             count = self._admit(self._waiting[0][1], left - taken, step)
@@ -220,13 +232,13 @@ class Scheduler:
         return taken
 
     def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
-        """Tokens of a waiting sequence that the step computes, 0 = it goes on waiting."""
-        beside = sequence, self.tables.pool.free, len(self.running)
-        if self._refused == beside and not self._outranks(sequence):
+        """Return the tokens of a waiting sequence that the step computes. 0 = it keeps waiting."""
+        situation = sequence, self.tables.pool.free, len(self.running)
+        if self._refused == situation and not self._outranks(sequence):
             return 0
-        while (prefix := self._prefix_beside(sequence)) is None:
+        while (prefix := self._fitting_prefix(sequence)) is None:
             if not self._outranks(sequence):
-                self._refused = beside
+                self._refused = situation
                 return 0
             self._preempt(self.running[-1], step)
         heappop(self._waiting)
@@ -236,21 +248,22 @@ class Scheduler:
         count = min(left, len(sequence.tokens) - sequence.computed)
         return count if self._grow(sequence, count, step) else 0
 
-    def _prefix_beside(self, sequence: CachedSequence) -> tuple[list[int], list[bytes]] | None:
-        """What `prefix` finds of it, where all of its tokens so far fit beside those that run; alone it may take what
-        the watermark keeps. None = they do not."""
-        if sequence.copies + sum(one.copies for one in self.running) > self.most_sequences:
+    def _fitting_prefix(self, sequence: CachedSequence) -> tuple[list[int], list[bytes]] | None:
+        """Return the cached prefix of a sequence if all of its tokens fit beside the running ones, else None.
+
+        Alone it may also take the blocks of the watermark.
+        """
+        if sequence.copies + sum(running.copies for running in self.running) > self.most_sequences:
             return None
         pool, tables = self.tables.pool, self.tables
-        found, keys = tables.prefix(sequence)
-        here = [block for block in found if block != HOSTED]
-        free = pool.free - sum(not pool.holders[block] for block in here)
+        blocks, keys = tables.prefix(sequence)
+        cached_blocks = [block for block in blocks if block != HOSTED]
+        free = pool.free - sum(not pool.holders[block] for block in cached_blocks)
         tokens = len(sequence.tokens)
-        needs = min(tables.blocks_of(tokens) - len(here), tables.most_blocks(tokens, self.most_tokens))
-        return (found, keys) if not self.running or free - self._watermark >= needs else None
+        needs = min(tables.blocks_of(tokens) - len(cached_blocks), tables.most_blocks(tokens, self.most_tokens))
+        return (blocks, keys) if not self.running or free - self._watermark >= needs else None
 
     def _outranks(self, sequence: CachedSequence) -> bool:
-        """Whether one that runs makes way for it."""
         return bool(self.running) and self.running[-1].priority > sequence.priority
 
     def _preempt(self, sequence: CachedSequence, step: StepPlan) -> None:
@@ -269,7 +282,7 @@ def _rank(sequence: CachedSequence) -> tuple[int, int]:
 
 
 def check_budget(most_tokens: int, most_sequences: int) -> None:
-    """ArgumentError where a step has no room for prompts beside the sequences that run at once."""
+    """Raise ArgumentError when a step has no room for prompts beside the sequences that run at once."""
     if not 1 <= most_sequences < most_tokens:
         raise ArgumentError(
             f"most_tokens={most_tokens} must exceed most_sequences={most_sequences}, which is at least 1: "

@@ -1,4 +1,4 @@
-"""A request and its answers, as they grow."""
+"""A request and its growing answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,11 @@ from meshwright.spec.errors import RunError
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
 Ending = Literal["", "stop", "length", "cancelled", "broken", "grammar"]
-"""Why an answer ended: a token or string that ends it or the end of its grammar, max_new_tokens or the model's last
-position, nobody wanted it, its logits were no numbers, or its grammar went beyond a limit. Empty while it grows."""
+"""Why an answer ended. Empty = it grows.
+
+stop: a token, a string or the end of its grammar. length: max_new_tokens or the model's last position. cancelled: by
+its client. broken: logits that are not finite. grammar: a limit of its grammar.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,26 +28,26 @@ class ServedAnswer:
     options: RequestOptions
     row: SampledRow
     end_ids: frozenset[int]
-    """Tokens that end it; they are kept."""
+    """Tokens that end it. They are kept."""
     stream: AnswerText | None
-    """Makes its text; None = there is no tokenizer."""
+    """Converter into text. None = there is no tokenizer."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """That the model's own logits gave each."""
+    """Log-probabilities by the model's own logits."""
     top: list[list[tuple[int, float]]] = field(default_factory=list)
-    """For each, the likeliest tokens and their log-probabilities."""
+    """The likeliest tokens and log-probabilities at each token."""
     text: str = ""
-    """What is certain: whole characters, and nothing that a stop string may begin with."""
+    """Text that is certain: whole characters, and no beginning of a stop string."""
     ending: Ending = ""
     score: float = 0.0
-    """Of an answer that beams found: its log-probabilities by the length penalty."""
+    """Score of an answer of beams: log-probabilities by the length penalty."""
 
     def take(self, token: int, logprob: float, top: list[tuple[int, float]], room: int) -> None:
-        """One more token; `room`: how many the answer may have."""
+        """Add a token. `room`: tokens that the answer may have."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.top.append(top)
-        if token in self.end_ids or self._complete(token):
+        if token in self.end_ids or self._completes_grammar(token):
             self.ending = "stop"
         elif len(self.ids) >= room:
             self.ending = "length"
@@ -57,8 +60,8 @@ class ServedAnswer:
         if self.stream.stopped:
             self.ending = "stop"
 
-    def _complete(self, token: int) -> bool:
-        """Whether its grammar allows nothing more."""
+    def _completes_grammar(self, token: int) -> bool:
+        """Advance the grammar, and return whether it allows nothing more."""
         if self.row.grammar is None:
             return False
         self.row.grammar.take(token)
@@ -67,29 +70,29 @@ class ServedAnswer:
 
 @dataclass(slots=True, eq=False)
 class ServedRequest:
-    """A prompt, what is asked for, and the answers."""
+    """A prompt, its options, and the answers."""
 
     prompt: tuple[int, ...]
     options: RequestOptions
     answers: list[ServedAnswer]
     cached: int = 0
-    """Tokens of the prompt whose keys and values were in the cache."""
+    """Prompt tokens whose keys and values were in the cache."""
     sequence: CachedSequence | None = None
-    """What the scheduler sees of it; None = there is nothing to compute."""
+    """Its sequence in the scheduler. None = there is nothing to compute."""
 
     @property
-    def begun(self) -> bool:
-        """Whether it no longer waits for its first step."""
+    def has_started(self) -> bool:
+        """True once it no longer waits for its first step."""
         sequence = self.sequence
         return sequence is None or sequence.phase is not Phase.WAITING or bool(sequence.preemptions)
 
     @property
     def ended(self) -> bool:
-        """Whether all answers are whole."""
+        """True when all answers are complete."""
         return all(answer.ending for answer in self.answers)
 
     def check(self) -> None:
-        """RunError: an answer's logits were no numbers, or its grammar was too much."""
+        """Raise RunError if an answer's logits were not finite, or its grammar exceeded a limit."""
         for answer in self.answers:
             if answer.ending == "broken":
                 raise broken()

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +19,6 @@ from meshwright.serve.engine_start import start
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.host_tier import HostTier
 from meshwright.serve.loaded_adapters import LoadedAdapters
-from meshwright.serve.prompt_scores import PromptScores, score_prompt
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.sampler import SampledRow
@@ -29,11 +29,41 @@ from meshwright.serve.speculation import GuessCounts, Guesser
 from meshwright.serve.step_loop import StepLoop
 from meshwright.spec.errors import ArgumentError
 
+SCORED_ROWS = 256
+"""Positions whose logits are in memory at once."""
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Scores of each token but the first."""
+
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """The likeliest tokens at each position, with log-probabilities."""
+
+
+@torch.no_grad()
+def score_prompt(model: Transformer, prompt: Sequence[int], top: int) -> PromptScores:
+    """Return log-probabilities of a prompt's tokens given those before, and the `top` likeliest. Raises PlanError."""
+    check_prompt(model, prompt)
+    scores = PromptScores()
+    if len(prompt) < 2:
+        return scores
+    tokens = torch.tensor([list(prompt)], device=model.embed.weight.device)
+    x, _ = model.hidden(tokens[:, :-1])
+    for states, targets in zip(x[0].split(SCORED_ROWS), tokens[0, 1:].split(SCORED_ROWS), strict=True):
+        logs = model.kernels.linear(states, model.head_weight).float().log_softmax(-1)
+        scores.logprobs += logs.gather(1, targets[:, None])[:, 0].tolist()
+        best = logs.topk(min(top, logs.shape[1]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        scores.top += [list(zip(ids, logprobs, strict=True)) for ids, logprobs in pairs]
+    return scores
+
 
 class ServingEngine:
-    """One model that answers many requests at once.
+    """One model that answers many requests at once. For one thread.
 
-    `add` requests, then `step` until they have ended, or let `run` or `stream` do so. For one thread.
+    `add` requests, then `step` until they have ended, or let `run` or `stream` do so.
     """
 
     def __init__(
@@ -47,10 +77,18 @@ class ServingEngine:
         adapters: Mapping[str, ServedAdapter] | None = None,
         ranks: ServingRanks | None = None,
     ) -> None:
-        """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text; `tokenizer`:
-        what constrained answers are spelled by; `adapters`: those that requests may name; `ranks`: those that have the
-        other parts of the model, and `follow`. The model is put into evaluation mode. ArgumentError where options make
-        no sense, or an adapter cannot be served."""
+        """Prepare the model, which is put into evaluation mode.
+
+        Args:
+            decode: Token ids -> text, in which stop strings are searched.
+            end_ids: Tokens that end a text.
+            tokenizer: Tokenizer that spells constrained answers.
+            adapters: Adapters that requests may name.
+            ranks: Ranks with the other parts of the model, which `follow`.
+
+        Raises:
+            ArgumentError: Options contradict each other, or an adapter cannot be served.
+        """
         device = model.embed.weight.device
         self.options = options = (options or EngineOptions()).on_device(device, model.shape.hidden)
         self.model = model.eval()
@@ -67,7 +105,7 @@ class ServingEngine:
         started = start(model, options, self.adapters.beside, ranks)
         self._longest, self.memory, runners = started.longest, started.memory, started.runners
         self.cache = runners[0].cache
-        widest = [one.cache.widest for one in runners]
+        widest = [runner.cache.widest for runner in runners]
         host = HostTier(started.slots) if started.slots else None
         self.tables = BlockTables(
             BlockPool(started.blocks, host), options.block, max(widest) if all(widest) else 0
@@ -85,7 +123,7 @@ class ServingEngine:
             self.adapters.load(name, adapter)
 
     def add(self, prompt: Sequence[int], options: RequestOptions | None = None) -> ServedRequest:
-        """A request for answers to prompt tokens. ArgumentError, PlanError where there can be none."""
+        """Add a request for answers to prompt tokens. Raises ArgumentError or PlanError when there can be none."""
         options = options or RequestOptions()
         check_prompt(self.model, prompt)
         adapter = self.adapters.number(options.adapter)
@@ -121,7 +159,7 @@ class ServingEngine:
         return request
 
     def score(self, prompt: Sequence[int], top: int, adapter: str | None = None) -> PromptScores:
-        """What the model, or one of its adapters, says of a prompt's own tokens. PlanError, ArgumentError."""
+        """Return what the model, or an adapter, predicts for a prompt's own tokens. Raises PlanError, ArgumentError."""
         if self._ranks is not None:
             raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
         number = self.adapters.number(adapter)
@@ -129,7 +167,7 @@ class ServingEngine:
             return score_prompt(self.model, prompt, top)
 
     def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer] | None = None) -> None:
-        """End what nobody wants any more: all of a request, or these answers, which grow. Blocks are free at once."""
+        """End all answers of a request, or these growing ones. Their blocks are free at once."""
         answers = request.answers if answers is None else answers
         self._loop.cancel(request, answers)
         self.adapters.release()
@@ -138,25 +176,25 @@ class ServingEngine:
 
     @property
     def longest(self) -> int:
-        """Most tokens of prompt and answer but the last, whose keys and values nobody needs."""
+        """Most tokens of prompt and answer, without the last, whose keys and values are never needed."""
         return self._longest
 
     @property
     def attention(self) -> str:
-        """What attends for rows that decode, and why: `triton (sm_90, bf16: ...)`."""
+        """Kernel that attends for decoding rows, and why: `triton (sm_90, bf16: ...)`."""
         return self.cache.attention
 
     @property
     def cuda_graphs(self) -> str:
-        """Whether steps are CUDA graphs: of which numbers of rows, or why not."""
+        """Numbers of rows of the CUDA graphs, or why there are none."""
         return self._loop.runner.graphs_words
 
     @property
     def graphs_bytes(self) -> int:
-        """Of the memory that CUDA graphs keep so far, beside weights and cache: of the model, and of what guesses."""
+        """Memory that CUDA graphs of model and draft model hold so far, beside weights and cache."""
         draft = self._loop.draft
         runners = [self._loop.runner, *([draft.runner] if draft is not None else [])]
-        return sum(one.graphs.bytes for one in runners if one.graphs is not None)
+        return sum(runner.graphs.bytes for runner in runners if runner.graphs is not None)
 
     @property
     def rows_at_once(self) -> int:
@@ -165,17 +203,17 @@ class ServingEngine:
 
     @property
     def copies_bytes(self) -> int:
-        """Of copies of the model's matrices that have been made so far (`EngineOptions.packed`)."""
+        """Memory of the matrix copies made so far (`EngineOptions.packed`)."""
         return self._loop.runner.copies_bytes
 
     @property
     def guesses(self) -> GuessCounts | None:
-        """How many tokens were guessed, and how many of them were right; None = there is no speculation."""
+        """Numbers of guessed and of accepted tokens. None = there is no speculation."""
         return None if self._guesser is None else self._guesser.counts
 
     @property
     def idle(self) -> bool:
-        """Whether no answer grows."""
+        """True when no answer grows."""
         return self._loop.idle
 
     @property
@@ -185,8 +223,10 @@ class ServingEngine:
 
     @torch.no_grad()
     def step(self) -> list[ServedAnswer]:
-        """Compute one step. Answers that have one more token, or several where guesses were right; those of
-        beams, when they are whole."""
+        """Compute one step, and return the answers with one more token, or several after right guesses.
+
+        Answers of beams are returned when they are complete.
+        """
         if self.idle:
             return []
         grown = self._loop.step()
@@ -194,15 +234,20 @@ class ServingEngine:
         return grown
 
     def run(self, requests: Iterable[ServedRequest]) -> None:
-        """Step until these have ended. RunError: the model's logits are no numbers, or a grammar is too much."""
+        """Step until these requests have ended.
+
+        Raises RunError for logits that are not finite, or a grammar beyond its limits.
+        """
         for request in requests:
             while not request.ended:
                 self.step()
             request.check()
 
     def stream(self, request: ServedRequest) -> Iterator[ServedAnswer]:
-        """Step until a request has ended; its answers, each time one has grown. What is not read to its end is
-        cancelled. RunError: the model's logits are no numbers, or a grammar is too much."""
+        """Step until a request has ended, and yield its answers each time one has grown.
+
+        A request that is not read to its end is cancelled. Raises RunError as `run` does.
+        """
         try:
             while not request.ended:
                 yield from (answer for answer in self.step() if answer in request.answers)
@@ -224,8 +269,8 @@ class ServingEngine:
         if model.embed.weight.device.type != "cpu":
             for name, other in {"exact": False, "head": "model"}.items():
                 if getattr(options, name) != other:
-                    given = f"{name}={getattr(options, name)}"
-                    raise ArgumentError(f"{given} is for CPUs: take {name}={other}, or a model on the CPU")
+                    setting = f"{name}={getattr(options, name)}"
+                    raise ArgumentError(f"{setting} is for CPUs: take {name}={other}, or a model on the CPU")
 
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
         if not options.constrained:
@@ -240,11 +285,10 @@ class ServingEngine:
         self, request: ServedRequest, ends: frozenset[int], number: int, grammar: GrammarState | None
     ) -> ServedAnswer:
         ids = list[int]()
-        own = grammar.copy() if grammar else None
-        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids, own)
+        state = grammar.copy() if grammar else None
+        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids, state)
         text = self._decode and AnswerText(self._decode, request.prompt, request.options.stop, self._tokenizer)
         return ServedAnswer(request.options, row, ends, text, ids)
 
     def _room(self, request: ServedRequest) -> int:
-        """Tokens that an answer may have."""
         return min(request.options.max_new_tokens, self._longest - len(request.prompt) + 1)

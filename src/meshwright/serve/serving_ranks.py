@@ -1,9 +1,9 @@
 """Ranks that serve one model together, each with a part of every layer (parallel/tensor.py) and of the cache.
 
-The first rank schedules and samples. Before each step it says to the others what the step computes; all compute it, and
-logits of the parts of the vocabulary come together on the first. Other ranks know no requests: they `follow`.
+Rank 0 schedules and samples. Before each step it sends the step to the others. All compute it, and logits of the parts
+of the vocabulary are gathered on rank 0. Other ranks know no requests: they `follow`.
 
-What is said are whole numbers, in one broadcast on the host, or two where they are many: never objects.
+Messages are integers, in one broadcast on the host, or two if there are many, and never objects.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,44 +25,46 @@ from meshwright.spec.errors import RunError, is_out_of_memory
 from meshwright.spec.lora import LoRAShape
 
 T = TypeVar("T")
-FIRST = 1024
-"""Numbers of the first broadcast."""
+FIRST_NUMBERS = 1024
+"""Integers of the first broadcast."""
 
 
 class RankCommand(IntEnum):
-    """What the first rank asks of the others."""
+    """Commands of rank 0 to the others."""
 
     SETUP = auto()
-    """How steps are computed: runner_setup.py."""
+    """Settings of the runner: runner_setup.py."""
     STEP = auto()
-    """What one computes: step_words.py."""
+    """A step to compute: step_words.py."""
     CLEAR = auto()
-    """Blocks that become zero."""
+    """Blocks to set to zero."""
     ADAPTER = auto()
-    """One is loaded: adapter_shares.py."""
+    """An adapter to load: adapter_shares.py."""
     DROP = auto()
-    """Number of an adapter that nobody needs any more."""
+    """Number of an adapter to drop."""
     END = auto()
-    """There are no more."""
+    """No more commands follow."""
 
 
 @final
 class ServingRanks:
-    """The ranks of one group, as one of them sees them."""
+    """The ranks of one group, as seen by one of them."""
 
     def __init__(self, mesh: Mesh, model: Transformer) -> None:
-        """`model`: this rank's part. The mesh has at least two ranks, of which tp are all."""
+        """Take this rank's part of the model. The mesh has at least two ranks, all of them tp."""
         group = mesh["tp"]
         self._group, self._layout, self._shape, self._vocab = group, mesh.layout, model.shape, model.shape.vocab
         self._dtype = model.embed.weight.dtype
         self.size = group.size
         self.leads = group.index == 0
-        """Whether this is the rank that schedules."""
+        """True on the rank that schedules."""
         self.row_multiple = group.size if model.seams.dense.gathers else 1
-        """What the rows of a pass are a multiple of."""
+        """Rows of a pass are a multiple of this."""
         self.broken = False
-        """Whether a step has failed, or a rank is gone: ranks stand at different places, and nothing more can be said.
-        Another thread may set it."""
+        """True when a step has failed, or a rank is gone.
+
+        Ranks are then out of step, and nothing more can be sent. Another thread may set it.
+        """
 
     @property
     def _gone(self) -> str:
@@ -70,7 +72,7 @@ class ServingRanks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do. RunError: one of them is gone."""
+        """Guard what all ranks do. Raises RunError when one of them is gone."""
         try:
             yield
         except BaseException as error:
@@ -79,88 +81,90 @@ class ServingRanks:
                 raise
             raise RunError(self._gone) from error
 
-    def say(self, kind: RankCommand, words: Sequence[int] = ()) -> None:
-        """To all others, who `hear` it."""
+    def send(self, kind: RankCommand, words: Sequence[int] = ()) -> None:
+        """Send a command to all other ranks, which `receive` it."""
         if self.broken:
             raise RunError(self._gone)
-        said = [kind, len(words), *words]
-        said += [0] * (FIRST - len(said))
+        numbers = [kind, len(words), *words]
+        numbers += [0] * (FIRST_NUMBERS - len(numbers))
         with self.together():
-            self._group.broadcast(torch.tensor(said[:FIRST]))
-            if len(said) > FIRST:
-                self._group.broadcast(torch.tensor(said[FIRST:]))
+            self._group.broadcast(torch.tensor(numbers[:FIRST_NUMBERS]))
+            if len(numbers) > FIRST_NUMBERS:
+                self._group.broadcast(torch.tensor(numbers[FIRST_NUMBERS:]))
 
-    def hear(self) -> tuple[RankCommand, list[int]]:
-        """What the first rank says next; waits for it."""
+    def receive(self) -> tuple[RankCommand, list[int]]:
+        """Wait for rank 0's next command."""
         with self.together():
-            kind, length, *words = self._group.broadcast(torch.zeros(FIRST, dtype=torch.int64)).tolist()
+            kind, length, *words = self._group.broadcast(torch.zeros(FIRST_NUMBERS, dtype=torch.int64)).tolist()
             if length > len(words):
                 more = torch.zeros(length - len(words), dtype=torch.int64)
                 words += self._group.broadcast(more).tolist()
         return RankCommand(kind), words[:length]
 
     def share_adapter(
-        self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, beside: RequestAdapters
+        self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, adapters: RequestAdapters
     ) -> bool:  # fmt: skip
-        """Let all ranks have their part of an adapter's whole tensors `beside` the model; see take_adapter."""
+        """Give all ranks their part of an adapter's whole tensors. See take_adapter."""
         words = adapter_words(number, tensors, lora, self._shape)
-        self.say(RankCommand.ADAPTER, words)
-        return self.take_adapter(words, beside, tensors)
+        self.send(RankCommand.ADAPTER, words)
+        return self.take_adapter(words, adapters, tensors)
 
     def take_adapter(
-        self, words: Sequence[int], beside: RequestAdapters, tensors: Mapping[str, Tensor] | None = None
+        self, words: Sequence[int], adapters: RequestAdapters, tensors: Mapping[str, Tensor] | None = None
     ) -> bool:  # fmt: skip
-        """The same on a rank that has heard the words of ADAPTER; the first one has the `tensors`. False on all ranks
-        where one has no memory for its part: then none has it."""
+        """Load this rank's part of an adapter after command ADAPTER. Rank 0 passes the `tensors`.
+
+        Return False on all ranks, and have it on none, when one has no memory for its part.
+        """
         with self.together():
             room = self._on_all(
                 lambda: AdapterRoom(words, self._shape, self._layout, self._group.index, self._dtype)
             )  # fmt: skip
             if room is None:
                 return False
-            own = room.filled(tensors, self._group)
+            tensors_here = room.filled(tensors, self._group)
 
             def put() -> bool:
-                beside.put(room.number, own)
+                adapters.put(room.number, tensors_here)
                 return True
 
             if self._on_all(put):
                 return True
-            beside.drop(room.number)
+            adapters.drop(room.number)
             return False
 
-    def _on_all(self, do: Callable[[], T]) -> T | None:
-        """What it finds; None on all ranks where one has no memory for it."""
-        found = None
+    def _on_all(self, work: Callable[[], T]) -> T | None:
+        """Return the outcome of `work`, or None on all ranks when one has no memory for it."""
+        outcome = None
         try:
-            found = do()
+            outcome = work()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        lacking = self._group.all_reduce(torch.tensor(int(found is None)), "max")
-        return None if lacking else found
+        lacking = self._group.all_reduce(torch.tensor(int(outcome is None)), "max")
+        return None if lacking else outcome
 
     def drop_adapter(self, number: int) -> None:
-        """Let no other rank have it any more."""
-        self.say(RankCommand.DROP, [number])
+        """Let all other ranks drop an adapter."""
+        self.send(RankCommand.DROP, [number])
 
     def whole_logits(self, part: Tensor) -> Tensor:
-        """(R, V) of this rank's part (R, share of V), on all ranks."""
+        """Gather logits (R, V) from the ranks' parts (R, share of V), on all ranks."""
         most, sizes = self._sizes()
         padded = self._group.all_gather(F.pad(part, (0, most - part.shape[1]))[None])
-        return torch.cat([one[:, :size] for one, size in zip(padded, sizes, strict=True)], dim=1)
+        return torch.cat([part_logits[:, :size] for part_logits, size in zip(padded, sizes, strict=True)], dim=1)
 
-    def first_rank_logits(self, part: Tensor) -> Tensor:
-        """The same on the first rank; on others their part."""
+    def rank_zero_logits(self, part: Tensor) -> Tensor:
+        """Gather logits (R, V) on rank 0. Other ranks get their own part."""
         if not self.leads:
             self._group.exchange([(part.contiguous(), 0)], [])[0].wait()
             return part
         _, sizes = self._sizes()
         parts = [part, *(part.new_empty(len(part), size) for size in sizes[1:])]
-        for work in self._group.exchange([], [(one, place) for place, one in enumerate(parts) if place]):
+        for work in self._group.exchange([], [(buffer, rank) for rank, buffer in enumerate(parts) if rank]):
             work.wait()
         return torch.cat(parts, dim=1)
 
     def _sizes(self) -> tuple[int, list[int]]:
-        sizes = [share(self._vocab, self.size, place)[1] for place in range(self.size)]
+        sizes = [share(self._vocab, self.size, rank)[1] for rank in range(self.size)]
         return max(sizes), sizes

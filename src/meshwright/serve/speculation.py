@@ -1,11 +1,12 @@
 """Guesses of the next tokens, which the model then computes all at once (speculative decoding, arXiv:2211.17192).
 
-A guess is looked up: the last tokens stood in the text before, and what followed them there may follow again. Or a
+A guess is looked up: if the last tokens occurred in the text before, what followed them there may follow again. Or a
 small model makes it (draft_model.py). The model computes all guessed tokens in one step. Behind each row it draws the
-token that it would have drawn without guesses, with the same random number; where that is the guessed one, the next row
-counts, too. So an answer is the same as without guesses, token by token, greedy or sampled. This is rejection sampling:
-what is looked up, d, is accepted with the model's own p(d), and what is drawn in its place has the distribution of what
-is left. A small model draws its guess with the same random number, so that both draw the same where they agree.
+token that it would have drawn without guesses, with the same random number. If that is the guessed one, the next row
+counts too. So an answer is the same as without guesses, token by token, greedy or sampled.
+
+This is rejection sampling: a looked-up token d is accepted with the model's own p(d), and its replacement has the
+distribution of the rest. A small model draws its guess with the same random number, so both agree whenever they can.
 """
 
 from collections.abc import Sequence
@@ -20,30 +21,33 @@ from meshwright.spec.errors import ArgumentError
 SHORTEST = 2
 """Tokens of the shortest run that is looked up."""
 LONGEST_PAUSE = 16
-"""Steps without a guess, at most, for a sequence whose guesses are wrong."""
+"""Most steps without a guess, for a sequence whose guesses are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """How an engine guesses."""
+    """Options for guesses of an engine."""
 
     tokens: int = 8
-    """Most tokens that are guessed at once. A sequence's own number follows what was accepted: twice as many after all
-    were, one more than were accepted else, and none for some steps after all were wrong."""
+    """Most tokens that are guessed at once.
+
+    A sequence's own number adapts: twice as many after all were accepted, else one more than were accepted. After all
+    were wrong, some steps have no guess.
+    """
     ngram: int = 4
-    """Tokens of the longest run that is looked up in prompt and answer; shorter ones follow, down to 2."""
+    """Tokens of the longest run that is looked up in prompt and answer. Shorter ones follow, down to 2."""
     draft: Transformer | None = None
     """A small model of the same vocabulary that guesses, in place of the look-up."""
 
     def __post_init__(self) -> None:
-        """ArgumentError: there is nothing to guess, or to look up."""
+        """Raise ArgumentError when there is nothing to guess, or to look up."""
         if self.tokens < 1 or self.ngram < SHORTEST:
             raise ArgumentError(
                 f"guesses have tokens={self.tokens} and ngram={self.ngram}: they must be at least 1 and {SHORTEST}"
             )
 
     def check(self, model: Transformer, longest: int) -> None:
-        """ArgumentError where it makes no sense for a model and sequences of so many tokens."""
+        """Raise ArgumentError when the draft model does not fit the model and sequences of that many tokens."""
         if self.draft is None:
             return
         if self.draft.shape.vocab != model.shape.vocab:
@@ -60,32 +64,32 @@ class Speculation:
 
 @final
 class NgramIndex:
-    """Where each run of tokens of one text stood last."""
+    """Last occurrence of each run of tokens in one text."""
 
     def __init__(self, longest: int) -> None:
-        """`longest`: tokens of a run."""
+        """Take the tokens of the `longest` run."""
         self._longest, self._known = longest, 0
         self._behind: dict[tuple[int, ...], int] = {}
 
     def guess(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What followed the last tokens of a text where they stood before, at most so many."""
+        """Return at most `count` tokens that followed an earlier occurrence of the text's last tokens."""
         for end in range(self._known, len(tokens)):  # the run that ends the text is not among them
             for length in range(SHORTEST, min(self._longest, end) + 1):
                 self._behind[tuple(tokens[end - length : end])] = end
         self._known = len(tokens)
         for length in range(min(self._longest, len(tokens)), SHORTEST - 1, -1):
-            place = self._behind.get(tuple(tokens[-length:]))
-            if place is not None:
-                found = list(tokens[place : place + count])
-                while len(found) < count:  # it follows itself
-                    found += found[: count - len(found)]
-                return found
+            position = self._behind.get(tuple(tokens[-length:]))
+            if position is not None:
+                following = list(tokens[position : position + count])
+                while len(following) < count:  # it follows itself
+                    following += following[: count - len(following)]
+                return following
         return []
 
 
 @dataclass(slots=True)
 class _Record:
-    """Of one sequence."""
+    """Statistics of one sequence."""
 
     index: NgramIndex
     length: int
@@ -98,17 +102,20 @@ class _Record:
 
 @dataclass(slots=True)
 class GuessCounts:
-    """Of all sequences so far."""
+    """Counts over all sequences so far."""
 
     guessed: int = 0
     accepted: int = 0
     steps: int = 0
-    """Rows of sequences whose next token was computed, each with its guesses."""
+    """Rows whose next token was computed together with guesses."""
 
 
 @final
 class Guesser:
-    """Which tokens sequences guess. A guess stands at the end of `sequence.tokens` while it is computed."""
+    """Chooser of the tokens that sequences guess.
+
+    A guess stands at the end of `sequence.tokens` while it is computed.
+    """
 
     def __init__(self, options: Speculation) -> None:
         self._options = options
@@ -116,7 +123,7 @@ class Guesser:
         self.counts = GuessCounts()
 
     def propose(self, running: Sequence[CachedSequence]) -> None:
-        """Let sequences that decode guess; with a small model, which knows more later, zeros stand for its guesses."""
+        """Let decoding sequences guess. With a draft model zeros stand for its guesses until it has made them."""
         for sequence in running:
             if len(sequence.tokens) - sequence.computed != 1 or len(sequence.tokens) == sequence.prompt:
                 continue
@@ -132,17 +139,17 @@ class Guesser:
             sequence.guessed = len(guess)
 
     def trimmed(self, plan: StepPlan) -> dict[CachedSequence, int]:
-        """How many guesses of which sequences the step computes; the others are dropped."""
-        found = {}
+        """Drop guesses that the step does not compute, and return the number of the others by sequence."""
+        counts = {}
         for sequence, count in plan.chunks.items():
             if sequence.guessed:
                 sequence.drop_guesses(keep=count - 1)
                 if sequence.guessed:
-                    found[sequence] = sequence.guessed
-        return found
+                    counts[sequence] = sequence.guessed
+        return counts
 
     def learn(self, sequence: CachedSequence, guessed: int, accepted: int) -> None:
-        """So many of a sequence's guesses were right."""
+        """Note how many of a sequence's guesses were right."""
         record = self._records[sequence]
         self.counts.guessed += guessed
         self.counts.accepted += accepted
@@ -155,26 +162,26 @@ class Guesser:
         record.waits = record.pause + bool(record.pause)
 
     def forget(self, sequence: CachedSequence) -> None:
-        """It has ended."""
+        """Drop the statistics of an ended sequence."""
         self._records.pop(sequence, None)
 
 
 @dataclass(slots=True)
 class Refuted:
-    """Which rows of a step count, as its tokens are drawn one behind the other."""
+    """Tracker of the rows of a step that count, as its tokens are drawn in order."""
 
     guesses: dict[CachedSequence, list[int]]
     taken: dict[CachedSequence, int] = field(default_factory=dict)
     _ended: set[CachedSequence] = field(default_factory=set)
 
     def counts(self, sequence: CachedSequence) -> bool:
-        """Whether the next row of a sequence counts: all guesses before it were right."""
+        """Return whether the next row of a sequence counts: all guesses before it were right."""
         return sequence not in self._ended
 
     def take(self, sequence: CachedSequence, token: int, *, ended: bool) -> None:
-        """What the row gave; `ended`: nothing may follow it."""
-        place = self.taken.get(sequence, 0)
-        self.taken[sequence] = place + 1
+        """Note the token of a row. `ended`: nothing may follow it."""
+        index = self.taken.get(sequence, 0)
+        self.taken[sequence] = index + 1
         guess = self.guesses.get(sequence, [])
-        if ended or place >= len(guess) or guess[place] != token:
+        if ended or index >= len(guess) or guess[index] != token:
             self._ended.add(sequence)

@@ -1,10 +1,9 @@
-"""CUDA graphs of an engine's steps (parallel/graph_capture.py): for models whose kernels run shorter than the host
-launches them.
+"""CUDA graphs of an engine's steps (parallel/graph_capture.py), for kernels that run shorter than their launches.
 
-A step has a graph where all its rows are attended one by one: one token of each answer that grows, guesses, ends of
-prompts. Numbers of rows are rounded up to a few (spec/graph_sizes.py), and so is the number of positions that rows see
-at most, by which the attention kernel is launched. Rows beyond the step's own are written to the block that nobody
-reads, and their logits are dropped. Steps with chunks of prompts, or with rows of adapters, run as they are.
+A step has a graph if all its rows are attended one by one: one token of each growing answer, guesses, ends of prompts.
+Numbers of rows are rounded up to a few (spec/graph_sizes.py). So is the largest number of positions that rows see, by
+which the attention kernel is launched. Extra rows are written to the block that nobody reads, and their logits are
+dropped. Steps with chunks of prompts, or with rows of adapters, run without graphs.
 """
 
 from collections.abc import Callable, Hashable
@@ -28,17 +27,17 @@ from meshwright.spec.graph_sizes import position_numbers, row_numbers
 from meshwright.spec.units import gib
 
 NUMBERS = 5
-"""Of a row: PackedStep.numbers."""
+"""Numbers per row in PackedStep.numbers."""
 SECONDS_BETWEEN = 5.0
-"""Lines for people while graphs are captured."""
+"""Seconds between progress lines while graphs are captured."""
 
 
 @final
 class StepMemory:
-    """Where all graphs of an engine read their rows and leave logits; they run one after the other."""
+    """Memory from which all graphs of an engine read rows, and where they leave logits. They run one at a time."""
 
     def __init__(self, rows: int, blocks: int, vocab: int, device: torch.device) -> None:
-        """Of steps with at most so many rows, whose sequences hold so many blocks in all."""
+        """Allocate for steps of at most `rows` rows, whose sequences hold `blocks` blocks in all."""
         self.numbers = torch.zeros(NUMBERS, rows, dtype=torch.int64, device=device)
         self.tables = torch.zeros(blocks, dtype=torch.int64, device=device)
         self.logits = torch.empty(rows, vocab, dtype=torch.float32, device=device)
@@ -50,55 +49,55 @@ class StepMemory:
 
     @property
     def bytes(self) -> int:
-        """Of all of it."""
+        """Bytes of all of it."""
         return self.numbers.nbytes + self.tables.nbytes + self.logits.nbytes
 
 
 @dataclass(slots=True, eq=False)
 class RowStep:
-    """A step whose rows are all attended one by one. As Repeatable."""
+    """A step whose rows are all attended one by one. See Repeatable."""
 
     numbers: Tensor
-    """(5, R): as PackedStep."""
+    """(5, R); see PackedStep."""
     tables: Tensor
-    """(all,): as RowsCall."""
+    """(all,); see RowsCall."""
     longest: int
-    """Positions that a row sees at most, one of the numbers of them."""
+    """Positions that a row sees at most, rounded up to one of the graphs' numbers."""
     memory: StepMemory
-    stands: bool = False
-    """Whether its tensors are those of the memory."""
+    is_standing: bool = False
+    """True when its tensors are those of the memory."""
     logits: Tensor | None = None
-    """(R, V) fp32, what is found; in the memory where a graph has found it."""
+    """(R, V) fp32, in the memory if a graph computed them."""
 
     def form(self) -> Hashable:
-        """Rows and positions; None where the memory has no room for the tables."""
+        """Return (rows, positions). None = the memory has no room for the tables."""
         return (self.numbers.shape[1], self.longest) if len(self.tables) <= len(self.memory.tables) else None
 
     def standing(self) -> Self:
-        """In the memory."""
+        """Return the step with tensors in the memory."""
         rows = self.numbers.shape[1]
         numbers, logits = self.memory.numbers[:, :rows], self.memory.logits[:rows]
-        return replace(self, numbers=numbers, tables=self.memory.tables, stands=True, logits=logits)
+        return replace(self, numbers=numbers, tables=self.memory.tables, is_standing=True, logits=logits)
 
-    def take(self, one: Self) -> None:
-        """Tables beyond those of the step stay what they were: no row looks there."""
-        self.numbers.copy_(one.numbers)
-        self.tables[: len(one.tables)].copy_(one.tables)
+    def take(self, source: Self) -> None:
+        """Copy a step. Table entries beyond it keep old content that no row reads."""
+        self.numbers.copy_(source.numbers)
+        self.tables[: len(source.tables)].copy_(source.tables)
 
-    def give(self, one: Self) -> None:
-        """They stay what they are until the next step."""
-        one.logits = self.logits
+    def give(self, target: Self) -> None:
+        """Hand out the logits, which stay valid until the next step."""
+        target.logits = self.logits
 
     @property
     def places(self) -> StepPlaces:
-        """Of its rows."""
+        """Places of its rows."""
         return StepPlaces(
             self.numbers[2], [], {}, RowsCall(self.tables, self.numbers[3], self.numbers[4], self.longest)
         )  # fmt: skip
 
-    def found(self, logits: Tensor) -> None:
-        """Keep (R, V) in any dtype."""
-        if self.stands:
+    def store_logits(self, logits: Tensor) -> None:
+        """Store (R, V) of any dtype."""
+        if self.is_standing:
             assert self.logits is not None
             self.logits.copy_(logits)
         else:
@@ -112,7 +111,7 @@ class StepGraphs:
     def __init__(
         self, model: Transformer, cache: PagedCache, capture: Capture, *, rows: int, sequences: int, longest: int
     ) -> None:
-        """Of steps with at most so many rows of at most so many sequences, of `longest` positions at most."""
+        """Take the largest step: rows, sequences, and positions of a sequence (`longest`)."""
         self._model, self._cache = model, cache
         self.rows, self.positions = row_numbers(rows), position_numbers(longest)
         blocks = 1 + sequences * -(-longest // cache.size)
@@ -121,27 +120,27 @@ class StepGraphs:
         self._weights = [*model.parameters(), *model.buffers()]
         self.launched = 0
         """Steps that a graph has computed."""
-        self._told = 0
+        self._reports = 0
 
     @property
     def bytes(self) -> int:
-        """Of the pool of all graphs, and of what they read and leave beside it."""
+        """Bytes of the pool of all graphs, and of the memory beside it."""
         return self._memory.bytes + self.graphs.capture.bytes
 
     def padded(self, rows: int) -> int:
-        """The number of rows that a step of so many has in a graph; 0 = none has so many."""
+        """Return the rows of the graph for a step of `rows` rows. 0 = no graph is large enough."""
         return next((size for size in self.rows if size >= rows), 0)
 
     def capture_all(self, head: Callable[[Tensor], Tensor], say: Callable[[str], None]) -> None:
         """Capture a graph for every number of rows and positions, the largest first, so that all share its memory.
 
-        Each step runs once as it is: its kernels are compiled and loaded then, which no capture may do.
+        Each step first runs without a graph: its kernels are compiled and loaded then, which no capture may do.
         """
         forms = [(rows, positions) for rows in reversed(self.rows) for positions in reversed(self.positions)]
         begun = monotonic()
         for done, (rows, positions) in enumerate(forms):
-            if not done or monotonic() - begun > SECONDS_BETWEEN * (1 + self._told):
-                self._told += bool(done)
+            if not done or monotonic() - begun > SECONDS_BETWEEN * (1 + self._reports):
+                self._reports += bool(done)
                 say(f"CUDA graphs: {done} of {len(forms)} are captured")
             numbers = torch.zeros(NUMBERS, rows, dtype=torch.int64, device=self._cache.device)
             numbers[2] = self._cache.unread * self._cache.size
@@ -154,27 +153,29 @@ class StepGraphs:
         say(f"CUDA graphs: {len(forms)} are captured, in {monotonic() - begun:.0f} s and {gib(self.bytes)}")
 
     def compute(self, step: PackedStep, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits (R, V) fp32 behind all rows of a step that `padded` has made so many. They are overwritten by the
-        next. `head`: hidden states (R, D) -> logits."""
+        """Return logits (R, V) fp32 behind all rows of a `padded` step. The next step overwrites them.
+
+        `head` maps hidden states (R, D) to logits.
+        """
         assert step.numbers is not None and step.places.rows is not None
-        longest = next(one for one in self.positions if one >= step.places.rows.longest)
-        given = RowStep(step.numbers, step.places.rows.tables, longest, self._memory)
+        longest = next(positions for positions in self.positions if positions >= step.places.rows.longest)
+        row_step = RowStep(step.numbers, step.places.rows.tables, longest, self._memory)
         self.graphs.read(self._weights)
-        self.launched += self.graphs.call(given, self._work(head))
-        assert given.logits is not None
-        return given.logits
+        self.launched += self.graphs.call(row_step, self._work(head))
+        assert row_step.logits is not None
+        return row_step.logits
 
     def _work(self, head: Callable[[Tensor], Tensor]) -> Callable[[RowStep], None]:
-        def work(one: RowStep) -> None:
-            cache = self._cache.at(one.places)
-            x, _ = self._model.hidden(one.numbers[:1], positions=one.numbers[1:2], cache=cache)
-            one.found(head(x[0]))
+        def work(step: RowStep) -> None:
+            cache = self._cache.at(step.places)
+            x, _ = self._model.hidden(step.numbers[:1], positions=step.numbers[1:2], cache=cache)
+            step.store_logits(head(x[0]))
 
         return work
 
 
 def reason_without(model: Transformer, cache: PagedCache, ranks: int) -> str:
-    """Why steps of a model cannot be CUDA graphs; empty where they can. `ranks`: that compute it together."""
+    """Return why steps of a model, computed by that many ranks, cannot be CUDA graphs. Empty = they can."""
     weight = model.embed.weight
     if weight.device.type != "cuda":
         return f"graphs are for a GPU, and this is a {weight.device.type}"
@@ -182,10 +183,10 @@ def reason_without(model: Transformer, cache: PagedCache, ranks: int) -> str:
         return f"{ranks} ranks exchange parts in each layer, which is not captured"
     if not cache.by_rows:
         return f"attention of rows that decode is by {cache.attention}"
-    coded = [one for one in model.modules() if isinstance(one, QuantizedWeight)]
-    if any(one.scheme.outliers == "threshold" for one in coded):
+    coded = [weight_module for weight_module in model.modules() if isinstance(weight_module, QuantizedWeight)]
+    if any(weight_module.scheme.outliers == "threshold" for weight_module in coded):
         return "which columns of a step are outliers is read from the device"
-    if any(len(one.size) > 2 for one in coded):
+    if any(len(weight_module.size) > 2 for weight_module in coded):
         return "products of quantized experts wait for the lengths of their runs"
     if model.shape.moe and not counts_stay(model.shape, model.kernels, weight.device, weight.dtype):
         return "products of experts wait for the lengths of their runs"
@@ -193,17 +194,20 @@ def reason_without(model: Transformer, cache: PagedCache, ranks: int) -> str:
 
 
 def step_graphs(
-    model: Transformer, cache: PagedCache, wanted: Graphs, *, ranks: int, rows: int, sequences: int, longest: int
+    model: Transformer, cache: PagedCache, mode: Graphs, *, ranks: int, rows: int, sequences: int, longest: int
 ) -> tuple[StepGraphs | None, str]:
-    """The graphs of an engine, and a sentence about them. ArgumentError where they are wanted and cannot be."""
-    if wanted == "off":
+    """Return the graphs of an engine, and a sentence about them.
+
+    Raises ArgumentError if they are required and impossible.
+    """
+    if mode == "off":
         return None, "off (cuda_graphs=off)"
     reason = reason_without(model, cache, ranks)
     if reason:
-        if wanted == "on":
+        if mode == "on":
             raise ArgumentError(f"cuda_graphs=on cannot be: {reason}; take cuda_graphs=auto or off")
         return None, f"off ({reason})"
-    found = StepGraphs(
+    graphs = StepGraphs(
         model, cache, CudaCapture(cache.device), rows=rows, sequences=sequences, longest=longest
     )  # fmt: skip
-    return found, f"on, captured at the start (rows: {', '.join(map(str, found.rows))})"
+    return graphs, f"on, captured at the start (rows: {', '.join(map(str, graphs.rows))})"

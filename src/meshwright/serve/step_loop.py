@@ -1,14 +1,16 @@
-"""The loop of an engine's steps: planned, launched, and read when the device has drawn their tokens.
+"""The loop of an engine's steps: planned, launched, and read once the device has drawn their tokens.
 
-On a GPU a step is launched before the tokens of the one before it are read (`run_ahead`). Its rows take these tokens
-on the device; in the sequences -1 - r stands for the token of row r meanwhile. So the device computes while the host
-reads, plans and hands tokens out, as with vLLM's asynchronous scheduling and SGLang's overlap.
+On a GPU a step is launched before the tokens of the one before it are read (`run_ahead`). Its rows take these tokens on
+the device; meanwhile -1 - r in a sequence stands for the token of row r. So the device computes while the host reads,
+plans and hands out tokens, as with vLLM's asynchronous scheduling and SGLang's overlap.
 
-The host then learns a step late that a token or a stop string ends an answer, that logits are no numbers, or that the
-device looked at too few tokens. That sequence's row in the step launched meanwhile is dropped: the position that it
-wrote belongs to nobody, or is computed again. Lengths end an answer without delay. A step waits for the tokens before
-it where something on the host decides by them: grammars, penalties, guesses, beams, other ranks, and sequences that
-would have to give blocks back, which nobody may have before they are known to hold numbers.
+The host then learns one step late that a token or a stop string ends an answer, that logits are not finite, or that the
+device examined too few tokens. That sequence's row in the step launched meanwhile is dropped: the position that it
+wrote is unused, or computed again. Lengths end an answer without delay.
+
+A step waits for earlier tokens if something on the host depends on them: grammars, penalties, guesses, beams, other
+ranks. It also waits if sequences would have to release blocks, which must not be reused before their numbers are known
+to be finite.
 """
 
 from collections.abc import Sequence
@@ -36,19 +38,22 @@ class _Launched:
 
     plan: StepPlan
     owners: Sequence[CachedSequence]
-    """Of the rows that the runner computed."""
+    """Sequences of the rows that the runner computed."""
     logits: Tensor | None
-    """(owners, V), for beams alone."""
+    """(owners, V), only for beams."""
     guesses: dict[CachedSequence, list[int]]
     sequences: list[CachedSequence] = field(default_factory=list)
-    """Of the rows R that are drawn; until `_commit`, other answers of a prompt have the sequence of their first one."""
+    """Sequences of the R drawn rows.
+
+    Until `_commit`, further answers of a prompt have the sequence of the first.
+    """
     grown: list[tuple[ServedRequest, ServedAnswer]] = field(default_factory=list)
-    """Of these rows."""
+    """Requests and answers of these rows."""
     forked: list[tuple[CachedSequence, int]] = field(default_factory=list)
-    """Sequences that others go on from, and the first row of these."""
+    """Sequences that others continue, and the first row of these."""
     drawn: DrawnTokens | None = None
     dropped: set[CachedSequence] = field(default_factory=set)
-    """Sequences whose row was computed from a token that is not theirs."""
+    """Sequences whose row was computed from a wrong token."""
 
 
 @final
@@ -59,31 +64,31 @@ class StepLoop:
         self, runner: Runner, scheduler: Scheduler, *, draft: DraftModel | None, guesser: Guesser | None,
         run_ahead: bool,
     ) -> None:  # fmt: skip
-        """`run_ahead`: launch a step before the tokens of the one before are read, where nothing forbids it."""
+        """Set `run_ahead` to launch steps before the tokens of the one before are read, if nothing forbids it."""
         self.runner, self.draft, self.guesser, self.run_ahead = runner, draft, guesser, run_ahead
         self.ahead = 0
         """Steps that were launched before the tokens of the one before were read."""
         self._scheduler = scheduler
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
-        self._waiting: dict[CachedSequence, ServedRequest] = {}  # whose other answers begin when the prompt is computed
+        self._waiting: dict[CachedSequence, ServedRequest] = {}  # further answers begin once the prompt is computed
         # Not a method of the loop, which would hold itself, and so the cache.
-        self._forget = partial(_forget, runner, scheduler)
-        self._beams = BeamGroups(scheduler, self._forget)
+        self._drop_broken = partial(_drop_broken, runner, scheduler)
+        self._beams = BeamGroups(scheduler, self._drop_broken)
         self._next: _Launched | None = None
 
     @property
     def idle(self) -> bool:
-        """Whether no answer grows."""
+        """True when no answer grows."""
         return not self._growing and self._beams.idle
 
     def begin(self, sequence: CachedSequence, request: ServedRequest) -> None:
-        """Let a request's answers grow behind a sequence of the scheduler, which has its prompt."""
+        """Let a request's answers grow behind the scheduler's sequence of its prompt."""
         self._growing[sequence] = request, request.answers[0]
         if len(request.answers) > 1:
             self._waiting[sequence] = request
 
     def search(self, sequence: CachedSequence, request: ServedRequest, search: BeamSearch, room: int) -> None:
-        """Let beams grow behind it."""
+        """Let beams grow behind the sequence."""
         self._beams.begin(sequence, request, search, room)
 
     def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer]) -> None:
@@ -96,16 +101,18 @@ class StepLoop:
             self._next = None
 
     def step(self) -> list[ServedAnswer]:
-        """Compute one step. Answers that have one more token, or several where guesses were right; those of beams,
-        when they are whole."""
+        """Compute one step, and return the answers with one more token, or several after right guesses.
+
+        Answers of beams are returned when they are complete.
+        """
         step, self._next = self._next or self._launch(None), None
         self._commit(step)
-        if self._needs_no_host():
-            self._stand_in(step)
+        if self._can_run_ahead():
+            self._append_placeholders(step)
             if self._scheduler.fits_next:
                 try:
                     self._next = self._launch(step.drawn)
-                except BaseException:  # the engine may go on, but never from numbers that stand for tokens
+                except BaseException:  # the engine may go on, but never from placeholders
                     self._read(step)
                     raise
                 self.ahead += 1
@@ -115,15 +122,14 @@ class StepLoop:
             self._next = None
         return [*whole, *grown]
 
-    def _needs_no_host(self) -> bool:
-        """Whether no answer that grows needs its tokens on the host before the next is drawn."""
+    def _can_run_ahead(self) -> bool:
+        """Return whether no growing answer needs its tokens on the host before the next is drawn."""
         if not self.run_ahead or self.guesser is not None or not self._beams.idle:
             return False
         return not any(answer.row.needs_host for _, answer in self._growing.values())
 
     def _launch(self, before: DrawnTokens | None) -> _Launched:
-        """Plan the next step and give it to the device. `before`: tokens of the step before that the host has not
-        read."""
+        """Plan the next step and give it to the device. `before`: unread tokens of the step before."""
         if self.guesser is not None:
             growing = self._growing
             decoding = [sequence for sequence in self._scheduler.running if sequence in growing]
@@ -146,11 +152,10 @@ class StepLoop:
                 step.sequences += [sequence] * (len(request.answers) - 1)
                 rows += [rows[row]] * (len(request.answers) - 1)
         if rows:
-            step.drawn = draw(_rows_of(logits, rows), self._drawing(step))
+            step.drawn = draw(_select_rows(logits, rows), self._drawing(step))
         return step
 
     def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
-        """What sequences guess in this step."""
         if self.guesser is None:
             return {}
         guessed = self.guesser.trimmed(plan)
@@ -159,7 +164,7 @@ class StepLoop:
         return {sequence: sequence.tokens[-count:] for sequence, count in guessed.items()}
 
     def _drawing(self, step: _Launched) -> list[SampledRow]:
-        """What is known of each row that is drawn: rows of guesses are behind those before them."""
+        """Return the state of each drawn row. Rows of guesses follow those before them."""
         if not step.guesses:
             return [answer.row for _, answer in step.grown]
         behind, rows, before = 0, list[SampledRow](), None
@@ -170,7 +175,7 @@ class StepLoop:
         return rows
 
     def _commit(self, step: _Launched) -> None:
-        """What a step computes is in the cache for all that follows it on the device."""
+        """Note that what a step computes is in the cache, for all that follows it on the device."""
         growing, left_out = self._growing, {*step.dropped, *step.guesses}
         chunks = {
             sequence: count for sequence, count in step.plan.chunks.items()
@@ -185,10 +190,10 @@ class StepLoop:
                     growing[child] = step.grown[row]
         for sequence, (request, answer) in zip(step.sequences, step.grown, strict=True):
             if not answer.ids:
-                request.cached = sequence.found
+                request.cached = sequence.cached
 
-    def _stand_in(self, step: _Launched) -> None:
-        """Let sequences go on behind tokens that only the device knows, but for those whose length ends with them."""
+    def _append_placeholders(self, step: _Launched) -> None:
+        """Append placeholders for tokens that only the device knows, unless the length ends with them."""
         for row, sequence in enumerate(step.sequences):
             if sequence in self._growing and sequence not in step.dropped:
                 self._growing[sequence][1].row.unread = 1
@@ -212,7 +217,7 @@ class StepLoop:
                     tokens.pop()
             if sampled.broken[row]:
                 answer.ending = "broken"
-                self._forget(sequence)
+                self._drop_broken(sequence)
             elif answer.row.grammar is not None and answer.row.grammar.failure:
                 answer.ending = "grammar"
             else:
@@ -230,10 +235,9 @@ class StepLoop:
         return list(grown)
 
     def _learn(self, step: _Launched, rows: Refuted) -> None:
-        """Keep what was right of guesses."""
         for sequence, guess in step.guesses.items():
             count = rows.taken[sequence]
-            if self._growing[sequence][1].ending != "broken":  # whose blocks nobody may find
+            if self._growing[sequence][1].ending != "broken":  # its blocks must not be found
                 self._scheduler.advance(StepPlan({sequence: count}))
             if self.guesser is not None:
                 self.guesser.learn(sequence, len(guess), count - 1)
@@ -246,14 +250,13 @@ class StepLoop:
         self._waiting.pop(sequence, None)
 
 
-def _forget(runner: Runner, scheduler: Scheduler, sequence: CachedSequence) -> None:
-    """End a sequence whose logits are no numbers. The blocks that it was the last to hold become zero."""
+def _drop_broken(runner: Runner, scheduler: Scheduler, sequence: CachedSequence) -> None:
+    """End a sequence whose logits are not finite. Blocks that only it held become zero."""
     runner.clear(scheduler.tables.withdraw(sequence))
     scheduler.end(sequence)
 
 
-def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    """Rows of logits (R, V), in this order."""
+def _select_rows(logits: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(len(logits))):
         return logits
     return logits.index_select(0, to_device(rows, logits.device))

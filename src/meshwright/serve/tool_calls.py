@@ -1,8 +1,8 @@
-"""Calls of tools in an answer, in the words that the model's own chat template has for them.
+"""Tool calls in an answer, in the notation of the model's own chat template.
 
-A family is one way to write calls, with one declaration; the template's source says which it is. `read_answer` is a
-pure function of the text so far. While an answer grows, what may be the beginning of a call is held back: what was
-given once stays, and only more follows.
+A family is one notation of calls, with one declaration; the template's source shows which it is. `read_answer` is a
+pure function of the text so far. While an answer grows, a possible beginning of a call is held back: what was returned
+once stays, and only more follows.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.serve.answer_text import begun, behind_thought
+from meshwright.serve.answer_text import behind_thought, partial_length
 from meshwright.spec.errors import ArgumentError
 
 _DECODER: Final = json.JSONDecoder()
@@ -19,7 +19,7 @@ _DECODER: Final = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called."""
+    """A function that the model wants to call."""
 
     name: str
     arguments: str
@@ -28,45 +28,47 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """An answer, taken apart."""
+    """An answer split into content and calls."""
 
     content: str
-    """What is no call; of the blanks around one only those that part two texts are left."""
+    """Text outside calls. Of the blanks around a call only those between two texts remain."""
     calls: tuple[ToolCall, ...]
 
 
-Found = tuple[list[ToolCall], int] | None
-"""Calls that begin at a place, none where it is written wrongly, and where they end; None = their end is not there."""
+ReadCalls = tuple[list[ToolCall], int] | None
+"""Calls that begin at a position (none if malformed), and their end. None = the end has not come yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFamily:
-    """One way to write calls."""
+    """One notation of calls."""
 
     name: str
     signs: tuple[str, ...]
-    """Of the template's source: all of them are there."""
+    """Strings that the template's source contains, all of them."""
     openers: tuple[str, ...]
-    """What calls begin with."""
-    at: Callable[[str, int, bool], Found]
-    """Reads calls of a text from behind an opener; whether the text has ended."""
+    """Strings that calls begin with."""
+    at: Callable[[str, int, bool], ReadCalls]
+    """Read calls after an opener: (text, position, whether the text has ended)."""
     only_first: bool = False
-    """Whether an opener counts at the beginning of an answer alone."""
+    """True when an opener counts only at the beginning of an answer."""
     prefix: str = ""
-    """Before a JSON object of name and arguments."""
+    """Text before a JSON object of name and arguments."""
     named_prefix: str = ""
-    """Before the arguments alone, with {name}, where calls have their names outside of the JSON."""
+    """Text with {name} before the arguments alone, if names stand outside the JSON."""
     arguments: str = "arguments"
-    """What the JSON object calls them."""
+    """Key of the arguments in the JSON object."""
 
 
 class _Unfinished(ValueError):
-    """JSON whose end is not there yet."""
+    """JSON whose end has not come yet."""
 
 
 def _json(text: str, begin: int) -> tuple[Any, int]:
-    """The JSON value at a place, behind blanks, and where it ends. ValueError: it is none; _Unfinished: it may become
-    one."""
+    """Return the JSON value at a position, after blanks, and its end.
+
+    Raises ValueError if there is none, _Unfinished if it may become one.
+    """
     begin = _behind_blanks(text, begin)
     try:
         return _DECODER.raw_decode(text, begin)
@@ -77,7 +79,7 @@ def _json(text: str, begin: int) -> tuple[Any, int]:
 
 
 def _is_open(text: str, begin: int) -> bool:
-    """Whether brackets or quotes that begin at a place are open at the end of the text."""
+    """Return whether brackets or quotes that begin at a position are open at the end of the text."""
     depth, position = 0, begin
     while position < len(text):
         letter = text[position]
@@ -100,22 +102,22 @@ def _behind_blanks(text: str, position: int) -> int:
     return position
 
 
-def _call(value: Any, name: str | None = None) -> ToolCall | None:
-    """Of a JSON value, with its name inside or given."""
-    if not isinstance(value, dict):
+def _call(content: Any, name: str | None = None) -> ToolCall | None:
+    """Return the call of a JSON value, with its name inside or given."""
+    if not isinstance(content, dict):
         return None
     if name is None:
-        name, value = value.get("name"), value.get("arguments", value.get("parameters"))
-        value = {} if value is None else value  # a function without parameters
-        if isinstance(value, str):  # as some models write them
+        name, content = content.get("name"), content.get("arguments", content.get("parameters"))
+        content = {} if content is None else content  # a function without parameters
+        if isinstance(content, str):  # some models write JSON in a string
             try:
-                value = json.loads(value)
+                content = json.loads(content)
             except (ValueError, RecursionError):
                 return None
-    if not isinstance(name, str) or not name or not isinstance(value, dict):
+    if not isinstance(name, str) or not name or not isinstance(content, dict):
         return None
-    try:  # Python reads what is no JSON: NaN, numbers without end, half a surrogate pair; no client could
-        arguments = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:  # Python also reads invalid JSON, which no client could: NaN, infinity, half a surrogate pair
+        arguments = json.dumps(content, ensure_ascii=False, allow_nan=False)
         (name + arguments).encode()
     except (ValueError, RecursionError):
         return None
@@ -123,24 +125,24 @@ def _call(value: Any, name: str | None = None) -> ToolCall | None:
 
 
 def json_call(text: str, name: str | None = None) -> ToolCall | None:
-    """The call in a text that is one JSON object, with its name inside or given; None where it is none."""
+    """Return the call in a text that is one JSON object, with its name inside or given. None = it is no call."""
     try:
         return _call(json.loads(text), name)
     except (ValueError, RecursionError):
         return None
 
 
-def _tagged(closer: str) -> Callable[[str, int, bool], Found]:
-    """A JSON object up to a closing tag."""
+def _tagged(closer: str) -> Callable[[str, int, bool], ReadCalls]:
+    """Return a reader of a JSON object up to a closing tag."""
 
-    def at(text: str, begin: int, ended: bool) -> Found:
+    def at(text: str, begin: int, ended: bool) -> ReadCalls:
         try:
-            value, position = _json(text, begin)
+            document, position = _json(text, begin)
         except _Unfinished:
             return None
-        except ValueError:  # the tag was only said, as in a thought: a call may follow
+        except ValueError:  # the tag was only mentioned, as in a thought: a call may follow
             return [], begin
-        call, position = _call(value), _behind_blanks(text, position)
+        call, position = _call(document), _behind_blanks(text, position)
         calls = [call] if call else []
         if text.startswith(closer, position):
             return calls, position + len(closer)
@@ -151,20 +153,20 @@ def _tagged(closer: str) -> Callable[[str, int, bool], Found]:
     return at
 
 
-def _bare(text: str, begin: int, ended: bool) -> Found:
-    """The whole answer: JSON objects, with semicolons between several."""
+def _bare(text: str, begin: int, ended: bool) -> ReadCalls:
+    """Read a whole answer of JSON objects, separated by semicolons."""
     position, calls = _behind_blanks(text, begin), list[ToolCall]()
     if position == len(text):
         return None
     while True:
         try:
-            value, position = _json(text, position)
+            document, position = _json(text, position)
         except _Unfinished:
             return None
         except ValueError:
             return [], len(text)
-        whole = isinstance(value, dict) and ("parameters" in value or "arguments" in value)
-        call, position = _call(value) if whole else None, _behind_blanks(text, position)
+        whole = isinstance(document, dict) and ("parameters" in document or "arguments" in document)
+        call, position = _call(document) if whole else None, _behind_blanks(text, position)
         if call is None:
             return [], len(text)
         calls.append(call)
@@ -177,8 +179,8 @@ def _bare(text: str, begin: int, ended: bool) -> Found:
             return (calls, len(text)) if ended else None
 
 
-def _mistral(text: str, begin: int, ended: bool) -> Found:
-    """A list of JSON objects, or a name and its arguments."""
+def _mistral(text: str, begin: int, ended: bool) -> ReadCalls:
+    """Read a list of JSON objects, or a name and its arguments."""
     begin = _behind_blanks(text, begin)
     if begin == len(text):
         return None
@@ -187,27 +189,26 @@ def _mistral(text: str, begin: int, ended: bool) -> Found:
         if brace < 0:
             return None
         name = text[begin:brace].removesuffix("[ARGS]").split("[CALL_ID]")[0].strip()
-        return _one(text, brace, name)
+        return _named_call(text, brace, name)
     try:
-        value, position = _json(text, begin)
+        document, position = _json(text, begin)
     except _Unfinished:
         return None
     except ValueError:
         return [], len(text)
-    calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
-    good = [one for one in calls if one is not None]
-    return (good if len(good) == len(calls) else []), position
+    calls = [_call(entry) for entry in (document if isinstance(document, list) else [document])]
+    valid = [entry for entry in calls if entry is not None]
+    return (valid if len(valid) == len(calls) else []), position
 
 
-def _one(text: str, begin: int, name: str) -> Found:
-    """Arguments of a call whose name is known."""
+def _named_call(text: str, begin: int, name: str) -> ReadCalls:
     try:
-        value, position = _json(text, begin)
+        document, position = _json(text, begin)
     except _Unfinished:
         return None
     except ValueError:
         return [], len(text)
-    call = _call(value, name)
+    call = _call(document, name)
     return ([call] if call else []), position
 
 
@@ -216,23 +217,23 @@ _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
 )
 
 
-def _deepseek(text: str, begin: int, ended: bool) -> Found:
-    """Names and arguments between marks; the older form fences the JSON and says the kind before the name."""
+def _deepseek(text: str, begin: int, ended: bool) -> ReadCalls:
+    """Read names and arguments between marks. The older form fences the JSON and has the kind before the name."""
     calls, position = list[ToolCall](), _behind_blanks(text, begin)
     while text.startswith(_CALL, position):
         brace, position = text.find("{", position), position + len(_CALL)
         if brace < 0:
             return None
         first, _, second = text[position:brace].partition(_SEPARATOR)
-        found = _one(
+        reading = _named_call(
             text, brace, (second.split("\n")[0].strip() or first.strip()) if _SEPARATOR in text[:brace] else ""
         )
-        if found is None:
+        if reading is None:
             return None
-        if not found[0]:
+        if not reading[0]:
             return [], len(text)
-        calls += found[0]
-        end = text.find(_CALL_END, found[1])
+        calls += reading[0]
+        end = text.find(_CALL_END, reading[1])
         if end < 0:
             return (calls, len(text)) if ended else None
         position = _behind_blanks(text, end + len(_CALL_END))
@@ -264,11 +265,11 @@ FAMILIES: Final = (
         arguments="parameters",
     ),
 )  # fmt: skip
-"""In order: the first whose signs a template has."""
+"""The first family whose signs a template contains is taken."""
 
 
 def family_of(template: ChatTemplate) -> ToolFamily:
-    """How a template writes calls. ArgumentError where it takes no tools, or writes calls in another way."""
+    """Return a template's notation of calls. Raises ArgumentError if it takes no tools, or has an unknown notation."""
     if not template.takes_tools:
         raise ArgumentError(
             "the model's chat template has no place for tools: leave tools out, or take a model whose "
@@ -284,65 +285,67 @@ def family_of(template: ChatTemplate) -> ToolFamily:
 
 
 def read_answer(family: ToolFamily, text: str, *, ended: bool = True, opened: str = "") -> ToolReading:
-    """Content and calls of an answer, or while it grows (`ended` False) what of them is certain.
+    """Return content and calls of an answer, or of a growing one (`ended` False) what is certain.
 
-    A call that is cut off or written wrongly is content. So is one inside of a thought, as with vLLM's reasoning
-    parsers: a model that weighs a call has not made it. `opened`: as `opened_thought` says of the prompt.
+    A call that is cut off or malformed is content. So is one inside a thought, as with vLLM's reasoning parsers: a
+    model that considers a call has not made it. `opened` is what `opened_thought` returns for the prompt.
     """
     behind = behind_thought(text, opened)
-    said = _read_said(family, text[behind:], ended=ended)
-    return ToolReading(text[:behind] + said.content, said.calls)
+    reading = _read_calls(family, text[behind:], ended=ended)
+    return ToolReading(text[:behind] + reading.content, reading.calls)
 
 
-def _read_said(family: ToolFamily, text: str, *, ended: bool) -> ToolReading:
-    """The same of a text without a thought."""
+def _read_calls(family: ToolFamily, text: str, *, ended: bool) -> ToolReading:
+    """Return content and calls of a text without a thought."""
     content, calls, after_call, position = "", list[ToolCall](), False, 0
-    for begin, behind in _openings(family, text):
+    for begin, behind in _find_openers(family, text):
         if begin < position:
             continue
         piece = text[position:begin]
         content, position = content + (_behind_call(content, piece) if after_call else piece), begin
         after_call = after_call and not piece.strip()
-        found = family.at(text, behind, ended)
-        if found is None and not ended:
+        reading = family.at(text, behind, ended)
+        if reading is None and not ended:
             return ToolReading(content.rstrip(), tuple(calls))
-        good, position = found or ([], len(text))
-        if good:
+        valid, position = reading or ([], len(text))
+        if valid:
             content, after_call = content.rstrip(), True
         else:
             content += text[begin:position]
-        calls += good
+        calls += valid
     piece = text[position:]
     content += _behind_call(content, piece) if after_call else piece
     return ToolReading(content if ended else _certain(family, content, text), tuple(calls))
 
 
 def _behind_call(content: str, piece: str) -> str:
-    """Text behind a call, whose blanks part it from the text before."""
+    """Return the text behind a call, whose blanks separate it from the text before."""
     return piece if content and piece.strip() else piece.lstrip()
 
 
-def _openings(family: ToolFamily, text: str) -> Iterator[tuple[int, int]]:
-    """Where openers begin and end, in order."""
+def _find_openers(family: ToolFamily, text: str) -> Iterator[tuple[int, int]]:
     if family.only_first:
         first = _behind_blanks(text, 0)
-        opener = next((one for one in family.openers if text.startswith(one, first)), None)
+        opener = next((opener_text for opener_text in family.openers if text.startswith(opener_text, first)), None)
         if opener is not None:
             yield first, first + (0 if opener == "{" else len(opener))
         return
     position = 0
     while (
-        begin := min((at for at in (text.find(one, position) for one in family.openers) if at >= 0), default=-1)
+        begin := min(
+            (index for index in (text.find(opener_text, position) for opener_text in family.openers) if index >= 0),
+            default=-1,
+        )
     ) >= 0:
-        opener = next(one for one in family.openers if text.startswith(one, begin))
+        opener = next(opener_text for opener_text in family.openers if text.startswith(opener_text, begin))
         position = begin + len(opener)
         yield begin, position
 
 
 def _certain(family: ToolFamily, content: str, text: str) -> str:
-    """Without blanks at the end, which a call may follow, and without what may begin one."""
+    """Return the content without trailing blanks, which a call may follow, and without what may begin one."""
     if family.only_first:
         start = text.lstrip()
-        return "" if any(one.startswith(start) for one in family.openers) else content.rstrip()
-    held = max(begun(content, opener) for opener in family.openers)
+        return "" if any(opener.startswith(start) for opener in family.openers) else content.rstrip()
+    held = max(partial_length(content, opener) for opener in family.openers)
     return content[: len(content) - held].rstrip()

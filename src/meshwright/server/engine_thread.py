@@ -186,9 +186,9 @@ class EngineThread:
                 self._end(answer, news)
 
     def _note_started(self, news: StepNews) -> None:
-        started = [followed for followed in self._waiting if followed.request.begun]
+        started = [followed for followed in self._waiting if followed.request.has_started]
         news.started += [followed.added.task for followed in started]
-        self._waiting = [followed for followed in self._waiting if not followed.request.begun]
+        self._waiting = [followed for followed in self._waiting if not followed.request.has_started]
 
     def _note_cached(self, followed: _FollowedRequest, news: StepNews) -> None:
         followed.cached_sent = True

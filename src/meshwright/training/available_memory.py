@@ -64,7 +64,6 @@ class _ControlGroup:
 
 
 def _groups(root: Path) -> Iterator[_ControlGroup]:
-    """Yield each control group of this process."""
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
         _, controllers, path = line.split(":", 2)

@@ -174,7 +174,6 @@ def _padding_mask(sequences: "Sequences") -> "NDArray[np.bool_]":
 
 
 def _document_starts(sequences: "Sequences") -> list[list[int]]:
-    """Return the start positions of the documents of each row."""
     changes = np.diff(sequences.documents, axis=1) != 0
     return [[0, *(np.flatnonzero(row) + 1).tolist()] for row in changes]
 

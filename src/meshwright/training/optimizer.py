@@ -196,7 +196,6 @@ class Optimizer:
             yield tuple(run)
 
     def _ready(self) -> tuple[str, ...]:
-        """Return the parameters with fp32 states and a gradient."""
         return tuple(name for name in self._moments if self.parameters[name].grad is not None)
 
     def _taken_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -263,7 +262,6 @@ class Optimizer:
 
 
 def _owns_memory(gradient: Tensor) -> bool:
-    """Return whether dropping the gradient frees its memory."""
     return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
 
 

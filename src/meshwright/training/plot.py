@@ -133,7 +133,6 @@ def _smoothed(steps: Sequence[Row], rows: Sequence[Row]) -> list[float]:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of the loss axis."""
     if not values:
         return 0.0, 1.0
     ordered = sorted(values)  # the tall start is cut at the 98th percentile: what matters is below it

@@ -255,7 +255,6 @@ class Trainer:
         return metrics.loss
 
     def _score(self, data: Data, stream: TokenStream, limit: int) -> EvalMetrics:
-        """Score at most `limit` rows of one source."""
         recipe = self.plan.recipe
         rows = HeldOutRows(
             rows=numbered_rows(data, recipe, self.corpus, stream, shuffle=False), stream=stream,
