@@ -30,7 +30,7 @@ class LoadedAdapters:
             ranks: Ranks with the other parts of the model.
         """
         self._model, self._ranks, self._used = model, ranks, used
-        self.beside = RequestAdapters(model, exact=exact, multiple=1 if ranks is None else ranks.row_multiple)
+        self.by_number = RequestAdapters(model, exact=exact, multiple=1 if ranks is None else ranks.row_multiple)
         self.names: tuple[str, ...] = ()
         """Names that requests may use, in order of loading."""
         self._numbers: dict[str, int] = {}
@@ -45,7 +45,7 @@ class LoadedAdapters:
     @property
     def bytes(self) -> int:
         """Memory of all held adapters on this rank."""
-        return self.beside.bytes
+        return self.by_number.bytes
 
     def number(self, name: str | None) -> int:
         """Return the number of the adapter with that name. None -> 0. Raises ArgumentError for an unknown name."""
@@ -81,10 +81,10 @@ class LoadedAdapters:
         try:
             tensors = adapter.scaled(self._model.embed.weight.dtype)
             if self._ranks is not None:
-                return self._ranks.share_adapter(number, tensors, adapter.lora, self.beside)
-            self.beside.put(number, tensors)
+                return self._ranks.share_adapter(number, tensors, adapter.lora, self.by_number)
+            self.by_number.put(number, tensors)
         except Exception as error:
-            self.beside.drop(number)
+            self.by_number.drop(number)
             if not is_out_of_memory(error):
                 raise
             return False
@@ -102,5 +102,5 @@ class LoadedAdapters:
         for number in sorted(self._leaving.difference(self._used())) if self._leaving else ():
             if self._ranks is not None:
                 self._ranks.drop_adapter(number)
-            self.beside.drop(number)
+            self.by_number.drop(number)
             self._leaving.remove(number)

@@ -102,7 +102,7 @@ class ServingEngine:
             model, lambda: () if (owner := engine()) is None else owner.scheduler.adapters, exact=options.exact,
             ranks=ranks,
         )  # fmt: skip
-        started = start(model, options, self.adapters.beside, ranks)
+        started = start(model, options, self.adapters.by_number, ranks)
         self._longest, self.memory, runners = started.longest, started.memory, started.runners
         self.cache = runners[0].cache
         widest = [runner.cache.widest for runner in runners]
@@ -163,7 +163,7 @@ class ServingEngine:
         if self._ranks is not None:
             raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
         number = self.adapters.number(adapter)
-        with self.adapters.beside.over({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
+        with self.adapters.by_number.over({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
             return score_prompt(self.model, prompt, top)
 
     def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer] | None = None) -> None:

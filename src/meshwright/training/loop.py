@@ -85,7 +85,7 @@ def run(
     with open_run_folder(job, corpus) as folder, catch_interrupts(job) as interrupt:
         start = find_start(job, corpus, rows, folder)
         targets = store_teacher_targets(job, corpus, start, interrupt)
-        state, share = restore_or_initialize(job, corpus, start)
+        state, share = restore_or_initialize(job, start)
         task = build_task(job, corpus, start, share, targets, sampler)
         announce_run(job, corpus, rows, start)
         changes = commit_plan(job, start, state.progress.step)
@@ -167,7 +167,7 @@ def store_teacher_targets(job: Job, corpus: Corpus, start: Start, interrupt: Int
     return ask(job.plan, corpus, start.read, job.mesh, job.device, job.rank_zero, interrupt)
 
 
-def restore_or_initialize(job: Job, corpus: Corpus, start: Start) -> tuple[TrainState, Share]:
+def restore_or_initialize(job: Job, start: Start) -> tuple[TrainState, Share]:
     """Build the state of a run, from its checkpoint or from first weights, and the share of the rows that a rank reads.
 
     The reference of an objective over pairs is measured in between, while the first weights are in memory.
