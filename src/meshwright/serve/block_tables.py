@@ -57,13 +57,13 @@ class BlockTables:
 
     def _fetch(self, sequence: CachedSequence, blocks: list[int], keys: list[bytes]) -> None:
         """Load HOSTED content that some layer sees into blocks."""
-        # All content leaves its slots first. Blocks that are given away meanwhile then cannot take those slots.
         host, hosted = self.pool.host, [index for index, block in enumerate(blocks) if block == HOSTED]
         assert host is not None
         self.host_hits += len(hosted) * self.block
         for index in hosted:
             if index < sequence.gone:
                 host.touch(keys[index])
+        # All content leaves its slots first, so that blocks which are given away meanwhile cannot take those slots.
         leaving = [(index, host.leave(keys[index])) for index in hosted if index >= sequence.gone]
         for index, slot in leaving:
             block = self.pool.take()

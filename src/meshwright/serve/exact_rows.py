@@ -97,15 +97,17 @@ class ExactRows:
         See Dispatch.compute.
         """
         expert_rows: list[int] = counts.tolist()
-        room = [-(-count // TILE) * TILE for count in expert_rows]
-        padded_rows = torch.cat([torch.arange(count) + sum(room[:number]) for number, count in enumerate(expert_rows)])
-        padded = rows.new_zeros(sum(room), rows.shape[1]).index_copy_(0, padded_rows, rows)
+        padded_counts = [-(-count // TILE) * TILE for count in expert_rows]
+        slots = torch.cat(
+            [torch.arange(count) + sum(padded_counts[:number]) for number, count in enumerate(expert_rows)]
+        )
+        padded = rows.new_zeros(sum(padded_counts), rows.shape[1]).index_copy_(0, slots, rows)
         parts = padded.split(TILE)
-        owners = [number for number, count in enumerate(room) for _ in range(count // TILE)]
+        owners = [number for number, count in enumerate(padded_counts) for _ in range(count // TILE)]
         counts_of_tile = [[TILE if expert == number else 0 for expert in range(len(expert_rows))] for number in owners]
         return torch.cat(
             [experts.feed_forward(tile, count) for tile, count in zip(parts, counts_of_tile, strict=True)]
-        )[padded_rows]
+        )[slots]
 
     def _agrees(self, rows: int) -> bool:
         """Return whether rows in several orders get the same bits as in a pass of TILE."""

@@ -116,14 +116,14 @@ class RowPacker:
         adapters = rows_of(spans, self._cache.device)
         if self._cache.by_rows:
             numbers, places, (wanted, *sources) = self._row_places(columns, runs, padding, lists)
-            by_rows = None if places.rows is None or len(places.rows.last) < rows else numbers
+            row_numbers = None if places.rows is None or len(places.rows.last) < rows else numbers
         else:
             numbers, (wanted, *sources) = _copy_to_device(columns, lists, self._cache.device)
             copied = sum(len(plan.used) for plan in plans)
             calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
-            places, by_rows = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls), None
+            places, row_numbers = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls), None
         drawn_rows = (sources[0], sources[1]) if drawn else None
-        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, wanted, drawn_rows, by_rows)
+        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, wanted, drawn_rows, row_numbers)
 
     def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
         return sorted(runs, key=lambda run: (self._is_chunk(run), run.sequence.adapter))

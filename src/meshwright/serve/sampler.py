@@ -230,14 +230,14 @@ def _draw(
     return _replace_rows(tokens, drawn, chosen), few
 
 
-def _select_rows(x: Tensor, places: list[int]) -> Tensor:
+def _select_rows(x: Tensor, rows: list[int]) -> Tensor:
     """Return rows of a tensor at increasing places."""
-    return x if len(places) == len(x) else x.index_select(0, to_device(places, x.device))
+    return x if len(rows) == len(x) else x.index_select(0, to_device(rows, x.device))
 
 
-def _replace_rows(x: Tensor, places: list[int], rows: Tensor) -> Tensor:
+def _replace_rows(x: Tensor, rows: list[int], new_rows: Tensor) -> Tensor:
     """Return the tensor with rows replaced."""
-    return rows if len(places) == len(x) else x.index_copy(0, to_device(places, x.device), rows)
+    return new_rows if len(rows) == len(x) else x.index_copy(0, to_device(rows, x.device), new_rows)
 
 
 @final
@@ -279,7 +279,7 @@ def _truncates(options: RequestOptions, vocab: int) -> bool:
 
 
 def _draw_among(
-    logits: Tensor, width: int, chance: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor, width: int, random_numbers: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return tokens (R,) of the likeliest `width`, and whether (R,) each row's choice certainly lies within them."""
     vocab = logits.shape[1]
@@ -292,17 +292,16 @@ def _draw_among(
     total = torch.where(top_k <= width, among_few, logits.exp().sum(-1, keepdim=True).double())
     shares = ordered.double().exp() / total
     allowed = inside & (shares.cumsum(-1) - shares < top_p) & (shares >= min_p * shares[:, :1])
-    has_total = (top_k[:, 0] <= width) | (
-        top_k[:, 0] >= vocab
-    )  # whether `total` is known without looking at all tokens
+    # A top_k between `width` and V leaves tokens out of the sum that shares refer to, which only a full sort knows.
+    has_total = (top_k[:, 0] <= width) | (top_k[:, 0] >= vocab)
     sure = has_total & ~allowed[:, -1] | (width == vocab)
-    return index.gather(1, _invert(shares * allowed, chance)[:, None])[:, 0], sure
+    return index.gather(1, _invert(shares * allowed, random_numbers)[:, None])[:, 0], sure
 
 
-def _invert(shares: Tensor, chance: Tensor) -> Tensor:
-    """Return the first index (R,) at which the cumulated shares (R, W) pass `chance` (R, 1) of their sum."""
+def _invert(shares: Tensor, random_numbers: Tensor) -> Tensor:
+    """Return the first index (R,) at which the cumulated shares (R, W) pass `random_numbers` (R, 1) of their sum."""
     sums = shares.double().cumsum(-1)
-    positions = torch.searchsorted(sums, chance * sums[:, -1:], right=True)[:, 0]
+    positions = torch.searchsorted(sums, random_numbers * sums[:, -1:], right=True)[:, 0]
     last = (shares > 0).long().mul_(torch.arange(1, shares.shape[1] + 1, device=shares.device)).amax(-1) - 1
     return torch.minimum(positions, last.clamp(min=0))
 
