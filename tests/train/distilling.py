@@ -26,10 +26,10 @@ def student_plan(teacher: Path, run: Path, *, shape: ModelShape = STUDENT, **rec
     from meshwright.store.run_folder import RunFolder
 
     steps = recipe.pop("steps", 4)
-    found = plain_plan(teacher.parent / "texts", run, shape=shape, steps=steps)
-    asked = replace(found.recipe, objective="distill", checkpoint_every=0, eval_every=0, **recipe)
+    base = plain_plan(teacher.parent / "texts", run, shape=shape, steps=steps)
+    asked = replace(base.recipe, objective="distill", checkpoint_every=0, eval_every=0, **recipe)
     theirs = RunFolder.open(teacher).plan.model
-    return replace(found, recipe=Recipe(**_fields(asked)), teacher=theirs, teacher_init=str(teacher))
+    return replace(base, recipe=Recipe(**_fields(asked)), teacher=theirs, teacher_init=str(teacher))
 
 
 def _fields(recipe: Recipe) -> dict[str, Any]:
@@ -40,4 +40,6 @@ def trained(asked: Plan) -> list[tuple[float, float, float, float]]:
     """(loss, gradient norm, divergence, cross-entropy) of each step of a run."""
     watcher = Notes()
     loop.run(asked, watchers=[watcher])
-    return [(one.loss, one.grad_norm, one.figures["divergence"], one.figures["cross_entropy"]) for one in watcher.steps]
+    return [
+        (step.loss, step.grad_norm, step.figures["divergence"], step.figures["cross_entropy"]) for step in watcher.steps
+    ]

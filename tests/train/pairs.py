@@ -29,20 +29,20 @@ ROLES = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 
 def preferences(number: int, *, messages: bool = False) -> list[dict[str, Any]]:
     """Answers of several lengths, as texts or as messages."""
-    found = _texts(number)
+    rows = _texts(number)
     if not messages:
-        return found
-    return [{name: [{"role": ROLES[name], "content": row[name]}] for name in row} for row in found]
+        return rows
+    return [{name: [{"role": ROLES[name], "content": row[name]}] for name in row} for row in rows]
 
 
 def _texts(number: int) -> list[dict[str, Any]]:
     return [
         {
-            "prompt": f"Say {one}" + " please" * (one % 3) + ":",
-            "chosen": f" {one} " + "fine " * (1 + one % 4),
-            "rejected": " no" * (1 + one % 5),
+            "prompt": f"Say {index}" + " please" * (index % 3) + ":",
+            "chosen": f" {index} " + "fine " * (1 + index % 4),
+            "rejected": " no" * (1 + index % 5),
         }
-        for one in range(number)
+        for index in range(number)
     ]
 
 
@@ -57,8 +57,8 @@ def write(folder: Path, *, number: int = 24, shape: ModelShape = SHAPES["llama"]
 
 def plan(folder: Path, *words: str, run: str = "run") -> Plan:
     """Of the files in a folder."""
-    given = [f"model={folder / 'hf'}", f"data={folder / 'pairs.jsonl'}", f"run={folder / run}", *WORDS, *words]
-    return planfile.read(None, given, read_folder=read_folder)
+    words_of_plan = [f"model={folder / 'hf'}", f"data={folder / 'pairs.jsonl'}", f"run={folder / run}", *WORDS, *words]
+    return planfile.read(None, words_of_plan, read_folder=read_folder)
 
 
 def curve(folder: str, run: str, words: tuple[str, ...], resume: str = "no") -> list[dict[str, Any]]:
@@ -66,4 +66,4 @@ def curve(folder: str, run: str, words: tuple[str, ...], resume: str = "no") -> 
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     watcher = Notes()
     loop.run(plan(Path(folder), *words, run=run), watchers=[watcher], resume=resume)
-    return [{"loss": one.loss, "grad_norm": one.grad_norm, **one.figures} for one in watcher.steps]
+    return [{"loss": step.loss, "grad_norm": step.grad_norm, **step.figures} for step in watcher.steps]

@@ -111,11 +111,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def tensors(saved: Path) -> dict[str, Tensor]:
     """All that a checkpoint holds."""
-    found = {}
+    by_name = {}
     for file in sorted(saved.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+            by_name |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return by_name
 
 
 def assert_same_end(run: Path, right: Path) -> None:
@@ -123,9 +123,9 @@ def assert_same_end(run: Path, right: Path) -> None:
     assert metrics(run) == metrics(right)
     mine, theirs = (checkpoint.latest(folder / "checkpoints") for folder in (run, right))
     assert mine is not None and theirs is not None and mine.name == theirs.name
-    one, other = tensors(mine), tensors(theirs)
-    assert one.keys() == other.keys() and len(one) > 20
-    for name, tensor in one.items():
+    ours_by_name, other = tensors(mine), tensors(theirs)
+    assert ours_by_name.keys() == other.keys() and len(ours_by_name) > 20
+    for name, tensor in ours_by_name.items():
         assert torch.equal(tensor, other[name]), name
     ours, others = (checkpoint.values(saved) for saved in (mine, theirs))
     assert {**ours, "seconds": 0} == {**others, "seconds": 0}

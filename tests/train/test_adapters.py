@@ -43,15 +43,15 @@ def first_weights(asked: Plan) -> dict[str, Tensor]:
     lora = asked.model.lora
     assert lora is not None
     drawn = build(asked.model, seed=asked.recipe.seed)
-    found = {name: one.detach() for name, one in drawn.named_parameters() if one.requires_grad}
+    weights = {name: parameter.detach() for name, parameter in drawn.named_parameters() if parameter.requires_grad}
     if not lora.dora:
-        return found
+        return weights
     base: dict[str, Tensor] = {}
     import_folder(Path(asked.init)).load(lambda name, tensor: base.__setitem__(name, tensor))
-    for name in found:
+    for name in weights:
         if name.endswith("magnitude"):
-            found[name] = base[name.replace(".lora.magnitude", ".weight")].norm(dim=1)
-    return found
+            weights[name] = base[name.replace(".lora.magnitude", ".weight")].norm(dim=1)
+    return weights
 
 
 def peft_run(asked: Plan, folder: Path, steps: int, **options: Any) -> list[tuple[float, float]]:
@@ -62,14 +62,14 @@ def peft_run(asked: Plan, folder: Path, steps: int, **options: Any) -> list[tupl
     save_adapter(folder, first_weights(asked), asked.model, base=asked.init, dtype=torch.float32)
     base = transformers.AutoModelForCausalLM.from_pretrained(asked.init, dtype=torch.float32, **options)
     model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True).train()
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recipe = asked.recipe
     optimizer = torch.optim.AdamW(
         trained, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon, weight_decay=0.0
     )
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, recipe, corpus, corpus.train, shuffle=True)
-    found = []
+    records = []
     for step in range(steps):
         batch, losses, number = rows.take(recipe.global_batch * step, recipe.global_batch), [], 0
         for ids, documents, targets in zip(batch.tokens, batch.documents, batch.targets, strict=True):
@@ -84,8 +84,8 @@ def peft_run(asked: Plan, folder: Path, steps: int, **options: Any) -> list[tupl
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
-    return found
+        records.append((loss.item(), norm.item()))
+    return records
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_twenty_steps_are_those_of_peft(files: Path, form: str) -> None:
 def losses(asked: Plan) -> list[tuple[float, float]]:
     watcher = Notes()
     loop.run(asked, watchers=[watcher])
-    return [(one.loss, one.grad_norm) for one in watcher.steps]
+    return [(step.loss, step.grad_norm) for step in watcher.steps]
 
 
 @pytest.mark.slow
@@ -143,10 +143,10 @@ def test_it_goes_on_as_if_it_had_not_stopped(files: Path) -> None:
 def test_weights_that_changed_are_refused(files: Path) -> None:
     asked = plan(files, *LORA, "recipe.steps=2")
     loop.run(asked)
-    kept = next((files / "hf").glob("*.safetensors"))
-    raw = bytearray(kept.read_bytes())
+    weights_file = next((files / "hf").glob("*.safetensors"))
+    raw = bytearray(weights_file.read_bytes())
     raw[-1] ^= 1
-    kept.write_bytes(bytes(raw))
+    weights_file.write_bytes(bytes(raw))
     with pytest.raises(CheckpointError, match=r"adapter for other weights"):
         loop.run(replace(asked, recipe=replace(asked.recipe, steps=3)), resume="auto")
     with pytest.raises(CheckpointError, match=r"adapter for other weights"):
@@ -174,15 +174,15 @@ def test_exports_say_what_the_run_says(files: Path, form: list[str], capsys: pyt
     """The merged directory, the adapter in PEFT's format and the run itself."""
     asked = plan(files, *LORA, *form)
     loop.run(asked)
-    given = tokens(2, 11)
-    right = load(files / "run").model(given)
+    prompt = tokens(2, 11)
+    right = load(files / "run").model(prompt)
     assert main(["export", str(files / "run"), str(files / "merged")]) == 0
-    torch.testing.assert_close(load(files / "merged").model(given), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(load(files / "merged").model(prompt), right, rtol=1e-5, atol=1e-5)
     random = asked.init == "random"
     assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 2 * random
     if not random:
-        torch.testing.assert_close(load(files / "adapter").model(given), right, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(load(files / "hf").model(given), right, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(load(files / "adapter").model(prompt), right, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(load(files / "hf").model(prompt), right, rtol=1e-3, atol=1e-3)
 
 
 def test_a_run_of_all_weights_has_no_adapter(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,33 +201,33 @@ def test_a_base_of_another_shape_is_refused(files: Path) -> None:
 
 def test_a_lost_reference_is_measured_under_the_first_weights(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters begin as nothing: on resume the frozen weights alone are the reference again."""
-    rows = ({"prompt": f"say {one}", "chosen": f" {one} é", "rejected": " no"} for one in range(16))
+    rows = ({"prompt": f"say {number}", "chosen": f" {number} é", "rejected": " no"} for number in range(16))
     (files / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     words = [f"data={files / 'pairs.jsonl'}", "recipe.objective=dpo", "recipe.steps=2"]
     asked = plan(files, *LORA, *words)
     loop.run(asked)
-    kept = files / "run" / "reference.safetensors"
-    before = load_file(kept)
-    kept.unlink()
+    reference_file = files / "run" / "reference.safetensors"
+    before = load_file(reference_file)
+    reference_file.unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(files / "another"))
     longer = replace(asked, recipe=replace(asked.recipe, steps=3))
     loop.run(longer, resume="auto")
-    after = load_file(kept)
+    after = load_file(reference_file)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_first_weights_that_changed_are_no_reference(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All weights are trained, and no checkpoint has those that the run began with."""
-    rows = ({"prompt": f"say {one}", "chosen": f" {one} é", "rejected": " no"} for one in range(16))
+    rows = ({"prompt": f"say {number}", "chosen": f" {number} é", "rejected": " no"} for number in range(16))
     (files / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     asked = plan(files, f"data={files / 'pairs.jsonl'}", "recipe.objective=dpo", "recipe.steps=2")
     loop.run(asked)
     (files / "run" / "reference.safetensors").unlink()
     monkeypatch.setenv("XDG_CACHE_HOME", str(files / "another"))
-    kept = next((files / "hf").glob("*.safetensors"))
-    raw = bytearray(kept.read_bytes())
+    weights_file = next((files / "hf").glob("*.safetensors"))
+    raw = bytearray(weights_file.read_bytes())
     raw[-1] ^= 1
-    kept.write_bytes(bytes(raw))
+    weights_file.write_bytes(bytes(raw))
     with pytest.raises(PlanError, match=r"are not those of the start of the run"):
         loop.run(replace(asked, recipe=replace(asked.recipe, steps=3)), resume="auto")
 
@@ -235,7 +235,7 @@ def test_first_weights_that_changed_are_no_reference(files: Path, monkeypatch: p
 def test_a_merged_model_routes_as_the_trained_one(files: Path) -> None:
     """A router's correction stays in fp32 where all else is narrow: its values are large beside scores."""
     shape = ModelShape(**SIZES, family="deepseek_v3", moe=EXPERTS, mla=_latent())
-    found = directory(files / "moe", shape)
+    folder = directory(files / "moe", shape)
     (files / "moe" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     asked = plan(files, f"model={files / 'moe'}", *LORA, "recipe.steps=1", "recipe.precision=bf16")
     loop.run(asked)
@@ -245,5 +245,5 @@ def test_a_merged_model_routes_as_the_trained_one(files: Path) -> None:
     biases = [name for name in merged if name.endswith("correction_bias")]
     assert biases
     for name in biases:
-        assert merged[name].dtype == torch.float32 and torch.equal(merged[name], found[name])
+        assert merged[name].dtype == torch.float32 and torch.equal(merged[name], folder[name])
     assert all(tensor.dtype == torch.bfloat16 for name, tensor in merged.items() if name not in biases)

@@ -29,17 +29,17 @@ def sampler(count: int = 200, starts: tuple[int, ...] = (0,), sequence: int = 8,
 def test_tensors_say_what_the_windows_said() -> None:
     windows = sampler(starts=(0, 13, 77)).take(0, 25)
     assert windows.packed
-    found = to_batch(windows, CPU, document_mask=True)
-    assert found.documents is not None and found.positions is not None
+    made = to_batch(windows, CPU, document_mask=True)
+    assert made.documents is not None and made.positions is not None
     for tensor, array in (
-        (found.tokens, windows.tokens),
-        (found.targets, windows.targets),
-        (found.documents, windows.documents),
-        (found.positions, windows.positions),
+        (made.tokens, windows.tokens),
+        (made.targets, windows.targets),
+        (made.documents, windows.documents),
+        (made.positions, windows.positions),
     ):
         np.testing.assert_array_equal(tensor.numpy(), array)
-    assert found.tokens.dtype == found.targets.dtype == torch.int64
-    assert found.valid == int((windows.targets != -100).sum()) == 25 * 8 - 2
+    assert made.tokens.dtype == made.targets.dtype == torch.int64
+    assert made.valid == int((windows.targets != -100).sum()) == 25 * 8 - 2
 
 
 def test_a_gpu_copies_from_memory_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +81,13 @@ def test_a_batch_has_the_forms_that_others_of_its_run_come_in(
         other: to_batch(sampler(starts=other).take(0, 24), CPU, document_mask=True, share=share)
         for other in ((0,), (0, 13))
     }
-    found = forms(split(read[starts], 24)[0])
-    assert list(found) == [False, True]
-    for form, like in zip(found.values(), read.values(), strict=True):
+    batch_forms = forms(split(read[starts], 24)[0])
+    assert list(batch_forms) == [False, True]
+    for form, like in zip(batch_forms.values(), read.values(), strict=True):
         for name in ("tokens", "targets", "documents", "positions"):
-            one, other = getattr(form, name), getattr(like, name)
-            assert (one is None) == (other is None), name
-            assert one is None or (one.shape == other.shape and one.dtype == other.dtype), name
+            tensor, other = getattr(form, name), getattr(like, name)
+            assert (tensor is None) == (other is None), name
+            assert tensor is None or (tensor.shape == other.shape and tensor.dtype == other.dtype), name
     unmasked = to_batch(sampler(starts=starts).take(0, 24), CPU, document_mask=False, share=share)
     assert list(forms(unmasked)) == [False]
 
@@ -124,17 +124,17 @@ def counted() -> Counted:
 
 @pytest.fixture
 def feed(counted: Counted) -> Iterator[Feed]:
-    found = Feed(PackedRows(counted, True), CPU)  # type: ignore[arg-type]
-    yield found
-    found.close()
+    reader = Feed(PackedRows(counted, True), CPU)  # type: ignore[arg-type]
+    yield reader
+    reader.close()
 
 
 def test_the_next_batch_is_read_ahead_and_every_one_once(feed: Feed, counted: Counted) -> None:
     """With a ramp: 2, then 4 sequences a step."""
     cursor = 0
     for count, following in ((2, 2), (2, 4), (4, 4), (4, 0)):
-        found = feed.take(cursor, count, following)
-        np.testing.assert_array_equal(found.tokens.numpy(), sampler().take(cursor, count).tokens)
+        taken = feed.take(cursor, count, following)
+        np.testing.assert_array_equal(taken.tokens.numpy(), sampler().take(cursor, count).tokens)
         cursor += count
     feed.close()
     assert [(at, count) for at, count, _ in counted.asked] == [(0, 2), (2, 2), (4, 4), (8, 4)]
@@ -144,17 +144,17 @@ def test_the_next_batch_is_read_ahead_and_every_one_once(feed: Feed, counted: Co
 
 def test_what_was_read_ahead_in_vain_is_not_given_out(feed: Feed) -> None:
     feed.take(0, 2, following=4)
-    found = feed.take(2, 3)
-    np.testing.assert_array_equal(found.tokens.numpy(), sampler().take(2, 3).tokens)
+    taken = feed.take(2, 3)
+    np.testing.assert_array_equal(taken.tokens.numpy(), sampler().take(2, 3).tokens)
     np.testing.assert_array_equal(feed.take(2, 4).tokens.numpy(), sampler().take(2, 4).tokens)
 
 
 def test_an_error_ahead_is_raised_where_the_batch_is_needed() -> None:
-    found = Feed(PackedRows(Counted(sampler(), failing=2), True), CPU)  # type: ignore[arg-type]
-    found.take(0, 2, following=2)
+    failing_feed = Feed(PackedRows(Counted(sampler(), failing=2), True), CPU)  # type: ignore[arg-type]
+    failing_feed.take(0, 2, following=2)
     with pytest.raises(DataError, match="the file is gone"):
-        found.take(2, 2)
-    found.close()
+        failing_feed.take(2, 2)
+    failing_feed.close()
 
 
 def test_held_out_windows_are_scored_once() -> None:
@@ -165,8 +165,8 @@ def test_held_out_windows_are_scored_once() -> None:
         "filled up with rows that count not"
     )
     assert valid_tokens(batches) == 202 - 1, "all but the first token, and the first of the second document"
-    some = list(held_out_batches(inner, CPU, rows=4, limit=5, document_mask=True))
-    assert [sum(map(bool, batch.valid_of_rows)) for batch in some] == [4, 1]
+    spread = list(held_out_batches(inner, CPU, rows=4, limit=5, document_mask=True))
+    assert [sum(map(bool, batch.valid_of_rows)) for batch in spread] == [4, 1]
 
 
 def test_held_out_text_shorter_than_a_window_is_padded() -> None:

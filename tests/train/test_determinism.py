@@ -95,25 +95,28 @@ def test_no_kernel_of_this_package_adds_by_atomics() -> None:
 
 def test_blocks_run_uncompiled_unless_asked_for() -> None:
     assert device.deterministic_plan(PLAN, GPU).layout.compile == "off"
-    for kept in (
+    for unchanged in (
         replace(PLAN, layout=replace(PLAN.layout, compile="on")),
         replace(PLAN, recipe=replace(PLAN.recipe, deterministic=False)),
         replace(PLAN, recipe=replace(PLAN.recipe, products="fp8")),
     ):
-        assert device.deterministic_plan(kept, GPU) == kept
+        assert device.deterministic_plan(unchanged, GPU) == unchanged
     assert device.deterministic_plan(PLAN, torch.device("cpu")) == PLAN, "a CPU repeats its bits anyway"
 
 
 def test_a_run_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.training.device.kernel_notes", lambda *given: [])
+    monkeypatch.setattr("meshwright.training.device.kernel_notes", lambda *arguments: [])
     monkeypatch.setattr("meshwright.training.run_start.is_compiled", lambda layout, device: layout.compile == "on")
-    monkeypatch.setattr("meshwright.training.run_start.compile_notes", lambda *given: [])
+    monkeypatch.setattr("meshwright.training.run_start.compile_notes", lambda *arguments: [])
 
     def notes(plan: Plan, target: torch.device = GPU) -> str:
         return "\n".join(run_notes(plan, target, steps_done=0, length="steps", changes=""))
 
-    said = notes(device.deterministic_plan(PLAN, GPU))
-    assert "recipe.deterministic=true costs speed: attention's backward pass" in said and "run uncompiled" in said
+    sentences = notes(device.deterministic_plan(PLAN, GPU))
+    assert (
+        "recipe.deterministic=true costs speed: attention's backward pass" in sentences
+        and "run uncompiled" in sentences
+    )
     assert "compiled blocks take kernels" in notes(replace(PLAN, layout=replace(PLAN.layout, compile="on")))
     assert "costs speed" not in notes(replace(PLAN, recipe=replace(PLAN.recipe, deterministic=False)))
     assert "costs speed" not in notes(PLAN, torch.device("cpu"))
@@ -123,7 +126,7 @@ def test_a_run_keeps_the_plan_that_it_follows(tmp_path: Path, monkeypatch: pytes
     texts = running.write_texts(tmp_path / "text")
     choose = device.deterministic_plan
     monkeypatch.setattr(device, "deterministic_plan", lambda plan, target: choose(plan, GPU))
-    monkeypatch.setattr(device, "prepare", lambda *given, **options: None)
+    monkeypatch.setattr(device, "prepare", lambda *arguments, **options: None)
     notes = running.Notes()
     loop.run(running.plan(texts, tmp_path / "run", steps=1, deterministic=True), watchers=[notes])
     assert notes.info is not None and notes.info.plan.layout.compile == "off"

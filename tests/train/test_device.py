@@ -52,8 +52,8 @@ GIB = 2**30
     ],
 )
 def test_names_as_drivers_spell_them(reported: str, gib: float, expected: str) -> None:
-    found = device.match_device(reported, int(gib * GIB))
-    assert found is not None and found.name == expected
+    matched = device.match_device(reported, int(gib * GIB))
+    assert matched is not None and matched.name == expected
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_others_are_not_known_and_get_no_peak(reported: str, gib: float) -> None
      ("NVIDIA GH200 480GB", None), ("CPU, 2 threads", None), ("", None)],
 )  # fmt: skip
 def test_a_name_alone_tells_a_chip_that_comes_in_one_size(reported: str, expected: str | None) -> None:
-    found = device.match_device(reported)
-    assert (found.name if found else None) == expected
+    matched = device.match_device(reported)
+    assert (matched.name if matched else None) == expected
 
 
 def test_a_plan_without_a_device_gets_the_one_that_is_there() -> None:
@@ -100,8 +100,8 @@ def test_every_preset_is_found_by_its_own_name() -> None:
     for name in presets.device_names():
         preset = presets.device(name)
         if preset.memory_bytes:
-            found = device.match_device(preset.name, int(preset.memory_bytes * 0.99))
-            assert found is not None and found.name == preset.name
+            matched = device.match_device(preset.name, int(preset.memory_bytes * 0.99))
+            assert matched is not None and matched.name == preset.name
 
 
 def test_a_cpu_has_no_preset_and_its_peak_only_if_the_plan_says_so() -> None:
@@ -212,9 +212,9 @@ def test_a_run_says_what_triton_does_not_know_of_its_attention(monkeypatch: pyte
     window = replace(plain, model=replace(plain.model, window=16))
     far = replace(plain, model=replace(plain.model, window=plain.recipe.sequence))
     ranks = replace(plain, layout=Layout(kernels="triton", cp=2))
-    for plan, said in ((plain, ""), (window, "a window"), (far, ""), (ranks, "context parallelism")):
+    for plan, reason in ((plain, ""), (window, "a window"), (far, ""), (ranks, "context parallelism")):
         device.kernel_notes(plan, CPU, compiled=False)
-        assert asked["attention"] == said
+        assert asked["attention"] == reason
 
 
 def test_a_cpu_without_a_compiler_says_what_it_is_slower_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +224,8 @@ def test_a_cpu_without_a_compiler_says_what_it_is_slower_in(monkeypatch: pytest.
     assert device.kernel_notes(plan, CPU, compiled=False) == []
     assert device.attention_kernel(plan, CPU) == "compiled loops"
     monkeypatch.setattr(training_library, "is_compiled", lambda: False)
-    [said] = device.kernel_notes(plan, CPU, compiled=False)
-    assert "no C compiler" in said and device.attention_kernel(plan, CPU) != "compiled loops"
+    [note] = device.kernel_notes(plan, CPU, compiled=False)
+    assert "no C compiler" in note and device.attention_kernel(plan, CPU) != "compiled loops"
     short = replace(plan, recipe=Recipe(sequence=128))
     assert device.kernel_notes(short, CPU, compiled=False) == [], "it would not have been compiled there either"
     dropped = replace(plan, recipe=Recipe(sequence=256, dropout=0.1))
@@ -242,13 +242,13 @@ def test_blocks_that_cannot_be_compiled_are_not_said_to_be(name: str, monkeypatc
     codes = replace(plan, model=replace(plan.model, lora=LoRAShape(rank=4, base="nf4")))
     rounded = replace(plan, recipe=replace(plan.recipe, fake_quantize="nf4"))
     for asked, compiled in ((plan, True), ({"codes": codes, "rounded": rounded}[name], False)):
-        said = " ".join(run_start.run_notes(asked, CPU, steps_done=0, length="steps", changes=""))
-        assert ("the compiler fuses the rest" in said) == compiled and ("swiglu" in said) != compiled
+        notes = " ".join(run_start.run_notes(asked, CPU, steps_done=0, length="steps", changes=""))
+        assert ("the compiler fuses the rest" in notes) == compiled and ("swiglu" in notes) != compiled
 
 
 def test_the_peak_of_a_process_is_not_its_parents() -> None:
     held = bytearray(2**30)
     held[::4096] = b"1" * (2**30 // 4096)
     ask = "from meshwright.training.device import resident_peak_bytes; print(resident_peak_bytes())"
-    found = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    assert 2**25 < int(found.stdout) < len(held)
+    child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert 2**25 < int(child.stdout) < len(held)

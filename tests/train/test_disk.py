@@ -61,8 +61,8 @@ def test_room_for_one_and_not_for_all_is_said(texts: Path, tmp_path: Path, monke
     has(monkeypatch, 3 * size + OTHER_BYTES)
     loop.run(plan, watchers=[watcher])
     assert watcher.info is not None
-    [said] = [text for label, text in watcher.info.foreseen if label == "note"]
-    assert "up to 4 checkpoints of" in said and "recipe.keep_last=2" in said
+    [note] = [text for label, text in watcher.info.foreseen if label == "note"]
+    assert "up to 4 checkpoints of" in note and "recipe.keep_last=2" in note
     has(monkeypatch, 16)  # nothing is left to be saved
     assert loop.run(plan, resume="auto").step == 4
     has(monkeypatch, GIB)

@@ -35,17 +35,17 @@ def written_out(asked: Plan) -> tuple[Tensor, Tensor, Tensor]:
     recipe, corpus = asked.recipe, prepare(asked.data)
     rows = numbered_rows(asked.data, recipe, corpus, corpus.train, shuffle=True).take(0, recipe.global_batch)
     batch = to_batch(rows, torch.device("cpu"), document_mask=True)
-    given = {"positions": batch.positions, "documents": batch.documents}
+    mask_inputs = {"positions": batch.positions, "documents": batch.documents}
     student, theirs = build(asked.model, seed=recipe.seed), load(Path(asked.teacher_init)).model
     with torch.no_grad():
-        one, other = (
-            model(batch.tokens, **given)[..., : asked.teacher.vocab if asked.teacher else 0]
+        teacher_logits, other = (
+            model(batch.tokens, **mask_inputs)[..., : asked.teacher.vocab if asked.teacher else 0]
             for model in (student, theirs)
         )
         heat, valid = recipe.distillation_temperature, batch.targets >= 0
-        ours, goal = (logits.div(heat).log_softmax(-1) for logits in (one, other))
+        ours, goal = (logits.div(heat).log_softmax(-1) for logits in (teacher_logits, other))
         soft = F.kl_div(ours, goal, reduction="none", log_target=True).sum(-1)[valid].mean() * heat**2
-        hard = F.cross_entropy(one[valid], batch.targets[valid])
+        hard = F.cross_entropy(teacher_logits[valid], batch.targets[valid])
     return (1 - recipe.distillation_hard) * soft + recipe.distillation_hard * hard, soft, hard
 
 
@@ -61,7 +61,7 @@ def test_what_a_run_says_it_holds_is_what_a_dry_run_counts(teacher: Path, tmp_pa
     asked = student_plan(teacher, tmp_path / "student", steps=1)
     trained(asked)
     memory = json.loads((tmp_path / "student" / "ledger.json").read_text())["memory"]
-    held = {one["kind"]: one["bytes"] for one in memory}["parameters"]
+    held = {row["kind"]: row["bytes"] for row in memory}["parameters"]
     assert held == dry_run(asked, device="cpu").worst.kinds["parameters"]
     assert held > 4 * num_parameters(asked.model)
 
@@ -87,11 +87,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _under(layouts: list[dict[str, Any]], asked: Plan) -> list[list[tuple[float, ...]]]:
-    found = []
+    curves = []
     for number, each in enumerate(layouts):
         layout = Layout(**{"compile": "off", "micro_batch": 2, **each})
-        found.append(trained(replace(asked, run=f"{asked.run}-{number}", layout=layout)))
-    return found
+        curves.append(trained(replace(asked, run=f"{asked.run}-{number}", layout=layout)))
+    return curves
 
 
 @pytest.mark.parametrize("beta", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
@@ -101,8 +101,8 @@ def test_layouts_teach_the_same(teacher: Path, tmp_path: Path, beta: float) -> N
     right = trained(replace(asked, layout=Layout(compile="off", micro_batch=2)))
     chosen = LAYOUTS if not beta else {name: LAYOUTS[name] for name in ("tp", "ZeRO-3", "pp")}
     [first, _] = on_ranks(2, _under, list(chosen.values()), asked)
-    for name, found in zip(chosen, first, strict=True):
-        for step, expected in zip(found, right, strict=True):
+    for name, curve in zip(chosen, first, strict=True):
+        for step, expected in zip(curve, right, strict=True):
             assert step[0] == pytest.approx(expected[0], rel=1e-6), name
             assert step[1:] == pytest.approx(expected[1:], rel=1e-4), name
 
@@ -114,8 +114,8 @@ def test_a_pipeline_teaches_the_same_with_what_else_is_shared(teacher: Path, tmp
     right = trained(replace(asked, layout=Layout(compile="off", micro_batch=2)))
     layouts = [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1}, {"pp": 2, "cp": 2}]
     [first, *_] = on_ranks(4, _under, layouts, asked)
-    for layout, found in zip(layouts, first, strict=True):
-        for step, expected in zip(found, right, strict=True):
+    for layout, curve in zip(layouts, first, strict=True):
+        for step, expected in zip(curve, right, strict=True):
             assert step[0] == pytest.approx(expected[0], rel=1e-6), layout
 
 
@@ -125,8 +125,8 @@ def test_a_routed_teacher_teaches_the_same_under_layouts(tmp_path: Path) -> None
     asked = student_plan(taught(tmp_path, ROUTED), tmp_path / "run")
     right = trained(asked)
     [first, _] = on_ranks(2, _under, [{"tp": 2}, {"dp_shard": 2, "zero": 3}], asked)
-    for found in first:
-        assert [one[0] for one in found] == pytest.approx([one[0] for one in right], rel=1e-4)
+    for curve in first:
+        assert [figures[0] for figures in curve] == pytest.approx([figures[0] for figures in right], rel=1e-4)
 
 
 def test_what_a_student_cannot_learn_from_is_refused_before_the_run(teacher: Path, tmp_path: Path) -> None:

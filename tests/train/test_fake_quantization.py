@@ -66,34 +66,34 @@ def test_products_of_eight_bits_are_those_of_the_quantized_model() -> None:
     """Rows are rounded, too: logits are those of a model that multiplies the whole numbers, and gradients pass."""
     model, scheme = build(WIDE, seed=3), SCHEMES["int8"]
     names = quantizable(WIDE)
-    weights = {name: one.detach() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     codes = {name: quantize_matrix(name, weights[name], scheme).tensors for name in names}
     coded = build_quantized(WIDE, dict.fromkeys(names, scheme), outlier_columns={}, dtype=torch.float32)
     fill(coded, (weights | codes).items())
     tokens = torch.arange(24).view(2, 12)
     plain = model(tokens)
     put_fake_quantization([model], WIDE, "int8")
-    found = model(tokens)
-    torch.testing.assert_close(found, coded(tokens), rtol=1e-5, atol=1e-5)
-    assert float((found - plain).detach().abs().max()) > 1e-4
-    found.square().sum().backward()
-    assert all(one.grad is not None and one.grad.isfinite().all() for one in model.parameters())
+    logits = model(tokens)
+    torch.testing.assert_close(logits, coded(tokens), rtol=1e-5, atol=1e-5)
+    assert float((logits - plain).detach().abs().max()) > 1e-4
+    logits.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def _losses(asked: Plan) -> list[tuple[float, float]]:
     watcher = Notes()
     loop.run(asked, watchers=[watcher])
-    return [(one.loss, one.grad_norm) for one in watcher.steps]
+    return [(step.loss, step.grad_norm) for step in watcher.steps]
 
 
 def _plan(folder: Path, run: str, shape: ModelShape = WIDE, scheme: str = "int4-rtn", **recipe: Any) -> Plan:
     recipe |= {"eval_every": 0, "checkpoint_every": 0}
-    found = plain_plan(folder / "texts", folder / run, shape=shape, steps=3, fake_quantize=scheme, **recipe)
-    return replace(found, layout=Layout(compile="off", micro_batch=2))
+    asked = plain_plan(folder / "texts", folder / run, shape=shape, steps=3, fake_quantize=scheme, **recipe)
+    return replace(asked, layout=Layout(compile="off", micro_batch=2))
 
 
 def _under(plans: list[Plan]) -> list[list[tuple[float, float]]]:
-    return [_losses(one) for one in plans]
+    return [_losses(laid_plan) for laid_plan in plans]
 
 
 def _laid(asked: Plan, layouts: list[dict[str, Any]]) -> list[Plan]:
@@ -105,9 +105,9 @@ def _laid(asked: Plan, layouts: list[dict[str, Any]]) -> list[Plan]:
 
 def _are_those_of_one_process(asked: Plan, world: int, layouts: list[dict[str, Any]]) -> None:
     right = _losses(asked)
-    found = on_ranks(world, _under, _laid(asked, layouts))[0]
-    for layout, one in zip(layouts, found, strict=True):
-        for (loss, norm), (expected, also) in zip(one, right, strict=True):
+    curves = on_ranks(world, _under, _laid(asked, layouts))[0]
+    for layout, curve in zip(layouts, curves, strict=True):
+        for (loss, norm), (expected, also) in zip(curve, right, strict=True):
             assert loss == pytest.approx(expected, rel=1e-6), layout
             assert norm == pytest.approx(also, rel=1e-5), layout
 
@@ -154,14 +154,14 @@ def test_rounded_rows_are_those_of_one_process_under_tensor_parallelism() -> Non
     case = Case(shape=WIDE, sequence=12, global_batch=4, fake_quantize="int8", steps=1)
     ranks = on_ranks(2, outcome, case, Layout(compile="off", tp=2))
     plain = replace(case, fake_quantize="none")
-    [right, without] = [outcome(one, Layout(compile="off")) for one in (case, plain)]
+    [right, without] = [outcome(variant, Layout(compile="off")) for variant in (case, plain)]
     assert first_difference(right, ranks, BANDS["fp32"]) is None
     assert abs(without.losses[0] - right.losses[0]) > 1e-5
 
 
 def test_a_split_pass_leaves_the_gradients_of_what_is_rounded() -> None:
     """Of every matrix, experts too; and they are those of a whole pass."""
-    shape, found = replace(ROUTED, hidden=48), []
+    shape, gradients = replace(ROUTED, hidden=48), []
     tokens = torch.arange(24).view(2, 12)
     for splits in (False, True):
         model = build(shape, seed=3)
@@ -171,12 +171,12 @@ def test_a_split_pass_leaves_the_gradients_of_what_is_rounded() -> None:
             with WeightGradients() if splits else nullcontext(WeightGradients()) as queue:
                 loss.backward()
             rounded = [dict(model.named_parameters())[name] for name in quantizable(shape)]
-            assert all((one.grad is None) == splits for one in rounded)
+            assert all((parameter.grad is None) == splits for parameter in rounded)
             assert len(queue) >= len(rounded) * splits
             queue.run()
-        found.append({name: one.grad for name, one in model.named_parameters()})
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, msg=name)
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, msg=name)
 
 
 def _kl(before: nn.Module, after: nn.Module, rows: Tensor) -> float:
@@ -236,9 +236,9 @@ def test_rounded_copies_are_in_plan_and_dry_run(tmp_path: Path) -> None:
     plain = plain_plan(tmp_path, tmp_path / "run", shape=replace(WIDE, hidden=256, ffn=512, head_dim=64))
     plain = replace(plain, layout=Layout(compile="off", micro_batch=2))
     asked = replace(plain, recipe=replace(plain.recipe, fake_quantize="int4-rtn"))
-    found, planned = dry_run(asked, device="cpu").worst, predict(asked).worst
-    assert found.peak_bytes > dry_run(plain, device="cpu").worst.peak_bytes
-    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(found.peak_bytes, rel=0.05)
+    simulated, planned = dry_run(asked, device="cpu").worst, predict(asked).worst
+    assert simulated.peak_bytes > dry_run(plain, device="cpu").worst.peak_bytes
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(simulated.peak_bytes, rel=0.05)
 
 
 def test_one_device_is_where_an_engine_rounds_too() -> None:

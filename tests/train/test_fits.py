@@ -19,8 +19,8 @@ TINY = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout())
 
 
 def _have(patch: pytest.MonkeyPatch, available_bytes: int, total_bytes: int = 0) -> None:
-    found = MachineMemory(total_bytes=total_bytes or available_bytes, available_bytes=available_bytes)
-    patch.setattr(fits, "machine_memory", lambda: found)
+    memory = MachineMemory(total_bytes=total_bytes or available_bytes, available_bytes=available_bytes)
+    patch.setattr(fits, "machine_memory", lambda: memory)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,12 @@ MEMINFO = "MemTotal:       16000 kB\nMemFree:         1000 kB\nMemAvailable:    
 def test_available_memory_is_what_kernel_and_control_groups_leave(
     files: dict[str, str], total: int, available: int, tmp_path: Path
 ) -> None:
-    found = machine_memory(_machine(tmp_path, {"proc/meminfo": MEMINFO, **files}))
-    assert (found.total_bytes, found.available_bytes, found.swap_bytes) == (total * 1024, available * 1024, 2000 * 1024)
+    memory = machine_memory(_machine(tmp_path, {"proc/meminfo": MEMINFO, **files}))
+    assert (memory.total_bytes, memory.available_bytes, memory.swap_bytes) == (
+        total * 1024,
+        available * 1024,
+        2000 * 1024,
+    )
 
 
 V2 = {
@@ -205,15 +209,15 @@ def test_swap_is_what_kernel_and_control_groups_leave(
     files: dict[str, str], available: int, swap: int, tmp_path: Path
 ) -> None:
     """A process beyond what its group may swap is killed, however much the machine has."""
-    found = machine_memory(_machine(tmp_path, {"proc/meminfo": MEMINFO, **files}))
-    assert (found.available_bytes, found.swap_bytes) == (available * 1024, swap * 1024)
+    memory = machine_memory(_machine(tmp_path, {"proc/meminfo": MEMINFO, **files}))
+    assert (memory.available_bytes, memory.swap_bytes) == (available * 1024, swap * 1024)
 
 
 def test_without_proc_all_memory_counts(tmp_path: Path) -> None:
-    found = machine_memory(tmp_path)
-    assert found.available_bytes == found.total_bytes > 2**28
+    memory = machine_memory(tmp_path)
+    assert memory.available_bytes == memory.total_bytes > 2**28
 
 
 def test_this_machine_has_less_available_than_in_all() -> None:
-    found = machine_memory()
-    assert 0 < found.available_bytes < found.total_bytes
+    memory = machine_memory()
+    assert 0 < memory.available_bytes < memory.total_bytes

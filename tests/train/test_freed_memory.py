@@ -28,9 +28,9 @@ print(before - resident() > 2**26)
 @pytest.mark.parametrize("name, value", [("", ""), ("MALLOC_MMAP_THRESHOLD_", "16777216"),
                                          ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=16777216")])  # fmt: skip
 def test_freed_memory_is_kept_unless_the_environment_says_how_much(name: str, value: str) -> None:
-    said = {name: value} if name else {}
+    environment = {name: value} if name else {}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env={"PYTHONPATH": ":".join(sys.path), **said}, capture_output=True,
+        [sys.executable, "-c", PROGRAM], env={"PYTHONPATH": ":".join(sys.path), **environment}, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
     assert run.stdout.split() == ([str(False), str(True)] if name else [str(True), str(False)])

@@ -63,21 +63,21 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def losses(asked: Plan) -> list[tuple[float, float]]:
     watcher = Notes()
     loop.run(asked, watchers=[watcher])
-    return [(one.loss, one.grad_norm) for one in watcher.steps]
+    return [(step.loss, step.grad_norm) for step in watcher.steps]
 
 
 def restored_folder(asked: Plan, folder: Path) -> str:
     """The slow twin's base: every matrix quantized and restored, in fp32."""
-    found = import_folder(Path(asked.init))
+    imported = import_folder(Path(asked.init))
     schemes = frozen_schemes(asked.model)
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in stored_weights(found.path, found.shape):
+        for name, tensor in stored_weights(imported.path, imported.shape):
             yield name, quantize_matrix(name, tensor, schemes[name]).dequantized() if name in schemes else tensor
 
     tokenizer = job.prepare_data(asked.data).tokenizer
     export_folder(
-        folder, model_tensors=weights(), shape=found.shape, tokenizer=tokenizer, dtype=torch.float32,
+        folder, model_tensors=weights(), shape=imported.shape, tokenizer=tokenizer, dtype=torch.float32,
         chat_template=CHATML,
     )  # fmt: skip
     return str(folder)
@@ -165,10 +165,10 @@ def test_a_rank_holds_codes_and_no_matrix(files: Path, base: str) -> None:
     for training in (True, False):
         with torch.set_grad_enabled(training):
             assert model.loss(ids, ids).cross_entropy.isfinite()
-    matrices = [one.matrix for one in frozen_codes([model], asked.model).values()]
+    matrices = [tensor.matrix for tensor in frozen_codes([model], asked.model).values()]
     assert len(matrices) == len(frozen_schemes(asked.model)) == 14
     assert not any(matrix.prepared for matrix in matrices)
-    assert all(one.numel() <= 512 for matrix in matrices for one in matrix.tables.values())
+    assert all(tensor.numel() <= 512 for matrix in matrices for tensor in matrix.tables.values())
 
 
 def test_experts_and_short_rows_have_codes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +177,8 @@ def test_experts_and_short_rows_have_codes_too(tmp_path: Path, monkeypatch: pyte
     written(tmp_path, ModelShape(**SIZES, family="deepseek_v3", moe=EXPERTS, mla=_latent()))
     asked = plan(tmp_path, *LORA, "model.lora.base=nf4-double", "recipe.steps=6")
     assert any(name.endswith("experts.up") for name in frozen_schemes(asked.model))
-    found = losses(asked)
-    assert found[-1][0] < found[0][0]
+    curve = losses(asked)
+    assert curve[-1][0] < curve[0][0]
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
 
 
@@ -187,17 +187,17 @@ def test_an_export_is_what_was_trained(files: Path) -> None:
     folder of the base."""
     asked = plan(files, *LORA, "model.lora.base=nf4", "recipe.steps=6")
     loop.run(asked)
-    given = tokens(2, 11)
+    prompt = tokens(2, 11)
     state = state_of(asked)
     latest = checkpoint.latest(files / "run" / "checkpoints")
     assert latest is not None
     checkpoint.load(latest, state.tensors())
-    right = state.engine.model.eval()(given)
-    torch.testing.assert_close(load(files / "run").model(given), right, rtol=1e-5, atol=1e-5)
+    right = state.engine.model.eval()(prompt)
+    torch.testing.assert_close(load(files / "run").model(prompt), right, rtol=1e-5, atol=1e-5)
     assert main(["export", str(files / "run"), str(files / "merged")]) == 0
-    torch.testing.assert_close(load(files / "merged").model(given), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(load(files / "merged").model(prompt), right, rtol=1e-5, atol=1e-5)
     assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 0
-    beside_full = load(files / "adapter").model(given)
+    beside_full = load(files / "adapter").model(prompt)
     assert 1e-5 < float((beside_full - right).abs().max()) < 1.0
 
 

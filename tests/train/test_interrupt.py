@@ -138,7 +138,7 @@ def test_a_rank_that_could_not_save_ends_all() -> None:
     other: Any = SimpleNamespace(failed=lambda: None, give_up=lambda: gave_up.append(True))
     world: Any = World()
     stop: Any = SimpleNamespace(requested=None)
-    failed, well = (StopAgreement(world, torch.device("cpu"), stop, one) for one in (saver, other))
+    failed, well = (StopAgreement(world, torch.device("cpu"), stop, rank_saver) for rank_saver in (saver, other))
     told = failed.begin().tolist()
     for rank in (failed, well):
         rank.hear(told)
@@ -151,11 +151,11 @@ def _stopped(texts: str, run: str, bad: int) -> tuple[int, str]:
     steps = []
     real = trainer.train_step
 
-    def pressed(*given: Any, **options: Any) -> Any:
+    def pressed(*arguments: Any, **options: Any) -> Any:
         steps.append(True)
         if len(steps) == 2 and (dist.get_rank() if dist.is_initialized() else 0) == bad:
             os.kill(os.getpid(), signal.SIGINT)
-        return real(*given, **options)
+        return real(*arguments, **options)
 
     plan = running.plan(Path(texts), Path(run), steps=2)
     world = dist.get_world_size() if dist.is_initialized() else 1

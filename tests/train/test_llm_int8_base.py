@@ -36,14 +36,14 @@ def test_a_product_and_its_gradient_are_those_of_the_twin(large: float) -> None:
     x = torch.randn(5, 64, generator=draw)
     x[:, 7] *= large
     x.requires_grad_()
-    [found] = quantized_linears(x, [matrix], [None])
+    [product] = quantized_linears(x, [matrix], [None])
     twin = x.detach().requires_grad_()
     [right] = reference().quantized_linears(twin, [matrix], [None])
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(product, right, rtol=1e-5, atol=1e-5)
     plain = x.detach() @ matrix.dequantized().t()
-    assert float((found - plain).detach().abs().max()) > 1e-3, "rows are rounded"
+    assert float((product - plain).detach().abs().max()) > 1e-3, "rows are rounded"
     gradient = torch.randn(5, 48, generator=draw)
-    found.backward(gradient)
+    product.backward(gradient)
     assert x.grad is not None
     torch.testing.assert_close(x.grad, gradient @ matrix.dequantized(), rtol=1e-5, atol=1e-5)
     [through] = torch.autograd.grad(right, twin, gradient)  # rounding has no gradient: the twin's is said, too
@@ -57,16 +57,16 @@ def test_drawn_codes_train_an_adapter_and_are_counted(files: Path) -> None:
     assert len(frozen_codes([state.engine.model], asked.model)) == 14
     counted = memory(asked.model, asked.layout, "fp32")["step"]
     assert kept_bytes.memory(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
-    found = losses(asked)
+    curve = losses(asked)
     same = losses(plan(files, *LORA, "recipe.steps=6", f"run={files / 'same'}"))
-    assert found != same and found[-1][0] < found[0][0]
-    assert [one for one, _ in found] == pytest.approx([one for one, _ in same], abs=2e-2)
+    assert curve != same and curve[-1][0] < curve[0][0]
+    assert [loss for loss, _ in curve] == pytest.approx([loss for loss, _ in same], abs=2e-2)
 
 
 def test_plan_and_dry_run_agree(files: Path) -> None:
     asked = plan(files, *LORA, BASE)
-    seen, said = dry_run(asked, ranks=[0]).ranks[0], predict(asked).memory[0]
-    assert said.kinds["parameters"] == seen.kinds["parameters"]
+    seen, predicted = dry_run(asked, ranks=[0]).ranks[0], predict(asked).memory[0]
+    assert predicted.kinds["parameters"] == seen.kinds["parameters"]
 
 
 def test_a_folder_of_bitsandbytes_is_taken_as_it_is(files: Path) -> None:
@@ -74,8 +74,8 @@ def test_a_folder_of_bitsandbytes_is_taken_as_it_is(files: Path) -> None:
     assert open_base(folder).base == "llm-int8"
     asked = beside(files, folder, "recipe.steps=3")
     drawn = plan(files, *LORA, BASE, "recipe.steps=3", f"run={files / 'drawn'}")
-    found, right = ([one for one, _ in losses(each)] for each in (asked, drawn))
-    assert found == pytest.approx(right, abs=2e-4), "the folder's embedding and head are in 16 bit"
+    curve, right = ([loss for loss, _ in losses(each)] for each in (asked, drawn))
+    assert curve == pytest.approx(right, abs=2e-4), "the folder's embedding and head are in 16 bit"
 
 
 def test_what_is_no_such_base_is_refused(files: Path) -> None:

@@ -186,21 +186,21 @@ def test_signals_end_it_after_the_step_with_a_checkpoint(
 
 def test_every_step_is_given_what_the_recipe_says(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next sequences of the run's order, none left out and none twice."""
-    given: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     read: list[torch.Tensor] = []
     real = trainer.train_step
 
     def watch(model: Any, optimizer: Any, batches: Any, **options: Any) -> Any:
-        given.append(options)
+        calls.append(options)
         read.extend(batch.tokens for batch in batches)
         return real(model, optimizer, batches, **options)
 
     monkeypatch.setattr(trainer, "train_step", watch)
     plan = make(clip=0.7, balance_loss=0.3, noise_scale_every=4, micro_batch=1)
     loop.run(plan)
-    assert [options["rate"] for options in given] == [learning_rate(plan.recipe, step) for step in range(1, 13)]
-    assert {(options["clip"], options["balance_loss"], options["scaler"]) for options in given} == {(0.7, 0.3, None)}
-    assert [options["measure_noise"] for options in given] == [step % 4 == 0 for step in range(1, 13)]
+    assert [options["rate"] for options in calls] == [learning_rate(plan.recipe, step) for step in range(1, 13)]
+    assert {(options["clip"], options["balance_loss"], options["scaler"]) for options in calls} == {(0.7, 0.3, None)}
+    assert [options["measure_noise"] for options in calls] == [step % 4 == 0 for step in range(1, 13)]
     order = Sampler(prepare(plan.data).train, sequence=12, tokenizer_separator=True, seed=plan.recipe.seed)
     assert torch.equal(torch.cat(read), torch.from_numpy(order.take(0, 48).tokens))
 
@@ -232,9 +232,9 @@ def test_a_ramp_changes_the_accumulation_at_its_token(
 def test_the_noise_scale_is_measured_every_so_often_and_kept(make: Make, tmp_path: Path) -> None:
     loop.run(make(noise_scale_every=3, global_batch=8, micro_batch=1, learning_rate=1e-4))
     rows = [row for row in metrics(tmp_path / "run") if "kind" not in row]
-    said = [row.get("noise_scale_tokens") for row in rows]
-    assert said[:2] == [None, None] and said[2] is not None and said[2] > 0
-    assert said[3] == said[4] == said[2] != said[5]
+    scales = [row.get("noise_scale_tokens") for row in rows]
+    assert scales[:2] == [None, None] and scales[2] is not None and scales[2] > 0
+    assert scales[3] == scales[4] == scales[2] != scales[5]
 
 
 def test_experts_report_their_balance(make: Make, tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, step: int, how: Callable[[Any], None
     """Do something to the model before a step of the next run."""
     real, calls = trainer.train_step, iter(range(1, 10_000))
 
-    def disturbed(engine: Any, *given: Any, **options: Any) -> Any:
+    def disturbed(engine: Any, *arguments: Any, **options: Any) -> Any:
         if next(calls) == step:
             how(engine.model)
-        return real(engine, *given, **options)
+        return real(engine, *arguments, **options)
 
     monkeypatch.setattr(trainer, "train_step", disturbed)
 
@@ -368,10 +368,10 @@ def begun(make: Make) -> Plan:
 
 def refused(plan: Plan, run: Path, resume: str = "auto") -> str:
     """A refusal to go on, which must leave the run as it was."""
-    kept = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
+    contents = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
     with pytest.raises(CheckpointError) as caught:
         loop.run(plan, resume=resume)
-    for path, content in kept.items():
+    for path, content in contents.items():
         assert path.read_bytes() == content, path
     return ended_at(caught.value)
 
@@ -424,8 +424,12 @@ def test_raised_steps_go_on_and_all_done_is_said(begun: Plan, make: Make, tmp_pa
     notes = Notes()
     loop.run(make(steps=10, learning_rate=0.5), watchers=[notes], resume="auto")
     assert notes.info is not None
-    [said] = [note for note in notes.info.notes if "learning_rate" in note]
-    assert "no step is left for" in said and "recipe.learning_rate=0.5 (was 0.005)" in said and "another run=" in said
+    [warning] = [note for note in notes.info.notes if "learning_rate" in note]
+    assert (
+        "no step is left for" in warning
+        and "recipe.learning_rate=0.5 (was 0.005)" in warning
+        and "another run=" in warning
+    )
     assert RunFolder.open(tmp_path / "run").plan == begun, "no step was made by the other plan"
 
     longer = make(steps=15)

@@ -150,16 +150,18 @@ def test_ranks_hold_what_is_counted_to_the_byte(
 ) -> None:
     storage = replace(RECIPE, precision=precision, **states).storage  # type: ignore[arg-type]
     for rank, results in enumerate(on_ranks(world, holdings, shape, options, precision, states)):
-        for each, found in zip(options, results, strict=True):
+        for each, bytes_by_kind in zip(options, results, strict=True):
             layout = Layout(compile="off", **each)
             passes, title = layout.micro_batches(8), f"rank {rank} of {each}"
             counted = memory(shape, layout, precision, rank, micro_batches=passes, storage=storage)
-            assert found["update"] == counted["update"], title
+            assert bytes_by_kind["update"] == counted["update"], title
             if rank in pipeline_ranks(layout):  # which hold most of their place
-                place = pipeline_ranks(layout).index(rank)
-                said = planned(shape, layout, precision, place, storage, micro_batches=passes)
-                assert found["update"] == said["update"] and counted["step"] == said["step"], title
-            now, right = found["step"], counted["step"]
+                pp_rank = pipeline_ranks(layout).index(rank)
+                counted_bytes = planned(shape, layout, precision, pp_rank, storage, micro_batches=passes)
+                assert (
+                    bytes_by_kind["update"] == counted_bytes["update"] and counted["step"] == counted_bytes["step"]
+                ), title
+            now, right = bytes_by_kind["step"], counted["step"]
             if passes == 1 and layout.pp == 1:
                 continue  # there is no moment between micro-batches
             if layout.dp_replicate > 1 and layout.zero > 1:  # fully_shard keeps partial sums to itself until the last
@@ -171,8 +173,8 @@ def test_ranks_hold_what_is_counted_to_the_byte(
 def counted(
     shape: ModelShape, precision: str, rank: int = 0, *, reduce_dtype: str = "fp32", **options: Any
 ) -> dict[str, dict[str, int]]:
-    found = memory(shape, Layout(**options), precision, rank, reduce_dtype=reduce_dtype)
-    return {phase: {k: v for k, v in found[phase].items() if k != "counters"} for phase in ("step", "update")}
+    by_phase = memory(shape, Layout(**options), precision, rank, reduce_dtype=reduce_dtype)
+    return {phase: {k: v for k, v in by_phase[phase].items() if k != "counters"} for phase in ("step", "update")}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -180,11 +182,11 @@ def test_the_lectures_table_of_zero_in_fp32(n: int) -> None:
     """4 + 4 + 8: 16 N; 8 N + 8 N / n; 4 N + 12 N / n; 16 N / n. Beside whole parameters lies the rank's own shard."""
     table = {0: 16 * N, 1: 4 * N + 4 * N + 8 * N // n, 2: 4 * N + (4 + 8) * N // n, 3: 16 * N // n}
     for zero, right in table.items() if n > 1 else [(0, 16 * N)]:
-        found = counted(SHAPE, "fp32", dp_shard=n, zero=zero)
-        beside = found["step"].pop("shards", 0)
-        assert sum(found["step"].values()) == right
+        by_phase = counted(SHAPE, "fp32", dp_shard=n, zero=zero)
+        beside = by_phase["step"].pop("shards", 0)
+        assert sum(by_phase["step"].values()) == right
         assert beside == (4 * N // n if zero in (1, 2) else 0)
-        assert sum(found["update"].values()) == (16 * N // n if zero else 16 * N)
+        assert sum(by_phase["update"].values()) == (16 * N // n if zero else 16 * N)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -195,12 +197,12 @@ def test_the_lectures_table_of_zero_in_mixed_precision(n: int, gradient: int) ->
     g, reduce_dtype = gradient, {2: "model", 4: "fp32"}[gradient]
     table = {0: (14 + g) * N, 1: (2 + g) * N + 12 * N // n, 2: 2 * N + (12 + g) * N // n, 3: (14 + g) * N // n}
     for zero, right in table.items():
-        found = counted(SHAPE, "bf16", reduce_dtype=reduce_dtype, dp_shard=n, zero=zero)
+        by_phase = counted(SHAPE, "bf16", reduce_dtype=reduce_dtype, dp_shard=n, zero=zero)
         beside = 2 * N // n if zero in (1, 2) and reduce_dtype == "model" else 0
         saved = 2 * N // n if zero == 3 and reduce_dtype == "fp32" else 0
-        assert sum(found["step"].values()) == right + beside - saved
+        assert sum(by_phase["step"].values()) == right + beside - saved
         if zero and reduce_dtype == "fp32":
-            assert found["update"] == {"parameters": 4 * N // n, "gradients": 4 * N // n, "moments": 8 * N // n}
+            assert by_phase["update"] == {"parameters": 4 * N // n, "gradients": 4 * N // n, "moments": 8 * N // n}
 
 
 def test_one_process_and_one_micro_batch_keep_the_lectures_sixteen_bytes() -> None:
@@ -223,8 +225,8 @@ def test_hybrid_sharding_divides_by_the_ranks_of_a_replica() -> None:
 def test_tensor_parallelism_divides_all_but_the_norms(t: int) -> None:
     norms = (2 * SHAPE.layers + 1) * SHAPE.hidden
     for rank in range(t):
-        found = counted(SHAPE, "fp32", rank, tp=t)["update"]
-        assert sum(found.values()) == 16 * ((N - norms) // t + norms)
+        in_update = counted(SHAPE, "fp32", rank, tp=t)["update"]
+        assert sum(in_update.values()) == 16 * ((N - norms) // t + norms)
 
 
 @pytest.mark.parametrize("p", [2, 4])
@@ -234,26 +236,28 @@ def test_pipeline_stages_hold_their_layers_and_the_ends_their_matrices(p: int) -
     layer = 4 * h * h + 3 * h * f + 2 * h
     for rank in range(p):
         ends = (rank == 0) * h * v + (rank == p - 1) * (h * v + h)
-        found = counted(SHAPE, "fp32", rank, pp=p, micro_batch=1)["update"]
-        assert sum(found.values()) == 16 * (SHAPE.layers // p * layer + ends)
+        in_update = counted(SHAPE, "fp32", rank, pp=p, micro_batch=1)["update"]
+        assert sum(in_update.values()) == 16 * (SHAPE.layers // p * layer + ends)
 
 
 def test_stages_by_hand_hold_what_they_were_dealt() -> None:
     h, f, v = SHAPE.hidden, SHAPE.ffn, SHAPE.vocab
     layer = 4 * h * h + 3 * h * f + 2 * h
     for rank, (layers, ends) in enumerate(((1 + 1, h * v + h * v + h), (1 + 1, 0))):
-        found = counted(SHAPE, "fp32", rank, pp=2, vp=2, schedule="zb-v", stages=(1, 1, 1, 1), micro_batch=1)["update"]
-        assert sum(found.values()) == 16 * (layers * layer + ends)
+        in_update = counted(SHAPE, "fp32", rank, pp=2, vp=2, schedule="zb-v", stages=(1, 1, 1, 1), micro_batch=1)[
+            "update"
+        ]
+        assert sum(in_update.values()) == 16 * (layers * layer + ends)
     for rank, layers in enumerate((3, 1)):
-        found = counted(SHAPE, "fp32", rank, pp=2, stages=(3, 1), micro_batch=1)["update"]
-        assert sum(found.values()) == 16 * (layers * layer + h * v + (rank == 1) * h)
+        in_update = counted(SHAPE, "fp32", rank, pp=2, stages=(3, 1), micro_batch=1)["update"]
+        assert sum(in_update.values()) == 16 * (layers * layer + h * v + (rank == 1) * h)
 
 
 def test_a_tied_head_lies_on_both_ends_of_a_pipeline_once() -> None:
     tied = replace(SHAPE, tied=True)
-    first, last = ({one.parameter.name for one in held(tied, Layout(pp=2), rank)} for rank in range(2))
+    first, last = ({share.parameter.name for share in held(tied, Layout(pp=2), rank)} for rank in range(2))
     assert first & last == {"embed.weight"}
-    both = [one.parameter.name for one in held(tied, Layout(pp=2, vp=2, schedule="zb-v"), 0)]
+    both = [share.parameter.name for share in held(tied, Layout(pp=2, vp=2, schedule="zb-v"), 0)]
     assert both.count("embed.weight") == 1 and "norm.weight" in both
 
 
@@ -272,9 +276,9 @@ def test_experts_fewer_than_ranks_are_shared_by_all_of_them() -> None:
     """DeepSeek-V3 over 1024 ranks, 4 experts on each of ep=64: 16 ranks share them, and each has a sixteenth."""
     shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
     for rank in (0, 64 * 15):
-        experts = [one for one in held(shape, layout, rank) if one.parameter.group == "expert"]
-        assert all(16 * one.owned == 16 * one.padded == one.box.numel for one in experts)
-        assert all(one.box.sizes[0] == 4 for one in experts)
+        experts = [share for share in held(shape, layout, rank) if share.parameter.group == "expert"]
+        assert all(16 * share.own == 16 * share.padded == share.box.numel for share in experts)
+        assert all(share.box.sizes[0] == 4 for share in experts)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -282,5 +286,5 @@ def test_all_ranks_together_hold_the_model_once_for_each_replica(zero: int) -> N
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, zero=zero, micro_batch=1)
     copies = layout.dp if zero == 0 else layout.dp_replicate
     split_by_tp = sum(p.numel for p in parameters(SHAPE) if "tp" in p.axes)
-    total = sum(one.owned for rank in range(layout.world) for one in held(SHAPE, layout, rank))
+    total = sum(share.own for rank in range(layout.world) for share in held(SHAPE, layout, rank))
     assert total == copies * (split_by_tp + layout.tp * (N - split_by_tp))

@@ -49,8 +49,8 @@ def make(tmp_path: Path) -> Make:
             MixtureSource(path=str(texts), weight=weights[0]),
             *(MixtureSource(path=str(tmp_path / "rows.jsonl"), weight=w, text_field="body") for w in weights[1:]),
         )
-        found = running.plan(texts, tmp_path / name, **{**OPTIONS, **recipe})
-        return replace(found, data=replace(found.data, path="", mixture=both))
+        asked = running.plan(texts, tmp_path / name, **{**OPTIONS, **recipe})
+        return replace(asked, data=replace(asked.data, path="", mixture=both))
 
     return made
 
@@ -65,18 +65,18 @@ def test_a_mixture_of_one_source_is_its_run(make: Make, tmp_path: Path) -> None:
     plan = make("mixed", weights=(0.4,))
     loop.run(plan)
     loop.run(alone(plan, 0, str(tmp_path / "alone")))
-    found = metrics(tmp_path / "mixed")
-    for record in found:
+    records = metrics(tmp_path / "mixed")
+    for record in records:
         record.pop("sources", None)
     expected = metrics(tmp_path / "alone")
-    for one, other in zip(found, expected, strict=True):
-        if "kind" in one:  # bits per byte come from a mean by weight
-            assert one.pop("bits_per_byte") == pytest.approx(other.pop("bits_per_byte"), rel=1e-12)
-        assert one == other
+    for ours, other in zip(records, expected, strict=True):
+        if "kind" in ours:  # bits per byte come from a mean by weight
+            assert ours.pop("bits_per_byte") == pytest.approx(other.pop("bits_per_byte"), rel=1e-12)
+        assert ours == other
     ends = [checkpoint.latest(tmp_path / name / "checkpoints") for name in ("mixed", "alone")]
     assert ends[0] is not None and ends[1] is not None
-    one, other = (tensors(end) for end in ends if end is not None)
-    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+    ours, other = (tensors(end) for end in ends if end is not None)
+    assert ours.keys() == other.keys() and all(ours[name].equal(other[name]) for name in ours)
     longer = replace(plan, recipe=replace(plan.recipe, steps=12))
     assert loop.run(alone(longer, 0, str(tmp_path / "mixed")), resume="auto").step == 12
 
@@ -94,14 +94,14 @@ def test_ended_and_resumed_it_is_the_same_run(make: Make, tmp_path: Path) -> Non
 def quietly(plan: Plan) -> None:
     """On one rank, without a picture and without waiting for the disk."""
     os.fsync = lambda number: None  # type: ignore[assignment]
-    plot.loss_plot = lambda *given, **named: None
+    plot.loss_plot = lambda *arguments, **named: None
     loop.run(plan)
 
 
 def test_two_ranks_read_the_same_rows(make: Make, tmp_path: Path) -> None:
-    one, two = make("one"), replace(make("two"), layout=Layout(dp_replicate=2, micro_batch=2))
-    loop.run(one)
-    on_ranks(2, quietly, two)
+    on_one_rank, on_two_ranks = make("one"), replace(make("two"), layout=Layout(dp_replicate=2, micro_batch=2))
+    loop.run(on_one_rank)
+    on_ranks(2, quietly, on_two_ranks)
     for single, double in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
         assert single["loss"] == pytest.approx(double["loss"], rel=1e-5)
         for here, there in zip(single.get("sources", ()), double.get("sources", ()), strict=True):
@@ -123,7 +123,7 @@ def test_other_weights_or_sources_are_refused_on_resume(make: Make, tmp_path: Pa
 def test_other_weights_encode_nothing_anew(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(make().data)
 
-    def never(*given: object) -> None:
+    def never(*arguments: object) -> None:
         raise AssertionError("encoded")
 
     monkeypatch.setattr(token_cache._Build, "into", never)
@@ -133,23 +133,23 @@ def test_other_weights_encode_nothing_anew(make: Make, monkeypatch: pytest.Monke
 
 def test_each_source_is_scored_and_the_whole_is_their_mean_by_weight(make: Make, tmp_path: Path) -> None:
     """Weights that stay as they are drawn: each score is that of a run over the source by itself."""
-    found = {}
+    scores = {}
     for name in ("both", "texts", "rows"):
         plan = make("both", learning_rate=0.0, steps=2)
         plan = plan if name == "both" else alone(plan, int(name == "rows"), str(tmp_path / name))
         watcher = Notes()
         summary = loop.run(plan, watchers=[watcher])
-        found[name] = watcher.evaluations[-1]
-        assert summary.bits_per_byte == pytest.approx(found[name].bits_per_byte, rel=1e-9)
-    assert found["both"].sources is not None and found["texts"].sources is None
-    for one, name in zip(found["both"].sources, ("texts", "rows"), strict=True):
-        assert (one.loss, one.tokens) == (pytest.approx(found[name].loss, rel=1e-6), found[name].tokens)
-        assert one.bits_per_byte == pytest.approx(found[name].bits_per_byte, rel=1e-6)
-    assert found["both"].loss == pytest.approx(0.75 * found["texts"].loss + 0.25 * found["rows"].loss, rel=1e-6)
-    assert found["both"].tokens == found["texts"].tokens + found["rows"].tokens
+        scores[name] = watcher.evaluations[-1]
+        assert summary.bits_per_byte == pytest.approx(scores[name].bits_per_byte, rel=1e-9)
+    assert scores["both"].sources is not None and scores["texts"].sources is None
+    for source, name in zip(scores["both"].sources, ("texts", "rows"), strict=True):
+        assert (source.loss, source.tokens) == (pytest.approx(scores[name].loss, rel=1e-6), scores[name].tokens)
+        assert source.bits_per_byte == pytest.approx(scores[name].bits_per_byte, rel=1e-6)
+    assert scores["both"].loss == pytest.approx(0.75 * scores["texts"].loss + 0.25 * scores["rows"].loss, rel=1e-6)
+    assert scores["both"].tokens == scores["texts"].tokens + scores["rows"].tokens
 
 
-def said(plan: Plan) -> list[tuple[str, str]]:
+def source_lines(plan: Plan) -> list[tuple[str, str]]:
     """The lines of data before the first step."""
     corpus = prepare(plan.data)
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
@@ -170,17 +170,17 @@ def test_what_is_read_of_each_source_is_said_before_the_start(make: Make) -> Non
             "rows.jsonl: 25.0% of the trained tokens, 3.32K tokens of 0.99 bytes in 276 rows, 22% of it is read",
         ),
     ]
-    assert [row for row in watcher.info.foreseen if row[0] == "source"] == said(plan)
+    assert [row for row in watcher.info.foreseen if row[0] == "source"] == source_lines(plan)
 
 
 def test_a_source_that_is_repeated_often_is_warned_of(make: Make) -> None:
     """1,800 rows, 1,200 of a source of 289 and 600 of one of 276."""
-    found = said(make(weights=(2, 1), steps=450))
-    assert [sentence.rpartition("/")[2] for label, sentence in found if label == "note"] == [
+    lines = source_lines(make(weights=(2, 1), steps=450))
+    assert [sentence.rpartition("/")[2] for label, sentence in lines if label == "note"] == [
         "texts: repeated 4.2 times, and beyond 4 a repetition teaches little: take a lower weight, fewer steps, or "
         "more text"
     ]
-    assert [sentence.rpartition(", ")[2] for label, sentence in found if label == "source"] == [
+    assert [sentence.rpartition(", ")[2] for label, sentence in lines if label == "source"] == [
         "read 4.2 times",
         "read 2.2 times",
     ]
@@ -192,8 +192,8 @@ def test_a_step_of_more_rows_than_the_samples_fill_is_warned_of(sequence: int, w
     turn = '{"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "word"}]}'
     (tmp_path / "chat.jsonl").write_text("\n".join([turn] * 30))
     data = Data(path=str(tmp_path / "chat.jsonl"), form="samples", tokenizer="bytes", validation=0.2)
-    found = running.plan(tmp_path, tmp_path / "run", **{**OPTIONS, "sequence": sequence, "steps": 1})
-    notes = [sentence for label, sentence in said(replace(found, data=data)) if label == "note"]
+    asked = running.plan(tmp_path, tmp_path / "run", **{**OPTIONS, "sequence": sequence, "steps": 1})
+    notes = [sentence for label, sentence in source_lines(replace(asked, data=data)) if label == "note"]
     told = (
         "a step reads 4 rows, and the samples fill 1 row: 1 step may teach little; recipe.global_batch=1 makes more "
         "steps"
@@ -202,8 +202,8 @@ def test_a_step_of_more_rows_than_the_samples_fill_is_warned_of(sequence: int, w
 
 
 def test_an_epoch_of_a_mixture_is_as_many_rows_as_all_sources_have(make: Make) -> None:
-    found = said(make(weights=(1, 1), epochs=2.0))
-    assert [sentence.rpartition(", ")[2] for _, sentence in found] == ["read 2.0 times", "read 2.1 times"]
+    lines = source_lines(make(weights=(1, 1), epochs=2.0))
+    assert [sentence.rpartition(", ")[2] for _, sentence in lines] == ["read 2.0 times", "read 2.1 times"]
 
 
 def test_a_source_that_is_shorter_than_a_row_is_named(make: Make, tmp_path: Path) -> None:
@@ -219,29 +219,29 @@ def test_a_source_that_is_shorter_than_a_row_is_named(make: Make, tmp_path: Path
 def test_a_trained_model_is_scored_on_what_its_run_held_out_and_on_any_file(make: Make, tmp_path: Path) -> None:
     loop.run(make(steps=2))
     model = load(tmp_path / "run")
-    found, other = model.evaluate(), model.evaluate(tmp_path / "texts")
-    assert found.tokens > 0 and found.loss > 0
-    assert other.tokens > found.tokens, "all of a file, not what is held out of it"
+    scored, other = model.evaluate(), model.evaluate(tmp_path / "texts")
+    assert scored.tokens > 0 and scored.loss > 0
+    assert other.tokens > scored.tokens, "all of a file, not what is held out of it"
 
 
 def test_a_trained_model_says_of_its_mixture_what_the_run_said(make: Make, tmp_path: Path) -> None:
     asked, watcher = make(), Notes()
     loop.run(asked, watchers=[watcher])
-    said, found = watcher.evaluations[-1], load(tmp_path / "run").evaluate()
-    assert found.loss == pytest.approx(said.loss, rel=1e-6) and found.tokens == said.tokens
-    assert found.bits_per_byte == pytest.approx(said.bits_per_byte, rel=1e-6)
-    assert [one.path for one in found.sources or ()] == [one.path for one in said.sources or ()]
+    during, after = watcher.evaluations[-1], load(tmp_path / "run").evaluate()
+    assert after.loss == pytest.approx(during.loss, rel=1e-6) and after.tokens == during.tokens
+    assert after.bits_per_byte == pytest.approx(during.bits_per_byte, rel=1e-6)
+    assert [source.path for source in after.sources or ()] == [source.path for source in during.sources or ()]
 
 
 def test_what_was_not_scored_weighs_nothing(make: Make) -> None:
     data = make().data
     stream = prepare(data).validation
     assert isinstance(stream, MixedStream)
-    one = EvalMetrics(step=1, loss=2.0, perplexity=1.0, bits_per_byte=1.0, tokens=5, seconds=0.0)
-    none = replace(one, loss=0.0, tokens=0)
+    score = EvalMetrics(step=1, loss=2.0, perplexity=1.0, bits_per_byte=1.0, tokens=5, seconds=0.0)
+    none = replace(score, loss=0.0, tokens=0)
     first = stream.parts[0]
-    found = score_sources(data, stream, 0, lambda _, part, limit: one if part is first else none)
-    assert found is not None and found.loss == 2.0 and len(found.sources or ()) == 1
+    mean = score_sources(data, stream, 0, lambda _, part, limit: score if part is first else none)
+    assert mean is not None and mean.loss == 2.0 and len(mean.sources or ()) == 1
 
 
 def test_conversations_of_several_files_are_tuned_on(tmp_path: Path) -> None:
@@ -252,15 +252,15 @@ def test_conversations_of_several_files_are_tuned_on(tmp_path: Path) -> None:
             for n in range(30)
         )
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = running.plan(tmp_path, tmp_path / "run", **{**OPTIONS, "sequence": 96, "steps": 4})
+    asked = running.plan(tmp_path, tmp_path / "run", **{**OPTIONS, "sequence": 96, "steps": 4})
     mixture = tuple(MixtureSource(path=str(tmp_path / f"{name}.jsonl"), weight=1) for name in ("short", "long"))
     data = Data(mixture=mixture, form="samples", tokenizer="bytes", validation=0.2)
     watcher = Notes()
-    loop.run(replace(found, data=data), watchers=[watcher])
+    loop.run(replace(asked, data=data), watchers=[watcher])
     scored = watcher.evaluations[-1]
-    assert scored.sources is not None and scored.loss == pytest.approx(sum(one.loss for one in scored.sources) / 2)
+    assert scored.sources is not None and scored.loss == pytest.approx(sum(score.loss for score in scored.sources) / 2)
     corpus = prepare(data)
-    rows_of = numbered_rows(data, found.recipe, corpus, corpus.train, shuffle=True)
+    rows_of = numbered_rows(data, asked.recipe, corpus, corpus.train, shuffle=True)
     batch = rows_of.take(0, 600)
     sources = rows_of.interleaving.locate(np.arange(600))[0]  # type: ignore[attr-defined]  # of MixedRows
     trained = [int((batch.targets[sources == source] >= 0).sum()) for source in (0, 1)]

@@ -46,12 +46,12 @@ def made(recipe: Recipe, shape: ModelShape = SHAPE) -> tuple[Engine, Optimizer]:
 
 def gradients(named: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
     """Of rows that differ by orders of magnitude."""
-    generator, found = torch.Generator().manual_seed(100 + step), {}
+    generator, by_name = torch.Generator().manual_seed(100 + step), {}
     for name, parameter in named.items():
         scale = 10.0 ** (torch.arange(parameter.shape[0]) % 4 - 3.0)
         x = torch.randn(parameter.shape, generator=generator) * scale.view(-1, *[1] * (parameter.dim() - 1))
-        found[name] = x.to(parameter.dtype)
-    return found
+        by_name[name] = x.to(parameter.dtype)
+    return by_name
 
 
 def run(mine: Optimizer, steps: range, divide_by: float = 1.0) -> None:
@@ -67,7 +67,7 @@ def weights(mine: Optimizer) -> dict[str, Tensor]:
 
 
 def matrices(shape: ModelShape) -> set[str]:
-    return {one.name for one in parameters(shape) if one.matrices}
+    return {parameter.name for parameter in parameters(shape) if parameter.matrices}
 
 
 def by_torch(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: range) -> dict[str, Tensor]:
@@ -89,17 +89,19 @@ def by_torch(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: r
     ]
     adamw = torch.optim.AdamW(groups, lr=RATE, betas=(recipe.beta1, recipe.beta2), eps=recipe.epsilon)
     for step in steps:
-        given = gradients(mine.parameters, step)
+        by_name = gradients(mine.parameters, step)
         for (name, n), parameter in each.items():
-            parameter.grad = given[name].float().view(-1, *parameter.shape)[n].clone()
+            parameter.grad = by_name[name].float().view(-1, *parameter.shape)[n].clone()
         for name, parameter in rest.items():
-            parameter.grad = given[name].float()
+            parameter.grad = by_name[name].float()
         muon.step()
         adamw.step()
-    found = {name: p.detach() for name, p in rest.items()}
+    updated = {name: p.detach() for name, p in rest.items()}
     for name in hidden:
-        found[name] = torch.stack([p.detach() for (of, _), p in each.items() if of == name]).view_as(start[name])
-    return found
+        updated[name] = torch.stack([p.detach() for (owner, _), p in each.items() if owner == name]).view_as(
+            start[name]
+        )
+    return updated
 
 
 def test_every_step_is_that_of_torchs_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,18 +114,18 @@ def test_every_step_is_that_of_torchs_muon_and_adamw(monkeypatch: pytest.MonkeyP
         start = weights(mine)
         run(mine, range(steps))
         right = by_torch(start, mine, recipe, range(steps))
-        for name, found in weights(mine).items():
-            torch.testing.assert_close(found, right[name], rtol=1e-5, atol=1e-6, msg=name)
+        for name, weight in weights(mine).items():
+            torch.testing.assert_close(weight, right[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def exact(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: range) -> dict[str, Tensor]:
     """Of matrices in fp64: the polynomial is applied to the singular values."""
-    found, means = {}, {}
+    updated, means = {}, {}
     for name in matrices(SHAPE):
-        found[name], means[name] = start[name].double(), torch.zeros_like(start[name], dtype=torch.float64)
+        updated[name], means[name] = start[name].double(), torch.zeros_like(start[name], dtype=torch.float64)
     for step in steps:
         for name, gradient in gradients(mine.parameters, step).items():
-            if name not in found:
+            if name not in updated:
                 continue
             g = gradient.double()
             means[name] = recipe.momentum * means[name] + (1 - recipe.momentum) * g
@@ -133,8 +135,8 @@ def exact(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: rang
             for _ in range(ITERATIONS):
                 s = sum(c * s ** (2 * k + 1) for k, c in enumerate(COEFFICIENTS))  # type: ignore[assignment]
             step_size = RATE * 0.2 * sqrt(max(direction.shape[-2:]))
-            found[name] = found[name] * (1 - RATE * recipe.weight_decay) - step_size * (u * s.unsqueeze(-2)) @ v
-    return found
+            updated[name] = updated[name] * (1 - RATE * recipe.weight_decay) - step_size * (u * s.unsqueeze(-2)) @ v
+    return updated
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -145,10 +147,10 @@ def test_updates_are_near_those_in_fp64(kind: tuple[str, str, str]) -> None:
     _, mine = made(recipe)
     start = weights(mine)
     run(mine, range(4))
-    right, found = exact(start, mine, recipe, range(4)), weights(mine)
+    right, updated = exact(start, mine, recipe, range(4)), weights(mine)
     limit = 0.2 if kind[2] == "none" else 0.05 if kind[0] != "fp32" else {"fp32": 1e-4, "bf16": 3e-2}[kind[1]]
     for name, x in right.items():
-        off = (found[name].double() - x).norm() / (x - start[name].double()).norm()
+        off = (updated[name].double() - x).norm() / (x - start[name].double()).norm()
         assert off < limit, (name, off)
 
 
@@ -187,22 +189,22 @@ def test_matrices_have_one_moment_and_the_rest_two(kind: tuple[str, str, str]) -
         assert "moment1." + name in states
         assert ("moment2." + name in states) == (name not in hidden)
     moments = sum(x.nbytes for name, x in states.items() if name.startswith("moment"))
-    assert moments == sum(recipe.storage.format_of(one).nbytes(one.shape) for one in parameters(LARGE))
+    assert moments == sum(recipe.storage.of(parameter).nbytes(parameter.shape) for parameter in parameters(LARGE))
     assert any("moment1_scale." in name for name in states) == (kind[1] == "int8")
 
 
 def test_a_divisor_takes_the_loss_scale_out() -> None:
     """Of fp16 gradients, which are divided before anything is added to them."""
-    found = []
+    ends = []
     for scale in (1.0, 256.0):
         _, mine = made(recipe_of("fp16"))
         for step in range(2):
             for name, gradient in gradients(mine.parameters, step).items():
                 mine.parameters[name].grad = (gradient.float() * scale).half()
             mine.step(RATE, divide_by=torch.tensor(scale), skip=ZERO)
-        found.append(weights(mine))
+        ends.append(weights(mine))
     for name in matrices(SHAPE):
-        torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(ends[0][name], ends[1][name], rtol=2e-2, atol=2e-3)
 
 
 def test_a_matrix_without_a_gradient_goes_on_by_its_momentum() -> None:
@@ -211,15 +213,15 @@ def test_a_matrix_without_a_gradient_goes_on_by_its_momentum() -> None:
     name = "layers.0.mlp.up.weight"
     for optimizer in (mine, other):
         run(optimizer, range(1))
-        for of, gradient in gradients(optimizer.parameters, 1).items():
-            optimizer.parameters[of].grad = gradient
+        for owner, gradient in gradients(optimizer.parameters, 1).items():
+            optimizer.parameters[owner].grad = gradient
     mine.parameters[name].grad = None
     grad = other.parameters[name].grad
     assert grad is not None
     grad.zero_()
     for optimizer in (mine, other):
         optimizer.step(RATE, divide_by=ONE, skip=ZERO)
-    assert all(torch.equal(x, weights(other)[of]) for of, x in weights(mine).items())
+    assert all(torch.equal(x, weights(other)[owner]) for owner, x in weights(mine).items())
 
 
 def test_nothing_is_made_of_nothing() -> None:

@@ -51,18 +51,20 @@ def weights_of(recipe: Recipe, seed: int = 0) -> dict[str, nn.Parameter]:
 
 
 def made(named: dict[str, nn.Parameter], recipe: Recipe, boxes: dict[str, Box] | None = None) -> Optimizer:
-    found = boxes or {name: box_of(tuple(p.shape)) for name, p in named.items()}
-    return Optimizer(named.items(), recipe, {name: Held(box, stored(recipe, box.whole)) for name, box in found.items()})
+    by_name = boxes or {name: box_of(tuple(p.shape)) for name, p in named.items()}
+    return Optimizer(
+        named.items(), recipe, {name: Held(box, stored(recipe, box.whole)) for name, box in by_name.items()}
+    )
 
 
 def gradients(named: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
     """Of sizes that differ by orders of magnitude from row to row."""
     generator = torch.Generator().manual_seed(100 + step)
-    found = {}
+    by_name = {}
     for name, sizes in SIZES.items():
         scale = 10.0 ** (torch.arange(sizes[0]) % 5 - 4.0)
-        found[name] = torch.randn(sizes, generator=generator) * scale.view(-1, *[1] * (len(sizes) - 1))
-    return {name: found[name].to(parameter.dtype) for name, parameter in named.items()}
+        by_name[name] = torch.randn(sizes, generator=generator) * scale.view(-1, *[1] * (len(sizes) - 1))
+    return {name: by_name[name].to(parameter.dtype) for name, parameter in named.items()}
 
 
 def give(named: dict[str, nn.Parameter], step: int) -> None:
@@ -93,9 +95,9 @@ def exact(recipe: Recipe, steps: range, rate: float = 1e-2) -> dict[str, Tensor]
     return {name: p.detach() for name, p in wide.items()}
 
 
-def moved(found: Tensor, start: Tensor, right: Tensor) -> float:
+def moved(weight: Tensor, start: Tensor, right: Tensor) -> float:
     """How far an update is from the right one, as a share of that."""
-    return float((found.double() - right).norm() / (right - start.double()).norm())
+    return float((weight.double() - right).norm() / (right - start.double()).norm())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -108,9 +110,9 @@ def test_updates_are_near_those_of_torchs_adamw_in_fp64(kind: tuple[str, str, st
     run(mine, named, range(10))
     right = exact(recipe, range(10))
     for name, parameter in named.items():
-        found = mine.masters.get(name, parameter).detach()
+        weight = mine.masters.get(name, parameter).detach()
         limit = 0.3 if kind[2] == "none" else {"bf16": 4e-3, "int8": 5e-2}[kind[1]]
-        assert moved(found, start[name].detach(), right[name]) < limit, name
+        assert moved(weight, start[name].detach(), right[name]) < limit, name
 
 
 def test_the_first_update_is_exact_in_every_format() -> None:
@@ -138,8 +140,8 @@ def test_bf16_steps_below_the_last_place_add_up_on_average() -> None:
 def test_stochastic_rounding_has_the_mean_of_what_it_rounds() -> None:
     x = torch.tensor([1.0 + 2.0**-10, -3.3, 1e-30, 0.0, 2.0]).repeat_interleave(2**16)
     bits = hashed(torch.arange(len(x), dtype=torch.int32))
-    found = rounded(x, bits).double().view(5, -1).mean(1)
-    torch.testing.assert_close(found, x.double().view(5, -1)[:, 0], rtol=1e-4, atol=0)
+    means = rounded(x, bits).double().view(5, -1).mean(1)
+    torch.testing.assert_close(means, x.double().view(5, -1)[:, 0], rtol=1e-4, atol=0)
     whole = x.to(torch.bfloat16).float()
     assert torch.equal(rounded(whole, bits).float(), whole), "what bf16 holds is not rounded"
 
@@ -154,14 +156,14 @@ def test_the_code_book_is_that_of_the_paper() -> None:
     """Dettmers et al. 2022, section 2.1, written the other way around, from the bits of a code: a sign, zeros that
     count the power of ten, a one, and the rest is a place between 0.1 and 1."""
     for signed in (True, False):
-        found, signs = {0.0, 1.0}, (1, -1) if signed else (1,)
+        book, signs = {0.0, 1.0}, (1, -1) if signed else (1,)
         for code in range(1, 128 if signed else 256):
             length = code.bit_length() - 1
             power = length - (6 if signed else 7)
             part = (code - (1 << length) + 0.5) / (1 << length)
             if power <= 0 and (signed or length):
-                found |= {sign * 10.0**power * (0.1 + 0.9 * part) for sign in signs}
-        assert code_book(signed) == pytest.approx(sorted(found), rel=1e-12)
+                book |= {sign * 10.0**power * (0.1 + 0.9 * part) for sign in signs}
+        assert code_book(signed) == pytest.approx(sorted(book), rel=1e-12)
         assert len(code_book(signed)) == 256
 
 
@@ -187,16 +189,16 @@ def test_a_code_is_that_of_the_nearest_number(signed: bool, width: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_same_seed_gives_the_same_bits_and_another_one_others(kind: tuple[str, str, str]) -> None:
-    found = []
+    ends = []
     for seed in (1, 1, 2):
         recipe = recipe_of(*kind, seed=seed)
         named = weights_of(recipe)
         mine = made(named, recipe)
         run(mine, named, range(4))
-        found.append({**mine.tensors(), **{n: p.detach() for n, p in named.items()}})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        ends.append({**mine.tensors(), **{n: p.detach() for n, p in named.items()}})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     rounds = kind[1] == "bf16" or kind[2] == "none"
-    assert rounds != all(torch.equal(found[0][name], found[2][name]) for name in found[0])
+    assert rounds != all(torch.equal(ends[0][name], ends[2][name]) for name in ends[0])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -261,14 +263,14 @@ def test_pieces_are_updated_as_the_whole(kind: tuple[str, str, str], cut: tuple[
 
 def test_little_is_widened_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row by row or all together: the same bits."""
-    recipe, found = recipe_of("bf16", "int8", "none"), []
+    recipe, peaks = recipe_of("bf16", "int8", "none"), []
     for size in (1, 2**24):
         monkeypatch.setattr(module, "BUCKET_BYTES", size)
         named = weights_of(recipe)
         mine = made(named, recipe)
         run(mine, named, range(2))
-        found.append({**mine.tensors(), **named})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        peaks.append({**mine.tensors(), **named})
+    assert all(torch.equal(peaks[0][name], peaks[1][name]) for name in peaks[0])
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -37,9 +37,9 @@ def test_both_terms_are_unbiased(sizes: list[int]) -> None:
         once.add(small, sizes, big)
         variances.append(once.variance / once.weight)
         signals.append(once.signal / once.weight)
-    for found, truth in ((variances, VARIANCE), (signals, SIGNAL)):
-        values = torch.tensor(found, dtype=torch.float64)
-        error = values.std().item() / math.sqrt(len(found))
+    for estimates, truth in ((variances, VARIANCE), (signals, SIGNAL)):
+        values = torch.tensor(estimates, dtype=torch.float64)
+        error = values.std().item() / math.sqrt(len(estimates))
         assert abs(values.mean().item() - truth) < 4 * error
         assert error < 0.15 * truth, "the test could see a bias"
 
@@ -47,14 +47,14 @@ def test_both_terms_are_unbiased(sizes: list[int]) -> None:
 def test_the_scale_in_tokens() -> None:
     """Averaged before dividing: 918 tokens here, of which a single measurement would know little."""
     generator = torch.Generator().manual_seed(1)
-    scale, found = NoiseScale(), []
+    scale, scales = NoiseScale(), []
     for step in range(300):
         small, big = measured([4096] * 4, generator)
         scale.add(small, [4096] * 4, big)
         assert scale.tokens is not None
         if step > 50:
-            found.append(scale.tokens)
-    assert sum(found) / len(found) == pytest.approx(VARIANCE / SIGNAL, rel=0.1)
+            scales.append(scale.tokens)
+    assert sum(scales) / len(scales) == pytest.approx(VARIANCE / SIGNAL, rel=0.1)
 
 
 def test_exact_where_nothing_is_random() -> None:
@@ -97,9 +97,9 @@ def test_it_is_the_same_after_a_pause() -> None:
     rng = random.Random(0)
     scale, resumed = NoiseScale(), NoiseScale()
     for step in range(9):
-        given = [3 + rng.random(), 2.0], [4, 6], 1.6
-        scale.add(*given)
-        resumed.add(*given)
+        measurement = [3 + rng.random(), 2.0], [4, 6], 1.6
+        scale.add(*measurement)
+        resumed.add(*measurement)
         if step == 4:
             resumed = NoiseScale(*[resumed.variance, resumed.signal, resumed.weight])
     assert scale == resumed

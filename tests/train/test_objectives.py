@@ -71,9 +71,9 @@ class Pairs:
 
 
 def weighted(rows: int = ROWS) -> Batch:
-    found = batch(rows, LENGTH, valid=[12, 3, 7, 12][:rows])
-    weights = torch.rand(rows, LENGTH, generator=torch.Generator().manual_seed(4)) * (found.targets >= 0)
-    return replace(found, more={"weights": weights})
+    rows_batch = batch(rows, LENGTH, valid=[12, 3, 7, 12][:rows])
+    weights = torch.rand(rows, LENGTH, generator=torch.Generator().manual_seed(4)) * (rows_batch.targets >= 0)
+    return replace(rows_batch, more={"weights": weights})
 
 
 def pairs(rows: int = ROWS) -> Batch:
@@ -88,11 +88,11 @@ def plain_log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_token_weights_are_those_of_the_written_out_loss(name: str, size: int) -> None:
-    whole, found, plain = weighted(), small(name), small(name)
+    whole, model, plain = weighted(), small(name), small(name)
     weights = whole.more["weights"]
     expected = -(plain_log_probabilities(plain(whole.tokens), whole.targets) * weights).sum() / weights.sum()
     expected.backward()
-    result, optimizer = trained(found, whole, size, clip=0.0, objective=WeightedTokens())
+    result, optimizer = trained(model, whole, size, clip=0.0, objective=WeightedTokens())
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for key, parameter in plain.named_parameters():
         assert parameter.grad is not None and relative(optimizer.seen[key], parameter.grad) < 1e-4, key
@@ -100,11 +100,11 @@ def test_token_weights_are_those_of_the_written_out_loss(name: str, size: int) -
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_preferences_are_those_of_the_written_out_loss(size: int) -> None:
-    whole, found, plain = pairs(), small(), small()
+    whole, model, plain = pairs(), small(), small()
     beyond = plain_log_probabilities(plain(whole.tokens), whole.targets).sum(1) - whole.more["reference"]
     expected = -F.logsigmoid(BETA * (beyond[0::2] - beyond[1::2])).mean()
     expected.backward()
-    result, optimizer = trained(found, whole, size, clip=0.0, objective=Preferences())
+    result, optimizer = trained(model, whole, size, clip=0.0, objective=Preferences())
     assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for key, parameter in plain.named_parameters():
         assert parameter.grad is not None and relative(optimizer.seen[key], parameter.grad) < 1e-4, key
@@ -114,9 +114,9 @@ def test_weights_of_one_are_cross_entropy() -> None:
     whole = batch(ROWS, LENGTH, valid=[12, 3, 7, 12])
     ones = replace(whole, more={"weights": (whole.targets >= 0).float()})
     plain, _ = trained(small(), whole, 2)
-    found, _ = trained(small(), ones, 2, objective=WeightedTokens())
-    assert found.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
-    assert found.grad_norm.item() == pytest.approx(plain.grad_norm.item(), rel=1e-6)
+    outcome, _ = trained(small(), ones, 2, objective=WeightedTokens())
+    assert outcome.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
+    assert outcome.grad_norm.item() == pytest.approx(plain.grad_norm.item(), rel=1e-6)
 
 
 OBJECTIVES: dict[str, tuple[Objective, Batch]] = {
@@ -136,7 +136,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def _steps(name: str, layouts: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(layout and objective, loss, norm of the gradient)."""
     made: Made = {}
-    found = []
+    curves = []
     for each in layouts:
         layout = Layout(compile="off", micro_batch=2, **each)
         mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
@@ -154,8 +154,8 @@ def _steps(name: str, layouts: list[dict[str, Any]]) -> list[tuple[str, float, f
                     step(objective=objective)
                 continue
             result = step(objective=objective)
-            found.append((f"{kind} {each}", result.loss.item(), result.grad_norm.item()))
-    return found
+            curves.append((f"{kind} {each}", result.loss.item(), result.grad_norm.item()))
+    return curves
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b"])
@@ -173,8 +173,10 @@ def test_ranks_read_their_parts_of_a_source_and_together_all_of_it() -> None:
     try:
         for cursor in (0, 8):  # the second was read ahead
             batches = [feed.take(cursor, 8, following=8) for feed in (whole, *parts)]
-            assert torch.equal(batches[0].tokens, torch.cat([one.tokens for one in batches[1:]]))
-            assert torch.equal(batches[0].more["reference"], torch.cat([one.more["reference"] for one in batches[1:]]))
+            assert torch.equal(batches[0].tokens, torch.cat([batch.tokens for batch in batches[1:]]))
+            assert torch.equal(
+                batches[0].more["reference"], torch.cat([batch.more["reference"] for batch in batches[1:]])
+            )
         assert torch.equal(parts[1].take(4, 4).tokens, whole.take(6, 2).tokens), "a restart reads the same"
     finally:
         for feed in (whole, *parts):

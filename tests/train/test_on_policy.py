@@ -37,8 +37,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _batch(tokens: list[list[int]], targets: list[list[int]], documents: list[list[int]] | None = None) -> Batch:
-    of = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-    return Batch(tokens=torch.tensor(tokens), targets=torch.tensor(targets), documents=of)
+    borders = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    return Batch(tokens=torch.tensor(tokens), targets=torch.tensor(targets), documents=borders)
 
 
 def test_answers_stand_behind_prompts_and_alone_are_targets() -> None:
@@ -48,9 +48,9 @@ def test_answers_stand_behind_prompts_and_alone_are_targets() -> None:
         [[2, 3, 4, 5, 6, 7, 8], [NONE, 3, NONE, 5, NONE, 7, 8]],
         [[0] * 7, [0, 0, 0, 0, 1, 1, 1]],
     )
-    found = list(gaps(batch))
-    assert found == [Gap(0, 0, 3, 4), Gap(1, 0, 3, 1), Gap(1, 4, 5, 2)]
-    made = written(batch, found, [[91, 92], [93], [94, 95]])
+    answer_gaps = list(gaps(batch))
+    assert answer_gaps == [Gap(0, 0, 3, 4), Gap(1, 0, 3, 1), Gap(1, 4, 5, 2)]
+    made = written(batch, answer_gaps, [[91, 92], [93], [94, 95]])
     assert made.tokens.tolist() == [[1, 2, 3, 4, 91, 6, 7], [1, 2, 3, 4, 5, 6, 94]]
     assert made.targets.tolist() == [[NONE] * 3 + [91, 92, NONE, NONE], [NONE] * 3 + [93, NONE, 94, 95]]
     assert (made.valid, made.valid_of_rows) == (5, (2, 3))
@@ -70,16 +70,16 @@ def _asked(teacher: Path, run: Path, **recipe: Any) -> Plan:
 def _figures(asked: Plan, **options: Any) -> list[tuple[float, ...]]:
     watcher = options.pop("watcher", None) or Notes()
     loop.run(asked, watchers=[watcher], sampler=sampled_answers, **options)
-    return [(one.loss, one.grad_norm) for one in watcher.steps]
+    return [(step.loss, step.grad_norm) for step in watcher.steps]
 
 
 def test_a_share_of_the_steps_is_written_by_the_student(teacher: Path, tmp_path: Path) -> None:
     asked = _asked(teacher, tmp_path / "run", distillation_on_policy=0.25)
-    one = OnPolicy(plan=asked, share=Share(), stop_ids=(), sampler=sampled_answers)
-    counts = Counter(one.due(cursor) for cursor in range(0, 8000, 4))
+    writer = OnPolicy(plan=asked, share=Share(), stop_ids=(), sampler=sampled_answers)
+    counts = Counter(writer.due(cursor) for cursor in range(0, 8000, 4))
     assert 0.2 < counts[True] / counts.total() < 0.3
-    other = replace(one, plan=replace(asked, recipe=replace(asked.recipe, seed=1)))
-    assert [one.due(n) for n in range(99)] != [other.due(n) for n in range(99)]
+    other = replace(writer, plan=replace(asked, recipe=replace(asked.recipe, seed=1)))
+    assert [writer.due(n) for n in range(99)] != [other.due(n) for n in range(99)]
 
 
 def test_the_first_step_is_the_divergence_of_what_the_student_wrote(teacher: Path, tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_the_first_step_is_the_divergence_of_what_the_student_wrote(teacher: Pat
     batch = to_batch(rows, torch.device("cpu"), document_mask=True)
     student = build(asked.model, seed=recipe.seed)
     ends = (corpus.tokenizer.eos,) if corpus.tokenizer.eos is not None else ()
-    one = OnPolicy(plan=asked, share=Share(), stop_ids=ends, sampler=sampled_answers)
-    made = one.rows(batch, on_one_device(student, asked.layout), 0)
+    writer = OnPolicy(plan=asked, share=Share(), stop_ids=ends, sampler=sampled_answers)
+    made = writer.rows(batch, on_one_device(student, asked.layout), 0)
     assert (made.tokens != batch.tokens).any() and 0 < made.valid < batch.valid
-    given = {"positions": made.positions, "documents": made.documents}
+    mask_inputs = {"positions": made.positions, "documents": made.documents}
     with torch.no_grad():
         ours, goal = (
-            model(made.tokens, **given)[..., :257].log_softmax(-1)
+            model(made.tokens, **mask_inputs)[..., :257].log_softmax(-1)
             for model in (student, load(Path(asked.teacher_init)).model)
         )
         mixed = torch.logaddexp(ours, goal) - torch.tensor(2.0).log()
@@ -125,8 +125,8 @@ def test_replicas_write_their_own_rows_and_together_the_same(teacher: Path, tmp_
     asked = _asked(teacher, tmp_path / "one", distillation_sampling=0.7)
     right = _figures(asked)
     layout = replace(asked.layout, dp_replicate=2)
-    [found, _] = on_ranks(2, _on_two, replace(asked, run=str(tmp_path / "two"), layout=layout))
-    for (loss, norm), (expected, also) in zip(found, right, strict=True):
+    [curve, _] = on_ranks(2, _on_two, replace(asked, run=str(tmp_path / "two"), layout=layout))
+    for (loss, norm), (expected, also) in zip(curve, right, strict=True):
         assert loss == pytest.approx(expected, rel=1e-5) and norm == pytest.approx(also, rel=1e-4)
 
 
@@ -167,6 +167,6 @@ def test_a_large_cache_is_the_peak_of_plan_and_dry_run(teacher: Path, tmp_path: 
     wide = replace(STUDENT, max_positions=512, kv_heads=2, head_dim=64, layers=8)
     recipe = replace(asked.recipe, global_batch=64, sequence=512)
     large = replace(asked, model=wide, recipe=recipe, layout=replace(asked.layout, micro_batch=1))
-    found, planned = dry_run(large, device="cpu").worst, predict(large).worst
-    assert found.when.startswith("sample") and planned.when == "sampling"
-    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(found.peak_bytes, rel=0.05)
+    simulated, planned = dry_run(large, device="cpu").worst, predict(large).worst
+    assert simulated.when.startswith("sample") and planned.when == "sampling"
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(simulated.peak_bytes, rel=0.05)

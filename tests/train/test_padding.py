@@ -40,32 +40,32 @@ def test_what_fills_a_row_up_is_known(files: Path, packing: str) -> None:
     asked = plan(files, f"data.packing={packing}")
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.train, shuffle=True).take(0, 4)
-    found = to_batch(rows, CPU, document_mask=True, padding=True, rows=5).more[PADDING]
+    mask = to_batch(rows, CPU, document_mask=True, padding=True, rows=5).more[PADDING]
     real = [
         sum(documents == documents[targets >= 0].max())
         for documents, targets in zip(rows.documents, rows.targets, strict=True)
     ]
-    assert found[4].all() and found.shape == (5, 64)
-    for padding, documents, number in zip(found, rows.documents, real, strict=False):
+    assert mask[4].all() and mask.shape == (5, 64)
+    for padding, documents, number in zip(mask, rows.documents, real, strict=False):
         behind = int((~padding).sum())
         assert not padding[:behind].any() and (packing == "best-fit" or behind == number)
         assert set(documents[behind:].tolist()).isdisjoint(documents[:behind].tolist())
-    assert found[:4].any()
+    assert mask[:4].any()
     cut = to_batch(rows, CPU, document_mask=True, padding=True, share=Share(columns=(3, 60))).more[PADDING]
-    assert torch.equal(cut, found[:4, [3, 60]])
+    assert torch.equal(cut, mask[:4, [3, 60]])
     assert PADDING not in to_batch(rows, CPU, document_mask=True).more
 
 
 def padded(rows: int = 4) -> Batch:
-    found = batch(rows, LENGTH, valid=REAL[:rows])
+    filled = batch(rows, LENGTH, valid=REAL[:rows])
     padding = torch.arange(LENGTH) >= torch.tensor(REAL[:rows]).unsqueeze(1)
-    return replace(found, more={PADDING: padding})
+    return replace(filled, more={PADDING: padding})
 
 
 def _steps(name: str, layouts: list[dict[str, Any]], compile: str) -> list[tuple[float, ...]]:
     """Loss, balance loss and norm of the gradient under each layout."""
     made: Made = {}
-    found = []
+    curves = []
     for each in layouts:
         layout = Layout(compile=compile, micro_batch=2, **each)
         mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
@@ -77,17 +77,17 @@ def _steps(name: str, layouts: list[dict[str, Any]], compile: str) -> list[tuple
         optimizer = Optimizer(engine.parameters.items(), RECIPE)
         step = train_step(engine, optimizer, batches, rate=0.0, clip=0.0, balance_loss=1.0)
         assert step.balance is not None
-        found.append((step.loss.item(), step.balance.item(), step.grad_norm.item()))
-    return found
+        curves.append((step.loss.item(), step.balance.item(), step.grad_norm.item()))
+    return curves
 
 
 def _alone(name: str) -> float:
     """The mean balance loss of rows that end where the padding begins, each by itself."""
     engine = build_engine(shrink(name), Layout(compile="off"), mesh=make_mesh(Layout(), rank=0))
     rows = [
-        engine.model.loss(one[:, :n], one[:, :n]).balance for one, n in zip(padded().tokens.split(1), REAL, strict=True)
+        engine.model.loss(row[:, :n], row[:, :n]).balance for row, n in zip(padded().tokens.split(1), REAL, strict=True)
     ]
-    return torch.stack([one for one in rows if one is not None]).mean().item()
+    return torch.stack([row for row in rows if row is not None]).mean().item()
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3"])
@@ -95,8 +95,8 @@ def test_every_layout_leaves_padding_out(name: str) -> None:
     [alone] = _steps(name, [{}], "off")
     assert alone[1] == pytest.approx(_alone(name), rel=1e-5)
     for rank in on_ranks(2, _steps, name, LAYOUTS, "off"):
-        for layout, found in zip(LAYOUTS, rank, strict=True):
-            assert found == pytest.approx(alone, rel=1e-4), layout
+        for layout, curve in zip(LAYOUTS, rank, strict=True):
+            assert curve == pytest.approx(alone, rel=1e-4), layout
 
 
 COMPILED: list[dict[str, Any]] = [{"tp": 2, "sp": True, "ep": 2}, {"dp_shard": 2}]
@@ -106,5 +106,5 @@ COMPILED: list[dict[str, Any]] = [{"tp": 2, "sp": True, "ep": 2}, {"dp_shard": 2
 def test_compiled_code_leaves_padding_out() -> None:
     [alone] = _steps("mixtral-8x7b", [{}], "off")
     for rank in on_ranks(2, _steps, "mixtral-8x7b", COMPILED, "on", limit_s=600):
-        for found in rank:
-            assert found == pytest.approx(alone, rel=1e-4)
+        for curve in rank:
+            assert curve == pytest.approx(alone, rel=1e-4)

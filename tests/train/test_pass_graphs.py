@@ -67,10 +67,10 @@ def batch_of(step: int, rows: int, sequence: int, vocab: int, *, packed: bool = 
     targets[random.random(targets.shape) < 0.2] = -100
     documents = (random.random((rows, sequence)) < 0.2).cumsum(1).astype(np.int32)
     positions = np.broadcast_to(np.arange(sequence, dtype=np.int32), documents.shape)
-    given = Sequences(
+    sequences = Sequences(
         tokens=tokens[:, :-1], targets=targets, documents=documents, positions=positions, packed=packed
     )  # fmt: skip
-    return to_batch(given, torch.device(device), document_mask=packed)
+    return to_batch(sequences, torch.device(device), document_mask=packed)
 
 
 def steps(
@@ -94,9 +94,9 @@ def trained(
     engine: Engine, recipe: Recipe, number: int, **more: Any
 ) -> tuple[list[list[float]], dict[str, Tensor]]:  # fmt: skip
     """Losses and gradient norms of all steps, and the weights behind them."""
-    found = [[float(one.loss), float(one.grad_norm), float(one.balance or 0)]
-             for one, _ in steps(engine, recipe, number, **more)]  # fmt: skip
-    return found, {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+    curve = [[float(outcome.loss), float(outcome.grad_norm), float(outcome.balance or 0)]
+             for outcome, _ in steps(engine, recipe, number, **more)]  # fmt: skip
+    return curve, {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
 
 
 CASES: dict[str, tuple[ModelShape, dict[str, Any], dict[str, Any]]] = {
@@ -123,10 +123,10 @@ def test_repeated_operations_train_as_passes_do(name: str) -> None:
     plain = engine_of(shape, Layout(compile="off", **layout_keys), recipe.precision, rows // 2)
     graphed, recorder = recorded(engine_of(shape, Layout(compile="off", **layout_keys), recipe.precision, rows // 2))
     expected = trained(plain, recipe, 6, scaler=scalers[0], rows=rows)
-    found = trained(graphed, recipe, 6, scaler=scalers[1], rows=rows)
+    curve = trained(graphed, recipe, 6, scaler=scalers[1], rows=rows)
     assert recorder.launches == 6 * rows // 2 - WARM
-    assert found[0] == expected[0]
-    assert all(torch.equal(found[1][key], value) for key, value in expected[1].items())
+    assert curve[0] == expected[0]
+    assert all(torch.equal(curve[1][key], value) for key, value in expected[1].items())
 
 
 @pytest.mark.slow
@@ -146,8 +146,8 @@ def test_compiled_passes_are_repeated_as_well(
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     graphed, recorder = recorded(engine_of(LLAMA, layout))
-    found = trained(graphed, recipe, 4)
-    assert recorder.launches == 8 - WARM and found[0] == expected[0]
+    curve = trained(graphed, recipe, 4)
+    assert recorder.launches == 8 - WARM and curve[0] == expected[0]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * compiled > 0
 
 
@@ -158,7 +158,7 @@ def on_two_ranks(precision: str) -> list[tuple[list[list[float]], dict[str, Tens
     mesh = make_mesh(layout)
     plain, apart = (engine_of(LLAMA, layout, precision, mesh=mesh) for _ in range(2))
     graphed, recorder = recorded(apart)
-    found = [trained(plain, recipe, 4)]
+    curves = [trained(plain, recipe, 4)]
     summed, start = set(), Group.start_all_reduce
 
     def watched(group: Group, tensor: Tensor) -> Pending:
@@ -166,11 +166,13 @@ def on_two_ranks(precision: str) -> list[tuple[list[list[float]], dict[str, Tens
         return start(group, tensor)
 
     Group.start_all_reduce = watched  # type: ignore[method-assign]
-    found.append(trained(graphed, recipe, 4))
+    curves.append(trained(graphed, recipe, 4))
     assert recorder.launches == 8 - WARM and graphed.graphs is not None
-    firsts = [bucket.parameters[0] for one in apart.replicas for bucket in one.buckets]
-    assert summed == {graphed.graphs.gradients[one].data_ptr() for one in firsts}, "where graphs leave them, uncopied"
-    return found
+    firsts = [bucket.parameters[0] for parameter in apart.replicas for bucket in parameter.buckets]
+    assert summed == {graphed.graphs.gradients[parameter].data_ptr() for parameter in firsts}, (
+        "where graphs leave them, uncopied"
+    )
+    return curves
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -192,7 +194,7 @@ def test_gradients_and_weights_stay_where_they_are() -> None:
         assert all(p.grad is None for p in engine.parameters.values())  # of 16 bit, dropped by the optimizer
         weights = tuple(p.data_ptr() for p in engine.parameters.values())
         gradients = tuple(engine.graphs.gradients[p].data_ptr() for p in engine.parameters.values())
-        states = tuple(one.data_ptr() for one in optimizer.tensors().values())
+        states = tuple(tensor.data_ptr() for tensor in optimizer.tensors().values())
         seen.add((weights, gradients, states))
     assert len(seen) == 1 and engine.graphs.captured == 1
     buffers = {engine.graphs.gradients[p].untyped_storage().data_ptr() for p in engine.parameters.values()}
@@ -280,16 +282,16 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch: pytest.MonkeyPa
 def test_weights_that_were_put_elsewhere_are_captured_anew() -> None:
     recipe, layout = Recipe(global_batch=4, sequence=24), Layout(compile="off")
     plain, (graphed, recorder) = engine_of(LLAMA, layout), recorded(engine_of(LLAMA, layout))
-    found = []
+    curves = []
     for engine in (plain, graphed):
         losses = []
-        for one, _ in steps(engine, recipe, 8):
-            losses.append(float(one.loss))
+        for outcome, _ in steps(engine, recipe, 8):
+            losses.append(float(outcome.loss))
             if len(losses) == 4:
                 for parameter in engine.parameters.values():
                     parameter.data = parameter.data.clone()
-        found.append(losses)
-    assert found[0] == found[1] and recorder.launches == 16 - 2 * WARM
+        curves.append(losses)
+    assert curves[0] == curves[1] and recorder.launches == 16 - 2 * WARM
 
 
 @pytest.mark.usefixtures("as_on_gpus")
@@ -308,12 +310,12 @@ def test_documents_have_room_in_powers_of_two() -> None:
     """Few forms serve all batches, and what is not there has no tokens."""
     batch = batch_of(0, 2, 24, 61, packed=True)
     number, longest, _ = batch.spans
-    own = standing(batch)
-    assert own.spans[0] >= number > own.spans[0] / 2 and own.spans[1] >= longest
-    assert graph_form(own) == graph_form(batch) != graph_form(replace(batch, documents=None))
+    copy = standing(batch)
+    assert copy.spans[0] >= number > copy.spans[0] / 2 and copy.spans[1] >= longest
+    assert graph_form(copy) == graph_form(batch) != graph_form(replace(batch, documents=None))
     assert graph_form(replace(batch, documents_of_rows=())) is None
     assert batch.documents is not None
-    exact, roomy = (borders_of(batch.documents, n) for n in (number, own.spans[0]))
+    exact, roomy = (borders_of(batch.documents, n) for n in (number, copy.spans[0]))
     assert torch.equal(roomy[: number + 1], exact) and bool((roomy[number:] == 48).all())
 
 
@@ -341,8 +343,8 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
     """With the option to change; and without graphs, or without what clashes, it is legal."""
     layout_keys, recipe_keys, shape, option = REFUSED[name]
     recipe = Recipe(global_batch=8, sequence=16, **recipe_keys)
-    said = layout_violations(shape, recipe, Layout(cuda_graphs="on", **layout_keys))
-    assert said and all("layout.cuda_graphs=on" in one and option in one for one in said)
+    violations = layout_violations(shape, recipe, Layout(cuda_graphs="on", **layout_keys))
+    assert violations and all("layout.cuda_graphs=on" in sentence and option in sentence for sentence in violations)
     assert not layout_violations(shape, recipe, Layout(**layout_keys))
 
 
@@ -356,8 +358,8 @@ def test_dropout_is_captured_where_nothing_sets_the_random_state_back() -> None:
     recipe = Recipe(global_batch=8, sequence=16, dropout=0.1, document_mask=False)
     assert not layout_violations(LLAMA, recipe, ON)
     assert not layout_violations(LLAMA, replace(recipe, precision="bf16", document_mask=True), ON)
-    (said,) = layout_violations(LLAMA, replace(recipe, document_mask=True), ON)
-    assert "recipe.dropout=0.1" in said and "take recipe.dropout=0" in said
+    (sentence,) = layout_violations(LLAMA, replace(recipe, document_mask=True), ON)
+    assert "recipe.dropout=0.1" in sentence and "take recipe.dropout=0" in sentence
 
 
 def test_data_parallelism_alone_is_legal() -> None:
@@ -381,11 +383,11 @@ def test_a_capture_that_fails_leaves_the_passes_as_they_are(caplog: pytest.LogCa
     graphs = PassGraphs(model=engine.model, capture=recorder, replicas=engine.replicas)
     recipe = Recipe(global_batch=4, sequence=24)
     expected = trained(plain, recipe, 4)
-    found = trained(replace(engine, graphs=graphs), recipe, 4)
-    assert found[0] == expected[0] and all(torch.equal(found[1][key], value) for key, value in expected[1].items())
+    curve = trained(replace(engine, graphs=graphs), recipe, 4)
+    assert curve[0] == expected[0] and all(torch.equal(curve[1][key], value) for key, value in expected[1].items())
     assert (recorder.refused, graphs.captured) == (1, 0)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.endswith("without CUDA graphs, which is slower: operation not permitted when stream is capturing")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("without CUDA graphs, which is slower: operation not permitted when stream is capturing")
 
 
 def test_a_cpu_has_no_graphs() -> None:
@@ -398,8 +400,8 @@ def test_a_cpu_has_no_graphs() -> None:
 
 def aligned(name: str) -> ModelShape:
     """A tiny shape, whose experts have rows of 16 bytes."""
-    found = shrink(name)
-    return replace(found, hidden=32, moe=found.moe and replace(found.moe, ffn=16))
+    shape = shrink(name)
+    return replace(shape, hidden=32, moe=shape.moe and replace(shape.moe, ffn=16))
 
 
 def test_experts_need_products_that_read_their_lengths_on_the_device() -> None:
@@ -420,18 +422,18 @@ def test_a_gpu_trains_the_same_with_graphs_and_without(compiled: Literal["off", 
     device, recipe = torch.device("cuda", 0), Recipe(global_batch=4, sequence=24, precision="bf16")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    found = []
+    curves = []
     try:
         for graphs in ("off", "on"):
             layout = Layout(compile=compiled, cuda_graphs=graphs)
             engine = engine_of(aligned("llama-3.1-8b"), layout, "bf16", device=device)
-            found.append(trained(engine, recipe, 5, packed=lambda step: packed, device="cuda"))
+            curves.append(trained(engine, recipe, 5, packed=lambda step: packed, device="cuda"))
             if engine.graphs is not None:
                 assert engine.graphs.captured >= 1
     finally:
         torch.use_deterministic_algorithms(before)
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[1][1][key], value) for key, value in found[0][1].items())
+    assert curves[0][0] == curves[1][0]
+    assert all(torch.equal(curves[1][1][key], value) for key, value in curves[0][1].items())
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "all-but-attention", "full"])
@@ -456,7 +458,7 @@ def test_no_pass_of_a_gpu_waits_for_its_values(name: str, packed: bool, recipe: 
         batch = batch_of(0, 4, 24, shape.vocab, packed=packed)
         if packed:
             batch = replace(batch, documents_of_rows=((3, 20),) * 4)
-        passes = [MicroPass(one, Weights(*torch.ones(4).unbind())) for one in split(batch, 1)]
+        passes = [MicroPass(part, Weights(*torch.ones(4).unbind())) for part in split(batch, 1)]
         with OnDeviceOnly():  # type: ignore[no-untyped-call]  # torch has no annotations there
             engine.forward_backward(passes)
         assert engine.graphs is not None and engine.graphs.captured == 1

@@ -46,15 +46,15 @@ def packed() -> tuple[Batch, list[tuple[Tensor, Tensor]]]:
     answers = np.full((len(LENGTHS), most_answers(SEQUENCE)), -1)
     singles, number = [], 0
     for row, lengths in enumerate(LENGTHS):
-        place = 0
-        for one, length in enumerate(lengths):
-            here = slice(place, place + length)
+        start = 0
+        for answer, length in enumerate(lengths):
+            here = slice(start, start + length)
             tokens[row, here] = ids = draw.integers(VOCAB, size=length)
-            documents[row, here], positions[row, here] = one, np.arange(length)
-            targets[row, place + PROMPT - 1 : place + length - 1] = ids[PROMPT:]
-            answers[row, one], number, place = number, number + 1, place + length
+            documents[row, here], positions[row, here] = answer, np.arange(length)
+            targets[row, start + PROMPT - 1 : start + length - 1] = ids[PROMPT:]
+            answers[row, answer], number, start = number, number + 1, start + length
             singles.append(torch.as_tensor(ids))
-        documents[row, place:], positions[row, place:] = len(lengths), np.arange(SEQUENCE - place)
+        documents[row, start:], positions[row, start:] = len(lengths), np.arange(SEQUENCE - start)
     rows = Sequences(
         tokens=tokens, targets=targets, documents=documents, positions=positions, packed=True, answers=answers
     )
@@ -84,13 +84,13 @@ def ipo(better: Answer, worse: Answer) -> Tensor:
 
 
 def orpo(better: Answer, worse: Answer) -> Tensor:
-    p, q = ((one[0] / one[1]).exp() for one in (better, worse))
+    p, q = ((side[0] / side[1]).exp() for side in (better, worse))
     return -p.log() - BETA * torch.sigmoid(torch.log(p / (1 - p)) - torch.log(q / (1 - q))).log()
 
 
 WRITTEN: dict[str, tuple[dict[str, Any], Callable[[Answer, Answer], Tensor]]] = {
     "dpo": ({}, dpo),
-    "smoothed": ({"objective": "dpo", "preference_smoothing": 0.2}, lambda one, two: dpo(one, two, 0.2)),
+    "smoothed": ({"objective": "dpo", "preference_smoothing": 0.2}, lambda better, worse: dpo(better, worse, 0.2)),
     "ipo": ({}, ipo),
     "orpo": ({}, orpo),
 }
@@ -138,17 +138,17 @@ def test_a_row_without_pairs_changes_nothing() -> None:
         valid_of_rows=(*whole.valid_of_rows, 0),
         documents_of_rows=(*whole.documents_of_rows, (1, SEQUENCE)),
         answers_of_rows=(*whole.answers_of_rows, 0),
-        more={name: torch.cat((given, given[:1])) for name, given in whole.more.items()},
+        more={name: torch.cat((tensor, tensor[:1])) for name, tensor in whole.more.items()},
     )
-    one, first = trained(small(), whole, 1, clip=0.0, objective=objective)
+    outcome, first = trained(small(), whole, 1, clip=0.0, objective=objective)
     other, second = trained(small(), empty, 2, clip=0.0, objective=objective)
-    assert other.loss.item() == pytest.approx(one.loss.item(), rel=1e-6)
+    assert other.loss.item() == pytest.approx(outcome.loss.item(), rel=1e-6)
     assert all(relative(second.seen[name], grad) < 1e-5 for name, grad in first.seen.items())
 
 
-def _there(found: Tensor | None) -> Tensor:
-    assert found is not None
-    return found
+def _there(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
 
 
 LAYOUTS = {
@@ -170,9 +170,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return pairs.write(tmp_path)
 
 
-def same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    assert len(found) == len(expected)
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+def same(curve: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(curve) == len(expected)
+    for step, (ours, theirs) in enumerate(zip(curve, expected, strict=True)):
         for name in ours.keys() - ({"accuracy"} if step == 0 else set()):  # at first margins are 0 but for rounding
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-4), (step, name)
 
@@ -183,10 +183,10 @@ def test_every_layout_is_one_device(folder: Path, name: str) -> None:
     expected = pairs.curve(str(folder), "alone", ())
     same(on_ranks(2, pairs.curve, str(folder), name, LAYOUTS[name])[0], expected)
     ledger = json.loads((folder / name / "ledger.json").read_text(encoding="utf-8"))
-    sent = {(one["axis"], one["collective"]): (one["calls"], one["bytes"]) for one in ledger["traffic"]}
+    sent = {(entry["axis"], entry["collective"]): (entry["calls"], entry["bytes"]) for entry in ledger["traffic"]}
     sent.pop(("cp", "all_gather"), None)
     planned = traffic(pairs.plan(folder, *LAYOUTS[name]))
-    assert sent == {(one.axis, one.collective): (one.calls, one.sent_bytes) for one in planned}
+    assert sent == {(entry.axis, entry.collective): (entry.calls, entry.sent_bytes) for entry in planned}
 
 
 @pytest.mark.slow
@@ -203,19 +203,19 @@ def test_four_ranks_are_one_device(folder: Path, name: str, objective: str) -> N
 
 def _evaluations(run: Path) -> list[dict[str, Any]]:
     records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [one for one in records if one.get("kind") == "eval"]
+    return [record for record in records if record.get("kind") == "eval"]
 
 
-@pytest.mark.parametrize("kept", ["run", "cache", "nothing"])
+@pytest.mark.parametrize("storage", ["run", "cache", "nothing"])
 @pytest.mark.long
-def test_a_resumed_run_compares_with_the_weights_it_began_with(folder: Path, kept: str) -> None:
+def test_a_resumed_run_compares_with_the_weights_it_began_with(folder: Path, storage: str) -> None:
     """Wherever their log-probabilities are found; where they are lost, with the first weights themselves."""
     words = ("recipe.steps=6",)
     whole = pairs.curve(str(folder), "whole", words)
     first = pairs.curve(str(folder), "parts", ("recipe.steps=3",))
-    if kept != "run":
+    if storage != "run":
         (folder / "parts" / "reference.safetensors").unlink()
-    if kept != "cache":
+    if storage != "cache":
         shutil.rmtree(folder / "cache" / "meshwright" / "reference")
     same(first + pairs.curve(str(folder), "parts", words, resume="auto"), whole)
 
@@ -223,32 +223,37 @@ def test_a_resumed_run_compares_with_the_weights_it_began_with(folder: Path, kep
 def test_held_out_pairs_have_loss_and_accuracy(folder: Path) -> None:
     watcher = Notes()
     loop.run(pairs.plan(folder, "data.validation=0.25", "recipe.learning_rate=0"), watchers=[watcher])
-    [found] = watcher.evaluations
-    assert found.loss == pytest.approx(math.log(2), abs=1e-6) and found.perplexity is found.bits_per_byte is None
-    assert found.figures.keys() == set(FIGURES) and found.figures["reward_margin"] == pytest.approx(0, abs=1e-6)
+    [evaluation] = watcher.evaluations
+    assert (
+        evaluation.loss == pytest.approx(math.log(2), abs=1e-6)
+        and evaluation.perplexity is evaluation.bits_per_byte is None
+    )
+    assert evaluation.figures.keys() == set(FIGURES) and evaluation.figures["reward_margin"] == pytest.approx(
+        0, abs=1e-6
+    )
     assert watcher.summary is not None and watcher.summary.bits_per_byte is None
     [record] = _evaluations(folder / "run")
-    assert record["accuracy"] == found.figures["accuracy"] and "perplexity" not in record
+    assert record["accuracy"] == evaluation.figures["accuracy"] and "perplexity" not in record
 
 
 def test_the_reference_is_kept_by_content(folder: Path) -> None:
     """Another run over the same weights and pairs finds it; other weights, text or rows make another."""
 
-    def said(run: str, *words: str) -> str:
+    def reference_line(run: str, *words: str) -> str:
         watcher = Notes()
         loop.run(pairs.plan(folder, "recipe.steps=1", *words, run=run), watchers=[watcher])
         assert watcher.info is not None
         return dict(watcher.info.foreseen).get("reference", "")
 
-    assert "computed in" in said("first")
-    assert "found in" in said("second", "recipe.preference_beta=0.5", "data.packing=off")
-    assert "computed in" in said("shorter", "recipe.sequence=32")
+    assert "computed in" in reference_line("first")
+    assert "found in" in reference_line("second", "recipe.preference_beta=0.5", "data.packing=off")
+    assert "computed in" in reference_line("shorter", "recipe.sequence=32")
     weights = next((folder / "hf").glob("*.safetensors"))
     blob = bytearray(weights.read_bytes())
     blob[-1] ^= 1
     weights.write_bytes(blob)
-    assert "computed in" in said("other")
-    assert said("none", "recipe.objective=orpo") == ""
+    assert "computed in" in reference_line("other")
+    assert reference_line("none", "recipe.objective=orpo") == ""
     assert not (folder / "none" / "reference.safetensors").exists()
 
 
@@ -266,18 +271,18 @@ def test_a_long_wait_for_the_reference_is_announced(
 
 
 def test_drawn_weights_are_a_reference_too(folder: Path) -> None:
-    found = pairs.curve(str(folder), "drawn", ("model.init=random",))
-    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and found[-1]["loss"] < found[0]["loss"]
+    curve = pairs.curve(str(folder), "drawn", ("model.init=random",))
+    assert curve[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and curve[-1]["loss"] < curve[0]["loss"]
 
 
 @pytest.mark.slow
 def test_experts_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pairs.write(tmp_path, shape=replace(MOE, vocab=2048, max_positions=64))
-    found = pairs.curve(str(tmp_path), "run", ())
-    assert found[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and found[-1]["loss"] < found[0]["loss"]
+    curve = pairs.curve(str(tmp_path), "run", ())
+    assert curve[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and curve[-1]["loss"] < curve[0]["loss"]
     spread = ("layout.dp_shard=2", "layout.ep=2", "layout.micro_batch=1")
-    same(on_ranks(2, pairs.curve, str(tmp_path), "spread", spread)[0], found)
+    same(on_ranks(2, pairs.curve, str(tmp_path), "spread", spread)[0], curve)
 
 
 def test_weights_that_are_gone_are_named(folder: Path) -> None:
@@ -322,5 +327,5 @@ def test_wrong_values_are_refused(folder: Path, word: str, message: str) -> None
 def test_names_of_other_tools_are_read(folder: Path) -> None:
     words = ("recipe.loss_type=sigmoid", "recipe.dpo_beta=0.2", "recipe.label_smoothing=0.1")
     with pytest.warns(UserWarning, match="is read as recipe"):
-        found = pairs.plan(folder, *words).recipe
-    assert (found.objective, found.preference_beta, found.preference_smoothing) == ("dpo", 0.2, 0.1)
+        recipe = pairs.plan(folder, *words).recipe
+    assert (recipe.objective, recipe.preference_beta, recipe.preference_smoothing) == ("dpo", 0.2, 0.1)

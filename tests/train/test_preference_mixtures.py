@@ -39,7 +39,7 @@ def mixed(folder: Path, *words: str, weights: tuple[float, float] = (3, 1), run:
 def curve(asked: Plan) -> list[dict[str, Any]]:
     watcher = Notes()
     loop.run(asked, watchers=[watcher])
-    return [{"loss": one.loss, "grad_norm": one.grad_norm, **one.figures} for one in watcher.steps]
+    return [{"loss": step.loss, "grad_norm": step.grad_norm, **step.figures} for step in watcher.steps]
 
 
 @pytest.mark.parametrize("weights", [(3, 1), (1, 1), (1, 4)])
@@ -63,12 +63,12 @@ def test_each_answer_is_compared_with_its_own_reference(folder: Path) -> None:
     """Before any step the policy is the reference: rewards are 0 and the loss is log 2, of both files, held out too."""
     watcher = Notes()
     loop.run(mixed(folder, "recipe.learning_rate=0", "recipe.eval_every=1"), watchers=[watcher])
-    for one in watcher.steps:
-        assert one.loss == pytest.approx(0.6931472, abs=1e-5)
-        assert abs(one.figures["chosen_reward"]) < 1e-5 and abs(one.figures["rejected_reward"]) < 1e-5
+    for record in watcher.steps:
+        assert record.loss == pytest.approx(0.6931472, abs=1e-5)
+        assert abs(record.figures["chosen_reward"]) < 1e-5 and abs(record.figures["rejected_reward"]) < 1e-5
     for scored in watcher.evaluations:
         assert scored.sources is not None and len(scored.sources) == 2
-        assert [one.loss for one in scored.sources] == pytest.approx([0.6931472] * 2, abs=1e-5)
+        assert [record.loss for record in scored.sources] == pytest.approx([0.6931472] * 2, abs=1e-5)
         assert scored.perplexity is None and scored.bits_per_byte is None
         assert abs(scored.figures["reward_margin"]) < 1e-5
 
@@ -78,19 +78,19 @@ def test_figures_of_what_is_held_out_are_means_by_weight(folder: Path) -> None:
     loop.run(mixed(folder), watchers=[watcher])
     scored = watcher.evaluations[-1]
     assert scored.sources is not None
-    short, long = (one.loss for one in scored.sources)
+    short, long = (source.loss for source in scored.sources)
     assert short != pytest.approx(long, abs=1e-3) and scored.loss == pytest.approx((3 * short + long) / 4, rel=1e-6)
     figures = scored.figures
     assert figures["reward_margin"] == pytest.approx(figures["chosen_reward"] - figures["rejected_reward"], abs=1e-6)
     assert watcher.info is not None
-    said = [sentence.rpartition("/")[2] for label, sentence in watcher.info.foreseen if label == "source"]
-    assert said[0].startswith("pairs.jsonl: 75.0% of the pairs, ") and said[1].startswith("long.jsonl: 25.0% of the")
+    files = [sentence.rpartition("/")[2] for label, sentence in watcher.info.foreseen if label == "source"]
+    assert files[0].startswith("pairs.jsonl: 75.0% of the pairs, ") and files[1].startswith("long.jsonl: 25.0% of the")
 
 
 def test_one_file_under_two_names_is_that_file(folder: Path) -> None:
     """A mixture of one source is its run."""
-    one = pairs.plan(folder, f"data.mixture=[{{path: {folder / 'pairs.jsonl'}, weight: 1}}]", *MORE, run="one")
-    assert curve(one) == curve(pairs.plan(folder, *MORE, run="plain"))
+    single = pairs.plan(folder, f"data.mixture=[{{path: {folder / 'pairs.jsonl'}, weight: 1}}]", *MORE, run="one")
+    assert curve(single) == curve(pairs.plan(folder, *MORE, run="plain"))
 
 
 def test_ended_and_resumed_it_is_the_same_run(folder: Path) -> None:
@@ -108,10 +108,10 @@ def test_ended_and_resumed_it_is_the_same_run(folder: Path) -> None:
 def test_two_ranks_train_the_same(folder: Path) -> None:
     alone = curve(mixed(folder, run="alone"))
     two = mixed(folder, "layout.dp_shard=2", "layout.zero=3", "layout.micro_batch=1", run="two")
-    [found, _] = on_ranks(2, curve, two)
-    for one, other in zip(found, alone, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-    assert torch.isfinite(torch.tensor(found[-1]["loss"]))
+    [curve_of_two, _] = on_ranks(2, curve, two)
+    for step, other in zip(curve_of_two, alone, strict=True):
+        assert step == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert torch.isfinite(torch.tensor(curve_of_two[-1]["loss"]))
 
 
 def test_preferences_and_conversations_are_not_mixed(folder: Path) -> None:

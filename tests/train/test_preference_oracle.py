@@ -41,12 +41,12 @@ def order(plan: Plan) -> list[list[int]]:
     corpus = prepare(plan.data)
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
     assert isinstance(rows, SampleRows)
-    found = []
+    numbers = []
     for step in range(STEPS):
         batch = rows.take(step * plan.recipe.global_batch, plan.recipe.global_batch)
         assert batch.answers is not None
-        found.append([one // 2 for row in batch.answers.tolist() for one in row[::2] if one >= 0])
-    return found
+        numbers.append([number // 2 for row in batch.answers.tolist() for number in row[::2] if number >= 0])
+    return numbers
 
 
 def trl_curve(folder: Path, loss_type: str, batches: list[list[int]], messages: bool = False) -> list[dict[str, float]]:
@@ -55,7 +55,7 @@ def trl_curve(folder: Path, loss_type: str, batches: list[list[int]], messages: 
     import transformers
     import trl
 
-    found: list[dict[str, float]] = []
+    steps: list[dict[str, float]] = []
 
     class InOrder(trl.DPOTrainer):  # type: ignore[name-defined,misc]  # trl exports lazily
         """Reads the batches of the other run, and keeps each loss unrounded."""
@@ -63,9 +63,9 @@ def trl_curve(folder: Path, loss_type: str, batches: list[list[int]], messages: 
         def get_train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
 
-        def compute_loss(self, *given: Any, **named: Any) -> Any:
-            result = super().compute_loss(*given, **named)
-            found.append({"loss": (result[0] if isinstance(result, tuple) else result).item()})
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            result = super().compute_loss(*arguments, **named)
+            steps.append({"loss": (result[0] if isinstance(result, tuple) else result).item()})
             return result
 
     config = trl.DPOConfig(
@@ -82,11 +82,11 @@ def trl_curve(folder: Path, loss_type: str, batches: list[list[int]], messages: 
     )
     trainer.train()
     records = [row for row in trainer.state.log_history if "grad_norm" in row]
-    assert len(found) == len(records) == STEPS
-    for one, row in zip(found, records, strict=True):
-        one["grad_norm"] = row["grad_norm"]
-        one |= {ours: row[theirs] for theirs, ours in NAMES.items()}
-    return found
+    assert len(steps) == len(records) == STEPS
+    for step, row in zip(steps, records, strict=True):
+        step["grad_norm"] = row["grad_norm"]
+        step |= {ours: row[theirs] for theirs, ours in NAMES.items()}
+    return steps
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +121,9 @@ def test_the_odds_ratio_is_that_of_trl(folder: Path) -> None:
         ratio, *rewards = ORPOTrainer.odds_ratio_loss(stands_for, better, worse)[:3]
     tokens, unread = torch.full_like(better, 7.0), torch.zeros_like(better)
     sides = [PairSide(mean * tokens, tokens, unread) for mean in (better, worse)]
-    found = ORPO(sequence=8, beta=0.3).compare(*sides)
-    torch.testing.assert_close(found.loss.float(), -better.float() - ratio, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip((found.better, found.worse), rewards, strict=True):
+    compared = ORPO(sequence=8, beta=0.3).compare(*sides)
+    torch.testing.assert_close(compared.loss.float(), -better.float() - ratio, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip((compared.better, compared.worse), rewards, strict=True):
         torch.testing.assert_close(ours.float(), theirs)
 
 
@@ -138,8 +138,8 @@ def test_every_step_is_that_of_trl(folder: Path, objective: str, name: str, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     ranks = 1 if "2" not in name and "3" not in name else 2
     curves = on_ranks(ranks, pairs.curve, str(folder), run, words) if ranks > 1 else None
-    found = curves[0] if curves else pairs.curve(str(folder), run, words)
-    same(found, expected)
+    our_curve = curves[0] if curves else pairs.curve(str(folder), run, words)
+    same(our_curve, expected)
 
 
 @pytest.mark.slow
@@ -153,10 +153,10 @@ def test_conversations_are_those_of_trl(folder: Path, tmp_path: Path, monkeypatc
     same(pairs.curve(str(tmp_path), "run", SETTINGS), expected)
 
 
-def same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def same(curve: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     """Within 1e-4."""
-    assert len(found) == STEPS
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
+    assert len(curve) == STEPS
+    for step, (ours, theirs) in enumerate(zip(curve, expected, strict=True), start=1):
         for what in ("loss", "grad_norm", *NAMES.values()):
             if what == "accuracy" and step == 1:
                 continue  # both margins are 0 but for rounding

@@ -58,12 +58,12 @@ def beside(files: Path, folder: Path, *words: str) -> Plan:
 
 def restored_twin(folder: Path, to: Path, asked: Plan) -> str:
     """The numbers that every evaluation of the quantized folder multiplies with, as a folder in fp32."""
-    found = load(folder).model
+    model = load(folder).model
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in base_weights(asked, torch.float32):
             if isinstance(tensor, QuantizedMatrix):
-                coded = found.get_submodule(quantized_name(name))
+                coded = model.get_submodule(quantized_name(name))
                 assert isinstance(coded, QuantizedWeight)
                 yield name, coded.matrix.dequantized()
             else:
@@ -71,14 +71,14 @@ def restored_twin(folder: Path, to: Path, asked: Plan) -> str:
 
     tokenizer = job.prepare_data(asked.data).tokenizer
     export_folder(
-        to, model_tensors=weights(), shape=found.shape, tokenizer=tokenizer, dtype=torch.float32, chat_template=CHATML
+        to, model_tensors=weights(), shape=model.shape, tokenizer=tokenizer, dtype=torch.float32, chat_template=CHATML
     )
     return str(to)
 
 
 @pytest.mark.parametrize(
     ("form", "scheme", "more", "base"),
-    [pytest.param(*one, marks=() if one[0] in QUICK else pytest.mark.slow) for one in FOLDERS],
+    [pytest.param(*matrix, marks=() if matrix[0] in QUICK else pytest.mark.slow) for matrix in FOLDERS],
 )
 def test_its_codes_are_the_frozen_base(files: Path, form: str, scheme: str, more: dict[str, Any], base: str) -> None:
     """Bit-equal codes, the losses of the numbers that they stand for, bytes as counted, and merged exports."""
@@ -89,9 +89,9 @@ def test_its_codes_are_the_frozen_base(files: Path, form: str, scheme: str, more
     opened = load(folder).model
     held = frozen_codes([state.engine.model], asked.model)
     assert len(held) == 14
-    for name, one in held.items():
+    for name, matrix in held.items():
         there = opened.get_submodule(quantized_name(name))
-        assert all(torch.equal(tensor, there.get_buffer(part)) for part, tensor in one.named_buffers()), name
+        assert all(torch.equal(tensor, there.get_buffer(part)) for part, tensor in matrix.named_buffers()), name
     counted = memory(asked.model, asked.layout, "fp32")["step"]
     assert kept_bytes.memory(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
     dense = plan(files, f"model={restored_twin(folder, files / 'twin', asked)}", f"run={files / 'dense'}", *LORA)
@@ -99,21 +99,21 @@ def test_its_codes_are_the_frozen_base(files: Path, form: str, scheme: str, more
     latest = checkpoint.latest(files / "run" / "checkpoints")
     assert latest is not None
     checkpoint.load(latest, state.tensors())
-    given = tokens(2, 11)
-    right = state.engine.model.eval()(given)
+    prompt = tokens(2, 11)
+    right = state.engine.model.eval()(prompt)
     assert main(["export", str(files / "run"), str(files / "merged")]) == 0
-    torch.testing.assert_close(load(files / "merged").model(given), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(load(files / "merged").model(prompt), right, rtol=1e-5, atol=1e-5)
     assert main(["export", str(files / "run"), str(files / "adapter"), "--adapter"]) == 0
     named = json.loads((files / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert is_quantized(Path(named))
-    torch.testing.assert_close(load(files / "adapter").model(given), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(load(files / "adapter").model(prompt), right, rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_goes_on_beside_the_same_folder_alone(files: Path) -> None:
     asked = beside(files, quantized(files, "bitsandbytes", "nf4"), "recipe.steps=2")
     loop.run(asked)
-    kept = planfile.read(files / "run" / "plan.yaml")
-    assert kept.model == asked.model and kept.init == asked.init
+    stored_plan = planfile.read(files / "run" / "plan.yaml")
+    assert stored_plan.model == asked.model and stored_plan.init == asked.init
     more = beside(files, files / "q", "recipe.steps=3")
     assert loop.run(more, resume="auto").step == 3
     shard = next((files / "q").glob("*.safetensors"))
@@ -157,11 +157,11 @@ def test_a_plan_of_other_codes_is_refused_before_a_run_is_made(files: Path) -> N
     "name", ["int4-g64-zeros-fp16", "int8-rows-sym-fp32", "fp8-rows-sym-bf16", "nf4-g128-sym-fp32"]
 )
 def test_layouts_have_names(name: str) -> None:
-    found = scheme_named(name)
-    assert found is not None and base_name(found) == name
+    named = scheme_named(name)
+    assert named is not None and base_name(named) == name
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     assert all(base_name(scheme) == key for key, scheme in SCHEMES.items() if scheme.trains_beside)
-    assert relative_error(weight, quantize_matrix("w", weight, found)) < 0.1
+    assert relative_error(weight, quantize_matrix("w", weight, named)) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_what_a_folder_holds_is_read_from_it(files: Path) -> None:
 def test_plan_and_dry_run_count_its_codes(files: Path) -> None:
     """`--tune qlora` takes the folder's own codes, and a dry run finds what is counted."""
     folder = quantized(files, "gptq", "int4-sym", group=32)
-    found = mw.plan(folder, cluster="rtx4090x1", tune="qlora", recipe={"sequence": 64}).plan
-    assert found.model.lora is not None and found.model.lora.base == "int4-g32-sym-fp16"
+    answer = mw.plan(folder, cluster="rtx4090x1", tune="qlora", recipe={"sequence": 64}).plan
+    assert answer.model.lora is not None and answer.model.lora.base == "int4-g32-sym-fp16"
     asked = beside(files, folder)
     seen = dry_run(asked, device="cpu").ranks[0]
     assert seen.kinds["parameters"] == memory(asked.model, asked.layout, "fp32")["step"]["parameters"]

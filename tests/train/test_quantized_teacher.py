@@ -45,14 +45,14 @@ def taught(files: Path, teacher: Path | str, *words: str) -> Plan:
 def losses(asked: Plan) -> list[float]:
     watcher = Notes()
     loop.run(asked, watchers=[watcher])
-    return [one.loss for one in watcher.steps]
+    return [step.loss for step in watcher.steps]
 
 
 def twin(folder: Path, to: Path) -> Path:
     """The numbers that a folder's codes stand for, in fp32, as a folder."""
-    found = folder_of(folder)
-    numbers = dict(found.numbers(torch.float32))
-    export_folder(to, model_tensors=iter(numbers.items()), shape=found.shape, tokenizer=None, dtype=torch.float32)
+    source = folder_of(folder)
+    numbers = dict(source.numbers(torch.float32))
+    export_folder(to, model_tensors=iter(numbers.items()), shape=source.shape, tokenizer=None, dtype=torch.float32)
     (to / "tokenizer.json").write_bytes((folder.parent / "hf" / "tokenizer.json").read_bytes())
     return to
 
@@ -65,18 +65,18 @@ def test_it_teaches_what_its_codes_stand_for(
     folder = quantized(files, form, scheme, **more)
     asked = taught(files, folder)
     assert asked.teacher is not None and (asked.teacher.lora.base if asked.teacher.lora else "") == base
-    found = losses(asked)
+    curve = losses(asked)
     plain = taught(files, twin(folder, files / "twin"), f"run={files / 'plain'}")
-    assert found == pytest.approx(losses(plain), rel=1e-5)
-    assert found != pytest.approx(losses(taught(files, files / "hf", f"run={files / 'whole'}")), rel=1e-5)
+    assert curve == pytest.approx(losses(plain), rel=1e-5)
+    assert curve != pytest.approx(losses(taught(files, files / "hf", f"run={files / 'whole'}")), rel=1e-5)
 
 
 def _under(layouts: list[dict[str, Any]], asked: Plan) -> list[list[float]]:
-    found = []
+    curves = []
     for number, layout in enumerate(layouts):
         cut = replace(asked.layout, micro_batch=1, **layout)
-        found.append(losses(replace(asked, run=f"{asked.run}-{number}", layout=cut)))
-    return found
+        curves.append(losses(replace(asked, run=f"{asked.run}-{number}", layout=cut)))
+    return curves
 
 
 @pytest.mark.long
@@ -84,10 +84,10 @@ def test_every_layout_has_the_losses_of_one_process(files: Path) -> None:
     folder = quantized(files, "awq", "int4-rtn")
     asked = taught(files, folder, "recipe.distillation_temperature=0.02")  # sharp: a wrong teacher is seen
     layouts: list[dict[str, Any]] = [{"dp_shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2}]
-    [found, _] = on_ranks(2, _under, layouts, asked)
+    [curves, _] = on_ranks(2, _under, layouts, asked)
     alone = losses(asked)
-    for layout, one in zip(layouts, found, strict=True):
-        assert one == pytest.approx(alone, rel=2e-5), layout
+    for layout, curve in zip(layouts, curves, strict=True):
+        assert curve == pytest.approx(alone, rel=2e-5), layout
 
 
 def test_plan_and_dry_run_count_its_codes(files: Path) -> None:
@@ -95,8 +95,8 @@ def test_plan_and_dry_run_count_its_codes(files: Path) -> None:
     asked, whole = taught(files, folder), taught(files, files / "hf")
     coded, plain = dry_run(asked, ranks=[0]).ranks[0], dry_run(whole, ranks=[0]).ranks[0]
     assert coded.kinds["parameters"] < plain.kinds["parameters"]
-    said = predict(asked).memory[0].kinds["parameters"] - predict(whole).memory[0].kinds["parameters"]
-    assert said == coded.kinds["parameters"] - plain.kinds["parameters"]
+    predicted_bytes = predict(asked).memory[0].kinds["parameters"] - predict(whole).memory[0].kinds["parameters"]
+    assert predicted_bytes == coded.kinds["parameters"] - plain.kinds["parameters"]
 
 
 def test_a_student_of_its_layers_has_numbers(files: Path) -> None:

@@ -22,23 +22,23 @@ def rates(**options: object) -> list[float]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_is_a_straight_line_to_the_full_rate(schedule: str) -> None:
-    found = rates(learning_rate_schedule=schedule)
-    assert found[1:11] == pytest.approx([step / 10 for step in range(1, 11)])
-    assert max(found[1:]) == 1.0
+    curve = rates(learning_rate_schedule=schedule)
+    assert curve[1:11] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert max(curve[1:]) == 1.0
 
 
 def test_cosine() -> None:
-    found = rates(learning_rate_schedule="cosine")
-    assert found[55] == pytest.approx(0.1 + 0.9 * 0.5), "half way between warm-up and end"
-    assert found[33] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 23 / 90)))
-    assert found[100] == pytest.approx(0.1)
+    curve = rates(learning_rate_schedule="cosine")
+    assert curve[55] == pytest.approx(0.1 + 0.9 * 0.5), "half way between warm-up and end"
+    assert curve[33] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 23 / 90)))
+    assert curve[100] == pytest.approx(0.1)
 
 
 def test_linear() -> None:
-    found = rates(learning_rate_schedule="linear")
-    assert found[55] == pytest.approx(0.55)
-    assert found[19] == pytest.approx(1 - 0.9 * 0.1)
-    assert found[100] == pytest.approx(0.1)
+    curve = rates(learning_rate_schedule="linear")
+    assert curve[55] == pytest.approx(0.55)
+    assert curve[19] == pytest.approx(1 - 0.9 * 0.1)
+    assert curve[100] == pytest.approx(0.1)
 
 
 def test_constant() -> None:
@@ -46,18 +46,18 @@ def test_constant() -> None:
 
 
 def test_warm_up_stable_decay() -> None:
-    found = rates(learning_rate_schedule="wsd", decay_steps=40)
-    assert set(found[10:61]) == {1.0}
-    assert found[61] == pytest.approx(1 - 0.9 / 40)
-    assert found[80] == pytest.approx(0.55)
-    assert found[100] == pytest.approx(0.1)
+    curve = rates(learning_rate_schedule="wsd", decay_steps=40)
+    assert set(curve[10:61]) == {1.0}
+    assert curve[61] == pytest.approx(1 - 0.9 / 40)
+    assert curve[80] == pytest.approx(0.55)
+    assert curve[100] == pytest.approx(0.1)
     default = rates(learning_rate_schedule="wsd")
     assert set(default[10:81]) == {1.0} and default[81] < 1 and default[100] == pytest.approx(0.1)
 
 
 def test_a_decay_longer_than_what_is_left_begins_after_the_warm_up() -> None:
-    found = rates(learning_rate_schedule="wsd", decay_steps=1000)
-    assert found[10] == 1.0 and found[11] == pytest.approx(1 - 0.9 / 90) and found[100] == pytest.approx(0.1)
+    curve = rates(learning_rate_schedule="wsd", decay_steps=1000)
+    assert curve[10] == 1.0 and curve[11] == pytest.approx(1 - 0.9 / 90) and curve[100] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -65,8 +65,8 @@ def test_without_warm_up_and_with_nothing_else(schedule: str) -> None:
     assert rates(learning_rate_schedule=schedule, warmup_steps=0)[1] <= 1.0
     only = rates(learning_rate_schedule=schedule, warmup_steps=100)
     assert only[1:] == pytest.approx([step / 100 for step in range(1, 101)])
-    one = rates(learning_rate_schedule=schedule, steps=1, warmup_steps=0)
-    assert one[1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    single_step = rates(learning_rate_schedule=schedule, steps=1, warmup_steps=0)
+    assert single_step[1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -80,16 +80,16 @@ def test_never_above_the_full_rate_never_below_the_floor_never_rising_again(
     schedule: str, steps: int, share: float, floor: float, decay: int
 ) -> None:
     warmup = int(share * steps)
-    found = rates(
+    curve = rates(
         learning_rate_schedule=schedule,
         steps=steps,
         warmup_steps=warmup,
         min_learning_rate_ratio=floor,
         decay_steps=decay,
     )[1:]
-    assert all(0 < rate <= 1 or (floor == 0 and rate >= 0) for rate in found)
-    after = found[max(0, warmup - 1) :]
+    assert all(0 < rate <= 1 or (floor == 0 and rate >= 0) for rate in curve)
+    after = curve[max(0, warmup - 1) :]
     assert all(a >= b - 1e-12 for a, b in pairwise(after))
     assert all(rate >= floor - 1e-12 for rate in after)
     if schedule != "constant" and warmup < steps:
-        assert found[-1] == pytest.approx(floor)
+        assert curve[-1] == pytest.approx(floor)

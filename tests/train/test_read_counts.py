@@ -31,7 +31,7 @@ FIRST, THEN = {"epochs": 2, "global_batch": 8}, {"epochs": 3, "global_batch": 4}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr(plot, "loss_plot", lambda *given, **named: None)
+    monkeypatch.setattr(plot, "loss_plot", lambda *arguments, **named: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -50,7 +50,7 @@ def asked(folder: Path, *, letters: str = "a", **recipe: Any) -> Plan:
     plan = running.plan(folder / "a.txt", folder / "run", micro_batch=1, **options)
     data = Data(path=str(folder / "a.txt"), tokenizer="bytes", validation=0.0)
     if len(letters) > 1:
-        sources = tuple(MixtureSource(path=str(folder / f"{one}.txt"), weight=ROWS[one]) for one in letters)
+        sources = tuple(MixtureSource(path=str(folder / f"{name}.txt"), weight=ROWS[name]) for name in letters)
         data = replace(data, path="", mixture=sources)
     return replace(plan, data=data, recipe=replace(plan.recipe, warmup_steps=0))
 
@@ -58,7 +58,7 @@ def asked(folder: Path, *, letters: str = "a", **recipe: Any) -> Plan:
 def read_by(plan: Plan, resume: str = "auto", watchers: tuple[Any, ...] = ()) -> list[str]:
     """Train; the numbers of the windows that this rank read."""
     os.fsync = lambda number: None  # type: ignore[assignment]
-    plot.loss_plot = lambda *given, **named: None
+    plot.loss_plot = lambda *arguments, **named: None
     seen: list[str] = []
     take = Feed.take
 
@@ -133,9 +133,9 @@ def test_a_teacher_is_asked_about_the_rows_that_are_read(tmp_path: Path, monkeyp
     teacher = taught(tmp_path)
     fill, filled = teacher_targets._fill, []
 
-    def counted(kept: Any, missing: Any, *given: Any) -> int:
+    def counted(tables: Any, missing: Any, *arguments: Any) -> int:
         filled.extend(missing.tolist())
-        return fill(kept, missing, *given)
+        return fill(tables, missing, *arguments)
 
     monkeypatch.setattr(teacher_targets, "_fill", counted)
 
@@ -163,15 +163,15 @@ def test_a_jump_of_the_learning_rate_is_said(tmp_path: Path) -> None:
     last, first = before.steps[-1], after.steps[0]
     assert after.info is not None and first.step == last.step + 1 == 16
     assert after.info.bytes_per_token > 0.99, "of what is trained on, where nothing is held out"
-    said = [sentence for label, sentence in after.info.foreseen if "learning rate goes" in sentence]
-    assert said == [
+    sentences = [sentence for label, sentence in after.info.foreseen if "learning rate goes" in sentence]
+    assert sentences == [
         f"the learning rate goes from {last.lr:.3g} at step 15 to {first.lr:.3g} at step 16: "
         "its schedule has 28 steps, and had 15"
     ]
     constant = {"learning_rate_schedule": "constant"}
     read_by(replace(asked(tmp_path, **FIRST, **constant), run=str(tmp_path / "flat")))
     read_by(replace(asked(tmp_path, **THEN, **constant), run=str(tmp_path / "flat")), watchers=(same,))
-    assert same.info is not None and not [one for _, one in same.info.foreseen if "learning rate goes" in one]
+    assert same.info is not None and not [text for _, text in same.info.foreseen if "learning rate goes" in text]
 
 
 def test_a_warm_up_is_measured_by_the_whole_run(tmp_path: Path) -> None:

@@ -91,26 +91,26 @@ def _quiet() -> Iterator[None]:
 
 def waits_of_steps(plan: Plan) -> list[int]:
     """How often the main thread waits for numbers of the device in each step of a run."""
-    found: list[int] = []
+    waits: list[int] = []
     begin = trainer.Trainer._begin_step
     functions, operations = Functions(), Operations()
     rows = varlen.rows_of
 
-    def read(*given: Any) -> Any:
+    def read(*arguments: Any) -> Any:
         """A CPU's kernel looks into the documents; a GPU's is given their borders (tests/kernels/test_varlen.py)."""
         with torch._C.DisableTorchFunction(), _quiet():
-            return rows(*given)
+            return rows(*arguments)
 
-    def counted(self: Any, *given: Any) -> None:
-        found.append(functions.seen.total() + operations.seen.total())
-        begin(self, *given)
+    def counted(self: Any, *arguments: Any) -> None:
+        waits.append(functions.seen.total() + operations.seen.total())
+        begin(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "_begin_step", counted)
         patch.setattr(varlen, "rows_of", read)
         with functions, operations:
             loop.run(plan)
-    return [after - before for before, after in pairwise(found)]
+    return [after - before for before, after in pairwise(waits)]
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -163,8 +163,8 @@ def test_reading_late_leaves_the_same_run(
             notes[name] = Notes()
             loop.run(running.plan(texts, tmp_path / name, **changes), watchers=[notes[name]])
     running.assert_same_end(tmp_path / "late", tmp_path / "at once")
-    for one in notes.values():
-        assert [told.step for told in one.steps] == list(range(1, 13)) and one.saves == [4, 8, 12]
+    for watcher in notes.values():
+        assert [told.step for told in watcher.steps] == list(range(1, 13)) and watcher.saves == [4, 8, 12]
     seconds = [row["seconds"] for row in MetricsLog.read(tmp_path / "late" / "metrics.jsonl") if "kind" not in row]
     assert seconds == sorted(seconds)
 
@@ -193,10 +193,10 @@ def test_a_bad_step_that_is_read_late_is_not_saved(
     monkeypatch.setattr(trainer, "reads_late", lambda device: True)
     real, calls = trainer.train_step, iter(range(1, 99))
 
-    def disturbed(engine: Any, *given: Any, **options: Any) -> Any:
+    def disturbed(engine: Any, *arguments: Any, **options: Any) -> Any:
         if next(calls) == 6:
             engine.model.embed.weight.register_hook(lambda gradient: gradient * torch.nan)
-        return real(engine, *given, **options)
+        return real(engine, *arguments, **options)
 
     monkeypatch.setattr(trainer, "train_step", disturbed)
     notes = Notes()
@@ -207,7 +207,7 @@ def test_a_bad_step_that_is_read_late_is_not_saved(
 
 
 def test_numbers_come_back_by_name() -> None:
-    given = {"loss": torch.tensor(2.5), "squared": torch.tensor([1.0, 4.0]), "last": torch.tensor(7.0)}
-    read = Readback(given)
-    given["loss"].add_(1)
+    tensors = {"loss": torch.tensor(2.5), "squared": torch.tensor([1.0, 4.0]), "last": torch.tensor(7.0)}
+    read = Readback(tensors)
+    tensors["loss"].add_(1)
     assert read.read() == {"loss": [2.5], "squared": [1.0, 4.0], "last": [7.0]}

@@ -37,8 +37,8 @@ def test_each_token_is_counted_for_who_says_it(files: Path) -> None:
     loop.run(asked, watchers=[watcher])
     metrics = watcher.evaluations[-1]
     assert metrics.roles is not None and set(metrics.roles) == {"user", "assistant"}
-    assert metrics.tokens == sum(one.tokens for one in metrics.roles.values())
-    whole = sum(one.loss * one.tokens for one in metrics.roles.values()) / metrics.tokens
+    assert metrics.tokens == sum(score.tokens for score in metrics.roles.values())
+    whole = sum(score.loss * score.tokens for score in metrics.roles.values()) / metrics.tokens
     assert metrics.loss == pytest.approx(whole, rel=1e-9)
 
     trained, corpus = load(files / "run"), prepare(asked.data)
@@ -52,20 +52,20 @@ def test_each_token_is_counted_for_who_says_it(files: Path) -> None:
             logs = trained.model(torch.tensor(ids)[None])[0].log_softmax(-1)
         spoken = [tokenizer.spell(token) for token in ids.tolist()]
         role, text = "", ""
-        for place, word in enumerate(spoken):
-            if "".join(spoken[place : place + 6]).startswith("<user>"):
+        for position, word in enumerate(spoken):
+            if "".join(spoken[position : position + 6]).startswith("<user>"):
                 role = "user"  # a turn of a user is trained with its heading
             elif text.endswith("<assistant>"):
                 role, text = "assistant", ""
             text += word
-            if place and stream.marks[begin + place] & 0x80:
-                sums[role] -= logs[place - 1, ids[place]].item()
+            if position and stream.marks[begin + position] & 0x80:
+                sums[role] -= logs[position - 1, ids[position]].item()
                 counts[role] += 1
-    for name, one in metrics.roles.items():
-        said = stream.marks[stream.marks >= 0x80] & 0x7F
-        assert one.tokens <= int((said == ROLES.index(name)).sum())
-        assert one.tokens == counts[name], name
-        assert one.loss * one.tokens == pytest.approx(sums[name], rel=1e-4), name
+    for name, score in metrics.roles.items():
+        marks = stream.marks[stream.marks >= 0x80] & 0x7F
+        assert score.tokens <= int((marks == ROLES.index(name)).sum())
+        assert score.tokens == counts[name], name
+        assert score.loss * score.tokens == pytest.approx(sums[name], rel=1e-4), name
 
 
 def test_one_role_has_no_table_of_its_own(files: Path) -> None:
@@ -77,10 +77,10 @@ def test_one_role_has_no_table_of_its_own(files: Path) -> None:
 def test_eval_says_it(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop.run(plan(files, *TRAINED))
     assert main(["eval", str(files / "run"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["roles"]) == {"user", "assistant"} and found["roles"]["user"]["tokens"] > 0
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["roles"]) == {"user", "assistant"} and document["roles"]["user"]["tokens"] > 0
     assert main(["eval", str(files / "run")]) == 0
-    assert f"; user {found['roles']['user']['loss']:.4f}, assistant " in capsys.readouterr().out
+    assert f"; user {document['roles']['user']['loss']:.4f}, assistant " in capsys.readouterr().out
 
 
 def test_rows_by_themselves_add_up(files: Path) -> None:
@@ -89,11 +89,11 @@ def test_rows_by_themselves_add_up(files: Path) -> None:
     loop.run(plan(files, *TRAINED))
     trained = load(files / "run")
     rows = trained.held_out_rows(None, 0)
-    found = row_losses(on_one_device(trained.model), rows.batches(torch.device("cpu"), by_role=True))
-    assert isinstance(rows.rows, SampleRows) and found.shape == (2, len(rows.rows), len(ROLES))
+    sums = row_losses(on_one_device(trained.model), rows.batches(torch.device("cpu"), by_role=True))
+    assert isinstance(rows.rows, SampleRows) and sums.shape == (2, len(rows.rows), len(ROLES))
     whole = trained.evaluate()
-    assert found[0].sum().item() / found[1].sum().item() == pytest.approx(whole.loss, rel=1e-6)
-    assert int(found[1].sum()) == whole.tokens
+    assert sums[0].sum().item() / sums[1].sum().item() == pytest.approx(whole.loss, rel=1e-6)
+    assert int(sums[1].sum()) == whole.tokens
 
 
 ROWS, LENGTH = 4, 12
@@ -108,9 +108,9 @@ LAYOUTS: list[dict[str, Any]] = [
 def _by_layout(layouts: list[dict[str, Any]]) -> list[list[float]]:
     """Nats and targets by role, twice, and the whole loss as training evaluates it."""
     made: Made = {}
-    found = []
-    said = torch.randint(len(ROLES), (ROWS, LENGTH), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
-    whole = replace(batch(ROWS, LENGTH, valid=[12, 3, 7, 12]), more={"roles": said})
+    results = []
+    roles = torch.randint(len(ROLES), (ROWS, LENGTH), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
+    whole = replace(batch(ROWS, LENGTH, valid=[12, 3, 7, 12]), more={"roles": roles})
     for each in layouts:
         layout = Layout(compile="off", micro_batch=2, **each)
         mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
@@ -122,8 +122,8 @@ def _by_layout(layouts: list[dict[str, Any]]) -> list[list[float]]:
         sums = [role_losses(engine, batches) for _ in range(2)]
         assert torch.equal(*sums)
         loss, counted = summed_loss(engine, batches)
-        found.append([*sums[0].flatten().tolist(), loss[0].item(), counted[1].item()])
-    return found
+        results.append([*sums[0].flatten().tolist(), loss[0].item(), counted[1].item()])
+    return results
 
 
 def test_every_layout_finds_the_same() -> None:
@@ -131,5 +131,5 @@ def test_every_layout_finds_the_same() -> None:
     roles = len(ROLES)
     assert sum(alone[:roles]) == pytest.approx(alone[-2]) and sum(alone[roles : 2 * roles]) == alone[-1]
     for rank in on_ranks(2, _by_layout, LAYOUTS):
-        for each, found in zip(LAYOUTS, rank, strict=True):
-            assert found == pytest.approx(alone, rel=1e-5), each
+        for each, sums in zip(LAYOUTS, rank, strict=True):
+            assert sums == pytest.approx(alone, rel=1e-5), each

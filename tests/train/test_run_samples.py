@@ -31,17 +31,17 @@ def test_samples_are_what_the_model_says(files: Path) -> None:
     """The last ones are those of the exported weights; prompts are what comes before held-out answers."""
     asked = plan(files, *WORDS)
     loop.run(asked)
-    found = taken(files / "run")
-    assert [one["step"] for one in found] == [2, 4] and recorded(files / "run" / "samples.jsonl") == found
+    records = taken(files / "run")
+    assert [entry["step"] for entry in records] == [2, 4] and recorded(files / "run" / "samples.jsonl") == records
     trained, corpus = load(files / "run"), prepare(asked.data)
     held = prompts(asked, corpus)
-    assert len(held) == 3 and all(corpus.tokenizer.decode(one.ids).endswith("<assistant>") for one in held)
-    for one, sample in zip(held, found[-1]["samples"], strict=True):
-        made = generate(trained.model, one.ids, max_new_tokens=6, stop_ids=trained.stop_ids)
+    assert len(held) == 3 and all(corpus.tokenizer.decode(entry.ids).endswith("<assistant>") for entry in held)
+    for entry, sample in zip(held, records[-1]["samples"], strict=True):
+        made = generate(trained.model, entry.ids, max_new_tokens=6, stop_ids=trained.stop_ids)
         assert sample["text"] == corpus.tokenizer.decode(made.ids)
-        assert sample["prompt"] == corpus.tokenizer.decode(one.ids)
+        assert sample["prompt"] == corpus.tokenizer.decode(entry.ids)
         assert sample["held_out"].endswith("<|endoftext|>") and " é" in sample["held_out"]
-    assert found[0]["samples"] != found[1]["samples"], "the weights are others"
+    assert records[0]["samples"] != records[1]["samples"], "the weights are others"
 
 
 def test_what_is_trained_is_the_same(files: Path) -> None:
@@ -51,26 +51,26 @@ def test_what_is_trained_is_the_same(files: Path) -> None:
         watcher = Notes()
         words = [*WORDS, f"recipe.sample_every={every}", "recipe.dropout=0.2", f"run={files / name}"]
         loop.run(plan(files, *words), watchers=[watcher])
-        losses.append([(one.loss, one.grad_norm) for one in watcher.steps])
+        losses.append([(step.loss, step.grad_norm) for step in watcher.steps])
     assert losses[0] == losses[1]
     assert not (files / "without" / "samples.jsonl").exists()
 
 
 def test_prompts_may_be_given(files: Path) -> None:
     loop.run(plan(files, *WORDS, 'recipe.sample_prompts=["say 3", "what?"]', "recipe.steps=1"))
-    [found] = taken(files / "run")
-    assert [one["prompt"] for one in found["samples"]] == [
+    [record] = taken(files / "run")
+    assert [sample["prompt"] for sample in record["samples"]] == [
         "<user>say 3\n<assistant>",
         "<user>what?\n<assistant>",
     ]
-    assert [one["held_out"] for one in found["samples"]] == ["", ""]
+    assert [sample["held_out"] for sample in record["samples"]] == ["", ""]
 
 
 def test_a_resumed_run_forgets_what_came_after(files: Path) -> None:
     words = [*WORDS, "recipe.checkpoint_every=2", "recipe.sample_every=1"]
     loop.run(plan(files, *words, "recipe.steps=3"))
     whole = taken(files / "run")
-    assert [one["step"] for one in whole] == [1, 2, 3]
+    assert [record["step"] for record in whole] == [1, 2, 3]
     (files / "run" / "checkpoints" / "step-000003" / "COMMIT").unlink()
     loop.run(plan(files, *words, "recipe.steps=3"), resume="auto")
     assert taken(files / "run") == whole

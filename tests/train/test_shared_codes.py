@@ -73,16 +73,16 @@ def trained(cases: list[Case], layouts: list[dict[str, Any]]) -> list[list[RankO
 def same(cases: list[Case], layouts: list[dict[str, Any]], world: int) -> list[list[list[RankOutcome]]]:
     """Of each case and layout the ranks' outcomes, which are those of one device within 1e-5 of each tensor."""
     ranks = on_ranks(world, trained, cases, layouts, limit_s=900)
-    found = []
+    outcomes = []
     for number, case in enumerate(cases):
         alone = outcome(case, laid({}))
         assert alone.losses[1] != alone.losses[0]
-        found.append([[rank[number][place] for rank in ranks] for place in range(len(layouts))])
-        for layout, some in zip(layouts, found[-1], strict=True):
-            said = first_difference(alone, some)
-            assert said is None, (case.shape.lora, layout, said)
-            assert max(abs(one - two) for one, two in zip(some[0].losses, alone.losses, strict=True)) < 2e-6
-    return found
+        outcomes.append([[rank[number][layout_index] for rank in ranks] for layout_index in range(len(layouts))])
+        for layout, group in zip(layouts, outcomes[-1], strict=True):
+            difference = first_difference(alone, group)
+            assert difference is None, (case.shape.lora, layout, difference)
+            assert max(abs(loss - two) for loss, two in zip(group[0].losses, alone.losses, strict=True)) < 2e-6
+    return outcomes
 
 
 @pytest.mark.long
@@ -111,35 +111,35 @@ def held_here(
     """(bytes of codes on this rank, those that are counted, which matrices gather other bits than one process has)."""
     made: Made = {}
     alone = frozen_codes([build_engine(shape, laid({}), mesh=make_mesh(laid({}), rank=0), dtype=dtype).model], shape)
-    found = []
+    sizes = []
     for each in layouts:
         layout = laid(each)
         mesh = make_mesh(layout, made=made)
         engine = build_engine(shape, layout, mesh=mesh, dtype=dtype, masters=layout.zero > 0)
-        own = frozen_codes([engine.model], shape)
+        matrices = frozen_codes([engine.model], shape)
         here = sum(
-            data.local(one.run.detach()).untyped_storage().nbytes()
-            if one.run is not None
-            else sum(tensor.nbytes for tensor in one.buffers())
-            for one in own.values()
+            data.local(matrix.run.detach()).untyped_storage().nbytes()
+            if matrix.run is not None
+            else sum(tensor.nbytes for tensor in matrix.buffers())
+            for matrix in matrices.values()
         )
-        counted = sum(one.code_bytes for one in held(shape, layout, mesh.rank))
+        counted = sum(matrix.code_bytes for matrix in held(shape, layout, mesh.rank))
         other = []
         for module in data.sharded_modules(engine.model):
             module.unshard()
-        for name, one in own.items():
-            if one.rows == alone[name].rows and one.matrix.size_in == alone[name].matrix.size_in:
+        for name, matrix in matrices.items():
+            if matrix.rows == alone[name].rows and matrix.matrix.size_in == alone[name].matrix.size_in:
                 tensors = alone[name].matrix.tensors
-                if not all(torch.equal(tensors[part], there) for part, there in one.matrix.tensors.items()):
+                if not all(torch.equal(tensors[part], there) for part, there in matrix.matrix.tensors.items()):
                     other.append(name)
-        found.append((here, counted, other))
-    return found
+        sizes.append((here, counted, other))
+    return sizes
 
 
 @pytest.mark.long
 def test_a_rank_holds_its_share_and_gathers_the_codes_of_one_process() -> None:
     for shape in (coded(DENSE, "nf4-double").shape, coded(ROUTED, "int4-rtn").shape):
-        whole = sum(one.code_bytes for one in held(shape, laid({}), 0))
+        whole = sum(share.code_bytes for share in held(shape, laid({}), 0))
         for ranks in on_ranks(2, held_here, shape, [SHARED, WHOLE]):
             (shared, counted, other), (plain, counted_plain, others) = ranks
             assert (shared, plain) == (counted, counted_plain) and not other and not others
@@ -170,8 +170,8 @@ def test_a_run_goes_on_under_another_layout(files: Path) -> None:
     [first, _] = on_ranks(2, losses, other)
     assert first == [pytest.approx(pair, rel=1e-5) for pair in right]
     assert main(["export", other.run, str(files / "merged")]) == 0
-    given = tokens(2, 11)
-    here, there = (load(folder).model(given) for folder in (files / "merged", asked.run))
+    prompt = tokens(2, 11)
+    here, there = (load(folder).model(prompt) for folder in (files / "merged", asked.run))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4)
     newest = checkpoint.latest(files / "shared" / "checkpoints")
     assert newest is not None
@@ -180,7 +180,9 @@ def test_a_run_goes_on_under_another_layout(files: Path) -> None:
     shutil.rmtree(newest)
     watcher = Notes()
     loop.run(replace(other, layout=asked.layout), resume="auto", watchers=[watcher])
-    assert [(one.loss, one.grad_norm) for one in watcher.steps] == [pytest.approx(pair, rel=1e-5) for pair in right[2:]]
+    assert [(step.loss, step.grad_norm) for step in watcher.steps] == [
+        pytest.approx(pair, rel=1e-5) for pair in right[2:]
+    ]
 
 
 @pytest.mark.parametrize("base", FORMATS)
@@ -194,7 +196,9 @@ def test_every_tensor_of_a_run_begins_with_a_line(base: str) -> None:
     count = lines(sizes.values())
     assert nbytes(sizes.values()) <= count * LINE_BYTES < nbytes(sizes.values()) + LINE_BYTES * len(sizes)
     [name] = [
-        one for one in held(shape, laid({"tp": 2, **SHARED}), 1) if one.parameter.name == "layers.0.mlp.down.weight"
+        share
+        for share in held(shape, laid({"tp": 2, **SHARED}), 1)
+        if share.parameter.name == "layers.0.mlp.down.weight"
     ]
     assert name.code_bytes == -(-count // 2) * LINE_BYTES
 
@@ -204,18 +208,18 @@ def test_codes_stay_whole_where_weights_stay_gathered(layout: dict[str, Any]) ->
     """A share would stand beside the whole; nothing of them is gathered then."""
     shape = coded(DENSE, "nf4").shape
     stages = layout.get("pp", 1)
-    one_device = sum(one.code_bytes for one in held(shape, laid({}), 0))
-    assert sum(one.code_bytes for one in held(shape, laid(layout), 0)) == one_device // stages
-    frozen = [one for one in parameters(shape) if one.scheme]
-    assert all(one.ranks == 1 for one in held(shape, laid(layout), 0) if one.parameter in frozen)
+    one_device = sum(share.code_bytes for share in held(shape, laid({}), 0))
+    assert sum(share.code_bytes for share in held(shape, laid(layout), 0)) == one_device // stages
+    frozen = [share for share in parameters(shape) if share.scheme]
+    assert all(share.ranks == 1 for share in held(shape, laid(layout), 0) if share.parameter in frozen)
 
 
 def test_llama_2_70b_on_two_cards_of_24_gb() -> None:
     """The well-known case: FSDP + QLoRA. It fits because codes are shared, and the plan says so."""
-    found = mw.plan("llama-2-70b", cluster="rtx4090x2", tune="qlora", layout="dp_shard=2 zero=3")
-    best = found.ranking.best[0]
+    answer = mw.plan("llama-2-70b", cluster="rtx4090x2", tune="qlora", layout="dp_shard=2 zero=3")
+    best = answer.found.best[0]
     assert best.plan.layout.zero == 3 and best.plan.layout.dp_shard == 2
-    assert any("with zero=0 it needs 39" in one for one in found.why)
+    assert any("with zero=0 it needs 39" in reason for reason in answer.why)
     whole = memory(best.plan.model, laid({}), "bf16")["step"]["parameters"]
     shared = memory(best.plan.model, best.plan.layout, "bf16")["step"]["parameters"]
     assert 34 * 2**30 < whole < 35 * 2**30 and 0.49 < shared / whole < 0.52
@@ -233,6 +237,6 @@ def test_gathers_of_codes_cost_time_and_room() -> None:
         block = counts(shape, laid(SHARED), (3,), first=False, last=False)
         gathered = 2 * block.gathered + block.codes_gathered
         assert block.codes_gathered == (2 * block.codes if base != "same" else 0)
-        whole = sum(one.numel for one in parameters(shape) if one.layer == 3)
+        whole = sum(parameter.numel for parameter in parameters(shape) if parameter.layer == 3)
         assert 1.9 < gathered / whole < 2.1 or (base != "same" and 0.5 < gathered / whole < 0.55)
     assert 0.24 < seconds["nf4-double"] / seconds["same"] < 0.32

@@ -49,8 +49,8 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 def judged(skipper: StepSkipper, norms: Iterable[float], *, loss: float = 1.0, **options: Any) -> list[str | None]:
     options = {"spike_factor": 0.0, **options}
-    found = [skipper.judge(torch.tensor(loss), torch.tensor(norm), **options) for norm in norms]
-    return [REASONS[int(reason)] for reason in found]
+    reasons = [skipper.judge(torch.tensor(loss), torch.tensor(norm), **options) for norm in norms]
+    return [REASONS[int(reason)] for reason in reasons]
 
 
 def test_what_is_no_number_is_counted_and_one_good_step_ends_the_row() -> None:
@@ -87,28 +87,28 @@ def test_a_spike_is_judged_by_the_mean_of_enough_steps(monkeypatch: pytest.Monke
 def test_a_norm_that_stays_higher_is_accepted_in_the_end() -> None:
     skipper = StepSkipper()
     judged(skipper, [1.0] * 60)
-    found = judged(skipper, [100.0] * 200, spike_factor=4.0)
-    first = found.index(None)
-    assert 10 < first < 100 and set(found[:first]) == {"spike"} and set(found[first:]) == {None}
+    reasons = judged(skipper, [100.0] * 200, spike_factor=4.0)
+    first = reasons.index(None)
+    assert 10 < first < 100 and set(reasons[:first]) == {"spike"} and set(reasons[first:]) == {None}
 
 
 def spoiled(monkeypatch: pytest.MonkeyPatch, steps: dict[int, float]) -> None:
     """Multiply the gradient of the embedding in some steps of the run, by their number."""
     real = trainer.train_step
 
-    def disturbed(engine: Any, *given: Any, **options: Any) -> Any:
+    def disturbed(engine: Any, *arguments: Any, **options: Any) -> Any:
         factor = steps.get(spoiled.step(), 1.0)  # type: ignore[attr-defined]
         hook = engine.model.embed.weight.register_hook(lambda gradient: gradient * factor)
         try:
-            return real(engine, *given, **options)
+            return real(engine, *arguments, **options)
         finally:
             hook.remove()
 
     begin = trainer.Trainer._begin_step
 
-    def begun(self: Any, *given: Any) -> None:
+    def begun(self: Any, *arguments: Any) -> None:
         spoiled.step = lambda: self.state.progress.step + 1  # type: ignore[attr-defined]
-        begin(self, *given)
+        begin(self, *arguments)
 
     monkeypatch.setattr(trainer, "train_step", disturbed)
     monkeypatch.setattr(trainer.Trainer, "_begin_step", begun)
@@ -138,11 +138,11 @@ def test_a_skipped_step_leaves_weights_and_moments_and_goes_past_its_tokens(
     notes = Notes()
     plan = make(skip_nonfinite=2, checkpoint_every=1, keep_last=20, steps=9, log_every=4, precision=precision)
     summary = loop.run(plan, watchers=[notes])
-    found = states(tmp_path / "run")
+    saved = states(tmp_path / "run")
     for step in (5, 6):
-        assert all(torch.equal(value, found[4][name]) for name, value in found[step].items())
-    assert any(not torch.equal(value, found[6][name]) for name, value in found[7].items())
-    assert all(value.isfinite().all() for value in found[9].values())
+        assert all(torch.equal(value, saved[4][name]) for name, value in saved[step].items())
+    assert any(not torch.equal(value, saved[6][name]) for name, value in saved[7].items())
+    assert all(value.isfinite().all() for value in saved[9].values())
     rows = [row for row in MetricsLog.read(tmp_path / "run" / "metrics.jsonl") if "kind" not in row]
     assert [row["step"] for row in rows] == list(range(1, 10))
     assert [row.get("skipped") for row in rows] == [None] * 4 + ["non-finite"] * 2 + [None] * 3
@@ -213,7 +213,7 @@ def test_a_checkpoint_without_the_counts_is_read(make: Make, tmp_path: Path) -> 
         patch.setattr(
             TrainState,
             "values",
-            lambda self, *given: {key: value for key, value in real(self, *given).items() if key != "skipping"},
+            lambda self, *arguments: {key: value for key, value in real(self, *arguments).items() if key != "skipping"},
         )
         loop.run(plan)
     summary = loop.run(make(steps=6), resume="auto")
@@ -239,28 +239,28 @@ def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
             [name] = [name for name in engine.parameters if name.endswith("1.attention.o.weight")]
             local(engine.parameters[name].grad).mul_(factor)
 
-    def begun(self: Any, *given: Any) -> None:
+    def begun(self: Any, *arguments: Any) -> None:
         runs.append(self)
-        begin(self, *given)
+        begin(self, *arguments)
         if second and self.state.progress.step == 14:
             os.kill(os.getpid(), signal.SIGTERM)
 
     Engine.finish_gradients, trainer.Trainer._begin_step = disturbed, begun
-    found = []
+    outcomes = []
     for number, options in enumerate(LAYOUTS):
         recipe = {"skip_nonfinite": 2, "skip_spikes": 3.0, "checkpoint_every": 0, "eval_every": 0, "steps": 30}
         plan = running.plan(Path(texts), Path(folder, str(number)), **recipe)
         summary = loop.run(replace(plan, layout=replace(Layout(**options), micro_batch=1)))
-        found.append((runs[-1].state.skipper.values(), summary.step, summary.stopped))
-    return found
+        outcomes.append((runs[-1].state.skipper.values(), summary.step, summary.stopped))
+    return outcomes
 
 
 @pytest.mark.long
 def test_ranks_skip_alike_and_stop_after_the_same_step(texts: Path, tmp_path: Path) -> None:
     """Numbers are read late; a signal of one rank comes with them."""
-    one, other = on_ranks(2, run_spoiled, str(texts), str(tmp_path))
-    assert one == other
-    for number, (values, step, stopped) in enumerate(one):
+    mine, other = on_ranks(2, run_spoiled, str(texts), str(tmp_path))
+    assert mine == other
+    for number, (values, step, stopped) in enumerate(mine):
         assert values[2:] == [0, len(BAD)] and stopped == "terminated" and 15 <= step <= 17, LAYOUTS[number]
         rows = {row["step"]: row.get("skipped") for row in running.metrics(tmp_path / str(number))}
         assert list(rows) == list(range(1, step + 1))

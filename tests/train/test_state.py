@@ -20,29 +20,31 @@ CPU = torch.device("cpu")
 
 
 def state(name: str = "deepseek-v3", *, dtype: torch.dtype = torch.float32, seed: int = 0) -> TrainState:
-    found = small(name, dtype=dtype, seed=seed)
+    model = small(name, dtype=dtype, seed=seed)
     scaler = LossScaler(CPU, initial=1024.0) if dtype == torch.float16 else None
-    return TrainState(on_one_device(found), Optimizer(found.named_parameters(), RECIPE), scaler, Progress())
+    return TrainState(on_one_device(model), Optimizer(model.named_parameters(), RECIPE), scaler, Progress())
 
 
-def step(found: TrainState, seed: int) -> None:
+def step(trained: TrainState, seed: int) -> None:
     train_step(
-        found.engine, found.optimizer, [batch(2, 8, seed=seed)],
-        rate=1e-3, clip=1.0, balance_loss=0.01, scaler=found.scaler,
+        trained.engine, trained.optimizer, [batch(2, 8, seed=seed)],
+        rate=1e-3, clip=1.0, balance_loss=0.01, scaler=trained.scaler,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_names(dtype: torch.dtype) -> None:
-    found = state(dtype=dtype)
-    weights = [parameter.name for parameter in parameters(found.engine.model.shape)]
-    kept = [f"layers.{layer}.mlp.router.correction_bias" for layer in (1, 2)]
+    fresh = state(dtype=dtype)
+    weights = [parameter.name for parameter in parameters(fresh.engine.model.shape)]
+    buffers = [f"layers.{layer}.mlp.router.correction_bias" for layer in (1, 2)]
     kinds = ["moment1.", "moment2.", "step."] + ([] if dtype == torch.float32 else ["master."])
-    expected = {f"model.{name}" for name in (*weights, *kept)} | {f"optimizer.{k}{n}" for k in kinds for n in weights}
+    expected = {f"model.{name}" for name in (*weights, *buffers)} | {
+        f"optimizer.{k}{n}" for k in kinds for n in weights
+    }
     expected |= {"scaler.scale", "scaler.good_steps"} if dtype == torch.float16 else set()
-    names = {name for name in found.tensors() if not name.startswith("rng.")}
+    names = {name for name in fresh.tensors() if not name.startswith("rng.")}
     assert names == expected
-    assert {name for name in found.tensors() if name.startswith("rng.0.")} >= {
+    assert {name for name in fresh.tensors() if name.startswith("rng.0.")} >= {
         "rng.0.python",
         "rng.0.numpy",
         "rng.0.torch",
@@ -50,9 +52,9 @@ def test_names(dtype: torch.dtype) -> None:
 
 
 def test_the_tensors_are_those_in_use() -> None:
-    found = state()
-    assert found.tensors()["model.embed.weight"].data_ptr() == found.engine.model.embed.weight.data_ptr()
-    assert not any(tensor.requires_grad for name, tensor in found.tensors().items() if name.startswith("model."))
+    fresh = state()
+    assert fresh.tensors()["model.embed.weight"].data_ptr() == fresh.engine.model.embed.weight.data_ptr()
+    assert not any(tensor.requires_grad for name, tensor in fresh.tensors().items() if name.startswith("model."))
 
 
 def progress() -> Progress:

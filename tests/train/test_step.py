@@ -26,41 +26,41 @@ from tests.train.tiny import RECIPE, Watched, batch, relative, small, trained, w
 def test_accumulation_changes_nothing(name: str, valid: list[int], borders: bool, seed: int) -> None:
     """1 x 8, 2 x 4, 8 x 1 sequences with unequal numbers of valid tokens: loss, gradients, new weights to 1e-6."""
     whole = batch(8, 12, valid=valid, seed=seed, borders=borders)
-    one = small(name)
-    right, optimizer = trained(one, whole, 8, rate=1e-3)
+    whole_model = small(name)
+    right, optimizer = trained(whole_model, whole, 8, rate=1e-3)
     for size in (4, 1):
         other = small(name)
-        found, watched = trained(other, whole, size, rate=1e-3)
-        assert found.loss.item() == pytest.approx(right.loss.item(), rel=1e-6)
-        assert found.grad_norm.item() == pytest.approx(right.grad_norm.item(), rel=1e-6)
-        assert (found.balance is None) == (right.balance is None)
-        if found.balance is not None and right.balance is not None:
-            assert found.balance.item() == pytest.approx(right.balance.item(), rel=1e-6)
+        outcome, watched = trained(other, whole, size, rate=1e-3)
+        assert outcome.loss.item() == pytest.approx(right.loss.item(), rel=1e-6)
+        assert outcome.grad_norm.item() == pytest.approx(right.grad_norm.item(), rel=1e-6)
+        assert (outcome.balance is None) == (right.balance is None)
+        if outcome.balance is not None and right.balance is not None:
+            assert outcome.balance.item() == pytest.approx(right.balance.item(), rel=1e-6)
         scale = max(value.norm().item() for value in optimizer.seen.values())
         for key, value in optimizer.seen.items():
             assert (watched.seen[key] - value).norm() <= 1e-6 * max(value.norm().item(), 0.1 * scale), key
-        for key, value in weights(one).items():
+        for key, value in weights(whole_model).items():
             assert relative(weights(other)[key], value) < 1e-6, key
 
 
 def test_the_loss_is_the_mean_over_valid_tokens_of_all_micro_batches() -> None:
     whole = batch(4, 10, valid=[10, 1, 0, 6])
-    found = small()
+    model = small()
     with torch.no_grad():
-        logs = found(whole.tokens).log_softmax(-1)
+        logs = model(whole.tokens).log_softmax(-1)
     chosen = logs.gather(-1, whole.targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     expected = -chosen[whole.targets >= 0].mean().item()
-    result, _ = trained(found, whole, 1)
+    result, _ = trained(model, whole, 1)
     assert result.loss.item() == pytest.approx(expected, rel=1e-6)
     assert [part.valid for part in split(whole, 1)] == [10, 1, 0, 6]
 
 
 def test_a_step_without_any_valid_token_changes_only_by_decay() -> None:
-    found = small()
-    before = weights(found)
-    result, _ = trained(found, batch(2, 6, valid=[0, 0]), 1)
+    model = small()
+    before = weights(model)
+    result, _ = trained(model, batch(2, 6, valid=[0, 0]), 1)
     assert result.loss == 0 and result.grad_norm == 0 and result.skipped == 0
-    for key, value in weights(found).items():
+    for key, value in weights(model).items():
         expected = before[key] * (1 - 1e-2 * RECIPE.weight_decay) if value.dim() > 1 else before[key]
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
 
@@ -73,12 +73,12 @@ def test_the_balance_loss_is_weighed_and_reported_bare() -> None:
     light, without = (trained(small("mixtral-8x7b"), whole, 2, balance_loss=weight) for weight in (0.5, 0.0))
     assert light[0].balance is not None and light[0].balance.item() == pytest.approx(balance.mean().item(), rel=1e-5)
     assert light[0].loss.item() == pytest.approx(without[0].loss.item(), rel=1e-6), "the loss itself leaves it out"
-    found = small("mixtral-8x7b")
-    mean = found.loss(whole.tokens, whole.targets).balance
+    model = small("mixtral-8x7b")
+    mean = model.loss(whole.tokens, whole.targets).balance
     assert mean is not None
     (mean.mean() * 0.5).backward()
     router = "layers.1.mlp.router.weight"
-    grad = found.get_parameter(router).grad
+    grad = model.get_parameter(router).grad
     assert grad is not None
     unclipped = [trained(small("mixtral-8x7b"), whole, 2, balance_loss=w, clip=0.0)[1].seen[router] for w in (0.5, 0.0)]
     assert relative(unclipped[0] - unclipped[1], grad) < 1e-4
@@ -98,21 +98,21 @@ def test_clipping(clip: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gradient_that_is_no_number_leaves_every_bit(dtype: torch.dtype) -> None:
-    found = small(dtype=dtype)
-    optimizer = Watched(found.named_parameters(), RECIPE)
-    given = [batch(4, 10)]
+    model = small(dtype=dtype)
+    optimizer = Watched(model.named_parameters(), RECIPE)
+    batches = [batch(4, 10)]
     options = {"rate": 1e-2, "clip": 1.0, "balance_loss": 0.0}
-    train_step(on_one_device(found), optimizer, given, **options)
+    train_step(on_one_device(model), optimizer, batches, **options)
     poisoned = "layers.1.attention.o.weight"
     with torch.no_grad():
-        found.get_parameter(poisoned)[0, 0] = torch.nan
+        model.get_parameter(poisoned)[0, 0] = torch.nan
         optimizer.masters[poisoned][0, 0] = torch.nan
-    before = {name: tensor.clone() for name, tensor in {**found.state_dict(), **optimizer.tensors()}.items()}
-    result = train_step(on_one_device(found), optimizer, given, **options)
+    before = {name: tensor.clone() for name, tensor in {**model.state_dict(), **optimizer.tensors()}.items()}
+    result = train_step(on_one_device(model), optimizer, batches, **options)
     assert result.skipped == 1 and not torch.isfinite(result.grad_norm) and not torch.isfinite(result.loss)
-    for name, tensor in {**found.state_dict(), **optimizer.tensors()}.items():
+    for name, tensor in {**model.state_dict(), **optimizer.tensors()}.items():
         assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
-    assert all(parameter.grad is None for parameter in found.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_fp16_is_scaled_and_the_scale_leaves_no_trace() -> None:
@@ -121,9 +121,9 @@ def test_fp16_is_scaled_and_the_scale_leaves_no_trace() -> None:
     plain, _ = trained(small(), whole, 2)
     moved = []
     for scale in (2.0**8, 2.0**12):
-        found = small(dtype=torch.float16)
+        model = small(dtype=torch.float16)
         scaler = LossScaler(torch.device("cpu"), initial=scale)
-        result, optimizer = trained(found, whole, 2, scaler=scaler)
+        result, optimizer = trained(model, whole, 2, scaler=scaler)
         assert result.skipped == 0 and scaler.scale == scale and scaler.good_steps == 1
         assert result.loss.item() == pytest.approx(plain.loss.item(), rel=5e-3)
         assert result.grad_norm.item() == pytest.approx(plain.grad_norm.item(), rel=2e-2)
@@ -133,21 +133,21 @@ def test_fp16_is_scaled_and_the_scale_leaves_no_trace() -> None:
 
 
 def test_an_fp16_overflow_skips_the_step_halves_the_scale_and_the_next_one_goes_on() -> None:
-    found = small(dtype=torch.float16)
-    optimizer = Watched(found.named_parameters(), RECIPE)
+    model = small(dtype=torch.float16)
+    optimizer = Watched(model.named_parameters(), RECIPE)
     scaler = LossScaler(torch.device("cpu"), initial=2.0**30)
     options = {"rate": 1e-2, "clip": 1.0, "balance_loss": 0.0, "scaler": scaler}
-    before, skipped = weights(found), 0
+    before, skipped = weights(model), 0
     while True:
-        result = train_step(on_one_device(found), optimizer, [batch(4, 10)], **options)
+        result = train_step(on_one_device(model), optimizer, [batch(4, 10)], **options)
         if not result.skipped:
             break
         skipped += 1
         assert math.isfinite(result.loss.item()), "the loss itself does not overflow"
         assert scaler.scale == 2.0 ** (30 - skipped) and scaler.good_steps == 0
-        assert all(torch.equal(value, before[key]) for key, value in weights(found).items())
+        assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
     assert 3 < skipped < 30 and scaler.good_steps == 1
-    assert any(not torch.equal(value, before[key]) for key, value in weights(found).items())
+    assert any(not torch.equal(value, before[key]) for key, value in weights(model).items())
 
 
 @pytest.mark.parametrize(("initial", "interval", "after"), [(2.0**40, 2000, 0.5), (2.0**8, 1, 2.0)])
@@ -190,8 +190,8 @@ def test_the_norm_is_taken_in_fp32_whatever_the_dtype() -> None:
 def test_dropout_is_drawn_anew_in_each_micro_batch() -> None:
     whole = batch(2, 10)
     twice = type(whole)(tokens=whole.tokens[:1].expand(2, -1), targets=whole.targets[:1].expand(2, -1), valid=20)
-    found = small(dropout=0.5)
+    model = small(dropout=0.5)
     torch.manual_seed(0)
-    result, _ = trained(found, twice, 1, measure_noise=True)
+    result, _ = trained(model, twice, 1, measure_noise=True)
     first, second = result.micro_squared
     assert first != second

@@ -66,15 +66,15 @@ def lagging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaggingDevice]:
     device = LaggingDevice()
     step, save, score = trainer.train_step, trainer.Trainer._save, trainer.Trainer._evaluate
 
-    def launched(*given: Any, **options: Any) -> Any:
-        found = step(*given, **options)
+    def launched(*arguments: Any, **options: Any) -> Any:
+        outcome = step(*arguments, **options)
         device.launch_step()
-        return found
+        return outcome
 
     def slow(seconds: float, call: Any) -> Any:
-        def called(*given: Any, **options: Any) -> Any:
+        def called(*arguments: Any, **options: Any) -> Any:
             device.block(seconds)
-            return call(*given, **options)
+            return call(*arguments, **options)
 
         return called
 
@@ -118,11 +118,11 @@ def test_the_last_line_says_rates_with_and_without_what_compiled() -> None:
     run = {"step": 500, "steps": 500, "loss": 2.0, "tokens": 4_096_000, "peak_allocated_bytes": 2**30}
     ended = {"checkpoint": None, "stopped": "done", "seconds": 148.0, "tokens_per_second": 27_675.7}
     apart = {"starting_steps": 3, "starting_seconds": 82.0, "steady_tokens_per_second": 61_700.0}
-    said = fields.closing(Summary(**run, **ended, **apart, paused_seconds=12.0), "NVIDIA H200")
-    assert "in 2 min 28 s of steps, 27.7K tokens/s (61.7K without 3 steps that compiled, 1 min 22 s)" in said
-    assert "12 s of evaluation, samples and checkpoints beside" in said
-    one = fields.closing(Summary(**run, **ended, **apart | {"starting_steps": 1}), "NVIDIA H200")
-    assert "(61.7K without the first step, 1 min 22 s)" in one and "beside" not in one
+    line = fields.closing(Summary(**run, **ended, **apart, paused_seconds=12.0), "NVIDIA H200")
+    assert "in 2 min 28 s of steps, 27.7K tokens/s (61.7K without 3 steps that compiled, 1 min 22 s)" in line
+    assert "12 s of evaluation, samples and checkpoints beside" in line
+    single = fields.closing(Summary(**run, **ended, **apart | {"starting_steps": 1}), "NVIDIA H200")
+    assert "(61.7K without the first step, 1 min 22 s)" in single and "beside" not in single
     assert "without" not in fields.closing(Summary(**run, **ended), "NVIDIA H200"), "a run of one step"
 
 

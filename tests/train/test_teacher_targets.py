@@ -34,17 +34,19 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tables_of(asked: Plan) -> TeacherTables:
     """The tables that a run of this plan reads, found as it finds them."""
-    found: list[TeacherTables] = []
+    tables: list[TeacherTables] = []
     keep = teacher_targets.reader
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(teacher_targets, "reader", lambda kept, rows: found.append(kept) or keep(kept, rows))
+        patch.setattr(
+            teacher_targets, "reader", lambda read_tables, rows: tables.append(read_tables) or keep(read_tables, rows)
+        )
         loop.run(replace(asked, run=f"{asked.run}-again"))
-    return found[0]
+    return tables[0]
 
 
 def asked_about(caplog: pytest.LogCaptureFixture) -> str:
     """What was said before the teacher was asked."""
-    return "".join(one.getMessage() for one in caplog.records if one.name.startswith("meshwright"))
+    return "".join(record.getMessage() for record in caplog.records if record.name.startswith("meshwright"))
 
 
 def test_all_tokens_kept_teach_what_the_teacher_does(teacher: Path, tmp_path: Path) -> None:
@@ -52,8 +54,8 @@ def test_all_tokens_kept_teach_what_the_teacher_does(teacher: Path, tmp_path: Pa
     asked = student_plan(teacher, tmp_path / "online", distillation_temperature=2.0, distillation_hard=0.25)
     right = trained(asked)
     every = replace(asked.recipe, distillation_top_k=SHAPE.vocab)
-    for one, other in zip(trained(replace(asked, run=str(tmp_path / "kept"), recipe=every)), right, strict=True):
-        assert one == pytest.approx(other, rel=2e-3)
+    for curve, other in zip(trained(replace(asked, run=str(tmp_path / "kept"), recipe=every)), right, strict=True):
+        assert curve == pytest.approx(other, rel=2e-3)
 
 
 def test_what_is_kept_are_the_teachers_likeliest_tokens(
@@ -61,24 +63,24 @@ def test_what_is_kept_are_the_teachers_likeliest_tokens(
 ) -> None:
     asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP)
     trained(asked)
-    said = "34 bytes per token"  # eight tokens of two bytes, nine numbers of two
-    assert said in asked_about(caplog)
+    size_text = "34 bytes per token"  # eight tokens of two bytes, nine numbers of two
+    assert size_text in asked_about(caplog)
     caplog.clear()
-    kept = tables_of(asked)
+    tables = tables_of(asked)
     assert not asked_about(caplog), "it is not asked again"
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.train, shuffle=True)
     read = asked.recipe.tokens_of_run() // asked.recipe.sequence
-    done = np.fromfile(kept.folder / DONE, dtype=np.uint8)
+    done = np.fromfile(tables.folder / DONE, dtype=np.uint8)
     assert 0 < done.sum() <= min(read, len(rows)) and done.sum() < len(done), "rows that no step reads are not asked"
     number = int(np.flatnonzero(done)[0])
-    found = rows.rows_of(np.array([number]))  # type: ignore[attr-defined]  # windows of one text
+    sequences = rows.rows_of(np.array([number]))  # type: ignore[attr-defined]  # windows of one text
     model = load(teacher).model
-    given = {"positions": torch.as_tensor(found.positions), "documents": torch.as_tensor(found.documents)}
+    mask_inputs = {"positions": torch.as_tensor(sequences.positions), "documents": torch.as_tensor(sequences.documents)}
     with torch.no_grad():
-        logs = model(torch.as_tensor(found.tokens), **given)[0].log_softmax(-1)
+        logs = model(torch.as_tensor(sequences.tokens), **mask_inputs)[0].log_softmax(-1)
     right, _ = logs.topk(TOP)
-    ids, kept_logs = kept.tables()
+    ids, kept_logs = tables.tables()
     picked = logs.gather(1, torch.tensor(ids[number].astype(np.int64)))
     torch.testing.assert_close(picked, right, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.tensor(kept_logs[number, :, :TOP]).float(), right, rtol=2e-3, atol=2e-3)
@@ -93,13 +95,13 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def _under(layouts: list[dict[str, Any]], asked: Plan, caches: Path) -> list[list[tuple[float, ...]]]:
     """Each with a cache of its own, so that each asks."""
-    found = []
+    curves = []
     for number, each in enumerate(layouts):
         layout, run = Layout(compile="off", **each), f"{asked.run}-{number}"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(caches / str(number)))
-            found.append(trained(replace(asked, run=run, layout=layout)))
-    return found
+            curves.append(trained(replace(asked, run=run, layout=layout)))
+    return curves
 
 
 @pytest.mark.slow
@@ -108,9 +110,9 @@ def test_layouts_ask_and_read_the_same(teacher: Path, tmp_path: Path) -> None:
     asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP)
     right = trained(asked)
     [first, _] = on_ranks(2, _under, LAYOUTS, asked, tmp_path / "caches")
-    for each, found in zip(LAYOUTS, first, strict=True):
-        assert [one[0] for one in found] == pytest.approx([one[0] for one in right], rel=2e-5), each
-    written = [one.read_bytes() for one in (tmp_path / "caches").glob("*/meshwright/teachers/*/done.bin")]
+    for each, curve in zip(LAYOUTS, first, strict=True):
+        assert [entry[0] for entry in curve] == pytest.approx([entry[0] for entry in right], rel=2e-5), each
+    written = [entry.read_bytes() for entry in (tmp_path / "caches").glob("*/meshwright/teachers/*/done.bin")]
     assert len(written) == len(LAYOUTS) and len(set(written)) == 1
 
 
@@ -156,13 +158,13 @@ def test_a_signal_ends_the_asking_after_a_batch_and_a_rerun_goes_on(
     asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=4)
     rows = asked.recipe.tokens_of_run() // asked.recipe.sequence
     if ranks == 1:
-        found = _stopped_while_asking(asked, 0)
+        lines = _stopped_while_asking(asked, 0)
     else:
         layout = Layout(compile="off", dp_shard=2, zero=3)
         asked = replace(asked, layout=layout)
-        [found, other] = on_ranks(2, _on_two, asked, tmp_path / "cache")
-        assert found[0] == other[0] == "interrupted", "the other rank ends too"
-    stopped, steps, done = found
+        [lines, other] = on_ranks(2, _on_two, asked, tmp_path / "cache")
+        assert lines[0] == other[0] == "interrupted", "the other rank ends too"
+    stopped, steps, done = lines
     assert (stopped, steps) == ("interrupted", 0) and 0 < done < rows
     caplog.clear()
     if ranks == 1:
@@ -175,29 +177,29 @@ def test_a_signal_ends_the_asking_after_a_batch_and_a_rerun_goes_on(
 
 def test_tables_of_other_sizes_are_refused(tmp_path: Path) -> None:
     sizes = TableSizes(rows=3, sequence=4, top=2, vocab=300)
-    kept = TeacherTables(tmp_path / "kept", sizes)
-    kept.make()
-    assert kept.missing(np.arange(3)).tolist() == [0, 1, 2]
-    kept.mark(np.array([1]))
+    tables = TeacherTables(tmp_path / "kept", sizes)
+    tables.make()
+    assert tables.missing(np.arange(3)).tolist() == [0, 1, 2]
+    tables.mark(np.array([1]))
     TeacherTables(tmp_path / "kept", sizes).make()
-    assert kept.missing(np.arange(3)).tolist() == [0, 2]
-    (kept.folder / "ids.bin").write_bytes(b"1")
+    assert tables.missing(np.arange(3)).tolist() == [0, 2]
+    (tables.folder / "ids.bin").write_bytes(b"1")
     with pytest.raises(RunError, match="was changed: remove it"):
-        kept.make()
+        tables.make()
 
 
 @pytest.mark.parametrize(
-    ("table", "value", "said"),
+    ("table", "value", "complaint"),
     [(0, SHAPE.vocab, "names token 257 of 257"), (1, np.nan, "do not sum to 1"), (1, 0.0, "do not sum to 1")],
 )
 def test_tables_that_were_changed_between_runs_are_refused(
-    table: int, value: float, said: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    table: int, value: float, complaint: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=2)
     trained(asked)
     tables_of(asked).tables("r+")[table][...] = value
-    with pytest.raises(RunError, match=rf"was changed: .*{said}: remove it"):
+    with pytest.raises(RunError, match=rf"was changed: .*{complaint}: remove it"):
         trained(replace(asked, run=f"{asked.run}-changed"))
 
 

@@ -29,11 +29,11 @@ CHATML = (
 
 def conversations(number: int) -> list[dict[str, object]]:
     """Of one or two questions, so that their lengths differ."""
-    found: list[dict[str, object]] = []
-    for one in range(number):
-        turns = [("user", f"say {one}"), ("assistant", f"{one} é")] * (1 + one % 2)
-        found.append({"messages": [{"role": role, "content": text} for role, text in turns]})
-    return found
+    rows: list[dict[str, object]] = []
+    for index in range(number):
+        turns = [("user", f"say {index}"), ("assistant", f"{index} é")] * (1 + index % 2)
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    return rows
 
 
 @pytest.fixture
@@ -52,10 +52,15 @@ def write(folder: Path) -> Path:
 
 
 def plan(files: Path, *words: str) -> Plan:
-    given = [f"model={files / 'hf'}", f"data={files / 'chat.jsonl'}", "data.form=samples", f"run={files / 'run'}"]
-    given += ["recipe.sequence=64", "recipe.global_batch=4", "recipe.steps=4", "recipe.warmup_steps=0"]
-    given += ["recipe.learning_rate=1e-2", "recipe.learning_rate_schedule=constant", "recipe.weight_decay=0"]
-    return planfile.read(None, [*given, *words], read_folder=read_folder)
+    words_of_plan = [
+        f"model={files / 'hf'}",
+        f"data={files / 'chat.jsonl'}",
+        "data.form=samples",
+        f"run={files / 'run'}",
+    ]
+    words_of_plan += ["recipe.sequence=64", "recipe.global_batch=4", "recipe.steps=4", "recipe.warmup_steps=0"]
+    words_of_plan += ["recipe.learning_rate=1e-2", "recipe.learning_rate_schedule=constant", "recipe.weight_decay=0"]
+    return planfile.read(None, [*words_of_plan, *words], read_folder=read_folder)
 
 
 @pytest.mark.slow
@@ -75,7 +80,7 @@ def test_losses_are_those_of_transformers(files: Path, packing: str) -> None:
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, recipe, corpus, corpus.train, shuffle=True)
     assert isinstance(rows, SampleRows)
-    given = {text(tokenizer, row): row["messages"] for row in conversations(24)}
+    messages_of_text = {text(tokenizer, row): row["messages"] for row in conversations(24)}
     for step, seen in enumerate(watcher.steps):
         batch = rows.take(4 * step, 4)
         losses, tokens = [], 0
@@ -84,14 +89,14 @@ def test_losses_are_those_of_transformers(files: Path, packing: str) -> None:
                 here = documents == document
                 if not (targets[here] >= 0).any():
                     continue  # padding
-                found = tokenizer.apply_chat_template(
-                    given[tokenizer.decode(ids[here])],
+                encoded = tokenizer.apply_chat_template(
+                    messages_of_text[tokenizer.decode(ids[here])],
                     return_dict=True,
                     return_assistant_tokens_mask=True,
                     return_tensors="pt",
                 )
-                labels = torch.where(found["assistant_masks"].bool(), found["input_ids"], -100)
-                logits = model(input_ids=found["input_ids"]).logits[0, :-1]
+                labels = torch.where(encoded["assistant_masks"].bool(), encoded["input_ids"], -100)
+                logits = model(input_ids=encoded["input_ids"]).logits[0, :-1]
                 losses.append(torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum"))
                 tokens += int((labels[0, 1:] >= 0).sum())
         loss = torch.stack(losses).sum() / tokens
@@ -104,8 +109,8 @@ def test_losses_are_those_of_transformers(files: Path, packing: str) -> None:
 
 
 def text(tokenizer: object, row: dict[str, object]) -> str:
-    found: str = tokenizer.apply_chat_template(row["messages"], tokenize=False)  # type: ignore[attr-defined]  # transformers'
-    return found
+    rendered: str = tokenizer.apply_chat_template(row["messages"], tokenize=False)  # type: ignore[attr-defined]  # transformers'
+    return rendered
 
 
 def test_epochs_are_steps_over_the_rows_there_are(files: Path) -> None:
@@ -115,18 +120,18 @@ def test_epochs_are_steps_over_the_rows_there_are(files: Path) -> None:
     loop.run(asked, watchers=[watcher])
     assert watcher.info is not None and watcher.summary is not None
     assert watcher.info.steps == watcher.summary.steps == -(-3 * rows // 4)
-    kept = planfile.read(files / "run" / "plan.yaml")
-    assert kept.recipe.steps == watcher.info.steps and kept.recipe.epochs == 3
-    assert loop.run(kept, resume="auto").step == watcher.info.steps
+    stored_plan = planfile.read(files / "run" / "plan.yaml")
+    assert stored_plan.recipe.steps == watcher.info.steps and stored_plan.recipe.epochs == 3
+    assert loop.run(stored_plan, resume="auto").step == watcher.info.steps
 
 
 def test_what_is_held_out_is_scored_by_its_answers_alone(files: Path) -> None:
     asked, watcher = plan(files, "recipe.learning_rate=0", "data.validation=0.25"), Notes()
     loop.run(asked, watchers=[watcher])
     corpus = prepare(asked.data)
-    [found] = watcher.evaluations
+    [evaluation] = watcher.evaluations
     assert corpus.validation.num_documents == 6
-    assert found.tokens == corpus.validation.num_tokens < len(corpus.validation.tokens)
+    assert evaluation.tokens == corpus.validation.num_tokens < len(corpus.validation.tokens)
 
 
 def test_samples_that_see_one_another_are_refused(files: Path) -> None:
@@ -184,8 +189,8 @@ def test_a_template_is_found_from_any_folder(files: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(files)
     loop.run(plan(files, "recipe.steps=1", "data.template=other.jinja"))
     monkeypatch.chdir(files.parent)
-    kept = planfile.read(files / "run" / "plan.yaml")
-    assert prepare(kept.data).train.num_documents > 0
+    stored_plan = planfile.read(files / "run" / "plan.yaml")
+    assert prepare(stored_plan.data).train.num_documents > 0
 
 
 def test_a_model_without_a_template_is_given_a_plain_one_and_it_is_said(files: Path) -> None:
@@ -194,15 +199,21 @@ def test_a_model_without_a_template_is_given_a_plain_one_and_it_is_said(files: P
     config = json.loads((files / "hf" / "tokenizer_config.json").read_text(encoding="utf-8"))
     del config["chat_template"]
     (files / "hf" / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    pieces = ({"prompt": f"say {one}", "completion": f" {one}"} for one in range(12))
+    pieces = ({"prompt": f"say {number}", "completion": f" {number}"} for number in range(12))
     (files / "pieces.jsonl").write_text("\n".join(map(json.dumps, pieces)), encoding="utf-8")
-    said = {}
+    notes_of_run = {}
     for name in ("chat", "pieces"):
         watcher = Notes()
         words = ("recipe.steps=1", "data.validation=0", f"data={files / name}.jsonl", f"run={files / name}")
         loop.run(plan(files, *words), watchers=[watcher])
         assert watcher.info is not None
-        said[name] = [text for text in watcher.info.notes if text.startswith("turns are written by the plain template")]
-    assert len(said["chat"]) == 1 and "data.template=FILE" in said["chat"][0] and said["pieces"] == []
-    assert "data.template=llama-2 is a format whose tokens the vocabulary has" in said["chat"][0]
+        notes_of_run[name] = [
+            text for text in watcher.info.notes if text.startswith("turns are written by the plain template")
+        ]
+    assert (
+        len(notes_of_run["chat"]) == 1
+        and "data.template=FILE" in notes_of_run["chat"][0]
+        and notes_of_run["pieces"] == []
+    )
+    assert "data.template=llama-2 is a format whose tokens the vocabulary has" in notes_of_run["chat"][0]
     assert "### assistant" in (files / "chat" / "chat_template.jinja").read_text(encoding="utf-8")

@@ -49,8 +49,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 def plan(folder: Path, *words: str, run: str = "run") -> Plan:
-    given = [f"model={folder / 'hf'}", f"data={folder / 'chat.jsonl'}", f"run={folder / run}", *WORDS, *words]
-    return planfile.read(None, given, read_folder=read_folder)
+    words_of_plan = [f"model={folder / 'hf'}", f"data={folder / 'chat.jsonl'}", f"run={folder / run}", *WORDS, *words]
+    return planfile.read(None, words_of_plan, read_folder=read_folder)
 
 
 def curve(folder: str, run: str, words: tuple[str, ...]) -> list[tuple[float, float]]:
@@ -58,7 +58,7 @@ def curve(folder: str, run: str, words: tuple[str, ...]) -> list[tuple[float, fl
     os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
     watcher = Notes()
     loop.run(plan(Path(folder), *words, run=run), watchers=[watcher])
-    return [(one.loss, one.grad_norm) for one in watcher.steps]
+    return [(step.loss, step.grad_norm) for step in watcher.steps]
 
 
 def order(asked: Plan) -> list[list[tuple[int, ...]]]:
@@ -66,15 +66,15 @@ def order(asked: Plan) -> list[list[tuple[int, ...]]]:
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.train, shuffle=True)
     assert isinstance(rows, SampleRows)
-    found = []
+    numbers = []
     for step in range(STEPS):
         batch, here = rows.take(step * asked.recipe.global_batch, asked.recipe.global_batch), []
         for ids, documents, targets in zip(batch.tokens, batch.documents, batch.targets, strict=True):
             for document in range(documents[-1] + 1):
                 if (targets[documents == document] >= 0).any():  # else padding
                     here.append(tuple(ids[documents == document].tolist()))
-        found.append(here)
-    return found
+        numbers.append(here)
+    return numbers
 
 
 def trl_curve(folder: Path, asked: Plan) -> list[tuple[float, float]]:
@@ -95,8 +95,8 @@ def trl_curve(folder: Path, asked: Plan) -> list[tuple[float, float]]:
             batches = [[numbers[tokens] for tokens in step] for step in wanted]
             return torch.utils.data.DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
 
-        def compute_loss(self, *given: Any, **named: Any) -> Any:
-            result = super().compute_loss(*given, **named)
+        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+            result = super().compute_loss(*arguments, **named)
             losses.append((result[0] if isinstance(result, tuple) else result).item())
             return result
 
@@ -153,8 +153,8 @@ def test_every_step_is_that_of_trl(folder: Path, weights: str, layout: str, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     run = f"{weights}-{layout}".replace(" ", "-")
     parallel = any(word.startswith("layout.") for word in words)
-    found = on_ranks(2, curve, str(folder), run, words)[0] if parallel else curve(str(folder), run, words)
-    assert len(found) == STEPS
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
+    our_curve = on_ranks(2, curve, str(folder), run, words)[0] if parallel else curve(str(folder), run, words)
+    assert len(our_curve) == STEPS
+    for step, (ours, theirs) in enumerate(zip(our_curve, expected, strict=True), start=1):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4), step  # loss, and norm of the gradient
     assert expected[-1][0] < expected[0][0] - 0.01

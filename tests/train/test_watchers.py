@@ -18,12 +18,12 @@ from tests.cli import watched
 
 
 def rows(steps: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for i in range(1, steps + 1):
-        found.append({"step": i, "loss": 2 + 5 * math.exp(-i / 9), "lr": 1e-3, "tokens": 100 * i})
-    if found:
-        found.append({"step": steps, "kind": "eval", "loss": 2.5, "tokens": 7})
-    return found
+        records.append({"step": i, "loss": 2 + 5 * math.exp(-i / 9), "lr": 1e-3, "tokens": 100 * i})
+    if records:
+        records.append({"step": steps, "kind": "eval", "loss": 2.5, "tokens": 7})
+    return records
 
 
 def size_of_png(path: Path) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def test_why_a_step_was_skipped_is_no_number(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_plot_of_a_distilled_run_shows_what_its_held_out_points_are() -> None:
-    steps = [{**one, "cross_entropy": 5.0, "loss": 0.01} for one in rows(20) if one.get("kind") != "eval"]
+    steps = [{**record, "cross_entropy": 5.0, "loss": 0.01} for record in rows(20) if record.get("kind") != "eval"]
     points = [{"kind": "eval", "step": 10, "loss": 5.5, "tokens": 9}]
     axes = draw_figure(steps, points, "", None).axes[0]
     labels = [line.get_label() for line in axes.get_lines()]

@@ -44,23 +44,23 @@ UNCHANGED = "recipe.learning_rate=0"
 def directory(folder: Path, shape: ModelShape, tokenizer: Tokenizer | None = None) -> dict[str, Tensor]:
     """Random weights, and what a directory has beside them."""
     generator = torch.Generator().manual_seed(0)
-    found = {name: torch.randn(size, generator=generator) * 0.1 for name, size in tensor_sizes(shape).items()}
+    tensors = {name: torch.randn(size, generator=generator) * 0.1 for name, size in tensor_sizes(shape).items()}
     export_folder(
         folder,
-        model_tensors=found.items(),
+        model_tensors=tensors.items(),
         shape=shape,
         tokenizer=tokenizer or Tokenizer.shipped(),
         dtype=torch.float32,
         chat_template="{{ messages }}",
     )
-    return found
+    return tensors
 
 
 def plan(tmp_path: Path, *words: str, model: str = "hf") -> Plan:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n\n" * 400)
-    given = [f"model={tmp_path / model}", f"data={text}", f"run={tmp_path / 'run'}", *WORDS, *words]
-    return planfile.read(None, given, read_folder=read_folder)
+    words_of_plan = [f"model={tmp_path / model}", f"data={text}", f"run={tmp_path / 'run'}", *WORDS, *words]
+    return planfile.read(None, words_of_plan, read_folder=read_folder)
 
 
 def saved(run: Path, kind: str = "model.") -> dict[str, Tensor]:
@@ -75,12 +75,12 @@ def saved(run: Path, kind: str = "model.") -> dict[str, Tensor]:
 def test_the_weights_of_a_folder_are_taken_and_it_is_said(name: str, tmp_path: Path) -> None:
     before, watcher = directory(tmp_path / "hf", SHAPES[name]), Notes()
     loop.run(plan(tmp_path, UNCHANGED), watchers=[watcher])
-    found = saved(tmp_path / "run")
-    assert found.keys() == before.keys()
-    assert all(torch.equal(found[key], before[key]) for key in before)
+    weights = saved(tmp_path / "run")
+    assert weights.keys() == before.keys()
+    assert all(torch.equal(weights[key], before[key]) for key in before)
     assert watcher.info is not None
-    [said] = [text for label, text in watcher.info.foreseen if label == "init"]
-    assert said == f"weights of {tmp_path / 'hf'}, and its tokenizer; model.init=random draws new ones"
+    [sentence] = [text for label, text in watcher.info.foreseen if label == "init"]
+    assert sentence == f"weights of {tmp_path / 'hf'}, and its tokenizer; model.init=random draws new ones"
     assert (tmp_path / "run" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
@@ -89,9 +89,9 @@ def test_random_says_otherwise(tmp_path: Path) -> None:
     drawn = plan(tmp_path, UNCHANGED, "model.init=random")
     loop.run(drawn)
     loop.run(replace(drawn, run=str(tmp_path / "shape"), model=SHAPES["llama"], init="random"))
-    found, drawn_again = saved(tmp_path / "run"), saved(tmp_path / "shape")
-    assert all(torch.equal(found[key], drawn_again[key]) for key in before)
-    assert not torch.equal(found["embed.weight"], before["embed.weight"])
+    with_init, drawn_again = saved(tmp_path / "run"), saved(tmp_path / "shape")
+    assert all(torch.equal(with_init[key], drawn_again[key]) for key in before)
+    assert not torch.equal(with_init["embed.weight"], before["embed.weight"])
 
 
 def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(tmp_path: Path) -> None:
@@ -101,13 +101,13 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(tmp_
     loop.run(replace(right, run=str(tmp_path / "right")))
     with pytest.raises(PowerCut):
         loop.run(right, watchers=[Crashed(2)])
-    kept = planfile.read(tmp_path / "run" / "plan.yaml")
-    assert kept == right
-    loop.run(kept, resume="auto")
-    one, other = saved(tmp_path / "run"), saved(tmp_path / "right")
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    stored_plan = planfile.read(tmp_path / "run" / "plan.yaml")
+    assert stored_plan == right
+    loop.run(stored_plan, resume="auto")
+    restarted, other = saved(tmp_path / "run"), saved(tmp_path / "right")
+    assert all(torch.equal(restarted[key], other[key]) for key in restarted)
     (tmp_path / "hf" / "model.safetensors").unlink()  # a run that has a checkpoint needs it no more
-    assert loop.run(replace(kept, recipe=replace(kept.recipe, steps=4)), resume="auto").step == 4
+    assert loop.run(replace(stored_plan, recipe=replace(stored_plan.recipe, steps=4)), resume="auto").step == 4
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(tmp_
 @pytest.mark.long
 def test_every_rank_takes_its_part(layout: list[str], world: int, tmp_path: Path) -> None:
     before = directory(tmp_path / "hf", SHAPES["llama"])
-    found = plan(tmp_path)
-    words = ["train", "--no-dry-run", f"model={tmp_path / 'hf'}", f"data={found.data.path}", *WORDS, UNCHANGED, *layout]
+    asked = plan(tmp_path)
+    words = ["train", "--no-dry-run", f"model={tmp_path / 'hf'}", f"data={asked.data.path}", *WORDS, UNCHANGED, *layout]
     ended = launch(world, [*words, f"run={tmp_path / 'run'}"], tmp_path / "errors")
     assert ended.codes == [0] * world, ended.errors
     after = saved(tmp_path / "run")
@@ -139,8 +139,11 @@ def test_a_saved_plan_keeps_where_its_weights_are(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plans").mkdir()
     assert main(["plan", "./hf", "--cluster", "h100x1", "--recipe", "global_batch=2", "--save", "plans/a.yaml"]) == 0
-    found = planfile.read("plans/a.yaml")
-    assert (found.init, found.data.tokenizer) == (str(tmp_path / "hf"), str(tmp_path / "hf" / "tokenizer.json"))
+    stored_plan = planfile.read("plans/a.yaml")
+    assert (stored_plan.init, stored_plan.data.tokenizer) == (
+        str(tmp_path / "hf"),
+        str(tmp_path / "hf" / "tokenizer.json"),
+    )
 
 
 def test_router_biases_are_weights_too(tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def _latent() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "complaint"),
     [
         (["model.layers=3"], r"another shape: norm.weight \[16\] there, layers.2.attention_norm.weight \[16\] in the"),
         (["data.tokenizer=bytes"], "data.tokenizer=bytes differs from the tokenizer of model.init="),
@@ -167,25 +170,25 @@ def _latent() -> Any:
     ],
 )
 def test_what_does_not_go_with_the_weights_is_refused_before_a_folder_is_made(
-    words: list[str], said: str, tmp_path: Path
+    words: list[str], complaint: str, tmp_path: Path
 ) -> None:
     directory(tmp_path / "hf", SHAPES["llama"])
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=complaint):
         loop.run(plan(tmp_path, *words))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_without_a_tokenizer_or_that_is_gone(tmp_path: Path) -> None:
     directory(tmp_path / "hf", SHAPES["llama"])
-    own = tmp_path / "hf" / "tokenizer.json"
-    own.rename(tmp_path / "tokenizer.json")
+    tokenizer_file = tmp_path / "hf" / "tokenizer.json"
+    tokenizer_file.rename(tmp_path / "tokenizer.json")
     with pytest.raises(PlanError, match=r"has no tokenizer.json, and its weights know no other tokens: give data.tok"):
         loop.run(plan(tmp_path))
     loop.run(plan(tmp_path, f"data.tokenizer={tmp_path / 'tokenizer.json'}", UNCHANGED))
-    found = plan(tmp_path, "run=x")
+    asked = plan(tmp_path, "run=x")
     (tmp_path / "hf").rename(tmp_path / "away")
     with pytest.raises(PlanError, match=r"does not exist: give the folder with the weights, or model.init=random"):
-        loop.run(found)
+        loop.run(asked)
     with pytest.raises((DataError, HubError, PlanError), match=r"no such folder|does not exist"):
         plan(tmp_path)
 

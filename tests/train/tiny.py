@@ -48,20 +48,20 @@ class Watched(Optimizer):
         super().step(rate, divide_by=divide_by, skip=skip)
 
 
-def trained(found: Transformer, whole: Batch, size: int, **changes: Any) -> tuple[StepResult, Watched]:
+def trained(model: Transformer, whole: Batch, size: int, **changes: Any) -> tuple[StepResult, Watched]:
     """One step over micro-batches of `size` sequences."""
-    optimizer = Watched(found.named_parameters(), replace(RECIPE, **changes.pop("recipe", {})))
+    optimizer = Watched(model.named_parameters(), replace(RECIPE, **changes.pop("recipe", {})))
     options = {"rate": 1e-2, "clip": 1.0, "balance_loss": 0.01, **changes}
-    return train_step(on_one_device(found), optimizer, split(whole, size), **options), optimizer
+    return train_step(on_one_device(model), optimizer, split(whole, size), **options), optimizer
 
 
-def weights(found: Transformer) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in found.named_parameters()}
+def weights(model: Transformer) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def relative(found: Tensor, right: Tensor) -> float:
+def relative(measured: Tensor, right: Tensor) -> float:
     """Difference over the size of the right one, Euclidean."""
-    return ((found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30)).item()
+    return ((measured.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30)).item()
 
 
 def small(name: str = "llama-3.1-8b", **options: Any) -> Transformer:
