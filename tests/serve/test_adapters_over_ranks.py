@@ -30,22 +30,24 @@ Case = tuple[str, Layout, str]
 @cache
 def adapters(name: str, seed: int = 0) -> Mapping[str, ServedAdapter]:
     """Three of random ranks and targets, some of which are experts."""
-    chance, found = random.Random(f"{name} {seed}"), {}
+    chance, by_name = random.Random(f"{name} {seed}"), {}
     shape = whole(name).shape
-    able = [one for one in shape.matrices if one != "kv_up"]
+    able = [part for part in shape.matrices if part != "kv_up"]
     for number, called in enumerate(("first", "second", "third")):
         targets = able if not number else chance.sample(able, chance.randint(1, len(able) - 1))
         lora = LoRAShape(rank=chance.choice([1, 3, 8, 17]), alpha=8.0, targets=",".join(targets), rslora=number == 1)
         draw = torch.Generator().manual_seed(10 * seed + number)
-        low = [one for one in parameters(replace(shape, lora=lora)) if one.adapts]
-        found[called] = ServedAdapter(lora, {one.name: torch.randn(one.shape, generator=draw) * 0.2 for one in low})
-    return found
+        low = [part for part in parameters(replace(shape, lora=lora)) if part.adapts]
+        by_name[called] = ServedAdapter(
+            lora, {part.name: torch.randn(part.shape, generator=draw) * 0.2 for part in low}
+        )
+    return by_name
 
 
 def ask(engine: ServingEngine, called: Sequence[str | None] = CALLED) -> list[Any]:
     return [
-        engine.add(prompt, RequestOptions(max_new_tokens=count, logprobs=2, adapter=one))
-        for (prompt, count), one in zip(LOAD, called, strict=True)
+        engine.add(prompt, RequestOptions(max_new_tokens=count, logprobs=2, adapter=adapter))
+        for (prompt, count), adapter in zip(LOAD, called, strict=True)
     ]
 
 
@@ -56,10 +58,10 @@ def mixed(engine: ServingEngine) -> dict[str, Any]:
     again = ask(engine)[::-1]
     engine.run(again)
     return {
-        "ids": [one.answers[0].ids for one in asked],
-        "bits": [one.answers[0].logprobs for one in asked],
-        "again": [one.answers[0].ids for one in again[::-1]],
-        "again bits": [one.answers[0].logprobs for one in again[::-1]],
+        "ids": [request.answers[0].ids for request in asked],
+        "bits": [request.answers[0].logprobs for request in asked],
+        "again": [request.answers[0].ids for request in again[::-1]],
+        "again bits": [request.answers[0].logprobs for request in again[::-1]],
         "bytes": engine.adapters.bytes,
     }
 
@@ -80,8 +82,8 @@ def changing(engine: ServingEngine, name: str) -> dict[str, Any]:
     plain = ask(engine, [None] * len(LOAD))
     engine.run(plain)
     return {
-        "ids": [one.answers[0].ids for one in (*before, *after, *plain)],
-        "cached": [one.cached for one in after],
+        "ids": [request.answers[0].ids for request in (*before, *after, *plain)],
+        "cached": [request.cached for request in after],
         "held": (held, engine.adapters.held),
         "bytes": (left, engine.adapters.bytes),
     }
@@ -100,32 +102,32 @@ def engine_of(name: str, way: str, model: Any, ranks: Any = None) -> ServingEngi
 
 
 def serve_parts(cases: Sequence[Case]) -> list[Any]:
-    found: list[Any] = []
+    outcomes: list[Any] = []
     made: dict[Any, Any] = {}
     for name, layout, way in cases:
-        own, ranks = part(name, layout, made)
+        local_part, ranks = part(name, layout, made)
         if ranks.leads:
-            found.append(mixed(engine_of(name, way, own, ranks)))
+            outcomes.append(mixed(engine_of(name, way, local_part, ranks)))
             ranks.send(RankCommand.END)
         else:
-            follow(own, ranks)
-    return found
+            follow(local_part, ranks)
+    return outcomes
 
 
 def check(cases: Sequence[Case]) -> None:
     layout = cases[0][1]
-    for (name, _, way), found in zip(cases, on_ranks(layout.tp, serve_parts, cases)[0], strict=True):
+    for (name, _, way), outcome in zip(cases, on_ranks(layout.tp, serve_parts, cases)[0], strict=True):
         alone = mixed(engine_of(name, way, whole(name)))
-        assert found["ids"] == alone["ids"] == found["again"], (name, way)
+        assert outcome["ids"] == alone["ids"] == outcome["again"], (name, way)
         plain = ask(base := ServingEngine(whole(name), options(**WAYS[way])), [None] * len(LOAD))
         base.run(plain)
-        same = [one.answers[0].ids == ids for one, ids in zip(plain, found["ids"], strict=True)]
-        assert sum(same) <= 4 and all(same[place] for place, one in enumerate(CALLED) if one is None)
-        for mine, right in zip(found["bits"], alone["bits"], strict=True):
+        same = [request.answers[0].ids == ids for request, ids in zip(plain, outcome["ids"], strict=True)]
+        assert sum(same) <= 4 and all(same[index] for index, request in enumerate(CALLED) if request is None)
+        for mine, right in zip(outcome["bits"], alone["bits"], strict=True):
             assert mine == pytest.approx(right, abs=2e-3), (name, way)
         if "exact" in way:
-            assert found["bits"] == found["again bits"]
-        assert found["bytes"] < 0.9 * alone["bytes"]
+            assert outcome["bits"] == outcome["again bits"]
+        assert outcome["bytes"] < 0.9 * alone["bytes"]
 
 
 @pytest.mark.long
@@ -141,11 +143,11 @@ def test_two_ranks_answer_as_one_process() -> None:
 
 def followed() -> Any:
     """What the first rank answers while adapters change; of another one its adapters' bytes when it drops each."""
-    own, ranks = part(KINDS[2], TENSOR, {})
+    local_part, ranks = part(KINDS[2], TENSOR, {})
     if ranks.leads:
-        found = changing(engine_of(KINDS[2], "plain", own, ranks), KINDS[2])
+        outcome = changing(engine_of(KINDS[2], "plain", local_part, ranks), KINDS[2])
         ranks.send(RankCommand.END)
-        return found
+        return outcome
     dropped, drop = list[tuple[int, int]](), RequestAdapters.drop
 
     def told(self: RequestAdapters, number: int) -> None:
@@ -153,35 +155,38 @@ def followed() -> Any:
         dropped.append((number, self.bytes))
 
     RequestAdapters.drop = told  # type: ignore[method-assign]  # in this process, which ends with the test
-    follow(own, ranks)
+    follow(local_part, ranks)
     return dropped
 
 
 @pytest.mark.long
 def test_adapters_come_and_go_on_all_ranks() -> None:
-    found, dropped = on_ranks(2, followed)
+    outcome, dropped = on_ranks(2, followed)
     alone = changing(engine_of(KINDS[2], "plain", whole(KINDS[2])), KINDS[2])
-    assert found["ids"] == alone["ids"] and found["ids"][: len(LOAD)] != found["ids"][len(LOAD) : 2 * len(LOAD)]
-    assert found["cached"] == alone["cached"]
-    assert found["held"] == alone["held"] == (6, 0) and found["bytes"][1] == alone["bytes"][1] == 0 < found["bytes"][0]
+    assert outcome["ids"] == alone["ids"] and outcome["ids"][: len(LOAD)] != outcome["ids"][len(LOAD) : 2 * len(LOAD)]
+    assert outcome["cached"] == alone["cached"]
+    assert (
+        outcome["held"] == alone["held"] == (6, 0)
+        and outcome["bytes"][1] == alone["bytes"][1] == 0 < outcome["bytes"][0]
+    )
     assert sorted(number for number, _ in dropped) == [1, 2, 3, 4, 5, 6] and dropped[-1][1] == 0 < dropped[0][1]
 
 
 def full() -> Any:
     """The first rank's answers where the other one has no memory for the third adapter that comes, and then has."""
-    own, ranks = part(KINDS[2], TENSOR, {})
+    local_part, ranks = part(KINDS[2], TENSOR, {})
     if ranks.leads:
-        engine = ServingEngine(own, options(), ranks=ranks)
+        engine = ServingEngine(local_part, options(), ranks=ranks)
         *first, (last, adapter) = adapters(KINDS[2]).items()
-        for name, one in first:
-            engine.adapters.load(name, one)
+        for name, loaded in first:
+            engine.adapters.load(name, loaded)
         with pytest.raises(DoesNotFit, match=f"adapter={last} has no room beside the model"):
             engine.adapters.load(last, adapter)
         held = engine.adapters.bytes
         engine.adapters.load(last, adapter)
         engine.run(asked := ask(engine))
         ranks.send(RankCommand.END)
-        return [one.answers[0].ids for one in asked], held < engine.adapters.bytes
+        return [request.answers[0].ids for request in asked], held < engine.adapters.bytes
     put, bytes_then = RequestAdapters.put, list[int]()
 
     def refusing(self: RequestAdapters, number: int, tensors: Mapping[str, Any]) -> None:
@@ -191,7 +196,7 @@ def full() -> Any:
         bytes_then.append(self.bytes)
 
     RequestAdapters.put = refusing  # type: ignore[method-assign]  # in this process, which ends with the test
-    follow(own, ranks)
+    follow(local_part, ranks)
     return bytes_then
 
 

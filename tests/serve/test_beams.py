@@ -29,11 +29,11 @@ def engine(name: str = "llama-3.1-8b", **options: Any) -> ServingEngine:
 def searched(serving: ServingEngine, prompt: list[int] = PROMPT, **options: Any) -> list[tuple[Any, ...]]:
     asked = serving.add(prompt, RequestOptions(**{"max_new_tokens": NEW, "beams": 3, **options}))
     serving.run([asked])
-    return found(asked)
+    return outcomes(asked)
 
 
-def found(asked: ServedRequest) -> list[tuple[Any, ...]]:
-    return [(one.ids, one.logprobs, one.score, one.ending) for one in asked.answers]
+def outcomes(asked: ServedRequest) -> list[tuple[Any, ...]]:
+    return [(answer.ids, answer.logprobs, answer.score, answer.ending) for answer in asked.answers]
 
 
 def unharmed(serving: ServingEngine) -> None:
@@ -87,11 +87,13 @@ def test_bits_do_not_depend_on_others_or_preemption(name: str) -> None:
     roomy = engine(name, most_sequences=16)
     prompts = [PROMPT, PROMPT[2:], [*PROMPT, 1, 2, 3, 4]]
     wanted = [RequestOptions(max_new_tokens=NEW, beams=beams, n=2) for beams in (3, 2, 4)]
-    right = [searched(engine(name), prompt, beams=one.beams, n=2) for prompt, one in zip(prompts, wanted, strict=True)]
+    right = [
+        searched(engine(name), prompt, beams=wish.beams, n=2) for prompt, wish in zip(prompts, wanted, strict=True)
+    ]
     plain = roomy.add(PROMPT[:3], RequestOptions(max_new_tokens=20, ignore_end=True))
-    asked = [roomy.add(prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
+    asked = [roomy.add(prompt, wish) for prompt, wish in zip(prompts, wanted, strict=True)]
     roomy.run([plain, *asked])
-    assert [found(one) for one in asked] == right
+    assert [outcomes(wish) for wish in asked] == right
     unharmed(roomy)
 
 
@@ -111,7 +113,7 @@ def test_beams_are_preempted_computed_again_and_never_stuck() -> None:
         tight.step()
         steps += 1
         assert steps < 500
-    assert [found(one) for one in asked] == right and other.ended and tight.scheduler.preemptions > 0
+    assert [outcomes(request) for request in asked] == right and other.ended and tight.scheduler.preemptions > 0
     unharmed(tight)
     with pytest.raises(ArgumentError, match=r"beams=4 of .* need .* blocks"):
         engine(cache_bytes=12 * bytes_each).add(PROMPT, RequestOptions(max_new_tokens=20, beams=4))
@@ -119,8 +121,8 @@ def test_beams_are_preempted_computed_again_and_never_stuck() -> None:
 
 def test_one_beam_is_greedy_and_as_many_as_tokens_find_the_best_pair() -> None:
     serving = engine(most_sequences=VOCAB, most_tokens=128)
-    one = searched(serving, beams=1, ignore_end=True)[0]
-    assert one[0] == generate(serving.model, PROMPT, max_new_tokens=NEW).ids
+    greedy = searched(serving, beams=1, ignore_end=True)[0]
+    assert greedy[0] == generate(serving.model, PROMPT, max_new_tokens=NEW).ids
     (best,) = searched(serving, beams=VOCAB, max_new_tokens=2, ignore_end=True)
     with torch.no_grad():
         first = serving.model(torch.tensor([PROMPT])).log_softmax(-1)[0, -1]
@@ -135,7 +137,7 @@ def test_a_search_is_cancelled_and_broken_weights_are_said() -> None:
     for _ in range(3):
         serving.step()
     serving.cancel(asked)
-    assert [one.ending for one in asked.answers] == ["cancelled"] * 2
+    assert [answer.ending for answer in asked.answers] == ["cancelled"] * 2
     unharmed(serving)
     with torch.no_grad():
         serving.model.norm.weight.fill_(float("nan"))
@@ -162,6 +164,6 @@ def test_beams_beside_answers_that_guess() -> None:
     guessing = serving.add([4, 5, 6] * 3, RequestOptions(max_new_tokens=20, ignore_end=True))
     asked = serving.add(PROMPT, RequestOptions(max_new_tokens=NEW, beams=3, n=2))
     serving.run([guessing, asked])
-    assert found(asked) == right
+    assert outcomes(asked) == right
     assert guessing.answers[0].ids == generate(serving.model, [4, 5, 6] * 3, max_new_tokens=20).ids
     unharmed(serving)

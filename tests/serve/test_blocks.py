@@ -19,11 +19,11 @@ def sequence(tokens: list[int], salt: bytes = b"") -> CachedSequence:
 
 
 def computed(over: BlockTables, tokens: list[int], salt: bytes = b"") -> CachedSequence:
-    found = sequence(tokens, salt)
-    over.begin(found, *over.prefix(found))
-    over.grow(found, len(tokens) - found.computed)
-    over.advance(found, len(tokens) - found.computed)
-    return found
+    new = sequence(tokens, salt)
+    over.begin(new, *over.prefix(new))
+    over.grow(new, len(tokens) - new.computed)
+    over.advance(new, len(tokens) - new.computed)
+    return new
 
 
 def test_blocks_without_content_are_given_away_first_and_then_those_free_the_longest() -> None:
@@ -97,23 +97,23 @@ def test_a_shared_block_is_copied_before_it_is_written() -> None:
 
 def test_a_window_frees_what_nobody_sees() -> None:
     over = tables(window=5)
-    found = computed(over, list(range(13)))
+    windowed = computed(over, list(range(13)))
     # the query at 13 sees 9 to 13: blocks 0 and 1 end before
-    assert found.table[:2] == [GONE, GONE] and GONE not in found.table[2:]
+    assert windowed.table[:2] == [GONE, GONE] and GONE not in windowed.table[2:]
     assert over.pool.free == 8 - 2
-    over.give_back(found)
+    over.give_back(windowed)
     assert over.pool.free == 8
 
 
 def test_what_is_withdrawn_is_not_found() -> None:
     over = tables()
-    found = computed(over, list(range(9)))
-    assert over.withdraw(found) == found.table
+    withdrawn = computed(over, list(range(9)))
+    assert over.withdraw(withdrawn) == withdrawn.table
     assert computed(over, list(range(9))).cached == 0
 
 
 def test_a_key_covers_all_before_it() -> None:
-    one, other = next_key(first_key(b""), [1, 2]), next_key(first_key(b""), [1, 3])
-    assert len({one, other, next_key(one, [5, 6]), next_key(other, [5, 6]), first_key(b""), first_key(b"a")}) == 6
-    assert next_key(one, [5, 6]) == next_key(one, (5, 6))
+    key, other = next_key(first_key(b""), [1, 2]), next_key(first_key(b""), [1, 3])
+    assert len({key, other, next_key(key, [5, 6]), next_key(other, [5, 6]), first_key(b""), first_key(b"a")}) == 6
+    assert next_key(key, [5, 6]) == next_key(key, (5, 6))
     assert next_key(first_key(b""), [2**31]) != next_key(first_key(b""), [0])

@@ -11,13 +11,13 @@ from tests.model.shrunk import KINDS, model
 
 
 def sequences(number: int) -> list[CachedSequence]:
-    return [CachedSequence(number=one, tokens=[0], limit=99, first=b"") for one in range(number)]
+    return [CachedSequence(number=index, tokens=[0], limit=99, first=b"") for index in range(number)]
 
 
 def rows(copies: DenseCopies, growing: list[tuple[CachedSequence, int, int]]) -> list[tuple[int, int, list[object]]]:
     """(keys, rows attended to, (number, row, new) of each)."""
     return [
-        (plan.keys, plan.rows, [(one.sequence.number, one.row, one.new) for one in plan.used])
+        (plan.keys, plan.rows, [(copied.sequence.number, copied.row, copied.new) for copied in plan.used])
         for plan in copies.plan(growing)
     ]
 
@@ -48,20 +48,22 @@ def test_rows_of_those_who_leave_are_taken_again() -> None:
 
 def test_memory_is_bounded_and_given_back() -> None:
     copies, many = DenseCopies(2, 2 * 16 * 4), sequences(6)  # four rows of 16 keys
-    assert [len(one[2]) for one in rows(copies, [(one, 1, 16) for one in many])] == [4]
+    assert [len(row[2]) for row in rows(copies, [(row, 1, 16) for row in many])] == [4]
     assert rows(copies, [(many[0], 20, 32)]) == [(16, 0, []), (32, 1, [(0, 0, True)])]
     assert rows(DenseCopies(0, 1000), [(many[0], 1, 16)]) == [(16, 0, [])]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_answers_with_and_without_copies_have_the_same_bits(name: str) -> None:
-    found = model(name).eval()
+    network = model(name).eval()
     prompts = [[7] * 3, [1, 2] * 5, [5, 6, 7] * 4, [9]]
     made = []
     for copies_bytes in (0, 2**12, 2**28):
         options = EngineOptions(exact=True, copies_bytes=copies_bytes, block=4, most_tokens=16, most_sequences=3)
-        engine = ServingEngine(found, options)
-        asked = [engine.add(one, RequestOptions(max_new_tokens=4 + 3 * place)) for place, one in enumerate(prompts)]
+        engine = ServingEngine(network, options)
+        asked = [
+            engine.add(entry, RequestOptions(max_new_tokens=4 + 3 * number)) for number, entry in enumerate(prompts)
+        ]
         engine.run(asked)
-        made.append([(one.answers[0].ids, one.answers[0].logprobs) for one in asked])
+        made.append([(entry.answers[0].ids, entry.answers[0].logprobs) for entry in asked])
     assert made[0] == made[1] == made[2]

@@ -58,14 +58,14 @@ def test_a_share_of_what_is_free_beside_the_largest_step(monkeypatch: pytest.Mon
     """The steps really run, twice, since the first one compiles: chunks, a token of each answer, and its choice."""
     free, step = 40 * BLOCK, 10 * BLOCK
     memory = FakeMemory(free, step - 3, 5, step)
-    found = started(memory, monkeypatch)
-    assert memory.ran == 6 and found.blocks == int(0.9 * (free - step)) // BLOCK == 27
-    assert found.runners[0].cache.number == 27 and found.longest == LONGEST
-    assert "27 x" not in found.memory and "108 tokens" in found.memory and "90% of the rest" in found.memory
+    engine = started(memory, monkeypatch)
+    assert memory.ran == 6 and engine.blocks == int(0.9 * (free - step)) // BLOCK == 27
+    assert engine.runners[0].cache.number == 27 and engine.longest == LONGEST
+    assert "27 x" not in engine.memory and "108 tokens" in engine.memory and "90% of the rest" in engine.memory
     half = started(FakeMemory(free, step), monkeypatch, memory_share=0.5)
     assert half.blocks == 15
-    given = started(FakeMemory(0, 0), monkeypatch, cache_bytes=12 * BLOCK)
-    assert given.blocks == 12
+    engine_of_bytes = started(FakeMemory(0, 0), monkeypatch, cache_bytes=12 * BLOCK)
+    assert engine_of_bytes.blocks == 12
 
 
 def test_a_step_of_prompts_is_measured_beside_logits_whose_tokens_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +77,8 @@ def test_a_step_of_prompts_is_measured_beside_logits_whose_tokens_wait(monkeypat
         behind.append((max(step.chunks.values()), len(waiting)))
         return run(runner, step, **more)
 
-    def drawn(*given: Any) -> DrawnTokens:
-        tokens = made(*given)
+    def drawn(*arguments: Any) -> DrawnTokens:
+        tokens = made(*arguments)
         waiting.add(id(tokens))
         return tokens
 
@@ -121,18 +121,18 @@ def test_refused_where_a_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_that_guesses_has_a_part_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FakeMemory(80 * BLOCK, 0)
-    found = started(memory, monkeypatch, speculation=Speculation(tokens=2, draft=model(KINDS[2]).eval()))
-    assert memory.ran == 12 and found.blocks == 36 and len(found.runners) == 2
+    engine = started(memory, monkeypatch, speculation=Speculation(tokens=2, draft=model(KINDS[2]).eval()))
+    assert memory.ran == 12 and engine.blocks == 36 and len(engine.runners) == 2
 
 
 def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     lines, recorder = list[str](), Recorder()
 
-    def graphs_of(found: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
+    def graphs_of(engine: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
         if wanted == "off":
             return None, "off"
-        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.tensors]
-        return StepGraphs(found, cache, recorder, **sizes), "on"
+        recorder.accumulators = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
+        return StepGraphs(engine, cache, recorder, **sizes), "on"
 
     monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)
     monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
@@ -140,15 +140,15 @@ def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.Monkey
     memory = FakeMemory(200 * BLOCK, 0, 4 * BLOCK, 0)
     with_fakes = {"copies_bytes": 0, "compiled": False, "on_progress": lines.append}
     monkeypatch.setattr(step_graphs, "SECONDS_BETWEEN", 0.0)
-    found = started(memory, monkeypatch, **with_fakes)
-    (runner,) = found.runners
+    engine = started(memory, monkeypatch, **with_fakes)
+    (runner,) = engine.runners
     graphs = runner.graphs
     assert graphs is not None and graphs.graphs.captured == len(graphs.rows) * len(graphs.positions)
     standing = StepMemory.bytes_of(6, 1 + 6 * LONGEST // 4, VOCAB)
     room = CacheRoom(
         free_bytes=200 * BLOCK, step_bytes=4 * BLOCK, graphs_bytes=int(GRAPH_POOLS * 4 * BLOCK) + standing, share=0.9
     )
-    assert found.blocks == min(6 * LONGEST // 4, room.cache_bytes // BLOCK)
+    assert engine.blocks == min(6 * LONGEST // 4, room.cache_bytes // BLOCK)
     assert lines[0].startswith("cache: ") and lines[1] == f"CUDA graphs: 0 of {graphs.graphs.captured} are captured"
     assert lines[-1].startswith(f"CUDA graphs: {graphs.graphs.captured} are captured, in ")
     lazily = started(memory, monkeypatch, **with_fakes, warm_start=False)
@@ -175,9 +175,9 @@ def test_graphs_captured_at_the_start_outlive_matrices_that_the_first_step_moves
 
         return work
 
-    def graphs_of(found: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
-        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.tensors]
-        return StepGraphs(found, cache, recorder, **sizes), "on"
+    def graphs_of(network: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
+        recorder.accumulators = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
+        return StepGraphs(network, cache, recorder, **sizes), "on"
 
     monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)
     monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
@@ -219,8 +219,8 @@ def test_a_cpu_is_told_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
-    found = model(KINDS[2]).to("cuda", torch.bfloat16).eval()
-    engine = ServingEngine(found, EngineOptions(longest=512))
+    network = model(KINDS[2]).to("cuda", torch.bfloat16).eval()
+    engine = ServingEngine(network, EngineOptions(longest=512))
     free, total = torch.cuda.mem_get_info()
     assert engine.options.most_sequences == 256 and engine.options.most_tokens >= 512
     assert "are free beside the weights" in engine.memory and free < total

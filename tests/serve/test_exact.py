@@ -34,18 +34,18 @@ def shrunk(name: str) -> Transformer:
 
 
 def served(
-    found: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: Any
+    network: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: Any
 ) -> tuple[list[ServedRequest], ServingEngine]:
     sizes = {"block": 4, "most_tokens": 24, "most_sequences": 8, **options}
-    engine = ServingEngine(found, EngineOptions(exact=exact, **sizes))
-    asked = [engine.add(one, RequestOptions(max_new_tokens=NEW, logprobs=3)) for one in prompts]
+    engine = ServingEngine(network, EngineOptions(exact=exact, **sizes))
+    asked = [engine.add(prompt, RequestOptions(max_new_tokens=NEW, logprobs=3)) for prompt in prompts]
     engine.run(asked)
     assert engine.idle and engine.tables.pool.free == engine.tables.pool.size
     return asked, engine
 
 
 def bits(asked: Sequence[ServedRequest]) -> list[object]:
-    return [(answer.ids, answer.logprobs, answer.top) for one in asked for answer in one.answers]
+    return [(answer.ids, answer.logprobs, answer.top) for request in asked for answer in request.answers]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -53,24 +53,24 @@ def bits(asked: Sequence[ServedRequest]) -> list[object]:
 def test_greedy_tokens_are_those_of_one_prompt_after_another(name: str, exact: bool) -> None:
     prompts = [LONG, *PROMPTS]
     asked, _ = served(shrunk(name), prompts, exact=exact, most_tokens=64)
-    for prompt, one in zip(prompts, asked, strict=True):
+    for prompt, request in zip(prompts, asked, strict=True):
         right = generate(shrunk(name), prompt, max_new_tokens=NEW)
-        assert one.answers[0].ids == right.ids
-        assert one.answers[0].logprobs == pytest.approx(right.logprobs, abs=1e-4)
+        assert request.answers[0].ids == right.ids
+        assert request.answers[0].logprobs == pytest.approx(right.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.long
 def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(name: str) -> None:
-    found = shrunk(name)
-    together, _ = served(found, PROMPTS, exact=True)
+    network = shrunk(name)
+    together, _ = served(network, PROMPTS, exact=True)
     right = bits(together)
-    backwards, _ = served(found, PROMPTS[::-1], exact=True)
+    backwards, _ = served(network, PROMPTS[::-1], exact=True)
     assert bits(backwards) == right[::-1]
-    for chunk, prompt, own in ((3, PROMPTS[0], right[0]), (7, PROMPTS[1], right[1]), (64, PROMPTS[2], right[2])):
-        assert bits(served(found, [prompt], exact=True, most_tokens=chunk, most_sequences=1)[0]) == [own]
-    block = ServingEngine(found, EngineOptions(block=4)).cache.bytes
-    tight, engine = served(found, PROMPTS, exact=True, cache_bytes=12 * block // _blocks(found), most_tokens=17)
+    for chunk, prompt, expected in ((3, PROMPTS[0], right[0]), (7, PROMPTS[1], right[1]), (64, PROMPTS[2], right[2])):
+        assert bits(served(network, [prompt], exact=True, most_tokens=chunk, most_sequences=1)[0]) == [expected]
+    block = ServingEngine(network, EngineOptions(block=4)).cache.bytes
+    tight, engine = served(network, PROMPTS, exact=True, cache_bytes=12 * block // _blocks(network), most_tokens=17)
     assert bits(tight) == right
     assert engine.scheduler.preemptions or engine.cache.widest, "a window leaves blocks enough"
 
@@ -78,25 +78,25 @@ def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(name: str) -> Non
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_bits_with_one_key_head_and_without_compiled_loops(packed: bool) -> None:
     """A block of one narrow head begins in the middle of a line of memory, where MKL sums in another order."""
-    found = build(replace(shrink("llama-3.1-8b"), kv_heads=1), seed=1).eval()
+    network = build(replace(shrink("llama-3.1-8b"), kv_heads=1), seed=1).eval()
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in network.parameters():
             parameter.mul_(6 if parameter.dim() > 1 else 1)
     ways: dict[str, Any] = {"exact": True, "compiled": False, "packed": packed}
-    right = bits(served(found, PROMPTS, **ways)[0])
-    assert bits(served(found, PROMPTS[::-1], **ways)[0]) == right[::-1]
-    for place, chunk in enumerate((3, 7, 64, 5)):
-        alone, _ = served(found, [PROMPTS[place]], most_tokens=chunk, most_sequences=1, **ways)
-        assert bits(alone) == [right[place]]
+    right = bits(served(network, PROMPTS, **ways)[0])
+    assert bits(served(network, PROMPTS[::-1], **ways)[0]) == right[::-1]
+    for number, chunk in enumerate((3, 7, 64, 5)):
+        alone, _ = served(network, [PROMPTS[number]], most_tokens=chunk, most_sequences=1, **ways)
+        assert bits(alone) == [right[number]]
 
 
-def _blocks(found: Transformer) -> int:
-    return ServingEngine(found, EngineOptions(block=4)).cache.number + 2
+def _blocks(network: Transformer) -> int:
+    return ServingEngine(network, EngineOptions(block=4)).cache.number + 2
 
 
 def test_a_hit_gives_the_same_bits() -> None:
-    found = shrunk("llama-3.1-8b")
-    (cold,), engine = served(found, [PROMPTS[1] + PROMPTS[2]], exact=True)
+    network = shrunk("llama-3.1-8b")
+    (cold,), engine = served(network, [PROMPTS[1] + PROMPTS[2]], exact=True)
     warm = engine.add(cold.prompt, cold.options)
     engine.run([warm])
     assert warm.cached >= 16 > cold.cached and bits([warm]) == bits([cold])
@@ -107,31 +107,31 @@ def test_a_hit_gives_the_same_bits() -> None:
 
 def test_fast_mode_is_another_thing() -> None:
     """Else the tests above would show nothing."""
-    found, long = shrunk("llama-3.1-8b"), [(prompt * len(LONG))[: len(LONG)] for prompt in PROMPTS]
-    alone = [served(found, [prompt], exact=False, most_tokens=64)[0][0] for prompt in long]
-    assert bits(alone) != bits(served(found, long, exact=False)[0])
+    network, long = shrunk("llama-3.1-8b"), [(prompt * len(LONG))[: len(LONG)] for prompt in PROMPTS]
+    alone = [served(network, [prompt], exact=False, most_tokens=64)[0][0] for prompt in long]
+    assert bits(alone) != bits(served(network, long, exact=False)[0])
 
 
 def test_bf16() -> None:
-    found = model("qwen3-0.6b", dtype=torch.bfloat16).eval()
-    together, _ = served(found, PROMPTS, exact=True)
+    network = model("qwen3-0.6b", dtype=torch.bfloat16).eval()
+    together, _ = served(network, PROMPTS, exact=True)
     assert together[0].answers[0].ids and bits(together[:3]) == [
-        bits(served(found, [prompt], exact=True, most_tokens=9)[0])[0] for prompt in PROMPTS[:3]
+        bits(served(network, [prompt], exact=True, most_tokens=9)[0])[0] for prompt in PROMPTS[:3]
     ]
 
 
 def test_rows_are_padded_to_numbers_that_agree() -> None:
-    found = shrunk("llama-3.1-8b")
+    network = shrunk("llama-3.1-8b")
     with torch.no_grad():
-        rows = ExactRows(found, 40, lambda x: found.kernels.linear(x, found.head_weight), low_rank=False)
+        rows = ExactRows(network, 40, lambda x: network.kernels.linear(x, network.head_weight), low_rank=False)
     assert rows.tile == 16 and rows.most >= 16 and rows.padded(3) == 16
 
 
 def test_where_the_order_of_rows_matters_they_are_computed_one_by_one() -> None:
     """A norm that adds some noise, which depends on the place of a row."""
-    found = model("llama-3.1-8b").eval()
-    found.norm.register_forward_hook(lambda _, __, x: x + torch.arange(x.shape[1])[:, None] * 1e-3)
-    asked, engine = served(found, PROMPTS[:2], exact=True)
+    network = model("llama-3.1-8b").eval()
+    network.norm.register_forward_hook(lambda _, __, x: x + torch.arange(x.shape[1])[:, None] * 1e-3)
+    asked, engine = served(network, PROMPTS[:2], exact=True)
     assert engine.rows_at_once == 1
-    alone, _ = served(found, PROMPTS[1:2], exact=True)
+    alone, _ = served(network, PROMPTS[1:2], exact=True)
     assert bits(alone)[0] == bits(asked)[1]

@@ -28,17 +28,17 @@ PROMPT = [72, 101, 108, 108, 111]
 PADDED = 40
 """Ids of the model behind those of the tokenizer."""
 MODELS = {
-    name: build(replace(shrink("llama-3.1-8b"), vocab=one.vocab + PADDED, max_positions=700), seed=3).eval()
-    for name, one in TOKENIZERS.items()
+    name: build(replace(shrink("llama-3.1-8b"), vocab=tokenizer.vocab + PADDED, max_positions=700), seed=3).eval()
+    for name, tokenizer in TOKENIZERS.items()
 }
 
 
 def engine(name: str = "bytes", **options: Any) -> ServingEngine:
     tokenizer = TOKENIZERS[name]
-    given = {"exact": False, "block": 4, "most_sequences": 8, "most_tokens": 32, **options}
+    settings = {"exact": False, "block": 4, "most_sequences": 8, "most_tokens": 32, **options}
     assert tokenizer.eos is not None
     return ServingEngine(
-        MODELS[name], EngineOptions(**given), decode=tokenizer.decode, end_ids=[tokenizer.eos], tokenizer=tokenizer
+        MODELS[name], EngineOptions(**settings), decode=tokenizer.decode, end_ids=[tokenizer.eos], tokenizer=tokenizer
     )
 
 
@@ -66,8 +66,8 @@ def any_schema(chance: random.Random, depth: int = 2) -> dict[str, Any]:
         }  # fmt: skip
     if kind == "reference":
         below = {"type": "object", "additionalProperties": False, "properties": {"next": {"$ref": "#/$defs/one"}}}
-        one = {"anyOf": [{"type": "null"}, any_schema(chance, 0), below]}
-        return {"$defs": {"one": one}, "$ref": "#/$defs/one"} if depth == 2 else any_schema(chance, 0)
+        union = {"anyOf": [{"type": "null"}, any_schema(chance, 0), below]}
+        return {"$defs": {"one": union}, "$ref": "#/$defs/one"} if depth == 2 else any_schema(chance, 0)
     low = chance.randint(-500, 500)
     simple: dict[str, dict[str, Any]] = {
         "string": {"type": "string", "minLength": chance.randint(0, 2), "maxLength": chance.randint(2, 9)},
@@ -89,14 +89,15 @@ def test_answers_parse_and_validate_whatever_the_weights(name: str) -> None:
     schemas = [any_schema(chance) for _ in range(20)]
     how = {"max_new_tokens": 600, "temperature": 1.0}
     asked = [
-        serving.add(PROMPT, RequestOptions(json_schema=one, seed=place, **how)) for place, one in enumerate(schemas)
+        serving.add(PROMPT, RequestOptions(json_schema=request, seed=seed, **how))
+        for seed, request in enumerate(schemas)
     ]
     serving.run(asked)
-    for schema, one in zip(schemas, asked, strict=True):
-        (answer,) = one.answers
+    for schema, request in zip(schemas, asked, strict=True):
+        (answer,) = request.answers
         assert answer.ending == "stop", (schema, answer.text)
         jsonschema.validate(json.loads(answer.text), schema, cls=jsonschema.Draft202012Validator)
-    assert len({one.answers[0].text for one in asked}) > 10
+    assert len({request.answers[0].text for request in asked}) > 10
 
 
 def test_the_empty_schema_is_any_object() -> None:
@@ -159,13 +160,13 @@ def test_bits_do_not_depend_on_batch_preemption_or_copies() -> None:
     assert room > 60
 
     def served(serving: ServingEngine, order: Sequence[int]) -> dict[int, Any]:
-        asked = {place: serving.add(PROMPT + [place] * 9, wanted[place]) for place in order}
+        asked = {number: serving.add(PROMPT + [number] * 9, wanted[number]) for number in order}
         serving.run(asked.values())
-        return {place: [(one.ids, one.logprobs) for one in asked[place].answers] for place in sorted(asked)}
+        return {number: [(answer.ids, answer.logprobs) for answer in asked[number].answers] for number in sorted(asked)}
 
     together = served(roomy, range(4))
-    for place in range(4):
-        assert served(engine(exact=True), [place])[place] == together[place]
+    for number in range(4):
+        assert served(engine(exact=True), [number])[number] == together[number]
     shape = MODELS["bytes"].shape
     per_block = 4 * 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim
     tight = engine(exact=True, cache_bytes=16 * per_block)
@@ -236,18 +237,18 @@ def test_without_the_library_the_refusal_says_what_to_install(monkeypatch: pytes
 
 
 def nested(depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "integer"}
+    inner: dict[str, Any] = {"type": "integer"}
     for _ in range(depth):
-        found = {"type": "array", "items": found}
-    return found
+        inner = {"type": "array", "items": inner}
+    return inner
 
 
 def doubled(depth: int) -> dict[str, Any]:
     """Of 2 ** depth objects, written in depth lines."""
     names = {"d0": {"type": "integer"}}
-    for place in range(1, depth):
-        below = {"$ref": f"#/$defs/d{place - 1}"}
-        names[f"d{place}"] = {
+    for level in range(1, depth):
+        below = {"$ref": f"#/$defs/d{level - 1}"}
+        names[f"d{level}"] = {
             "type": "object", "properties": {"l": below, "r": below}, "required": ["l", "r"],
             "additionalProperties": False,
         }  # fmt: skip
@@ -272,7 +273,9 @@ EXPLODING: dict[str, dict[str, Any]] = {
     "lengths": {
         "json_schema": {"anyOf": [{"type": "string", "minLength": i, "maxLength": 2 * i + 5} for i in range(900)]}
     },
-    "multiples": {"json_schema": {"allOf": [{"type": "integer", "multipleOf": one} for one in (101, 103, 107, 109)]}},
+    "multiples": {
+        "json_schema": {"allOf": [{"type": "integer", "multipleOf": factor} for factor in (101, 103, 107, 109)]}
+    },
     "a multiple": {"json_schema": {"type": "integer", "multipleOf": 9973}},
     "a multiple in a range": {
         "json_schema": {"type": "integer", "minimum": 12345678, "maximum": 10**12, "multipleOf": 9973}
@@ -363,7 +366,7 @@ def test_masks_agree_with_the_library_and_cover_padding() -> None:
     first = state.allowed()
     assert first.shape == (tokenizer.vocab + PADDED,) and not first[tokenizer.vocab :].any()
     spelled = {tokenizer.decode([token]) for token in torch.nonzero(first)[:, 0].tolist()}
-    assert "a" in spelled and all(re.fullmatch("ab*", one) for one in spelled)
+    assert "a" in spelled and all(re.fullmatch("ab*", word) for word in spelled)
     twin = state.copy()
     state.take(int(tokenizer.encode("a")[0]))
     assert state.allowed()[tokenizer.eos] and torch.equal(twin.allowed(), first), "a copy goes its own way"

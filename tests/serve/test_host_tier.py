@@ -28,30 +28,30 @@ TURNS = [ROOTS[CHANCE.randrange(4)] + [CHANCE.randrange(VOCAB) for _ in range(CH
 def engine(name: str, blocks: int, slots: int, **options: Any) -> ServingEngine:
     """With so many blocks, and slots of host memory."""
     sizes = {"block": 4, "most_tokens": 12, "most_sequences": 3, "longest": 48, "exact": True, **options}
-    given = adapters(name) if name in (KINDS[2],) else {}
-    whole = ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=given)
-    each = sum(one.bytes // (one.number + 2) for one in _caches(whole))
+    loaded = adapters(name) if name in (KINDS[2],) else {}
+    whole = ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=loaded)
+    each = sum(cache.bytes // (cache.number + 2) for cache in _caches(whole))
     sizes |= {"cache_bytes": blocks * each, "host_cache_bytes": slots * each}
-    return ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=given)
+    return ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=loaded)
 
 
-def _caches(found: ServingEngine) -> list[Any]:
-    return [found.cache, *([found._loop.draft.runner.cache] if found._loop.draft else [])]
+def _caches(serving: ServingEngine) -> list[Any]:
+    return [serving.cache, *([serving._loop.draft.runner.cache] if serving._loop.draft else [])]
 
 
-def answered(found: ServingEngine, *, mixed: bool = False) -> tuple[list[object], int]:
+def answered(serving: ServingEngine, *, mixed: bool = False) -> tuple[list[object], int]:
     """Bits of requests that come two at a time, and how many tokens they found."""
     made, cached = list[object](), 0
     for begin in range(0, len(TURNS), 2):
         asked = [
-            found.add(prompt, RequestOptions(
-                max_new_tokens=6, logprobs=2, adapter="small" if mixed and place % 3 else None,
+            serving.add(prompt, RequestOptions(
+                max_new_tokens=6, logprobs=2, adapter="small" if mixed and number % 3 else None,
             ))
-            for place, prompt in enumerate(TURNS[begin : begin + 2], begin)
+            for number, prompt in enumerate(TURNS[begin : begin + 2], begin)
         ]  # fmt: skip
-        found.run(asked)
+        serving.run(asked)
         made += bits(asked)
-        cached += sum(one.cached for one in asked)
+        cached += sum(request.cached for request in asked)
     return made, cached
 
 
@@ -69,8 +69,8 @@ def test_bits_are_those_without_it_and_more_is_found(name: str, options: dict[st
     assert tiered.cache.number == small.cache.number == 14 and len(tiered.tables.pool.host or ()) == 0
     right, _ = answered(plain)
     without, few = answered(small)
-    found, many = answered(tiered)
-    assert found == without == right
+    bits, many = answered(tiered)
+    assert bits == without == right
     assert tiered.tables.host_hits and many > few
 
 
@@ -78,8 +78,8 @@ def test_guesses_by_a_draft_and_adapters() -> None:
     options = {"speculation": Speculation(tokens=4, draft=model(KINDS[2]).eval())}
     right, few = answered(engine(KINDS[2], 14, 0, **options), mixed=True)
     tiered = engine(KINDS[2], 14, 40, **options)
-    found, many = answered(tiered, mixed=True)
-    assert found == right and many > few and tiered.guesses is not None and tiered.guesses.accepted
+    bits, many = answered(tiered, mixed=True)
+    assert bits == right and many > few and tiered.guesses is not None and tiered.guesses.accepted
 
 
 def test_a_draft_finds_its_own_content() -> None:
@@ -97,22 +97,22 @@ def test_moves_in_groups_are_moves_one_by_one(seed: int) -> None:
         Move(chance.choice(("copy", "copy", "copy", "save", "load")), chance.randrange(5), chance.randrange(5))
         for _ in range(200)
     ]
-    blocks, right = torch.arange(5.0)[:, None].clone(), [float(one) for one in range(5)]
-    host, kept = HostCopies([blocks], 5), [-1.0] * 5
+    blocks, right = torch.arange(5.0)[:, None].clone(), [float(number) for number in range(5)]
+    host, slots = HostCopies([blocks], 5), [-1.0] * 5
     for slot in range(5):
         host._slots[0][slot] = -1.0
-    for some in grouped(moves):
-        kind, source, target = some[0]
+    for group in grouped(moves):
+        kind, source, target = group[0]
         if kind == "copy":
-            old, new = torch.tensor([move[1:] for move in some]).t()
+            old, new = torch.tensor([move[1:] for move in group]).t()
             assert len(set(new.tolist())) == len(new)
             blocks[new] = blocks[old]
         else:
-            assert len(some) == 1
+            assert len(group) == 1
             (host.save if kind == "save" else host.load)(source, target)
     for kind, source, target in moves:
-        (kept if kind == "save" else right)[target] = (kept if kind == "load" else right)[source]
-    assert blocks[:, 0].tolist() == right and host._slots[0][:, 0].tolist() == kept
+        (slots if kind == "save" else right)[target] = (slots if kind == "load" else right)[source]
+    assert blocks[:, 0].tolist() == right and host._slots[0][:, 0].tolist() == slots
 
 
 def test_the_oldest_is_given_up_and_what_leaves_is_kept_from_others() -> None:
@@ -140,12 +140,12 @@ def over(blocks: int, slots: int, window: int = 0) -> BlockTables:
 
 def through(tables: BlockTables, tokens: list[int]) -> CachedSequence:
     """A sequence that is computed and given back."""
-    found = CachedSequence(number=0, tokens=tokens, limit=100, first=b"")
-    tables.begin(found, *tables.prefix(found))
-    tables.grow(found, len(tokens) - found.computed)
-    tables.advance(found, len(tokens) - found.computed)
-    tables.give_back(found)
-    return found
+    passed = CachedSequence(number=0, tokens=tokens, limit=100, first=b"")
+    tables.begin(passed, *tables.prefix(passed))
+    tables.grow(passed, len(tokens) - passed.computed)
+    tables.advance(passed, len(tokens) - passed.computed)
+    tables.give_back(passed)
+    return passed
 
 
 def test_what_came_back_is_found_in_its_block() -> None:
@@ -164,10 +164,10 @@ def test_what_no_window_sees_stays_in_host_memory_as_if_it_had_come_now() -> Non
     assert tables.pool.host is not None
     before = list(tables.pool.host._slots)
     again = CachedSequence(number=1, tokens=list(range(17)), limit=100, first=b"")
-    found, keys = tables.prefix(again)
-    hosted = [key for block, key in zip(found, keys, strict=True) if block == HOSTED]
+    prefix, keys = tables.prefix(again)
+    hosted = [key for block, key in zip(prefix, keys, strict=True) if block == HOSTED]
     assert len(hosted) == 4
-    tables.begin(again, found, keys)
+    tables.begin(again, prefix, keys)
     assert again.table[:3] == [GONE] * 3 and again.table[3] >= 0
     others, now = [key for key in before if key not in hosted], list(tables.pool.host._slots)
     assert others and now[: len(others) + 3] == [*others, *hosted[:3]]

@@ -32,9 +32,9 @@ NEW = 10
 
 
 def base(folder: Path, name: str) -> Path:
-    found = model(name)
-    given: dict[str, Any] = {"shape": found.shape, "tokenizer": None, "dtype": torch.float32}
-    export_folder(folder / "base", model_tensors=found.state_dict().items(), **given)
+    network = model(name)
+    arguments: dict[str, Any] = {"shape": network.shape, "tokenizer": None, "dtype": torch.float32}
+    export_folder(folder / "base", model_tensors=network.state_dict().items(), **arguments)
     return folder / "base"
 
 
@@ -56,31 +56,35 @@ def test_answers_are_those_of_peft(tmp_path: Path, name: str, forms: dict[str, d
         theirs[called] = adapted.eval()
     ours = mw.load(folder)
     folders = {called: tmp_path / called for called in forms}
-    called = [one if one in (*forms, None) else "wide" for one in CALLED]
-    asked = [mw.RequestOptions(adapter=one, max_new_tokens=NEW, ignore_end=True) for one in called]
-    found: list[list[list[int]]] = []
+    called = [adapter if adapter in (*forms, None) else "wide" for adapter in CALLED]
+    asked = [mw.RequestOptions(adapter=adapter, max_new_tokens=NEW, ignore_end=True) for adapter in called]
+    tokens_of_way: list[list[list[int]]] = []
     for exact in (False, True):
-        given: dict[str, Any] = {"engine": mw.EngineOptions(exact=exact, block=4), "adapters": folders}
-        mixed = ours.generate_many(PROMPTS, asked, **given)
-        alone = [ours.generate_many([prompt], one, **given)[0] for prompt, one in zip(PROMPTS, asked, strict=True)]
-        assert [one.ids for one in mixed] == [one.ids for one in alone]
-        found.append([list(one.ids) for one in mixed])
-        for prompt, one, own in zip(PROMPTS, called, mixed, strict=True):
+        settings: dict[str, Any] = {"engine": mw.EngineOptions(exact=exact, block=4), "adapters": folders}
+        mixed = ours.generate_many(PROMPTS, asked, **settings)
+        alone = [
+            ours.generate_many([prompt], adapter, **settings)[0] for prompt, adapter in zip(PROMPTS, asked, strict=True)
+        ]
+        assert [adapter.ids for adapter in mixed] == [adapter.ids for adapter in alone]
+        tokens_of_way.append([list(adapter.ids) for adapter in mixed])
+        for prompt, adapter, answer in zip(PROMPTS, called, mixed, strict=True):
             with torch.no_grad():
-                logits = theirs[one](torch.tensor([[*prompt, *own.ids]])).logits[0].float()
+                logits = theirs[adapter](torch.tensor([[*prompt, *answer.ids]])).logits[0].float()
             behind = logits[len(prompt) - 1 : -1]
-            assert list(own.ids) == behind.argmax(-1).tolist(), (one, prompt)
-            right = behind.log_softmax(-1).gather(1, torch.tensor(own.ids)[:, None])[:, 0].tolist()
-            assert own.logprobs == pytest.approx(right, abs=2e-3)
-    assert len({tuple(one) for one in (found[0][0], found[0][2], found[0][5])}) == 3, "one prompt, three answers"
+            assert list(answer.ids) == behind.argmax(-1).tolist(), (adapter, prompt)
+            right = behind.log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])[:, 0].tolist()
+            assert answer.logprobs == pytest.approx(right, abs=2e-3)
+    assert len({tuple(adapter) for adapter in (tokens_of_way[0][0], tokens_of_way[0][2], tokens_of_way[0][5])}) == 3, (
+        "one prompt, three answers"
+    )
     if name == "llama-3.1-8b":
-        assert over_ranks(folder, folders, asked, ep=1, exact=True) == found[1]
-    for one in forms:
-        whole = theirs[one].merge_and_unload()
+        assert over_ranks(folder, folders, asked, ep=1, exact=True) == tokens_of_way[1]
+    for adapter in forms:
+        whole = theirs[adapter].merge_and_unload()
         with torch.no_grad():
-            place = called.index(one)
-            logits = whole(torch.tensor([[*PROMPTS[place], *found[0][place]]])).logits[0]
-        assert logits[len(PROMPTS[place]) - 1 : -1].argmax(-1).tolist() == found[0][place]
+            number = called.index(adapter)
+            logits = whole(torch.tensor([[*PROMPTS[number], *tokens_of_way[0][number]]])).logits[0]
+        assert logits[len(PROMPTS[number]) - 1 : -1].argmax(-1).tolist() == tokens_of_way[0][number]
 
 
 def over_ranks(folder: Path, folders: dict[str, Path], asked: list[Any], *, ep: int, exact: bool) -> list[list[int]]:
@@ -88,9 +92,9 @@ def over_ranks(folder: Path, folders: dict[str, Path], asked: list[Any], *, ep: 
     options = mw.EngineOptions(exact=exact, block=4)
     with mw.sharded_engine(folder, options, tp=2, ep=ep, adapters=folders) as engine:
         assert engine is not None
-        requests = [engine.add(prompt, one) for prompt, one in zip(PROMPTS, asked, strict=True)]
+        requests = [engine.add(prompt, wish) for prompt, wish in zip(PROMPTS, asked, strict=True)]
         engine.run(requests)
-    return [one.answers[0].ids for one in requests]
+    return [wish.answers[0].ids for wish in requests]
 
 
 @pytest.mark.long
@@ -102,28 +106,28 @@ def test_adapters_of_experts_are_those_of_peft(tmp_path: Path) -> None:
     theirs: dict[str | None, Any] = {None: transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()}
     for seed, (called, targets) in enumerate({"thin": "down", "wide": "all"}.items()):
         lora = LoRAShape(rank=2 + 3 * seed, alpha=8.0, targets=targets)
-        low = [one for one in parameters(replace(shape, lora=lora)) if one.adapts]
+        low = [entry for entry in parameters(replace(shape, lora=lora)) if entry.adapts]
         chance = torch.Generator().manual_seed(seed)
-        tensors = {one.name: torch.randn(one.shape, generator=chance) * 0.3 for one in low}
+        tensors = {entry.name: torch.randn(entry.shape, generator=chance) * 0.3 for entry in low}
         (tmp_path / called).mkdir()
         save_adapter(tmp_path / called, tensors, replace(shape, lora=lora), base=str(folder), dtype=torch.float32)
         plain = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
         theirs[called] = peft.PeftModel.from_pretrained(plain, tmp_path / called).eval()
     folders = {called: tmp_path / called for called in ("thin", "wide")}
-    called = [one if one in (*folders, None) else "wide" for one in CALLED]
-    asked = [mw.RequestOptions(adapter=one, max_new_tokens=NEW, ignore_end=True) for one in called]
+    called = [entry if entry in (*folders, None) else "wide" for entry in CALLED]
+    asked = [mw.RequestOptions(adapter=entry, max_new_tokens=NEW, ignore_end=True) for entry in called]
     mixed = mw.load(folder).generate_many(PROMPTS, asked, engine=mw.EngineOptions(block=4), adapters=folders)
-    for prompt, one, own in zip(PROMPTS, called, mixed, strict=True):
+    for prompt, entry, answer in zip(PROMPTS, called, mixed, strict=True):
         with torch.no_grad():
-            logits = theirs[one](torch.tensor([[*prompt, *own.ids]])).logits[0].float()
-        assert list(own.ids) == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), (one, prompt)
-    assert len({one.ids for one in (mixed[0], mixed[2], mixed[5])}) == 3, "one prompt, three answers"
-    assert over_ranks(folder, folders, asked, ep=2, exact=False) == [list(one.ids) for one in mixed]
+            logits = theirs[entry](torch.tensor([[*prompt, *answer.ids]])).logits[0].float()
+        assert list(answer.ids) == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), (entry, prompt)
+    assert len({entry.ids for entry in (mixed[0], mixed[2], mixed[5])}) == 3, "one prompt, three answers"
+    assert over_ranks(folder, folders, asked, ep=2, exact=False) == [list(entry.ids) for entry in mixed]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("form", "complaint"),
     [
         ({"use_dora": True, "target_modules": ["q_proj"]}, "adapter=mine cannot be served by request: DoRA"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens.* is no tensor of a LoRA or DoRA adapter"),
@@ -131,12 +135,12 @@ def test_adapters_of_experts_are_those_of_peft(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
     ],
 )
-def test_what_peft_may_write_and_requests_cannot_have(tmp_path: Path, form: dict[str, Any], said: str) -> None:
+def test_what_peft_may_write_and_requests_cannot_have(tmp_path: Path, form: dict[str, Any], complaint: str) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     folder = base(tmp_path, "llama-3.1-8b")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **form)).save_pretrained(tmp_path / "mine")
-    with pytest.raises((ArgumentError, HubError), match=said):
+    with pytest.raises((ArgumentError, HubError), match=complaint):
         mw.load(folder).engine(adapters={"mine": tmp_path / "mine"})
 
 

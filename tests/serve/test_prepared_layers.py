@@ -25,52 +25,53 @@ WAYS = {"plain": {"packed": False, "compiled": False}, "packed": {"compiled": Fa
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_every_way_gives_the_same_tokens(name: str, way: str, exact: bool) -> None:
     asked, _ = served(shrunk(name), PROMPTS[:4], exact=exact, **WAYS[way])
-    for prompt, one in zip(PROMPTS, asked, strict=False):
-        assert one.answers[0].ids == generate(shrunk(name), prompt, max_new_tokens=NEW).ids
+    for prompt, request in zip(PROMPTS, asked, strict=False):
+        assert request.answers[0].ids == generate(shrunk(name), prompt, max_new_tokens=NEW).ids
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-sym"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_quantized_model(scheme: str, compiled: bool) -> None:
-    found = quantized(model("llama-3.1-8b"), scheme)
+    network = quantized(model("llama-3.1-8b"), scheme)
     options: dict[str, Any] = {"compiled": compiled}
-    together, _ = served(found, PROMPTS, exact=True, **options)
-    for prompt, one in zip(PROMPTS, together, strict=True):
-        assert one.answers[0].ids == generate(found, prompt, max_new_tokens=NEW).ids
+    together, _ = served(network, PROMPTS, exact=True, **options)
+    for prompt, request in zip(PROMPTS, together, strict=True):
+        assert request.answers[0].ids == generate(network, prompt, max_new_tokens=NEW).ids
     alone = [
-        served(found, [prompt], exact=True, most_tokens=7, most_sequences=1, **options)[0][0] for prompt in PROMPTS[:3]
+        served(network, [prompt], exact=True, most_tokens=7, most_sequences=1, **options)[0][0]
+        for prompt in PROMPTS[:3]
     ]
     assert bits(alone) == bits(together[:3])
 
 
 def test_a_head_in_8_bits() -> None:
-    found = shrunk("llama-3.1-8b")
-    plain, _ = served(found, PROMPTS, exact=True)
-    rounded, _ = served(found, PROMPTS, exact=True, head="int8")
+    network = shrunk("llama-3.1-8b")
+    plain, _ = served(network, PROMPTS, exact=True)
+    rounded, _ = served(network, PROMPTS, exact=True, head="int8")
     assert bits(plain) != bits(rounded)
-    for one, other in zip(plain, rounded, strict=True):
-        assert one.answers[0].logprobs[0] == pytest.approx(other.answers[0].logprobs[0], abs=0.2)
-    alone = [served(found, [prompt], exact=True, head="int8")[0][0] for prompt in PROMPTS[:3]]
+    for exact, other in zip(plain, rounded, strict=True):
+        assert exact.answers[0].logprobs[0] == pytest.approx(other.answers[0].logprobs[0], abs=0.2)
+    alone = [served(network, [prompt], exact=True, head="int8")[0][0] for prompt in PROMPTS[:3]]
     assert bits(alone) == bits(rounded[:3])
 
 
-def prepared(found: Transformer) -> Any:
-    return found.seams.dense.prepared
+def prepared(network: Transformer) -> Any:
+    return network.seams.dense.prepared
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    found = shrunk("llama-3.1-8b")
-    engine = ServingEngine(found)
+    network = shrunk("llama-3.1-8b")
+    engine = ServingEngine(network)
     asked = engine.add(PROMPTS[0])
     engine.step()
-    assert prepared(found) is None
+    assert prepared(network) is None
     engine.cancel(asked)
 
 
-def held_bytes(found: Transformer) -> int:
+def held_bytes(network: Transformer) -> int:
     """Of all memory behind parameters and buffers, each once."""
-    tensors = [*found.parameters(), *found.buffers()]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+    tensors = [*network.parameters(), *network.buffers()]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @pytest.mark.parametrize("scheme", ["", "int8", "int4-rtn", "int4-sym", "nf4", "fp8"])
@@ -78,26 +79,26 @@ def held_bytes(found: Transformer) -> int:
 def test_matrices_of_one_input_lie_side_by_side(name: str, scheme: str) -> None:
     """One product for queries, keys and values has the columns of each. Names and values of the model stay, nothing is
     held twice, and a second engine finds them joined."""
-    found = model(name).eval()
-    found = quantized(found, scheme) if scheme else found
-    attention = found.blocks[0].attention
+    network = model(name).eval()
+    network = quantized(network, scheme) if scheme else network
+    attention = network.blocks[0].attention
     layers = [attention.q, attention.k, attention.v]
-    before, kept = held_bytes(found), {key: one.clone() for key, one in found.state_dict().items()}
-    rows = torch.randn(5, found.shape.hidden, generator=torch.Generator().manual_seed(1))
-    given = [layer.matrix for layer in layers], [layer.local_bias for layer in layers]
-    right = reference(*given, rows)
-    product = joined_product(*given)
+    before, copies = held_bytes(network), {key: tensor.clone() for key, tensor in network.state_dict().items()}
+    rows = torch.randn(5, network.shape.hidden, generator=torch.Generator().manual_seed(1))
+    inputs = [layer.matrix for layer in layers], [layer.local_bias for layer in layers]
+    right = reference(*inputs, rows)
+    product = joined_product(*inputs)
     assert product is not None
     torch.testing.assert_close(product(rows), right, rtol=2e-5, atol=2e-5)
-    assert held_bytes(found) == before
-    assert all(torch.equal(one, kept[key]) for key, one in found.state_dict().items())
+    assert held_bytes(network) == before
+    assert all(torch.equal(tensor, copies[key]) for key, tensor in network.state_dict().items())
     matrix = layers[0].quantized.codes if scheme else layers[0].weight
-    place = matrix.data_ptr()
-    again = joined_product([layer.matrix for layer in layers], given[1])
-    assert again is not None and matrix.data_ptr() == place and torch.equal(again(rows), product(rows))
+    address = matrix.data_ptr()
+    again = joined_product([layer.matrix for layer in layers], inputs[1])
+    assert again is not None and matrix.data_ptr() == address and torch.equal(again(rows), product(rows))
     if not scheme:  # what is loaded afterwards is what is multiplied with
-        found.load_state_dict({key: 2 * one for key, one in kept.items()})
-        torch.testing.assert_close(product(rows), reference(*given, rows), rtol=2e-5, atol=2e-5)
+        network.load_state_dict({key: 2 * tensor for key, tensor in copies.items()})
+        torch.testing.assert_close(product(rows), reference(*inputs, rows), rtol=2e-5, atol=2e-5)
 
 
 def test_memory_of_others_is_left_where_it_is() -> None:
@@ -114,16 +115,16 @@ def test_memory_of_others_is_left_where_it_is() -> None:
 @pytest.mark.parametrize("name", [KINDS[0], KINDS[2], KINDS[5], KINDS[7], KINDS[8]])
 def test_sums_that_the_next_norm_makes(name: str) -> None:
     """The same bits, in every pass; a hook on a block sees whole sums, so that none are deferred then."""
-    found = model(name).eval()
+    network = model(name).eval()
     tokens = torch.tensor([[3, 14, 15, 9, 2]])
-    calls = DeferredSums(found.blocks)
+    calls = DeferredSums(network.blocks)
     with torch.no_grad():
-        right = found(tokens)
-        plain, found.seams.call = found.seams.call, calls
+        right = network(tokens)
+        plain, network.seams.call = network.seams.call, calls
         assert not calls.is_hooked()
-        assert torch.equal(found(tokens), right) and torch.equal(found(tokens), right)
-        found.seams.call = plain
-    handle = found.blocks[0].register_forward_hook(lambda *_: None)
+        assert torch.equal(network(tokens), right) and torch.equal(network(tokens), right)
+        network.seams.call = plain
+    handle = network.blocks[0].register_forward_hook(lambda *_: None)
     assert calls.is_hooked()
     handle.remove()
 
@@ -131,12 +132,12 @@ def test_sums_that_the_next_norm_makes(name: str) -> None:
 def test_long_prompts_are_answered_by_the_models_own_logits() -> None:
     """Greedy tokens behind 8,000, ties aside."""
     shape = replace(shrink("llama-3.1-8b"), layers=1, max_positions=8100)
-    found = build(shape, seed=3).eval()
+    network = build(shape, seed=3).eval()
     prompt = torch.randint(shape.vocab, (8000,), generator=torch.Generator().manual_seed(1)).tolist()
-    engine = ServingEngine(found, EngineOptions(most_tokens=2048, most_sequences=2))
+    engine = ServingEngine(network, EngineOptions(most_tokens=2048, most_sequences=2))
     asked = engine.add(prompt, RequestOptions(max_new_tokens=4, ignore_end=True))
     engine.run([asked])
     with torch.no_grad():
-        logits = found(torch.tensor([prompt + asked.answers[0].ids]))[0, len(prompt) - 1 : -1]
+        logits = network(torch.tensor([prompt + asked.answers[0].ids]))[0, len(prompt) - 1 : -1]
     for token, row in zip(asked.answers[0].ids, logits, strict=True):
         assert row[token] > row.max() - 1e-4

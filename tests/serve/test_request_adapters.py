@@ -49,28 +49,28 @@ UNMERGED = {"deepseek-v3": ("q_down,q_up", "q_down,q_up,kv_down,o,gate,up,down",
 @cache
 def adapters(name: str) -> Mapping[str, ServedAdapter]:
     """Three of different ranks and targets for a small model, loud enough to change its answers."""
-    found = {}
+    by_name = {}
     for seed, (called, lora) in enumerate(FORMS.items()):
         lora = replace(lora, targets=UNMERGED[name][seed] if name in UNMERGED else lora.targets)
         chance = torch.Generator().manual_seed(seed)
-        low = [one for one in parameters(replace(shrunk(name).shape, lora=lora)) if one.adapts]
-        tensors = {one.name: torch.randn(one.shape, generator=chance) * 0.2 for one in low}
-        found[called] = ServedAdapter(lora, tensors)
-    return found
+        low = [part for part in parameters(replace(shrunk(name).shape, lora=lora)) if part.adapts]
+        tensors = {part.name: torch.randn(part.shape, generator=chance) * 0.2 for part in low}
+        by_name[called] = ServedAdapter(lora, tensors)
+    return by_name
 
 
 @cache
 def whole(name: str, called: str | None) -> Transformer:
     """The small model with an adapter merged in."""
-    found = copy.deepcopy(shrunk(name))
+    copied = copy.deepcopy(shrunk(name))
     if called is not None:
         adapter = adapters(name)[called]
         with torch.no_grad():
-            for key, parameter in found.named_parameters():
+            for key, parameter in copied.named_parameters():
                 low = adapter_parts(key, adapter.tensors)
                 if low:
                     parameter.copy_(merged(parameter, low, adapter.lora))
-    return found
+    return copied
 
 
 def served(
@@ -81,7 +81,8 @@ def served(
     engine = ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=adapters(name))
     wanted = {"max_new_tokens": NEW, "logprobs": 3, **asked}
     requests = [
-        engine.add(prompt, RequestOptions(adapter=one, **wanted)) for prompt, one in zip(prompts, called, strict=True)
+        engine.add(prompt, RequestOptions(adapter=adapter, **wanted))
+        for prompt, adapter in zip(prompts, called, strict=True)
     ]
     engine.run(requests)
     assert engine.idle and engine.tables.pool.free == engine.tables.pool.size
@@ -100,11 +101,11 @@ def served(
 )
 def test_a_mixed_batch_answers_as_merged_models(name: str, options: dict[str, Any]) -> None:
     asked, _ = served(name, PROMPTS, MIXED, **options)
-    for prompt, called, one in zip(PROMPTS, MIXED, asked, strict=True):
+    for prompt, called, request in zip(PROMPTS, MIXED, asked, strict=True):
         right = generate(whole(name, called), prompt, max_new_tokens=NEW)
-        assert one.answers[0].ids == right.ids
-        assert one.answers[0].logprobs == pytest.approx(right.logprobs, abs=2e-4)
-    assert len({tuple(one.answers[0].ids) for one in served(name, [PROMPTS[0]] * 4, [*FORMS, None])[0]}) > 2
+        assert request.answers[0].ids == right.ids
+        assert request.answers[0].logprobs == pytest.approx(right.logprobs, abs=2e-4)
+    assert len({tuple(request.answers[0].ids) for request in served(name, [PROMPTS[0]] * 4, [*FORMS, None])[0]}) > 2
 
 
 @pytest.mark.parametrize(
@@ -117,9 +118,9 @@ def test_bits_do_not_depend_on_who_else_is_in_the_batch(name: str, options: dict
     together, _ = served(name, PROMPTS, MIXED, **options)
     right = bits(together)
     assert bits(served(name, PROMPTS[::-1], MIXED[::-1], **options)[0]) == right[::-1]
-    for chunk, place in ((3, 0), (7, 2), (64, 3)):
-        alone, _ = served(name, [PROMPTS[place]], [MIXED[place]], most_tokens=chunk, most_sequences=1, **options)
-        assert bits(alone) == [right[place]]
+    for chunk, number in ((3, 0), (7, 2), (64, 3)):
+        alone, _ = served(name, [PROMPTS[number]], [MIXED[number]], most_tokens=chunk, most_sequences=1, **options)
+        assert bits(alone) == [right[number]]
     block = ServingEngine(shrunk(name), EngineOptions(block=4)).cache
     tight, engine = served(
         name, PROMPTS, MIXED, cache_bytes=12 * block.bytes // (block.number + 2), most_tokens=17, **options
@@ -128,25 +129,27 @@ def test_bits_do_not_depend_on_who_else_is_in_the_batch(name: str, options: dict
 
 
 def test_bf16_is_exact_too() -> None:
-    found, given = model("qwen3-0.6b", dtype=torch.bfloat16).eval(), adapters("qwen3-0.6b")
+    network, by_name = model("qwen3-0.6b", dtype=torch.bfloat16).eval(), adapters("qwen3-0.6b")
 
-    def of(places: Sequence[int]) -> list[object]:
-        engine = ServingEngine(found, EngineOptions(exact=True, block=4), adapters=given)
-        asked = [engine.add(PROMPTS[one], RequestOptions(adapter=MIXED[one], max_new_tokens=NEW)) for one in places]
+    def answers_of(places: Sequence[int]) -> list[object]:
+        engine = ServingEngine(network, EngineOptions(exact=True, block=4), adapters=by_name)
+        asked = [
+            engine.add(PROMPTS[number], RequestOptions(adapter=MIXED[number], max_new_tokens=NEW)) for number in places
+        ]
         engine.run(asked)
         return bits(asked)
 
-    assert of(range(8))[:4] == [of([place])[0] for place in range(4)]
+    assert answers_of(range(8))[:4] == [answers_of([number])[0] for number in range(4)]
 
 
 def test_the_prefix_cache_knows_adapters_apart() -> None:
     prompt = PROMPTS[1] + PROMPTS[2]
     (first, *others), engine = served(KINDS[2], [prompt] * 4, ["small", "large", "some", None], exact=True)
-    assert not any(one.cached for one in (first, *others))
-    for one in (first, *others):
-        again = engine.add(prompt, one.options)
+    assert not any(request.cached for request in (first, *others))
+    for request in (first, *others):
+        again = engine.add(prompt, request.options)
         engine.run([again])
-        assert again.cached >= 16 and bits([again]) == bits([one])
+        assert again.cached >= 16 and bits([again]) == bits([request])
 
 
 @pytest.mark.parametrize("asked", [{"n": 3, "temperature": 0.9, "seed": 5}, {"temperature": 0.7}, {}], ids=str)
@@ -156,8 +159,8 @@ def test_guesses_and_several_answers(asked: dict[str, Any]) -> None:
     asked = {**asked, "max_new_tokens": 24}
     right = bits(served(name, prompts, called, asked, exact=True)[0])
     for speculation in (Speculation(tokens=5), Speculation(tokens=5, draft=model(name).eval())):
-        found, engine = served(name, prompts, called, asked, exact=True, speculation=speculation)
-        assert bits(found) == right
+        requests, engine = served(name, prompts, called, asked, exact=True, speculation=speculation)
+        assert bits(requests) == right
         assert engine.guesses is not None and engine.guesses.guessed
     assert engine.guesses.accepted, "the draft is the model of those without an adapter"
 
@@ -168,38 +171,38 @@ def test_beams() -> None:
         engine = ServingEngine(whole(KINDS[2], called), EngineOptions(exact=True, block=4))
         right = engine.add(PROMPTS[0], RequestOptions(max_new_tokens=NEW, beams=3, n=2))
         engine.run([right])
-        assert [one.ids for one in asked[0].answers] == [one.ids for one in right.answers]
+        assert [answer.ids for answer in asked[0].answers] == [answer.ids for answer in right.answers]
 
 
 def test_scores_of_a_prompt() -> None:
     engine = served(KINDS[2], PROMPTS[:1], [None])[1]
     for called in (*FORMS, None):
-        own = engine.score(PROMPTS[1], 2, called)
+        scores = engine.score(PROMPTS[1], 2, called)
         right = ServingEngine(whole(KINDS[2], called)).score(PROMPTS[1], 2)
-        assert own.logprobs == pytest.approx(right.logprobs, abs=2e-4)
+        assert scores.logprobs == pytest.approx(right.logprobs, abs=2e-4)
     assert engine.score([3], 2, "small").logprobs == []
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-sym"])
 def test_beside_a_quantized_model(scheme: str) -> None:
     """Against the modules that training has beside codes."""
-    found, given = quantized(model("llama-3.1-8b"), scheme), adapters("llama-3.1-8b")
-    engine = ServingEngine(found, EngineOptions(exact=True, block=4), adapters=given)
+    network, by_name = quantized(model("llama-3.1-8b"), scheme), adapters("llama-3.1-8b")
+    engine = ServingEngine(network, EngineOptions(exact=True, block=4), adapters=by_name)
     asked = [engine.add(prompt, RequestOptions(adapter="large", max_new_tokens=NEW)) for prompt in PROMPTS[:4]]
     engine.run(asked)
-    for key in given["large"].layers:
-        layer = found.get_submodule(key)
+    for key in by_name["large"].layers:
+        layer = network.get_submodule(key)
         assert isinstance(layer, Linear)
-        layer.lora = LoRA(given["large"].lora, layer.in_features, layer.out_features)
+        layer.lora = LoRA(by_name["large"].lora, layer.in_features, layer.out_features)
         for part in ("a", "b"):
-            getattr(layer.lora, part).data.copy_(given["large"].tensors[f"{key}.lora.{part}"])
-    for prompt, one in zip(PROMPTS, asked, strict=False):
-        assert one.answers[0].ids == generate(found, prompt, max_new_tokens=NEW).ids
+            getattr(layer.lora, part).data.copy_(by_name["large"].tensors[f"{key}.lora.{part}"])
+    for prompt, request in zip(PROMPTS, asked, strict=False):
+        assert request.answers[0].ids == generate(network, prompt, max_new_tokens=NEW).ids
 
 
 def test_the_model_is_left_as_it_was() -> None:
     served(KINDS[2], PROMPTS, MIXED)
-    assert all(one.lora is None for one in shrunk(KINDS[2]).modules() if isinstance(one, Linear))
+    assert all(module.lora is None for module in shrunk(KINDS[2]).modules() if isinstance(module, Linear))
 
 
 @pytest.mark.parametrize(("rank", "inputs", "outputs"), [(3, 24, 40), (16, 64, 64), (20, 33, 7)])
@@ -211,7 +214,7 @@ def test_a_product(rank: int, inputs: int, outputs: int) -> None:
         product = LowRankProduct(a, b, exact=exact)
         torch.testing.assert_close(product(rows), right, rtol=1e-4, atol=1e-4)
         if exact:
-            assert all(torch.equal(product(rows[:some]), product(rows)[:some]) for some in (1, 5, 16, 17, 36))
+            assert all(torch.equal(product(rows[:count]), product(rows)[:count]) for count in (1, 5, 16, 17, 36))
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -223,11 +226,11 @@ def test_where_16_bit_products_are_emulated_it_is_taken_in_fp32(
     a, b, rows = tensors((3, 24), (40, 3), (37, 24), dtype=dtype)
     narrow = rows.double() @ a.double().t()
     product, right = LowRankProduct(a, b, exact=exact), narrow @ b.double().t()
-    with Recording() as found:
+    with Recording() as recording:
         results = product(rows), product.widened(narrow.to(dtype))
-    assert found.products() <= {torch.float32}
+    assert recording.products() <= {torch.float32}
     assert product.a.dtype == dtype and torch.equal(product.a, a)
-    assert all(one.dtype == dtype for one in results)
+    assert all(product_of_rows.dtype == dtype for product_of_rows in results)
     torch.testing.assert_close(results[0], right.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
     torch.testing.assert_close(results[1], right.to(dtype), rtol=0.02, atol=0.05)
 
@@ -246,14 +249,14 @@ def test_products_of_experts_in_one_call_are_those_one_by_one() -> None:
             a, b = pairs[tag - 1]
             right[row] += b[owner] @ (a[owner] @ rows[row])
     for first, apart in itertools.product((0, 2), (True, False)):
-        kept = owners >= first
-        given = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in pairs]
-        own: Any = counts[first:] if apart else torch.tensor(counts[first:])
-        runs = [list(tagged_runs(tags[kept], counts[first:], tag)) for tag in (1, 2)] if apart else []
-        found = TaggedRows(given, tags[kept], own, expert_linear_reference, runs).added(
-            ExpertStack(torch.empty(0), name="up", first=first), rows[kept], plain[kept].clone()
+        is_local = owners >= first
+        stacks = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in pairs]
+        local_counts: Any = counts[first:] if apart else torch.tensor(counts[first:])
+        runs = [list(tagged_runs(tags[is_local], counts[first:], tag)) for tag in (1, 2)] if apart else []
+        summed = TaggedRows(stacks, tags[is_local], local_counts, expert_linear_reference, runs).added(
+            ExpertStack(torch.empty(0), name="up", first=first), rows[is_local], plain[is_local].clone()
         )
-        torch.testing.assert_close(found, right[kept])
+        torch.testing.assert_close(summed, right[is_local])
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -262,30 +265,32 @@ def test_an_adapter_that_is_no_number_harms_no_row_but_its_own(apart: bool, bad:
     counts, tags = [2, 3], torch.tensor([0, 1, 2, 0, 1])
     rows, plain = torch.ones(5, 8), torch.zeros(5, 4)
     good = torch.ones(2, 3, 8), torch.ones(2, 4, 3)
-    for place in range(2):  # of A, of B
-        broken = tuple(torch.full_like(one, bad) if at == place else one for at, one in enumerate(good))
-        given = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in (broken, good)]
+    for part in range(2):  # of A, of B
+        broken = tuple(torch.full_like(tensor, bad) if at == part else tensor for at, tensor in enumerate(good))
+        stacks = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in (broken, good)]
         runs = [list(tagged_runs(tags, counts, tag)) for tag in (1, 2)] if apart else []
-        own: Any = counts if apart else torch.tensor(counts)
+        expert_counts: Any = counts if apart else torch.tensor(counts)
         stack = ExpertStack(torch.empty(0), name="up")
-        found = TaggedRows(given, tags, own, expert_linear_reference, runs).added(stack, rows, plain.clone())
-        assert not found[tags == 1].isfinite().any()
-        assert torch.equal(found[tags != 1], torch.tensor([0.0, 24.0, 0.0]).unsqueeze(1).expand(3, 4))
+        summed = TaggedRows(stacks, tags, expert_counts, expert_linear_reference, runs).added(
+            stack, rows, plain.clone()
+        )
+        assert not summed[tags == 1].isfinite().any()
+        assert torch.equal(summed[tags != 1], torch.tensor([0.0, 24.0, 0.0]).unsqueeze(1).expand(3, 4))
 
 
 @pytest.mark.parametrize(
-    ("name", "lora", "said"),
+    ("name", "lora", "complaint"),
     [
         ("llama-3.1-8b", {"dora": True}, "adapter=mine cannot be served by request: DoRA"),
         ("deepseek-v3", {"targets": "kv_up"}, r"layers\.0\.attention\.kv_up is multiplied into queries"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(name: str, lora: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_served_is_refused_by_name(name: str, lora: dict[str, Any], complaint: str) -> None:
     form = LoRAShape(rank=2, **lora)
     tensors = {
-        one.name: torch.zeros(one.shape) for one in parameters(replace(shrunk(name).shape, lora=form)) if one.adapts
+        part.name: torch.zeros(part.shape) for part in parameters(replace(shrunk(name).shape, lora=form)) if part.adapts
     }
-    with pytest.raises(ArgumentError, match=said):
+    with pytest.raises(ArgumentError, match=complaint):
         ServingEngine(shrunk(name), adapters={"mine": ServedAdapter(form, tensors)})
 
 
@@ -321,16 +326,16 @@ def test_at_random(seed: int) -> None:
             engine.cancel(open_.pop(chance.randrange(len(open_))))
         elif not engine.idle:
             engine.step()
-        done += [one for one in open_ if one.ended]
-        open_ = [one for one in open_ if not one.ended]
+        done += [request for request in open_ if request.ended]
+        open_ = [request for request in open_ if not request.ended]
     engine.run(open_)
     done += open_
     assert len(done) > 20 and engine.tables.pool.free == engine.tables.pool.size
     alone = ServingEngine(shrunk(name), EngineOptions(**{**sizes, "speculation": None}), adapters=adapters(name))
-    for one in done:
-        right = alone.add(one.prompt, replace(one.options, salt=None))
+    for request in done:
+        right = alone.add(request.prompt, replace(request.options, salt=None))
         alone.run([right])
-        assert bits([one]) == bits([right])
+        assert bits([request]) == bits([right])
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama-3.1-8b", LowRankProduct), ("mixtral-8x7b", StackProducts)])
@@ -340,7 +345,7 @@ def test_bytes_are_told_while_another_thread_loads_and_drops(
     serving = ServingEngine(shrunk(name), adapters={"large": adapters(name)["large"]})
     changes = iter([lambda: serving.adapters.load("other", adapters(name)["large"])])
 
-    def between(one: object) -> int:
+    def between(product: object) -> int:
         for change in changes:
             change()
         return 1

@@ -31,9 +31,9 @@ def _but(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "temperature"}
 
 
-def only(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
+def only(tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     allowed = torch.full_like(LOGITS, float("-inf"))
-    allowed[kept] = LOGITS[kept] / temperature
+    allowed[tokens] = LOGITS[tokens] / temperature
     return allowed.softmax(0)
 
 
@@ -61,9 +61,9 @@ def test_tokens_come_as_often_as_they_should(
 
 
 def test_greedy_is_the_likeliest_and_of_equals_the_first() -> None:
-    found = sample(torch.stack((LOGITS, torch.zeros(6))), [row(), row()])
-    assert found.tokens == [5, 0]
-    assert found.logprobs == pytest.approx([LOGITS.log_softmax(0)[5].item(), -torch.tensor(6.0).log().item()])
+    sampled = sample(torch.stack((LOGITS, torch.zeros(6))), [row(), row()])
+    assert sampled.tokens == [5, 0]
+    assert sampled.logprobs == pytest.approx([LOGITS.log_softmax(0)[5].item(), -torch.tensor(6.0).log().item()])
 
 
 def test_penalties() -> None:
@@ -88,11 +88,11 @@ def test_counts_follow_an_answer_as_it_grows() -> None:
 
 def test_log_probabilities_are_the_models_own() -> None:
     wanted = row(temperature=0.5, logit_bias={4: 50.0}, logprobs=2)
-    found = sample(LOGITS[None], [wanted])
+    sampled = sample(LOGITS[None], [wanted])
     logs = LOGITS.log_softmax(0)
-    assert found.tokens == [4] and found.logprobs == pytest.approx([logs[4].item()])
-    assert [token for token, _ in found.top[0]] == [5, 0]
-    assert [value for _, value in found.top[0]] == pytest.approx([logs[5].item(), logs[0].item()])
+    assert sampled.tokens == [4] and sampled.logprobs == pytest.approx([logs[4].item()])
+    assert [token for token, _ in sampled.top[0]] == [5, 0]
+    assert [value for _, value in sampled.top[0]] == pytest.approx([logs[5].item(), logs[0].item()])
     assert sample(LOGITS.expand(2, -1), [row(), wanted]).top[0] == []
 
 
@@ -105,9 +105,9 @@ def test_a_row_does_not_depend_on_others() -> None:
     ]  # fmt: skip
     rows = [row(number, made=[number], **kinds[number % len(kinds)]) for number in range(40)]
     together = sample(logits, rows)
-    alone = [sample(logits[place : place + 1], [one]) for place, one in enumerate(rows)]
-    assert together.tokens == [one.tokens[0] for one in alone]
-    assert together.logprobs == [one.logprobs[0] for one in alone]
+    alone = [sample(logits[index : index + 1], [single]) for index, single in enumerate(rows)]
+    assert together.tokens == [single.tokens[0] for single in alone]
+    assert together.logprobs == [single.logprobs[0] for single in alone]
     backwards = sample(logits.flip(0), rows[::-1])
     assert backwards.tokens == together.tokens[::-1]
 
@@ -115,19 +115,19 @@ def test_a_row_does_not_depend_on_others() -> None:
 def test_seeds_and_places_draw_anew() -> None:
     flat = torch.zeros(1, 1000)
     drawn = [
-        sample(flat, [row(seed, made=[0] * place, temperature=1.0)]).tokens[0] for seed in (1, 2) for place in (0, 1)
+        sample(flat, [row(seed, made=[0] * length, temperature=1.0)]).tokens[0] for seed in (1, 2) for length in (0, 1)
     ]
     assert len(set(drawn)) == 4
     assert sample(flat, [row(1, temperature=1.0)]).tokens[0] == drawn[0]
 
 
 def test_a_broken_row_is_known_and_spoils_no_other() -> None:
-    found = sample(torch.stack((LOGITS, LOGITS * float("nan"))), [row(temperature=1.0, top_p=0.9), row()])
-    assert found.broken == [False, True] and found.tokens[0] in (5, 0, 1)
+    sampled = sample(torch.stack((LOGITS, LOGITS * float("nan"))), [row(temperature=1.0, top_p=0.9), row()])
+    assert sampled.broken == [False, True] and sampled.tokens[0] in (5, 0, 1)
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, complaint",
     [
         ({"temperature": -1}, "temperature=-1"), ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0}, "top_p=0"), ({"top_k": -1}, "top_k"), ({"min_p": 2}, "min_p"), ({"n": 0}, "n=0"),
@@ -137,8 +137,8 @@ def test_a_broken_row_is_known_and_spoils_no_other() -> None:
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ArgumentError, match=said):
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ArgumentError, match=complaint):
         RequestOptions(**options)
 
 
@@ -149,16 +149,16 @@ def test_greedy_rows_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = sample(logits, [row(), row(), row()])
     taken = list[int]()
 
-    def in_one(given: torch.Tensor) -> torch.Tensor:
-        taken.append(len(given))
-        logs = given.log_softmax(-1)
+    def in_one(rows_of_logits: torch.Tensor) -> torch.Tensor:
+        taken.append(len(rows_of_logits))
+        logs = rows_of_logits.log_softmax(-1)
         return torch.stack((logs.argmax(-1).float(), logs.amax(-1)), dim=1)
 
     monkeypatch.setattr(sampler, "uses_triton", lambda operation, _: operation == "likeliest")
     monkeypatch.setitem(sys.modules, "meshwright.kernels.triton.likeliest", SimpleNamespace(likeliest=in_one))
-    found = sample(logits, [row(), row(), row()])
-    assert taken == [3] and found.broken == plain.broken == [False, False, True] and found.top == [[], [], []]
-    assert found.tokens[:2] == plain.tokens[:2] and found.logprobs[:2] == pytest.approx(plain.logprobs[:2])
+    sampled = sample(logits, [row(), row(), row()])
+    assert taken == [3] and sampled.broken == plain.broken == [False, False, True] and sampled.top == [[], [], []]
+    assert sampled.tokens[:2] == plain.tokens[:2] and sampled.logprobs[:2] == pytest.approx(plain.logprobs[:2])
     for changed in ({"temperature": 0.5}, {"logprobs": 2}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5}):
         sample(logits[:2], [row(), row(**changed)])
     assert taken == [3]

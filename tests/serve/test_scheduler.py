@@ -46,9 +46,9 @@ class Machine(RuleBasedStateMachine):
             self.simulation.check()
 
     @rule(one=asked)
-    def cancel(self, one: Any) -> None:
-        if one in self.simulation.open:
-            self.simulation.cancel(one)
+    def cancel(self, choice: Any) -> None:
+        if choice in self.simulation.open:
+            self.simulation.cancel(choice)
 
     @invariant()
     def books(self) -> None:
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All that is left ends, in a number of steps that the tokens bound."""
         if hasattr(self, "simulation"):
-            bound = sum(one.limit * one.copies for one in self.simulation.open)
+            bound = sum(sequence.limit * sequence.copies for sequence in self.simulation.open)
             steps = 0
             while not self.simulation.scheduler.idle:
                 self.simulation.step()
@@ -72,9 +72,9 @@ TestMachine = Machine.TestCase
 
 
 def test_random_operations() -> None:
-    found = run(4000, seed=1)
-    assert found["faults"] == 0
-    assert min(found["ended"], found["preempted"], found["hit_tokens"]) > 20, "what is rare was not met at all"
+    outcome = run(4000, seed=1)
+    assert outcome["faults"] == 0
+    assert min(outcome["ended"], outcome["preempted"], outcome["hit_tokens"]) > 20, "what is rare was not met at all"
 
 
 def scheduler(blocks: int = 8, tokens: int = 8, sequences: int = 3) -> Scheduler:
@@ -82,38 +82,38 @@ def scheduler(blocks: int = 8, tokens: int = 8, sequences: int = 3) -> Scheduler
 
 
 def test_a_prompt_is_cut_into_chunks_beside_tokens_of_others() -> None:
-    found = scheduler(blocks=20)
-    first = found.add([1, 2], 10)
-    plan = found.plan()
-    found.advance(plan)
+    planner = scheduler(blocks=20)
+    first = planner.add([1, 2], 10)
+    plan = planner.plan()
+    planner.advance(plan)
     first.tokens.append(3)
-    second = found.add([0] * 20, 30)
+    second = planner.add([0] * 20, 30)
     sizes = []
     for _ in range(3):
-        plan = found.plan()
+        plan = planner.plan()
         sizes.append((plan.chunks[first], plan.chunks[second]))
-        found.advance(plan)
+        planner.advance(plan)
         first.tokens.append(3)
     assert sizes == [(1, 7), (1, 7), (1, 6)]
 
 
 def test_prompts_have_fewer_tokens_beside_those_that_grow() -> None:
     tables = BlockTables(BlockPool(40), 4)
-    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
-    first, alone = found.add([1] * 14, 30), []
+    planner = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
+    first, alone = planner.add([1] * 14, 30), []
     for _ in range(2):
-        plan = found.plan()
+        plan = planner.plan()
         alone.append(plan.chunks[first])
-        found.advance(plan)
+        planner.advance(plan)
     assert alone == [8, 6], "nobody waits for it"
     first.tokens.append(2)
-    second, third = found.add([3] * 4, 10), found.add([4] * 9, 20)
+    second, third = planner.add([3] * 4, 10), planner.add([4] * 9, 20)
     sizes = []
     for _ in range(5):
-        plan = found.plan()
+        plan = planner.plan()
         assert plan.chunks[first] == 1
         sizes.append((plan.chunks.get(second, 0), plan.chunks.get(third, 0)))
-        found.advance(plan)
+        planner.advance(plan)
         first.tokens.append(2)
         if second.computed == len(second.tokens):
             second.tokens.append(5)
@@ -122,20 +122,20 @@ def test_prompts_have_fewer_tokens_beside_those_that_grow() -> None:
 
 def test_a_higher_priority_waits_for_no_prompt_that_is_read() -> None:
     tables = BlockTables(BlockPool(40), 4)
-    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
-    first = found.add([1] * 4, 30)
-    found.advance(found.plan())
+    planner = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
+    first = planner.add([1] * 4, 30)
+    planner.advance(planner.plan())
     first.tokens.append(2)
-    long = found.add([3] * 40, 60, priority=1)
-    found.advance(found.plan())
+    long = planner.add([3] * 40, 60, priority=1)
+    planner.advance(planner.plan())
     assert long.computed == 3
     first.tokens.append(2)
-    urgent = found.add([4] * 5, 20)
+    urgent = planner.add([4] * 5, 20)
     sizes = []
     for _ in range(3):
-        plan = found.plan()
+        plan = planner.plan()
         sizes.append((plan.chunks[first], plan.chunks.get(urgent, 0), plan.chunks.get(long, 0)))
-        found.advance(plan)
+        planner.advance(plan)
         first.tokens.append(2)
         if urgent.computed == len(urgent.tokens):
             urgent.tokens.append(5)
@@ -144,13 +144,13 @@ def test_a_higher_priority_waits_for_no_prompt_that_is_read() -> None:
 
 def test_guesses_have_what_is_kept_from_prompts() -> None:
     tables = BlockTables(BlockPool(40), 4)
-    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=2)
-    first = found.add([1] * 4, 30)
-    found.advance(found.plan())
+    planner = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=2)
+    first = planner.add([1] * 4, 30)
+    planner.advance(planner.plan())
     first.tokens += [2, 3, 3, 3]
     first.guessed = 3
-    second = found.add([4] * 9, 20)
-    plan = found.plan()
+    second = planner.add([4] * 9, 20)
+    plan = planner.plan()
     assert plan.chunks == {first: 4, second: 2}
 
 
@@ -166,27 +166,27 @@ def test_the_last_to_come_makes_way_and_goes_on_where_its_prefix_is_found() -> N
 
 
 def test_priority_goes_first_even_where_that_preempts() -> None:
-    found = scheduler(blocks=4, tokens=16)
-    late = found.add([1] * 12, 16, priority=1)
-    found.advance(found.plan())
+    planner = scheduler(blocks=4, tokens=16)
+    late = planner.add([1] * 12, 16, priority=1)
+    planner.advance(planner.plan())
     late.tokens.append(1)
-    urgent = found.add([2] * 8, 10)
-    plan = found.plan()
-    assert list(plan.chunks) == [urgent] and found.running == [urgent] and found.waiting == 1
+    urgent = planner.add([2] * 8, 10)
+    plan = planner.plan()
+    assert list(plan.chunks) == [urgent] and planner.running == [urgent] and planner.waiting == 1
     assert late.preemptions == 1 and late.computed == 0
 
 
 def test_who_is_given_up_while_it_waits_is_forgotten() -> None:
-    found = scheduler(sequences=1)
-    first = found.add([1], 20)
-    found.advance(found.plan())
+    planner = scheduler(sequences=1)
+    first = planner.add([1], 20)
+    planner.advance(planner.plan())
     first.tokens.append(1)
-    waits = found.add([2], 3)
+    waits = planner.add([2], 3)
     for _ in range(3):
-        found.end(found.add([3], 3, priority=1))
-    assert len(found._waiting) == found.waiting == 1, "although it never came first"
-    found.end(first)
-    assert list(found.plan().chunks) == [waits]
+        planner.end(planner.add([3], 3, priority=1))
+    assert len(planner._waiting) == planner.waiting == 1, "although it never came first"
+    planner.end(first)
+    assert list(planner.plan().chunks) == [waits]
 
 
 def test_refusals_name_what_to_change() -> None:
@@ -200,12 +200,12 @@ def test_refusals_name_what_to_change() -> None:
 
 
 def test_the_watermark_lets_nobody_in_whom_the_next_step_would_drive_out() -> None:
-    found = Scheduler(BlockTables(BlockPool(200), 4), most_tokens=900, most_sequences=9)
-    first = found.add([1] * 790, 800)
-    found.advance(found.plan())  # 198 blocks
+    planner = Scheduler(BlockTables(BlockPool(200), 4), most_tokens=900, most_sequences=9)
+    first = planner.add([1] * 790, 800)
+    planner.advance(planner.plan())  # 198 blocks
     first.tokens.append(1)
-    found.add([2], 3)
-    assert list(found.plan().chunks) == [first] and found.waiting == 1, "two blocks are free, and are the watermark"
+    planner.add([2], 3)
+    assert list(planner.plan().chunks) == [first] and planner.waiting == 1, "two blocks are free, and are the watermark"
 
 
 def test_the_same_seed_makes_the_same_operations() -> None:

@@ -26,8 +26,8 @@ def spelled(ids: Sequence[int]) -> str:
     return "".join(chr(ord("A") + token) for token in ids)
 
 
-def engine(found: Transformer = MODEL, end_ids: Sequence[int] = (), **options: Any) -> ServingEngine:
-    return ServingEngine(found, EngineOptions(exact=True, **options), decode=spelled, end_ids=end_ids)
+def engine(network: Transformer = MODEL, end_ids: Sequence[int] = (), **options: Any) -> ServingEngine:
+    return ServingEngine(network, EngineOptions(exact=True, **options), decode=spelled, end_ids=end_ids)
 
 
 def answers(serving: ServingEngine, **options: Any) -> list[Any]:
@@ -41,28 +41,28 @@ RIGHT = answers(engine())[0].ids
 
 
 def test_an_answer_ends_by_its_length() -> None:
-    (found,) = answers(engine())
-    assert found.ending == "length" and found.ids == generate(MODEL, PROMPT, max_new_tokens=8).ids
-    assert found.text == spelled(found.ids) and len(found.logprobs) == 8
+    (answer,) = answers(engine())
+    assert answer.ending == "length" and answer.ids == generate(MODEL, PROMPT, max_new_tokens=8).ids
+    assert answer.text == spelled(answer.ids) and len(answer.logprobs) == 8
 
 
 def test_an_answer_ends_at_the_last_position() -> None:
     room = MODEL.shape.max_positions - len(PROMPT) + 1
-    (found,) = answers(engine(), max_new_tokens=10**6)
-    assert found.ending == "length" and len(found.ids) == room
+    (answer,) = answers(engine(), max_new_tokens=10**6)
+    assert answer.ending == "length" and len(answer.ids) == room
     assert len(answers(engine(longest=10), max_new_tokens=50)[0].ids) == 4
 
 
 def test_an_answer_of_no_tokens() -> None:
-    (found,) = answers(engine(), max_new_tokens=0)
-    assert (found.ids, found.text, found.ending) == ([], "", "length")
+    (answer,) = answers(engine(), max_new_tokens=0)
+    assert (answer.ids, answer.text, answer.ending) == ([], "", "length")
 
 
 def test_tokens_that_end_a_text() -> None:
     end = RIGHT[3]
-    kept = RIGHT[: RIGHT.index(end) + 1]
-    for found in (*answers(engine(end_ids=[end])), *answers(engine(), stop_ids=(end,))):
-        assert (found.ids, found.ending, found.text) == (kept, "stop", spelled(kept[:-1]))
+    expected = RIGHT[: RIGHT.index(end) + 1]
+    for answer in (*answers(engine(end_ids=[end])), *answers(engine(), stop_ids=(end,))):
+        assert (answer.ids, answer.ending, answer.text) == (expected, "stop", spelled(expected[:-1]))
     assert answers(engine(end_ids=[end]), ignore_end=True)[0].ids == RIGHT
 
 
@@ -70,12 +70,12 @@ def test_stop_strings_end_a_text_before_them_across_tokens() -> None:
     text = spelled(RIGHT)
     for begin, end in ((2, 4), (0, 1), (5, 8)):
         stop = text[begin:end]
-        (found,) = answers(engine(), stop=("never", stop))
-        place = text.index(stop)
-        assert (found.text, found.ending) == (text[:place], "stop")
-        assert found.ids == RIGHT[: place + len(stop)]
-    (found,) = answers(engine(), stop=(text[6:8] + "!",))
-    assert (found.text, found.ending) == (text, "length"), "what was held back comes at the end"
+        (answer,) = answers(engine(), stop=("never", stop))
+        position = text.index(stop)
+        assert (answer.text, answer.ending) == (text[:position], "stop")
+        assert answer.ids == RIGHT[: position + len(stop)]
+    (answer,) = answers(engine(), stop=(text[6:8] + "!",))
+    assert (answer.text, answer.ending) == (text, "length"), "what was held back comes at the end"
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
@@ -89,9 +89,9 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 def test_several_answers_share_a_prompt_and_differ_by_seed() -> None:
     several = answers(engine(), n=4, temperature=1.0, seed=7)
     alone = [answers(engine(), temperature=1.0, seed=7 + number)[0] for number in range(4)]
-    assert [one.ids for one in several] == [one.ids for one in alone]
-    assert [one.logprobs for one in several] == [one.logprobs for one in alone]
-    assert len({tuple(one.ids) for one in several}) > 1
+    assert [answer.ids for answer in several] == [answer.ids for answer in alone]
+    assert [answer.logprobs for answer in several] == [answer.logprobs for answer in alone]
+    assert len({tuple(answer.ids) for answer in several}) > 1
 
 
 def test_several_answers_without_room_for_all_at_once() -> None:
@@ -99,7 +99,7 @@ def test_several_answers_without_room_for_all_at_once() -> None:
     assert tight.tables.pool.size < 4 * 4
     several = answers(tight, n=4, temperature=1.0, seed=7)
     roomy = answers(engine(block=4), n=4, temperature=1.0, seed=7)
-    assert [one.ids for one in several] == [one.ids for one in roomy]
+    assert [answer.ids for answer in several] == [answer.ids for answer in roomy]
 
 
 def test_options_change_an_answer() -> None:
@@ -114,7 +114,7 @@ def test_a_stream_gives_an_answer_as_it_grows() -> None:
     serving = engine()
     other = serving.add(PROMPT[:3], RequestOptions(max_new_tokens=3))
     asked = serving.add(PROMPT, RequestOptions(max_new_tokens=8))
-    assert [len(one.ids) for one in serving.stream(asked)] == list(range(1, 9))
+    assert [len(answer.ids) for answer in serving.stream(asked)] == list(range(1, 9))
     assert len(other.answers[0].ids) == 3, "others go on meanwhile"
 
 
@@ -125,7 +125,7 @@ def test_a_stream_that_is_left_gives_its_blocks_back() -> None:
     next(stream)
     stream.close()
     assert serving.idle and serving.tables.pool.free == serving.tables.pool.size
-    assert [one.ending for one in asked.answers] == ["cancelled", "cancelled"]
+    assert [answer.ending for answer in asked.answers] == ["cancelled", "cancelled"]
 
 
 def test_a_request_is_cancelled_before_it_begins() -> None:
@@ -136,33 +136,33 @@ def test_a_request_is_cancelled_before_it_begins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "asked"), [(1, {}), (1, {"n": 2}), (1, {"beams": 2}), (2, {})], ids=["one", "n", "beams", "prefix"]
+    ("requests", "asked"), [(1, {}), (1, {"n": 2}), (1, {"beams": 2}), (2, {})], ids=["request", "n", "beams", "prefix"]
 )
 def test_a_broken_model_is_an_error_and_spoils_nobody(requests: int, asked: dict[str, Any]) -> None:
-    found = model("llama-3.1-8b").eval()
+    network = model("llama-3.1-8b").eval()
     with torch.no_grad():
-        found.embed.weight[60] = float("nan")
-    serving = engine(found, compiled=False, block=4, most_tokens=8, most_sequences=4)
+        network.embed.weight[60] = float("nan")
+    serving = engine(network, compiled=False, block=4, most_tokens=8, most_sequences=4)
     prompt = [60, *range(1, 12)]  # of which the first step computes two blocks, which a second request finds
     broken = [serving.add(prompt, RequestOptions(max_new_tokens=2, **asked)) for _ in range(requests)]
-    for one in broken:
+    for request in broken:
         with pytest.raises(RunError, match="no numbers"):
-            serving.run([one])
+            serving.run([request])
     pool = serving.tables.pool
     assert not any(map(pool.key_of, range(pool.size))), "nobody finds what is no numbers"
     # the same blocks again, of which a part is read that is not written
-    assert serving.idle and answers(serving)[0].ids == answers(engine(found))[0].ids
+    assert serving.idle and answers(serving)[0].ids == answers(engine(network))[0].ids
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_broken_request_spoils_nobody_whose_blocks_lie_before_its_own(exact: bool) -> None:
-    found = model("llama-3.1-8b").eval()
+    network = model("llama-3.1-8b").eval()
     with torch.no_grad():
-        found.embed.weight[60] = float("nan")
+        network.embed.weight[60] = float("nan")
     options = EngineOptions(
         exact=exact, compiled=False, copies_bytes=0, block=4, most_tokens=12, most_sequences=4, prompt_tokens=4
     )
-    serving, wanted = ServingEngine(found, options), RequestOptions(max_new_tokens=12, salt=None)
+    serving, wanted = ServingEngine(network, options), RequestOptions(max_new_tokens=12, salt=None)
     right = serving.add([2, 3] * 8, wanted)
     serving.run([right])
     beside = serving.add([2, 3] * 8, wanted)
@@ -215,5 +215,5 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         serving = ServingEngine(loaded(tmp_path), EngineOptions(exact=exact, most_tokens=48, most_sequences=8))
         asked = [serving.add(prompt, RequestOptions(max_new_tokens=count)) for prompt, count in load]
         serving.run(asked)
-        wrong, _ = differences(other, load, right, [one.answers[0].ids for one in asked])
+        wrong, _ = differences(other, load, right, [request.answers[0].ids for request in asked])
         assert not wrong

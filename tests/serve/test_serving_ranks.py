@@ -46,11 +46,11 @@ FEW_KEYS = "one key head"
 def whole(name: str) -> Transformer:
     if name != FEW_KEYS:
         return model(name).eval()
-    found = build(replace(shrink("llama-3.1-8b"), kv_heads=1), seed=1)
+    network = build(replace(shrink("llama-3.1-8b"), kv_heads=1), seed=1)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in network.parameters():
             parameter.mul_(6 if parameter.dim() > 1 else 1)
-    return found.eval()
+    return network.eval()
 
 
 def part(name: str, layout: Layout, made: dict[Any, Any]) -> tuple[Transformer, ServingRanks]:
@@ -68,21 +68,21 @@ def options(**changed: Any) -> EngineOptions:
     return EngineOptions(**{"block": 4, "most_tokens": 24, "most_sequences": 8, **changed})
 
 
-def tight(found: Transformer, **changed: Any) -> EngineOptions:
+def tight(network: Transformer, **changed: Any) -> EngineOptions:
     """Blocks for some of the requests: others make way."""
-    return options(cache_bytes=16 * bytes_per_block(found, 4), **changed)
+    return options(cache_bytes=16 * bytes_per_block(network, 4), **changed)
 
 
 WAYS: dict[str, Callable[[Transformer], EngineOptions]] = {
-    "plain": lambda found: options(),
-    "torch": lambda found: options(packed=False, compiled=False),
+    "plain": lambda network: options(),
+    "torch": lambda network: options(packed=False, compiled=False),
     "tight": tight,
-    "host": lambda found: tight(found, host_cache_bytes=40 * bytes_per_block(found, 4)),
-    "exact": lambda found: options(exact=True, most_tokens=32),
-    "exact and tight": lambda found: tight(found, exact=True, most_tokens=9),
-    "guesses": lambda found: options(speculation=Speculation(tokens=4)),
-    "draft": lambda found: options(speculation=Speculation(tokens=2, draft=whole("gpt2-124m"))),
-    "int8": lambda found: options(cache_dtype="int8", head="int8"),
+    "host": lambda network: tight(network, host_cache_bytes=40 * bytes_per_block(network, 4)),
+    "exact": lambda network: options(exact=True, most_tokens=32),
+    "exact and tight": lambda network: tight(network, exact=True, most_tokens=9),
+    "guesses": lambda network: options(speculation=Speculation(tokens=4)),
+    "draft": lambda network: options(speculation=Speculation(tokens=2, draft=whole("gpt2-124m"))),
+    "int8": lambda network: options(cache_dtype="int8", head="int8"),
 }
 Case = tuple[str, Layout, str]
 
@@ -96,8 +96,8 @@ def answers(engine: ServingEngine) -> dict[str, Any]:
     engine.run([again])
     assert engine.idle and engine.tables.pool.free == engine.tables.pool.size
     return {
-        "ids": [one.answers[0].ids for one in asked],
-        "logprobs": [one.answers[0].logprobs for one in asked],
+        "ids": [request.answers[0].ids for request in asked],
+        "logprobs": [request.answers[0].logprobs for request in asked],
         "cached": again.cached,
         "from_host": engine.tables.host_hits,
         "preempted": engine.scheduler.preemptions,
@@ -108,17 +108,17 @@ def answers(engine: ServingEngine) -> dict[str, Any]:
 
 def serve_parts(cases: list[Case]) -> list[Any]:
     """Of each case: on the first rank what it answered, on others the parameters that they have."""
-    found: list[Any] = []
+    outcomes: list[Any] = []
     made: dict[Any, Any] = {}
     for name, layout, way in cases:
-        own, ranks = part(name, layout, made)
+        local_part, ranks = part(name, layout, made)
         if ranks.leads:
-            found.append(answers(ServingEngine(own, WAYS[way](own), ranks=ranks)))
+            outcomes.append(answers(ServingEngine(local_part, WAYS[way](local_part), ranks=ranks)))
             ranks.send(RankCommand.END)
         else:
-            follow(own, ranks)
-            found.append(sum(one.numel() for one in own.parameters()))
-    return found
+            follow(local_part, ranks)
+            outcomes.append(sum(parameter.numel() for parameter in local_part.parameters()))
+    return outcomes
 
 
 @cache
@@ -126,19 +126,19 @@ def right(name: str) -> tuple[Any, list[list[int]]]:
     """transformers with the same weights, and its answers."""
     import transformers
 
-    found = whole(name)
-    with tempfile.TemporaryDirectory() as place:
-        tensors = [(key, tensor.detach()) for key, tensor in found.state_dict().items()]
-        export_folder(Path(place), model_tensors=tensors, shape=found.shape, tokenizer=None, dtype=torch.float32)
-        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(place)
+    network = whole(name)
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = [(key, tensor.detach()) for key, tensor in network.state_dict().items()]
+        export_folder(Path(folder), model_tensors=tensors, shape=network.shape, tokenizer=None, dtype=torch.float32)
+        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     return peer.eval(), theirs(peer, LOAD, 1)
 
 
-def wrong_ones(name: str, found: dict[str, Any]) -> tuple[int, int]:
+def wrong_ones(name: str, outcome: dict[str, Any]) -> tuple[int, int]:
     """Answers that are not transformers', without the one that was cancelled."""
     peer, tokens = right(name)
-    kept = [place for place in range(len(LOAD)) if place != CANCELLED]
-    each = ([every[place] for place in kept] for every in (LOAD, tokens, found["ids"]))
+    numbers = [number for number in range(len(LOAD)) if number != CANCELLED]
+    each = ([every[number] for number in numbers] for every in (LOAD, tokens, outcome["ids"]))
     return differences(peer, *each)  # type: ignore[arg-type]  # a load, and answers twice
 
 
@@ -146,38 +146,38 @@ def check(cases: list[Case]) -> dict[str, dict[str, Any]]:
     """Answers are those of transformers and of one process, which has all of the weights and of the cache."""
     ranks = cases[0][1].tp
     first, *_, other = on_ranks(ranks, serve_parts, cases)
-    for (name, layout, way), found, held in zip(cases, first, other, strict=True):
+    for (name, layout, way), outcome, held in zip(cases, first, other, strict=True):
         shape = whole(name).shape
-        assert way == "int8" or wrong_ones(name, found) == (0, 0), (name, way)
+        assert way == "int8" or wrong_ones(name, outcome) == (0, 0), (name, way)
         alone = answers(ServingEngine(whole(name), WAYS[way](whole(name))))
-        assert found["ids"] == alone["ids"], (name, way)
-        assert found["cached"] == alone["cached"] and (shape.window or found["cached"])
+        assert outcome["ids"] == alone["ids"], (name, way)
+        assert outcome["cached"] == alone["cached"] and (shape.window or outcome["cached"])
         for counted in ("preempted", "guessed", "from_host"):
-            assert found[counted] == alone[counted], counted
+            assert outcome[counted] == alone[counted], counted
         parts = 1 if shape.mla else min(ranks, shape.kv_heads)
-        assert found["cache_bytes"] * parts == alone["cache_bytes"]
+        assert outcome["cache_bytes"] * parts == alone["cache_bytes"]
         assert held < (0.8 if shape.moe and layout.ep == 1 else 0.7) * sum(p.numel() for p in whole(name).parameters())
-    return {way: found for (_, _, way), found in zip(cases, first, strict=True)}
+    return {way: outcome for (_, _, way), outcome in zip(cases, first, strict=True)}
 
 
 @pytest.mark.long
 def test_two_ranks_answer_as_transformers_and_as_one_process() -> None:
     llama = KINDS[2]
-    found = check([
+    outcomes = check([
         *((name, TENSOR, "plain") for name in (llama, FEW_KEYS, "deepseek-v3", "mixtral-8x7b")),
         ("mixtral-8x7b", EXPERT, "plain"),
         ("gpt2-124m", TENSOR, "torch"),
         ("mistral-7b-v0.1", TENSOR, "tight"),
         *((llama, TENSOR, way) for way in ("host", "exact", "exact and tight", "guesses", "draft", "int8")),
     ])  # fmt: skip
-    assert found["guesses"]["guessed"] and found["draft"]["guessed"] and found["host"]["from_host"]
-    check_bits(found)
+    assert outcomes["guesses"]["guessed"] and outcomes["draft"]["guessed"] and outcomes["host"]["from_host"]
+    check_bits(outcomes)
 
 
-def check_bits(found: dict[str, dict[str, Any]]) -> None:
+def check_bits(outcomes: dict[str, dict[str, Any]]) -> None:
     """Of exact mode: they do not depend on chunks, hits, or preemption."""
-    assert found["exact and tight"]["preempted"]
-    once, again = ([one for place, one in enumerate(found[way]["logprobs"]) if place != CANCELLED]
+    assert outcomes["exact and tight"]["preempted"]
+    once, again = ([logprobs for number, logprobs in enumerate(outcomes[way]["logprobs"]) if number != CANCELLED]
                    for way in ("exact", "exact and tight"))  # fmt: skip
     assert once == again
 
@@ -198,21 +198,21 @@ def test_four_ranks_two_of_which_keep_the_same_key_head() -> None:
 
 def broken_and_refused() -> list[str]:
     made: dict[Any, Any] = {}
-    own, ranks = part(KINDS[2], TENSOR, made)
+    local_part, ranks = part(KINDS[2], TENSOR, made)
     if not ranks.leads:
-        follow(own, ranks)
+        follow(local_part, ranks)
         return []
-    engine = ServingEngine(own, options(), ranks=ranks)
+    engine = ServingEngine(local_part, options(), ranks=ranks)
     sound = engine.add([1, 2, 3], RequestOptions(max_new_tokens=4))
     engine.run([sound])
-    kept = own.blocks[0].attention_norm.weight
+    norm_weight = local_part.blocks[0].attention_norm.weight
     with torch.no_grad():
-        before = kept.clone()
-        kept.fill_(float("nan"))
+        before = norm_weight.clone()
+        norm_weight.fill_(float("nan"))
         spoiled = engine.add([1, 2, 3, 4, 5, 6], RequestOptions(max_new_tokens=4))
         while not spoiled.ended:
             engine.step()
-        kept.copy_(before)
+        norm_weight.copy_(before)
     after = engine.add([1, 2, 3], RequestOptions(max_new_tokens=4))
     engine.run([after])
     ranks.send(RankCommand.END)
@@ -243,27 +243,27 @@ def test_who_reads_a_step_has_what_was_written() -> None:
         if len(sequences) < 6:
             tokens = [chance.randrange(99) for _ in range(chance.randint(1, 40))]
             sequences.append(CachedSequence(chance.randrange(3), tokens, 99, b"", phase=Phase.RUNNING))
-        for one in list(sequences):
+        for sequence in list(sequences):
             draw = chance.random()
-            one.phase = Phase.ENDED if draw < 0.1 else Phase.WAITING if draw < 0.2 else Phase.RUNNING
-            if one.phase is Phase.WAITING:
-                one.table, one.preemptions, one.computed = [], one.preemptions + 1, 0
-            elif one.phase is Phase.ENDED:
-                sequences.remove(one)
+            sequence.phase = Phase.ENDED if draw < 0.1 else Phase.WAITING if draw < 0.2 else Phase.RUNNING
+            if sequence.phase is Phase.WAITING:
+                sequence.table, sequence.preemptions, sequence.computed = [], sequence.preemptions + 1, 0
+            elif sequence.phase is Phase.ENDED:
+                sequences.remove(sequence)
             else:
-                one.table += [chance.randrange(50) for _ in range(chance.randint(0, 3))]
-                one.tokens += [chance.randrange(99)]
-                one.computed = chance.randrange(len(one.tokens))
-                one.guessed = chance.randrange(2)
-                if one.table and draw > 0.8:
-                    one.table[chance.randrange(len(one.table))] = -1
-        running = [one for one in sequences if one.phase is Phase.RUNNING and chance.random() < 0.8]
-        plan = StepPlan({one: chance.randint(1, len(one.tokens) - one.computed) for one in running})
+                sequence.table += [chance.randrange(50) for _ in range(chance.randint(0, 3))]
+                sequence.tokens += [chance.randrange(99)]
+                sequence.computed = chance.randrange(len(sequence.tokens))
+                sequence.guessed = chance.randrange(2)
+                if sequence.table and draw > 0.8:
+                    sequence.table[chance.randrange(len(sequence.table))] = -1
+        running = [sequence for sequence in sequences if sequence.phase is Phase.RUNNING and chance.random() < 0.8]
+        plan = StepPlan({sequence: chance.randint(1, len(sequence.tokens) - sequence.computed) for sequence in running})
         drawn = (chance.choice(MOVES) for _ in range(chance.randint(0, 3)))
         plan.moves = [Move(kind, chance.randrange(9), chance.randrange(9)) for kind in drawn]
-        found = reader.step(writer.words(plan))
-        assert found.moves == plan.moves and list(found.chunks.values()) == list(plan.chunks.values())
-        for mine, theirs_ in zip(plan.chunks, found.chunks, strict=True):
+        step = reader.step(writer.words(plan))
+        assert step.moves == plan.moves and list(step.chunks.values()) == list(plan.chunks.values())
+        for mine, theirs_ in zip(plan.chunks, step.chunks, strict=True):
             end = mine.computed + plan.chunks[mine]
             assert theirs_.tokens[mine.computed : end] == mine.tokens[mine.computed : end]
             for name in ("table", "computed", "guessed", "preemptions"):

@@ -58,16 +58,16 @@ def attend_in_one(
 
 
 @attend_in_one.register_fake
-def _(q: Tensor, *given: Any) -> Tensor:
-    return q.new_empty(*q.shape[:2], given[-3])
+def _(q: Tensor, *arguments: Any) -> Tensor:
+    return q.new_empty(*q.shape[:2], arguments[-3])
 
 
 def attend_rows(
     loops: Any, q: Tensor, keys: PagedStore, values: PagedStore, call: RowsCall, **more: Any
 ) -> Tensor:  # fmt: skip
     where = keys.codes, values.codes, keys.scales, values.scales, call.tables, call.offsets, call.last, call.longest
-    found: Tensor = attend_in_one(q, *where, more["width"], more["window"], more["scale"])
-    return found
+    attended: Tensor = attend_in_one(q, *where, more["width"], more["window"], more["scale"])
+    return attended
 
 
 @pytest.fixture(autouse=True)
@@ -83,31 +83,31 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """An engine whose steps are kept, with graphs that `capture` plays; None = without."""
 
-    def __init__(self, found: Transformer, capture: Capture | None, **options: Any) -> None:
+    def __init__(self, network: Transformer, capture: Capture | None, **options: Any) -> None:
         adapters = options.pop("adapters", None)
-        self.engine = ServingEngine(found, EngineOptions(**{**SIZES, **options}), adapters=adapters)
+        self.engine = ServingEngine(network, EngineOptions(**{**SIZES, **options}), adapters=adapters)
         self.logits = list[Tensor]()
         self.graphs = list[StepGraphs]()
         runner = self.engine._loop.runner
         draft = self.engine._loop.draft
-        for one in [runner, *([draft.runner] if draft else [])] if capture is not None else []:
+        for part in [runner, *([draft.runner] if draft else [])] if capture is not None else []:
             rows, many = self.engine.options.most_rows, self.engine.options.most_sequences
             assert capture is not None
-            one.graphs = StepGraphs(
-                one.model, one.cache, capture, rows=rows, sequences=many, longest=self.engine.longest
+            part.graphs = StepGraphs(
+                part.model, part.cache, capture, rows=rows, sequences=many, longest=self.engine.longest
             )
-            self.graphs.append(one.graphs)
+            self.graphs.append(part.graphs)
         if isinstance(capture, Recorder):
-            layers = [layer for one in self.graphs for layer in one._cache.layers]
-            capture.own = lambda: [kept for layer in layers for kept in layer.tensors]
+            layers = [layer for part in self.graphs for layer in part._cache.layers]
+            capture.accumulators = lambda: [stored for layer in layers for stored in layer.tensors]
         compute = runner.compute
 
-        def kept(*given: Any) -> Any:
-            owners, logits = compute(*given)
+        def stored(*arguments: Any) -> Any:
+            owners, logits = compute(*arguments)
             self.logits.append(logits)
             return owners, logits
 
-        runner.compute = kept  # type: ignore[method-assign]
+        runner.compute = stored  # type: ignore[method-assign]
 
     def answer(self, asked: Callable[[int], dict[str, Any]] = lambda number: {}) -> list[list[int]]:
         """Requests that come in the middle of others, of different lengths, and more than there is room for."""
@@ -135,9 +135,9 @@ def test_repeated_operations_answer_as_steps_do(name: str) -> None:
     """Logits have the bits of steps with as many rows that were computed anew: nothing that changes from step to step
     stayed in a graph. Of steps without rows that nobody asked for they have the tokens, and the logits but for
     rounding."""
-    found = model(MIXED[name]).eval()
+    network = model(MIXED[name]).eval()
     recorder = Recorder()
-    plain, padded, graphed = (Served(found, one) for one in (None, NoCapture(), recorder))
+    plain, padded, graphed = (Served(network, capture) for capture in (None, NoCapture(), recorder))
     right = plain.answer()
     assert graphed.answer() == padded.answer() == right
     assert recorder.launches == graphed.launched > len(graphed.logits) / 2
@@ -149,48 +149,50 @@ def test_repeated_operations_answer_as_steps_do(name: str) -> None:
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_caches_of_codes(form: CacheForm) -> None:
-    found = model(MIXED["gqa"]).eval()
-    padded, graphed = (Served(found, one, cache_dtype=form) for one in (NoCapture(), Recorder()))
+    network = model(MIXED["gqa"]).eval()
+    padded, graphed = (Served(network, capture, cache_dtype=form) for capture in (NoCapture(), Recorder()))
     assert graphed.answer() == padded.answer() and same(graphed.logits, padded.logits) and graphed.launched
 
 
 @pytest.mark.parametrize("draft", [False, True])
 def test_guesses_are_rows_as_others(draft: bool) -> None:
     """Of the model and of what guesses for it."""
-    found = model(MIXED["gqa"]).eval()
+    network = model(MIXED["gqa"]).eval()
     guesses = Speculation(tokens=3, draft=model(MIXED["gqa"], louder=8.2).eval() if draft else None)
-    plain, padded, graphed = (Served(found, one, speculation=guesses) for one in (None, NoCapture(), Recorder()))
+    plain, padded, graphed = (
+        Served(network, capture, speculation=guesses) for capture in (None, NoCapture(), Recorder())
+    )
     assert graphed.answer() == padded.answer() == plain.answer()
     assert same(graphed.logits, padded.logits)
-    assert all(one.launched for one in graphed.graphs) and len(graphed.graphs) == 1 + draft
+    assert all(capture.launched for capture in graphed.graphs) and len(graphed.graphs) == 1 + draft
     assert graphed.engine.guesses is not None and graphed.engine.guesses.accepted
 
 
 def test_rows_of_adapters_run_as_they_are() -> None:
-    found = model(MIXED["gqa"]).eval()
+    network = model(MIXED["gqa"]).eval()
     shape, chance = LoRAShape(rank=2, alpha=8.0, targets="q"), torch.Generator().manual_seed(1)
-    q = found.blocks[0].attention.q
-    name = next(key for key, module in found.named_modules() if module is q)
+    q = network.blocks[0].attention.q
+    name = next(key for key, module in network.named_modules() if module is q)
     tensors = {
         f"{name}.lora.a": torch.randn(2, q.in_features, generator=chance),
         f"{name}.lora.b": torch.randn(q.out_features, 2, generator=chance),
     }
     adapters = {"one": ServedAdapter(shape, tensors)}
-    plain, graphed = (Served(found, one, adapters=adapters) for one in (None, Recorder()))
+    plain, graphed = (Served(network, capture, adapters=adapters) for capture in (None, Recorder()))
 
     def asked(number: int) -> dict[str, Any]:
         return {"adapter": "one"} if number < 3 else {}
 
     answers = graphed.answer(asked)
-    assert answers == plain.answer(asked) != Served(found, None).answer()
+    assert answers == plain.answer(asked) != Served(network, None).answer()
     assert 0 < graphed.launched < len(graphed.logits)
 
 
 def test_several_answers_beams_and_preemption() -> None:
     """Sequences that share blocks, and steps in which one gives its own back."""
-    found = model(MIXED["gqa"]).eval()
-    few = {"cache_bytes": 30 * paged_cache.bytes_per_block(found, 4)}
-    plain, padded, graphed = (Served(found, one, **few) for one in (None, NoCapture(), Recorder()))
+    network = model(MIXED["gqa"]).eval()
+    few = {"cache_bytes": 30 * paged_cache.bytes_per_block(network, 4)}
+    plain, padded, graphed = (Served(network, capture, **few) for capture in (None, NoCapture(), Recorder()))
 
     def asked(number: int) -> dict[str, Any]:
         return {"beams": 2} if number == 4 else {"n": 2, "temperature": 0.8, "seed": number} if number % 3 == 1 else {}
@@ -201,17 +203,17 @@ def test_several_answers_beams_and_preemption() -> None:
 
 
 def test_weights_that_were_put_elsewhere_are_captured_anew() -> None:
-    found = model(MIXED["gqa"]).eval()
-    served, asked = Served(found, Recorder()), RequestOptions(max_new_tokens=WARM + 4, ignore_end=True, salt=None)
+    network = model(MIXED["gqa"]).eval()
+    served, asked = Served(network, Recorder()), RequestOptions(max_new_tokens=WARM + 4, ignore_end=True, salt=None)
     answers, launches = [], []
     for louder in (1.0, 1.5):
-        for parameter in found.parameters():
+        for parameter in network.parameters():
             parameter.data = parameter.data * louder
         request = served.engine.add(PROMPTS[0], asked)
         served.engine.run([request])
         answers.append(list(request.answers[0].ids))
         launches.append(served.launched)
-    fresh = Served(found, None)
+    fresh = Served(network, None)
     request = fresh.engine.add(PROMPTS[0], asked)
     fresh.engine.run([request])
     assert answers[1] == request.answers[0].ids != answers[0]
@@ -230,23 +232,23 @@ def test_numbers_of_rows_and_positions() -> None:
 
 
 def test_memory_is_what_graphs_read_and_leave_beside_their_pool() -> None:
-    found = model(MIXED["gqa"]).eval()
-    served = Served(found, Recorder())
-    rows, blocks = 6, 1 + 6 * -(-found.shape.max_positions // 4)
+    network = model(MIXED["gqa"]).eval()
+    served = Served(network, Recorder())
+    rows, blocks = 6, 1 + 6 * -(-network.shape.max_positions // 4)
     assert served.engine.graphs_bytes == 8 * (5 * rows + blocks) + 4 * rows * VOCAB
-    assert Served(found, None).engine.graphs_bytes == 0
+    assert Served(network, None).engine.graphs_bytes == 0
 
 
 def test_tables_beyond_the_memory_run_as_they_are() -> None:
-    found = model(MIXED["gqa"]).eval()
-    served = Served(found, Recorder())
+    network = model(MIXED["gqa"]).eval()
+    served = Served(network, Recorder())
     memory = step_graphs.StepMemory(2, 3, VOCAB, torch.device("cpu"))
     step = RowStep(torch.zeros(5, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), 8, memory)
     assert step.form() is None and RowStep(step.numbers, step.tables[:3], 8, memory).form() == (2, 8)
     assert served.engine.cuda_graphs == "off (graphs are for a GPU, and this is a cpu)"
 
 
-def on_gpu(found: Transformer) -> Transformer:
+def on_gpu(network: Transformer) -> Transformer:
     """The same model, which says that it is on a GPU."""
 
     class Weight:
@@ -254,20 +256,20 @@ def on_gpu(found: Transformer) -> Transformer:
 
     class Elsewhere:
         embed = type("Embed", (), {"weight": Weight})
-        shape, kernels, modules = found.shape, found.kernels, found.modules
+        shape, kernels, modules = network.shape, network.kernels, network.modules
 
     return Elsewhere()  # type: ignore[return-value]  # what is asked of a model, and no more
 
 
 def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = model(MIXED["moe"]).eval()
-    cache = PagedCache(found, 2, 4)
+    network = model(MIXED["moe"]).eval()
+    cache = PagedCache(network, 2, 4)
     with pytest.raises(ArgumentError, match=r"^cuda_graphs=on cannot be: graphs are for a GPU, .*cuda_graphs=auto"):
-        ServingEngine(found, EngineOptions(cuda_graphs="on"))
+        ServingEngine(network, EngineOptions(cuda_graphs="on"))
     with pytest.raises(ArgumentError, match=r"cuda_graphs=maybe is not known: take one of auto, on, off"):
         EngineOptions(cuda_graphs="maybe")  # type: ignore[arg-type]  # that is refused
-    assert ServingEngine(found, EngineOptions(cuda_graphs="off", **SIZES)).cuda_graphs == "off (cuda_graphs=off)"
-    there = on_gpu(found)
+    assert ServingEngine(network, EngineOptions(cuda_graphs="off", **SIZES)).cuda_graphs == "off (cuda_graphs=off)"
+    there = on_gpu(network)
     monkeypatch.setattr(step_graphs, "counts_stay", lambda *_: True)
     assert reason_without(there, cache, 1) == ""
     assert "2 ranks" in reason_without(there, cache, 2)
@@ -305,12 +307,12 @@ class NothingFromHost(OnDeviceOnly):
 def test_no_step_of_a_gpu_waits_for_its_values(name: str) -> None:
     """The very calls of a GPU's step, on tensors without values."""
     layout = Layout(compile="off")
-    found = build_engine(
+    engine_of_gpu = build_engine(
         aligned(MIXED[name]), layout, mesh=make_mesh(layout), dtype=torch.bfloat16, initialize=False, trains=False
     ).model.eval()
     with torch.no_grad():
-        cache = PagedCache(found, 8, 4)
-        graphs = StepGraphs(found, cache, NoCapture(), rows=4, sequences=4, longest=64)
+        cache = PagedCache(engine_of_gpu, 8, 4)
+        graphs = StepGraphs(engine_of_gpu, cache, NoCapture(), rows=4, sequences=4, longest=64)
         step = graphs.graphs
         numbers, tables = torch.zeros(5, 4, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
         packed = step_graphs.PackedStep(
@@ -319,7 +321,7 @@ def test_no_step_of_a_gpu_waits_for_its_values(name: str) -> None:
         )  # fmt: skip
         for _ in range(WARM + 2):
             with NothingFromHost():  # type: ignore[no-untyped-call]  # torch has no annotations there
-                graphs.compute(packed, lambda states: found.kernels.linear(states, found.head_weight))
+                graphs.compute(packed, lambda states: engine_of_gpu.kernels.linear(states, engine_of_gpu.head_weight))
         assert step.captured == 1 and graphs.launched == 2
 
 
@@ -328,8 +330,8 @@ def test_no_step_of_a_gpu_waits_for_its_values(name: str) -> None:
 def test_a_gpu_answers_the_same_with_graphs_and_without(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Tokens of greedy answers; and the pool is counted."""
     monkeypatch.undo()
-    found = model(MIXED[name]).to("cuda", torch.float32).eval()
-    plain, graphed = (Served(found, None, cuda_graphs=graphs, compiled=True, packed=True) for graphs in ("off", "on"))
+    network = model(MIXED[name]).to("cuda", torch.float32).eval()
+    plain, graphed = (Served(network, None, cuda_graphs=graphs, compiled=True, packed=True) for graphs in ("off", "on"))
     assert graphed.answer() == plain.answer()
     graphs = graphed.engine._loop.runner.graphs
     assert graphs is not None and graphs.launched > 0 and graphs.graphs.capture.bytes > 0

@@ -34,15 +34,15 @@ def spelled(ids: Iterable[int]) -> str:
 
 
 def served(
-    ahead: bool, asked: Asked, *, found: Transformer = MODEL,
+    ahead: bool, asked: Asked, *, network: Transformer = MODEL,
     between: Callable[[ServingEngine, int], None] | None = None, **options: Any,
 ) -> tuple[list[ServedRequest], ServingEngine]:  # fmt: skip
     """Requests that come in the middle of others, more than there is room for."""
-    engine = ServingEngine(found, EngineOptions(run_ahead=ahead, **{**SIZES, **options}), decode=spelled)
+    engine = ServingEngine(network, EngineOptions(run_ahead=ahead, **{**SIZES, **options}), decode=spelled)
     requests = []
     for number, prompt in enumerate(PROMPTS):
-        given = {"max_new_tokens": 9 + 7 * (number % 3), **asked(number)}
-        requests.append(engine.add(prompt, RequestOptions(**given)))
+        settings = {"max_new_tokens": 9 + 7 * (number % 3), **asked(number)}
+        requests.append(engine.add(prompt, RequestOptions(**settings)))
         if number % 2:
             engine.step()
         if between is not None:
@@ -87,9 +87,9 @@ def test_answers_are_those_of_steps_that_wait(name: str) -> None:
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[7], KINDS[8]])
 def test_other_models(kind: str) -> None:
     """Learned positions, a window that blocks fall out of, experts, and a low rank of keys."""
-    found = model(kind).eval()
-    ahead, engine = served(True, MIXED["sampled"], found=found)
-    assert whole(ahead) == whole(served(False, MIXED["sampled"], found=found)[0]) and engine.steps_ahead
+    network = model(kind).eval()
+    ahead, engine = served(True, MIXED["sampled"], network=network)
+    assert whole(ahead) == whole(served(False, MIXED["sampled"], network=network)[0]) and engine.steps_ahead
 
 
 def test_blocks_that_run_out_wait_for_tokens() -> None:
@@ -109,7 +109,9 @@ def test_answers_that_nobody_wants_any_more() -> None:
             if number == 5:
                 growing = [answer for _, answer in engine._loop._growing.values() if answer.ids]
                 assert growing
-                request = next(one for one, answer in engine._loop._growing.values() if answer is growing[0])
+                request = next(
+                    candidate for candidate, answer in engine._loop._growing.values() if answer is growing[0]
+                )
                 engine.cancel(request)
                 requests.append(request)
 
@@ -154,9 +156,9 @@ def test_rows_that_are_cut_beyond_the_few_likeliest_tokens(monkeypatch: pytest.M
 
     def counted(drawn: sampler.DrawnTokens) -> sampler.SampledTokens:
         nonlocal redrawn
-        found = read(drawn)
-        redrawn += len(found.redrawn)
-        return found
+        sampled = read(drawn)
+        redrawn += len(sampled.redrawn)
+        return sampled
 
     monkeypatch.setattr(sampler.DrawnTokens, "read", counted)
 
@@ -171,20 +173,20 @@ def test_rows_that_are_cut_beyond_the_few_likeliest_tokens(monkeypatch: pytest.M
 
 def test_logits_that_are_no_numbers_end_one_answer() -> None:
     """What the row of the next step has written is cleared with the others."""
-    found = model("llama-3.1-8b").eval()
+    network = model("llama-3.1-8b").eval()
     bad = 17
-    found.embed.weight.data[bad] = float("nan")
-    engine = ServingEngine(found, EngineOptions(run_ahead=True, **{**SIZES, "most_sequences": 3}))
-    plain = ServingEngine(found, EngineOptions(run_ahead=False, **{**SIZES, "most_sequences": 3}))
+    network.embed.weight.data[bad] = float("nan")
+    engine = ServingEngine(network, EngineOptions(run_ahead=True, **{**SIZES, "most_sequences": 3}))
+    plain = ServingEngine(network, EngineOptions(run_ahead=False, **{**SIZES, "most_sequences": 3}))
     prompts = [[1, 2, 3], [4, bad, 5, 6, 7], [8, 9], [4, 6], [10] * 9]
     both = []
-    for one in (engine, plain):
-        requests = [one.add(prompt, RequestOptions(max_new_tokens=7, logit_bias={bad: -1e9})) for prompt in prompts]
+    for serving in (engine, plain):
+        requests = [serving.add(prompt, RequestOptions(max_new_tokens=7, logit_bias={bad: -1e9})) for prompt in prompts]
         while not all(request.ended for request in requests):
-            one.step()
+            serving.step()
         both.append([(answer.ids, answer.ending) for request in requests for answer in request.answers])
-        assert one.idle and one.tables.pool.free == one.tables.pool.size
-        assert all(bool(kept.isfinite().all()) for layer in one.cache.layers for kept in layer.tensors)
+        assert serving.idle and serving.tables.pool.free == serving.tables.pool.size
+        assert all(bool(tensor.isfinite().all()) for layer in serving.cache.layers for tensor in layer.tensors)
     assert both[0] == both[1] and both[0][1] == ([], "broken")
     assert engine.steps_ahead
 
@@ -199,16 +201,16 @@ def test_a_step_that_fails_is_computed_again(
     owner, name = (MODEL, "hidden") if part == "pass" else (step_loop, "draw")
     compute, calls = getattr(owner, name), 0
 
-    def fails_once(*given: Any, **more: Any) -> Any:
+    def fails_once(*arguments: Any, **more: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == failing:
             raise KeyboardInterrupt
-        return compute(*given, **more)
+        return compute(*arguments, **more)
 
     def answers(engine: ServingEngine) -> list[Any]:
         options = [RequestOptions(max_new_tokens=6, n=1 + seed % 2, temperature=0.8, seed=seed) for seed in range(4)]
-        requests = [engine.add(PROMPTS[seed], one) for seed, one in enumerate(options)]
+        requests = [engine.add(PROMPTS[seed], wish) for seed, wish in enumerate(options)]
         for _ in range(30):
             with suppress(KeyboardInterrupt):
                 engine.step()
@@ -230,10 +232,10 @@ class FakeDevice:
         self._launches = self._reads = 0
         run, read = engine._loop.runner.run, HostReading.read
 
-        def launched(*given: Any, **more: Any) -> Any:
+        def launched(*arguments: Any, **more: Any) -> Any:
             self.events.append(("launch", self._launches))
             self._launches += 1
-            return run(*given, **more)
+            return run(*arguments, **more)
 
         def arrived(reading: HostReading) -> Any:
             self.events.append(("read", self._reads))
@@ -264,7 +266,7 @@ def test_tokens_of_rows_are_taken_on_the_device(monkeypatch: pytest.MonkeyPatch)
     run = engine._loop.runner.run
 
     def launched(step: Any, *, behind: int = 0, drawn: Tensor | None = None) -> Any:
-        unknown.append(sum(one.tokens[-1] < 0 for one in step.chunks))
+        unknown.append(sum(sequence.tokens[-1] < 0 for sequence in step.chunks))
         assert drawn is None or drawn.dtype == torch.int64
         return run(step, behind=behind, drawn=drawn)
 
@@ -285,11 +287,11 @@ def test_numbers_reach_the_device_as_they_are(numbers: Sequence[int]) -> None:
 @pytest.mark.gpu
 def test_a_gpu_answers_the_same_ahead_and_waiting() -> None:
     """Greedy and sampled, with graphs."""
-    found = model("llama-3.1-8b").to("cuda", torch.float32).eval()
+    network = model("llama-3.1-8b").to("cuda", torch.float32).eval()
     for name in ("greedy", "sampled", "cut", "tokens that end"):
-        given: dict[str, Any] = {"found": found, "exact": False}
-        (ahead, engine), (waiting, _) = served(True, MIXED[name], **given), served(False, MIXED[name], **given)
-        assert [answer.ids for one in ahead for answer in one.answers] == [
-            answer.ids for one in waiting for answer in one.answers
+        settings: dict[str, Any] = {"network": network, "exact": False}
+        (ahead, engine), (waiting, _) = served(True, MIXED[name], **settings), served(False, MIXED[name], **settings)
+        assert [answer.ids for request in ahead for answer in request.answers] == [
+            answer.ids for request in waiting for answer in request.answers
         ]
         assert engine.steps_ahead

@@ -64,13 +64,13 @@ WRITTEN = {
 def test_arguments_are_json_that_can_be_sent(family: str) -> None:
     """By a strict reader, pydantic's; what Python alone takes for JSON is content. A server that sends half a surrogate
     pair fails."""
-    for kept in ('{"x": "\\ud83d\\ude00"}', '{"x": 1e5, "y": "\\u0000"}', '{"\u2028": "\U0001f600"}'):
-        [call] = read_answer(BY_NAME[family], WRITTEN[family].replace("ARGUMENTS", kept)).calls
-        assert from_json(call.arguments.encode(), allow_inf_nan=False) == from_json(kept)
+    for arguments in ('{"x": "\\ud83d\\ude00"}', '{"x": 1e5, "y": "\\u0000"}', '{"\u2028": "\U0001f600"}'):
+        [call] = read_answer(BY_NAME[family], WRITTEN[family].replace("ARGUMENTS", arguments)).calls
+        assert from_json(call.arguments.encode(), allow_inf_nan=False) == from_json(arguments)
     for refused in ("NaN", "-Infinity", "1e999", '"\\ud83d"', '{"\\udc00": 1}', "[[-1e999]]"):
         text = WRITTEN[family].replace("ARGUMENTS", f'{{"x": {refused}}}')
-        found = read_answer(BY_NAME[family], text)
-        assert not found.calls and found.content.strip() == text
+        reading = read_answer(BY_NAME[family], text)
+        assert not reading.calls and reading.content.strip() == text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -91,18 +91,18 @@ def test_a_template_without_tools_is_refused() -> None:
 def spelled(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """What a model of a family writes."""
     under = "parameters" if family == "llama-json" else "arguments"
-    objects = [json.dumps({"name": name, under: given}, ensure_ascii=False) for name, given in calls]
+    objects = [json.dumps({"name": name, under: arguments}, ensure_ascii=False) for name, arguments in calls]
     if family == "hermes":
-        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+        return "\n".join(f"<tool_call>\n{document}\n</tool_call>" for document in objects)
     if family == "llama-json":
         return "; ".join(objects)
     if family == "mistral":
         return f"[TOOL_CALLS] [{', '.join(objects)}]"
     if family == "mistral-names":
-        return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
     each = "\n".join(
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(given)}\n```<｜tool▁call▁end｜>"  # noqa: RUF001
-        for name, given in calls
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"  # noqa: RUF001
+        for name, arguments in calls
     )
     return f"<｜tool▁calls▁begin｜>{each}<｜tool▁calls▁end｜>"  # noqa: RUF001
 
@@ -122,9 +122,9 @@ def test_what_a_family_writes_is_read_back(name: str) -> None:
             for _ in range(chance.randint(1, 3))
         ]
         before = "" if name == "llama-json" else chance.choice(["", "Let me see.\n", "a < b [TOOL "])
-        found = read_answer(BY_NAME[name], before + spelled(name, calls))
-        assert [(one.name, json.loads(one.arguments)) for one in found.calls] == calls
-        assert found.content == before.rstrip()
+        reading = read_answer(BY_NAME[name], before + spelled(name, calls))
+        assert [(call.name, json.loads(call.arguments)) for call in reading.calls] == calls
+        assert reading.content == before.rstrip()
 
 
 NO_CALLS = (
@@ -202,9 +202,9 @@ def test_a_call_is_found_whatever_is_said_before(text: str, content: str, calls:
     """As in vllm#19513, vllm#39056 and vllm#28806: calls behind a thought that names the tag, and of tools without
     parameters, were lost."""
     family = BY_NAME["hermes"]
-    found = read_answer(family, text)
-    assert (found.content, [one.name for one in found.calls]) == (content, calls)
-    assert all(json.loads(one.arguments) == {} for one in found.calls)
+    reading = read_answer(family, text)
+    assert (reading.content, [call.name for call in reading.calls]) == (content, calls)
+    assert all(json.loads(call.arguments) == {} for call in reading.calls)
     grown(family, text)
 
 
@@ -213,8 +213,8 @@ def by_vllm(text: str, opened: bool) -> tuple[str, str]:
     thought all is thought where the prompt or the answer opens one, and all of it where the end is missing."""
     if not opened and not text.startswith("<think>"):
         return "", text
-    thought, end, said = text.partition("</think>")
-    return thought + end, said
+    thought, end, answer = text.partition("</think>")
+    return thought + end, answer
 
 
 @pytest.mark.parametrize("opened", ["", "<think>"])
@@ -231,11 +231,11 @@ def by_vllm(text: str, opened: bool) -> tuple[str, str]:
     ],
 )
 def test_a_call_inside_of_a_thought_is_no_call(text: str, opened: str) -> None:
-    thought, said = by_vllm(text, bool(opened))
+    thought, answer = by_vllm(text, bool(opened))
     family = BY_NAME["hermes"]
     whole = read_answer(family, text, opened=opened)
-    assert len(whole.calls) == said.count(CALL)
-    assert whole.content == thought + read_answer(family, said).content
+    assert len(whole.calls) == answer.count(CALL)
+    assert whole.content == thought + read_answer(family, answer).content
     seen = [read_answer(family, text[:size], ended=False, opened=opened) for size in range(len(text) + 1)]
     for before, after in pairwise([*seen, whole]):
         assert after.content.startswith(before.content) and after.calls[: len(before.calls)] == before.calls
@@ -256,8 +256,8 @@ def test_a_call_is_held_back_until_it_is_whole() -> None:
     family = BY_NAME["hermes"]
     text = 'See: <tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
     seen = [read_answer(family, text[:size], ended=False) for size in range(len(text) + 1)]
-    assert {one.content for one in seen} == {"", "S", "Se", "See", "See:"}
-    assert [len(one.calls) for one in seen] == [0] * len(text) + [1]
+    assert {reading.content for reading in seen} == {"", "S", "Se", "See", "See:"}
+    assert [len(reading.calls) for reading in seen] == [0] * len(text) + [1]
     cut = text[:-30]
     assert read_answer(family, cut).content == cut and not read_answer(family, cut).calls
     assert read_answer(family, text.removesuffix("</tool_call>")).calls, "the end of a text closes the tag"
@@ -273,8 +273,8 @@ def test_an_answer_that_must_call_does(name: str, choice: str | None) -> None:
         call = forced.read(answer.text)
         assert answer.ending == "stop" and call is not None and call.name in ("weather", "time")
         assert choice in (None, call.name)
-        given = json.loads(call.arguments)
-        assert set(given) == ({"town", "at"} if call.name == "weather" else {"zone"})
+        sent_arguments = json.loads(call.arguments)
+        assert set(sent_arguments) == ({"town", "at"} if call.name == "weather" else {"zone"})
     assert forced.read('{"name": "we') is None
     if forced.prefix and not forced.name:
         assert forced.prefix.startswith(family.openers)
