@@ -350,8 +350,8 @@ def test_a_grammar_is_made_once_for_many_requests() -> None:
     tokenizer = TOKENIZERS["bytes"]
     grammars = grammar.Grammars(tokenizer, tokenizer.vocab)
     made = []
-    original = grammars._made
-    grammars._made = lambda name, text: made.append(text) or original(name, text)  # type: ignore[method-assign, func-returns-value]
+    original = grammars._build
+    grammars._build = lambda name, text: made.append(text) or original(name, text)  # type: ignore[method-assign, func-returns-value]
     for number in (*range(grammar.RECENT), 0, 1, grammar.RECENT, 0, 2):
         assert grammars.begin(RequestOptions(regex=f"a{number}"), [3]) is not None
     assert len(made) == grammar.RECENT + 2, "the one that was asked for the longest ago goes first"

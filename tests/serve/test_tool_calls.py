@@ -12,8 +12,7 @@ from pydantic_core import from_json
 from meshwright.data.chat_template import DEFAULT, ChatTemplate
 from meshwright.serve.answer_text import opened_thought
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.tool_calls import FAMILIES, ToolFamily, family_of, read_answer
-from meshwright.serve.tool_choice import forced_call
+from meshwright.serve.tool_calls import FAMILIES, ToolFamily, family_of, forced_call, read_answer
 from meshwright.spec.errors import ArgumentError, DataError
 from tests.serve.test_grammar import answers, engine
 

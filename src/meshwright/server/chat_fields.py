@@ -6,7 +6,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from meshwright.serve.request_options import MOST_LOGPROBS
-from meshwright.serve.tool_choice import MOST_TOOLS
+from meshwright.serve.tool_calls import MOST_TOOLS
 from meshwright.server.api_error import bad_request
 from meshwright.server.checked_fields import CheckedFields
 from meshwright.server.request_fields import AnswerFields

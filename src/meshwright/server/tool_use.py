@@ -5,8 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.serve.tool_calls import ToolCall, ToolFamily, ToolReading, family_of, read_answer
-from meshwright.serve.tool_choice import ForcedCall, forced_call, tool_schemas
+from meshwright.serve.tool_calls import (
+    ForcedCall,
+    ToolCall,
+    ToolFamily,
+    ToolReading,
+    family_of,
+    forced_call,
+    read_answer,
+    tool_schemas,
+)
 from meshwright.server.api_error import bad_request
 from meshwright.server.chat_fields import ChatFields, ChosenTool
 from meshwright.spec.errors import MeshwrightError

@@ -88,12 +88,12 @@ class Reference:
         """Compute what is missing with the first weights in the engine. Rank 0 stores it."""
         if not self._is_missing:
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         train, validation = (
             self._compute_table(engine, share, stream) for stream in (self.corpus.train, self.corpus.validation)
         )
         self.tables = AnswerTables(train=train, validation=validation)
-        took = duration(time.perf_counter() - began)
+        took = duration(time.perf_counter() - started)
         self.sentence = f"log-probabilities under the first weights, computed in {took}"
         self.rank_zero.run(self._write)
 
@@ -115,15 +115,15 @@ class Reference:
     def _find_tables(self) -> tuple[str, str, AnswerTables | None]:
         """Return (hash of the first weights, sentence, tables), on rank 0."""
         run_file = self.run / store.NAME
-        began = (
+        earlier_weights = (
             str(checkpoint.values(self.checkpoint_path).get("first_weights", ""))
             if self._is_resumed and self.checkpoint_path
             else ""
         )
         if self._is_resumed and (tables := store.read(run_file, self._settings, None)) is not None:
-            return began, f"log-probabilities that the run began with, {run_file}", tables
+            return earlier_weights, f"log-probabilities that the run began with, {run_file}", tables
         weights = store.weights_of(self.plan, None if self._is_resumed else self.checkpoint_path)
-        if self._is_resumed and began and began != weights:
+        if self._is_resumed and earlier_weights and earlier_weights != weights:
             raise PlanError(
                 f"{run_file} is missing, or was computed in another precision or on another kind of device. The "
                 f"weights of model.init={self.plan.init} are not those of the start of the run. Put the file or "
@@ -171,9 +171,9 @@ class Reference:
 
 def with_progress(batches: Iterator[Batch], number: int) -> Iterator[Batch]:
     """Yield the batches, `number` of them. Announce a long pass once its time is known."""
-    began = time.perf_counter()
+    started = time.perf_counter()
     for done, batch in enumerate(batches):
-        left_s = (time.perf_counter() - began) / max(1, done) * (number - done)
+        left_s = (time.perf_counter() - started) / max(1, done) * (number - done)
         if done == TIMED_BATCHES and left_s > ANNOUNCED_S:
             log.warning("log-probabilities of answers under the first weights take about %s more", duration(left_s))
         yield batch

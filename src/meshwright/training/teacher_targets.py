@@ -69,12 +69,12 @@ def ask(
     left = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
     needed = np.unique(rows.windows(read.rows, min(left, len(rows)))) if len(rows) else np.zeros(0, np.int64)
     missing = rank_zero.broadcast(lambda: _find_missing(tables, needed).tolist())
-    began = time.perf_counter()
-    asked = _fill(tables, np.array(missing), plan, rows, mesh, device, rank_zero, stop) if missing else 0
-    each = f"{tables.sizes.top} log-probabilities per token, {tables.sizes.token_bytes} bytes, {tables.folder}"
-    stopped = "" if asked == len(missing) else f"stopped after {asked:,} of {len(missing):,} rows, "
-    took = f"{stopped}asked in {duration(time.perf_counter() - began)}" if missing else "found"
-    return TeacherTargets(read_rows=reader(tables, rows), sentence=f"{took}: {each}")
+    started = time.perf_counter()
+    computed = _fill(tables, np.array(missing), plan, rows, mesh, device, rank_zero, stop) if missing else 0
+    size_words = f"{tables.sizes.top} log-probabilities per token, {tables.sizes.token_bytes} bytes, {tables.folder}"
+    stopped = "" if computed == len(missing) else f"stopped after {computed:,} of {len(missing):,} rows, "
+    took = f"{stopped}asked in {duration(time.perf_counter() - started)}" if missing else "found"
+    return TeacherTargets(read_rows=reader(tables, rows), sentence=f"{took}: {size_words}")
 
 
 def sizes_of(plan: Plan, rows: int) -> TableSizes:
