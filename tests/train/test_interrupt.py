@@ -117,10 +117,10 @@ def test_while_a_step_is_under_way_ranks_hear_each_other_with_its_numbers(signal
         StopAgreement(world, torch.device("cpu"), cast(Any, SimpleNamespace(requested=signal)), saver)
         for signal in signals
     ]
-    most = torch.stack([rank.begin() for rank in ranks]).amax(0).tolist()
+    most = torch.stack([rank.announce() for rank in ranks]).amax(0).tolist()
     assert not any(rank.reached(under_way=True) for rank in ranks)
     for rank in ranks:
-        rank.hear(most)
+        rank.receive(most)
     named = "SIGINT" if "SIGINT" in signals else "SIGTERM" if "SIGTERM" in signals else None
     assert [rank.reached(under_way=True) for rank in ranks] == [named is not None] * 2
     assert {rank.stop.requested for rank in ranks} == {rank.agreed for rank in ranks} == {named}
@@ -139,9 +139,9 @@ def test_a_rank_that_could_not_save_ends_all() -> None:
     world: Any = World()
     stop: Any = SimpleNamespace(requested=None)
     failed, well = (StopAgreement(world, torch.device("cpu"), stop, rank_saver) for rank_saver in (saver, other))
-    told = failed.begin().tolist()
+    told = failed.announce().tolist()
     for rank in (failed, well):
-        rank.hear(told)
+        rank.receive(told)
         rank.reached(under_way=True)
     assert gave_up == [True, True]
 
