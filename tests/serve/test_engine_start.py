@@ -131,7 +131,7 @@ def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.Monkey
     def graphs_of(engine: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
         if wanted == "off":
             return None, "off"
-        recorder.accumulators = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
+        recorder.tensors = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
         return StepGraphs(engine, cache, recorder, **sizes), "on"
 
     monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)
@@ -176,7 +176,7 @@ def test_graphs_captured_at_the_start_outlive_matrices_that_the_first_step_moves
         return work
 
     def graphs_of(network: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
-        recorder.accumulators = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
+        recorder.tensors = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
         return StepGraphs(network, cache, recorder, **sizes), "on"
 
     monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)

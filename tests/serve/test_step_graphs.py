@@ -99,7 +99,7 @@ class Served:
             self.graphs.append(part.graphs)
         if isinstance(capture, Recorder):
             layers = [layer for part in self.graphs for layer in part._cache.layers]
-            capture.accumulators = lambda: [stored for layer in layers for stored in layer.tensors]
+            capture.tensors = lambda: [stored for layer in layers for stored in layer.tensors]
         compute = runner.compute
 
         def stored(*arguments: Any) -> Any:
