@@ -277,7 +277,7 @@ def test_experts_fewer_than_ranks_are_shared_by_all_of_them() -> None:
     shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
     for rank in (0, 64 * 15):
         experts = [share for share in held(shape, layout, rank) if share.parameter.group == "expert"]
-        assert all(16 * share.own == 16 * share.padded == share.box.numel for share in experts)
+        assert all(16 * share.owned == 16 * share.padded == share.box.numel for share in experts)
         assert all(share.box.sizes[0] == 4 for share in experts)
 
 
@@ -286,5 +286,5 @@ def test_all_ranks_together_hold_the_model_once_for_each_replica(zero: int) -> N
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, zero=zero, micro_batch=1)
     copies = layout.dp if zero == 0 else layout.dp_replicate
     split_by_tp = sum(p.numel for p in parameters(SHAPE) if "tp" in p.axes)
-    total = sum(share.own for rank in range(layout.world) for share in held(SHAPE, layout, rank))
+    total = sum(share.owned for rank in range(layout.world) for share in held(SHAPE, layout, rank))
     assert total == copies * (split_by_tp + layout.tp * (N - split_by_tp))

@@ -189,7 +189,9 @@ def test_matrices_have_one_moment_and_the_rest_two(kind: tuple[str, str, str]) -
         assert "moment1." + name in states
         assert ("moment2." + name in states) == (name not in hidden)
     moments = sum(x.nbytes for name, x in states.items() if name.startswith("moment"))
-    assert moments == sum(recipe.storage.of(parameter).nbytes(parameter.shape) for parameter in parameters(LARGE))
+    assert moments == sum(
+        recipe.storage.format_of(parameter).nbytes(parameter.shape) for parameter in parameters(LARGE)
+    )
     assert any("moment1_scale." in name for name in states) == (kind[1] == "int8")
 
 

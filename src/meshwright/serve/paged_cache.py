@@ -181,7 +181,7 @@ class PagedLayer:
         raise TypeError("a paged cache is not selected from: rows of a step name their blocks")
 
 
-def _grown(old: Tensor | None, store: KeptNumbers, step: CopyStep) -> Tensor:
+def _grown(old: Tensor | None, store: PagedStore, step: CopyStep) -> Tensor:
     """Return a copy with more room. New rows are zero until they are filled."""
     grown = store.codes.new_zeros(step.room, step.keys, *store.sizes[2:], dtype=store.dtype)
     if old is not None:

@@ -140,7 +140,7 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     names += ["narrow_adamw"] if narrow else []
     dtypes = {"merge": torch.float32, "narrow_adamw": reduce_dtype(plan.recipe)}
     features = {} if compiled else {"attention": _triton_obstacle(plan, device)}
-    kernels = chooser.said([
+    kernels = chooser.summarize([
         chooser.choice(
             name, device, dtypes.get(name, DTYPES[plan.recipe.precision]),
             prefer="auto" if name == "merge" else plan.layout.kernels, feature=features.get(name, ""),
@@ -165,9 +165,9 @@ def attention_notes(plan: Plan, device: torch.device) -> list[str]:
 
 def _triton_obstacle(plan: Plan, device: torch.device) -> str:
     """Return why Triton's kernel cannot compute this plan's attention. Empty = it can."""
-    return (
-        "context parallelism" if plan.layout.cp > 1 else untold(*_attention_inputs(plan, device), plan.recipe.dropout)
-    )
+    if plan.layout.cp > 1:
+        return "context parallelism"
+    return triton_obstacle(*_attention_inputs(plan, device), plan.recipe.dropout)
 
 
 def _loop_notes(plan: Plan, device: torch.device) -> list[str]:

@@ -150,7 +150,7 @@ def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
     storage, precision = recipe.storage, recipe.precision
     weight_bytes = WIDTHS[precision].parameter + master_bytes(precision, storage)
     return sum(
-        parameter.numel * weight_bytes + storage.of(parameter).nbytes(parameter.shape) + COUNTER_BYTES
+        parameter.numel * weight_bytes + storage.format_of(parameter).nbytes(parameter.shape) + COUNTER_BYTES
         for parameter in parameters(shape)
         if parameter.trained
     )

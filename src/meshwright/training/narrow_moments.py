@@ -75,10 +75,10 @@ class NarrowStates:
             moments=self.moments[name],
             step=step,
             books=self.books,
-            place=self._place_in_whole(name),
+            position=self._position_in_whole(name),
         )
 
-    def _place_in_whole(self, name: str) -> PlaceInWhole:
+    def _position_in_whole(self, name: str) -> PositionInWhole:
         """Return the seed and position that random bits depend on: no rank and no layout changes them."""
         box = self.held[name].box
         _, rows, _ = _three(box.sizes)

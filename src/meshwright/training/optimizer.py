@@ -84,7 +84,7 @@ class Optimizer:
     def for_engine(cls, engine: Engine, recipe: Recipe) -> Self:
         """Create the optimizer of all parameters of a laid-out model."""
         known = {parameter.name: parameter for parameter in inventory(engine.model.shape)}
-        held = {name: Held(box, recipe.storage.of(known[name])) for name, box in engine.local_boxes().items()}
+        held = {name: Held(box, recipe.storage.format_of(known[name])) for name, box in engine.local_boxes().items()}
         muon = muon_of(engine, recipe) if recipe.optimizer == "muon" else None
         prefer = engine.model.kernels.prefer
         return cls(engine.parameters.items(), recipe, held, prefer, muon, engine.gathered_dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, TeacherHead
+from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, TeacherHead
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
