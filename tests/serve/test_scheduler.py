@@ -45,7 +45,7 @@ class Machine(RuleBasedStateMachine):
             self.simulation.step()
             self.simulation.check()
 
-    @rule(one=asked)
+    @rule(choice=asked)
     def cancel(self, choice: Any) -> None:
         if choice in self.simulation.open:
             self.simulation.cancel(choice)

@@ -154,7 +154,7 @@ def test_a_signal_ends_the_asking_after_a_batch_and_a_rerun_goes_on(
     ranks: int, teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(teacher_targets, "TOLD_S", 0.0)
+    monkeypatch.setattr(teacher_targets, "REPORT_S", 0.0)
     asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=4)
     rows = asked.recipe.tokens_of_run() // asked.recipe.sequence
     if ranks == 1:
