@@ -62,7 +62,7 @@ def each_its_piece(case: Case, layout: Layout) -> RankOutcome:
             for part in exchange.held:
                 rows = updates[part.matrix.name].direction[part.start : part.start + part.rows]
                 step = muon.orthogonalized(rows[None].clone(), self.recipe.epsilon)[0]
-                self._change(updates[part.matrix.name].piece, part, step, numbers)
+                self._update_rows(updates[part.matrix.name].piece, part, step, numbers)
 
     muon.Muon.update = alone  # type: ignore[assignment]  # in a process of its own
     return outcomes_of([(case, layout)], "cpu")[0]

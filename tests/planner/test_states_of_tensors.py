@@ -48,7 +48,7 @@ def made(seed: int, index: int, rank: int) -> dict[str, int]:
     def told(part: str) -> None:
         if part == "update 1":
             seen: set[int] = set()
-            tensors = kept(program.state.engine, program.state.optimizer)
+            tensors = tensors_by_kind(program.state.engine, program.state.optimizer)
             created.update({kind: bytes_of(each, seen) for kind, each in tensors.items()})
 
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors(), simulate_device("cpu"), without_values():

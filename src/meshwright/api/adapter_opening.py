@@ -51,7 +51,7 @@ def beside(location: Place, model: Transformer, source: Path) -> Iterator[None]:
     adapters = LoadedAdapters(model, exact=False)
     for name, adapter in opened_adapters(folders, model, source).items():
         adapters.load(name, adapter)
-    with adapters.beside.over({adapters.number(name): slice(None) for name in folders}):
+    with adapters.by_number.over({adapters.number(name): slice(None) for name in folders}):
         yield
 
 

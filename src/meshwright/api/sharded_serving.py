@@ -180,7 +180,7 @@ def _rank_part(task: _Task) -> Iterator[TrainedModel | None]:
     finally:
         if not ranks.broken:
             with suppress(RunError):  # a rank that is gone needs no END
-                ranks.say(RankCommand.END)
+                ranks.send(RankCommand.END)
 
 
 def _allocate_part(mesh: Mesh) -> Allocate:
