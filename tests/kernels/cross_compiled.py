@@ -84,9 +84,9 @@ def recorded(launcher: Callable[[], object], capability: int = 90) -> list[Launc
     run."""
     launches: list[Launch] = []
 
-    def record(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    def record(kernel: Any, *inputs: Any, grid: Any, warmup: bool, **named: Any) -> None:
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
-        bound = kernel.signature.bind(*given, **{name: named[name] for name in named if name not in options})
+        bound = kernel.signature.bind(*inputs, **{name: named[name] for name in named if name not in options})
         arguments = {name: _as_pointer(value) for name, value in bound.arguments.items()}
         launches.append(Launch(kernel, arguments, options, tuple(grid)))
 

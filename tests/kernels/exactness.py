@@ -34,10 +34,10 @@ def outcome(function: Function, inputs: Sequence[Tensor], seed: int | None = 1) 
     seeds = torch.ones(value.shape)
     if seed is not None:
         seeds = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    found = torch.autograd.grad(value, leaves, seeds.to(value.dtype))
-    for gradient, leaf in zip(found, leaves, strict=True):
+    actual = torch.autograd.grad(value, leaves, seeds.to(value.dtype))
+    for gradient, leaf in zip(actual, leaves, strict=True):
         assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype
-    return [tensor.detach().double() for tensor in (value, *found)]
+    return [tensor.detach().double() for tensor in (value, *actual)]
 
 
 def errors(function: Function, exact: Function, inputs: Sequence[Tensor], seed: int | None = 1) -> list[float]:
@@ -46,15 +46,15 @@ def errors(function: Function, exact: Function, inputs: Sequence[Tensor], seed: 
     return [_error(a, b) for a, b in zip(outcome(function, inputs, seed), right, strict=True)]
 
 
-def _error(found: Tensor, right: Tensor) -> float:
-    assert found.shape == right.shape and torch.isfinite(right).all()
-    return ((found - right).norm() / right.norm().clamp(min=0.3 * max(1, right.numel()) ** 0.5)).item()
+def _error(actual: Tensor, right: Tensor) -> float:
+    assert actual.shape == right.shape and torch.isfinite(right).all()
+    return ((actual - right).norm() / right.norm().clamp(min=0.3 * max(1, right.numel()) ** 0.5)).item()
 
 
 def assert_single(function: Function, exact: Function, inputs: Sequence[Tensor], bound: float = SINGLE) -> None:
     """An fp32 kernel is exact to a few roundings, in value and gradients."""
-    found = errors(function, exact, inputs)
-    assert max(found) < bound, found
+    actual = errors(function, exact, inputs)
+    assert max(actual) < bound, actual
 
 
 def assert_not_worse(

@@ -10,6 +10,6 @@ from meshwright.spec.serving_defaults import CacheForm
 def stored(numbers: Tensor, form: CacheForm = "model") -> PagedStore:
     """Of numbers (blocks, block, K, E)."""
     blocks, size, heads, width = numbers.shape
-    found = PagedStore((blocks, size, heads, width), numbers, form)
-    found.write(torch.arange(blocks * size), numbers.flatten(0, 1))
-    return found
+    actual = PagedStore((blocks, size, heads, width), numbers, form)
+    actual.write(torch.arange(blocks * size), numbers.flatten(0, 1))
+    return actual

@@ -43,8 +43,8 @@ def twice(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
 
 
 def again(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    found: Tensor = checkpoint(gated, x, a, b, bias, use_reentrant=False)
-    return found
+    actual: Tensor = checkpoint(gated, x, a, b, bias, use_reentrant=False)
+    return actual
 
 
 FUNCTIONS = (alone, together, gated, twice, again)
@@ -56,21 +56,21 @@ def sums_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:
-    return [nn.Parameter(one) for one in tensors((24, 16), (16, 24), (24,), dtype=BF16, seed=seed)]
+    return [nn.Parameter(tensor) for tensor in tensors((24, 16), (16, 24), (24,), dtype=BF16, seed=seed)]
 
 
 class Sums:
     """Of some parameters, with how often each was told that a gradient is made."""
 
-    def __init__(self, some: list[nn.Parameter]) -> None:
-        self.made = [0] * len(some)
+    def __init__(self, trained: list[nn.Parameter]) -> None:
+        self.made = [0] * len(trained)
         self.each = [
-            GradientSum(one, torch.float32, partial(self.room, one), partial(self.tell, at))
-            for at, one in enumerate(some)
+            GradientSum(tensor, torch.float32, partial(self.room, tensor), partial(self.tell, at))
+            for at, tensor in enumerate(trained)
         ]
 
-    def room(self, one: nn.Parameter) -> Tensor:
-        return torch.full(one.shape, torch.nan)
+    def room(self, tensor: nn.Parameter) -> Tensor:
+        return torch.full(tensor.shape, torch.nan)
 
     def tell(self, at: int) -> None:
         self.made[at] += 1
@@ -80,37 +80,37 @@ def micro_batches() -> list[Tensor]:
     return tensors(*[(2, 5, 16)] * MICRO_BATCHES, dtype=BF16, seed=7)
 
 
-def backward(function: Function, some: list[nn.Parameter], *, late: bool = False) -> list[Tensor]:
+def backward(function: Function, trained: list[nn.Parameter], *, late: bool = False) -> list[Tensor]:
     """Gradients of all micro-batches; `late`: products are taken behind each backward pass."""
     for x in micro_batches():
         if not late:
-            function(x.requires_grad_(), *some).float().square().sum().backward()
+            function(x.requires_grad_(), *trained).float().square().sum().backward()
             continue
         with splitting():
-            loss = function(x.requires_grad_(), *some).float().square().sum()
+            loss = function(x.requires_grad_(), *trained).float().square().sum()
             with WeightGradients() as queue:
                 loss.backward()
         assert len(queue)
         queue.run()
-    return [one.grad for one in some if one.grad is not None]
+    return [tensor.grad for tensor in trained if tensor.grad is not None]
 
 
 def exact(function: Function) -> list[Tensor]:
     """In fp64, of the same numbers."""
-    some = [nn.Parameter(one.detach().double()) for one in parameters()]
+    trained = [nn.Parameter(tensor.detach().double()) for tensor in parameters()]
     for x in micro_batches():
-        function(x.double().requires_grad_(), *some).square().sum().backward()
-    return [one.grad for one in some if one.grad is not None]
+        function(x.double().requires_grad_(), *trained).square().sum().backward()
+    return [tensor.grad for tensor in trained if tensor.grad is not None]
 
 
 def rounded_first(function: Function, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     with monkeypatch.context() as patch:
         patch.setattr(gradient_sums, "ADDING_DEVICES", {"cuda"})
-        some = parameters()
-        sums = Sums(some)
-        found = backward(function, some)
+        trained = parameters()
+        sums = Sums(trained)
+        actual = backward(function, trained)
         assert all(sums.made)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -120,13 +120,13 @@ def test_sums_are_no_further_from_fp64_than_those_of_rounded_gradients(
 ) -> None:
     """Emulated, so that a product is fp32 until it is in the sum, as on a GPU."""
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
-    some = parameters()
-    sums = Sums(some)
-    found = backward(function, some, late=late)
+    trained = parameters()
+    sums = Sums(trained)
+    actual = backward(function, trained, late=late)
     right, before = exact(function), rounded_first(function, monkeypatch)
-    for one, other, oracle in zip(found, before, right, strict=True):
-        assert one.dtype == torch.float32
-        error, error_before = ((x.double() - oracle).norm() / oracle.norm() for x in (one, other))
+    for a, b, oracle in zip(actual, before, right, strict=True):
+        assert a.dtype == torch.float32
+        error, error_before = ((x.double() - oracle).norm() / oracle.norm() for x in (a, b))
         assert error <= 1.02 * error_before
     assert sums.made == [MICRO_BATCHES] * 3, "once for each parameter and pass"
 
@@ -134,10 +134,10 @@ def test_sums_are_no_further_from_fp64_than_those_of_rounded_gradients(
 @pytest.mark.parametrize("function", FUNCTIONS[:3], ids=lambda function: function.__name__)
 def test_where_products_are_rounded_sums_keep_every_bit(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: True)
-    some = parameters()
-    sums = Sums(some)
-    found = backward(function, some)
-    assert all(map(torch.equal, found, rounded_first(function, monkeypatch))) and all(sums.made)
+    trained = parameters()
+    sums = Sums(trained)
+    actual = backward(function, trained)
+    assert all(map(torch.equal, actual, rounded_first(function, monkeypatch))) and all(sums.made)
 
 
 def test_no_gradient_is_made_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +152,11 @@ def test_no_gradient_is_made_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(cpu_product, "add_product", counted)
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: True)
-    some = parameters()
-    sums = Sums(some)
+    trained = parameters()
+    sums = Sums(trained)
     with Operations() as operations:
-        backward(alone, some)
-    weights = [tuple(one.shape) for one in some[:2]]
+        backward(alone, trained)
+    weights = [tuple(tensor.shape) for tensor in trained[:2]]
     assert sorted(taken) == sorted((shape, int(step > 0)) for shape in weights for step in range(MICRO_BATCHES))
     made = [shape for shape in operations.shapes if shape in weights]
     assert operations.counts["mm"] == 3 * MICRO_BATCHES, "the outputs of one and two gradients of inputs"
@@ -165,13 +165,13 @@ def test_no_gradient_is_made_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_products_of_8_bits_are_made_and_then_added() -> None:
-    some = parameters()
-    sums = Sums(some)
-    before = [one.detach().clone() for one in some]
+    trained = parameters()
+    sums = Sums(trained)
+    before = [tensor.detach().clone() for tensor in trained]
     for x in micro_batches():
-        fast().linear(x, some[0], form=FP8_ALL).float().sum().backward()
-    assert some[0].grad is not None and some[0].grad.dtype == torch.float32 and sums.made[0] == MICRO_BATCHES
-    assert all(map(torch.equal, some, before))
+        fast().linear(x, trained[0], form=FP8_ALL).float().sum().backward()
+    assert trained[0].grad is not None and trained[0].grad.dtype == torch.float32 and sums.made[0] == MICRO_BATCHES
+    assert all(map(torch.equal, trained, before))
 
 
 def test_a_second_derivative_is_autograds() -> None:

@@ -82,8 +82,8 @@ def test_windows_and_documents(attend: Callable[..., Tensor], length: int, windo
 def test_values_narrower_than_keys(attend: Callable[..., Tensor], values: int, packed: bool) -> None:
     rows = documents(70) if packed else None
     mask = causal_mask(70, 70, documents=rows)
-    given = inputs(70, heads=4, keys=4, values=values)
-    assert_single(partial(attend, mask=mask, scale=SCALE), partial(by_hand, documents=rows), given)
+    operands = inputs(70, heads=4, keys=4, values=values)
+    assert_single(partial(attend, mask=mask, scale=SCALE), partial(by_hand, documents=rows), operands)
 
 
 @pytest.mark.parametrize("values", [4, 8])
@@ -110,11 +110,11 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
     rows = documents(150) if packed else None
     mask = causal_mask(150, 150, documents=rows)
-    given = inputs(150, keys=keys, dtype=dtype)
+    operands = inputs(150, keys=keys, dtype=dtype)
     plain = partial(by_hand, documents=rows)
-    bar = BLOCKS_OF_16_BITS if attention.prefers_blockwise(given[0], mask) else FUSED_ATTENTION
+    bar = BLOCKS_OF_16_BITS if attention.prefers_blockwise(operands[0], mask) else FUSED_ATTENTION
     bars = [bar] * 4 if native else []
-    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given, bars)
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, operands, bars)
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -125,17 +125,17 @@ def test_16_bits_go_in_larger_blocks_few_rows_at_once(
 ) -> None:
     monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: True)
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
-    rows, given = documents(150) if packed else None, inputs(150, dtype=dtype)
-    whole = list(row_tiles.blocks(row_tiles.rows_of(rows, given[0]), window, given[0]))
+    rows, operands = documents(150) if packed else None, inputs(150, dtype=dtype)
+    whole = list(row_tiles.blocks(row_tiles.rows_of(rows, operands[0]), window, operands[0]))
     monkeypatch.setattr(row_tiles, "AT_ONCE", 1)
-    parts = list(row_tiles.blocks(row_tiles.rows_of(rows, given[0]), window, given[0]))
+    parts = list(row_tiles.blocks(row_tiles.rows_of(rows, operands[0]), window, operands[0]))
     assert len(parts) == (2 if dtype == torch.bfloat16 and not packed else 1) * len(whole)
     mask = causal_mask(150, 150, window=window, documents=rows)
     run, plain = partial(attention.attend, mask=mask, scale=SCALE), partial(by_hand, window=window, documents=rows)
     if dtype == torch.float32:
-        assert_single(run, plain, given)
+        assert_single(run, plain, operands)
     else:
-        assert_not_worse(run, plain, plain, given, [BLOCKS_OF_16_BITS] * 4)
+        assert_not_worse(run, plain, plain, operands, [BLOCKS_OF_16_BITS] * 4)
 
 
 @pytest.mark.parametrize("past", [0, 1, 6])
@@ -148,10 +148,10 @@ def test_the_last_queries_over_all_keys(attend: Callable[..., Tensor], past: int
 
 def test_without_gradients_the_same_comes_out(attend: Callable[..., Tensor]) -> None:
     """Evaluation and generation take another path than training on some machines."""
-    given = inputs(70)
-    trained = attend(*(tensor.requires_grad_() for tensor in given), Mask(), scale=SCALE)
+    operands = inputs(70)
+    trained = attend(*(tensor.requires_grad_() for tensor in operands), Mask(), scale=SCALE)
     with torch.no_grad():
-        torch.testing.assert_close(attend(*given, Mask(), scale=SCALE), trained, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(attend(*operands, Mask(), scale=SCALE), trained, rtol=1e-5, atol=1e-6)
 
 
 def test_strided_inputs(attend: Callable[..., Tensor]) -> None:
@@ -170,11 +170,11 @@ def test_strided_inputs(attend: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("window", [0, 1, 3])
 def test_the_mask_pair_by_pair(window: int) -> None:
     rows = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
-    found = causal_mask(4, 6, window=window, documents=rows).allowed(4, 6, rows.device)
+    actual = causal_mask(4, 6, window=window, documents=rows).allowed(4, 6, rows.device)
     for row, s, t in itertools.product(range(2), range(4), range(6)):
         here = s + 2
         expected = t <= here and (not window or here - t < window) and bool(rows[row, here] == rows[row, t])
-        assert bool(found[row, 0, s, t]) == expected, (row, s, t)
+        assert bool(actual[row, 0, s, t]) == expected, (row, s, t)
 
 
 def test_a_window_as_wide_as_the_row_is_none() -> None:
@@ -200,15 +200,15 @@ def test_the_square_of_weights_is_not_kept(attend: Callable[..., Tensor]) -> Non
     """What waits for the backward pass grows with S, not with S x S."""
 
     def saved_bytes(length: int) -> int:
-        found: dict[int, int] = {}
+        actual: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            actual[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        given = [tensor.requires_grad_() for tensor in inputs(length)]
+        operands = [tensor.requires_grad_() for tensor in inputs(length)]
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            attend(*given, Mask(), scale=SCALE)
-        return sum(found.values())
+            attend(*operands, Mask(), scale=SCALE)
+        return sum(actual.values())
 
     assert saved_bytes(512) <= 2 * saved_bytes(256)

@@ -37,12 +37,12 @@ def test_what_is_said_is_what_runs(
     v = torch.randn(1, 8, 4, widths[1], requires_grad=True)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]]) if packed else None
     mask = causal_mask(8, 8, documents=documents)
-    said = backend(q, k, v, mask, scale=0.25, dropout=dropout)
-    assert said == ("blockwise" if dropout or blockwise else "flash")
+    named = backend(q, k, v, mask, scale=0.25, dropout=dropout)
+    assert named == ("blockwise" if dropout or blockwise else "flash")
     with Operations() as made:
         attend(q, k, v, mask, scale=0.25, dropout=dropout)
-    ran = [name for name, operation in OPERATIONS.items() if any(operation in one for one in made.counts)]
-    assert said in ran and ("flash" in ran) == (said == "flash")
+    ran = [name for name, operation in OPERATIONS.items() if any(operation in called for called in made.counts)]
+    assert named in ran and ("flash" in ran) == (named == "flash")
 
 
 def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> None:
@@ -63,14 +63,14 @@ def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) 
     def ran(length: int = 1024, dim: int = 64, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
         q = torch.empty(2, length, 8, dim, dtype=dtype, device="cuda")
         k = torch.empty(2, length, 2, dim, dtype=dtype, device="cuda")
-        of = mask or causal_mask(length, length)
+        chosen_mask = mask or causal_mask(length, length)
         with Operations() as made:
-            out = attend(q, k, k, of, scale=0.1)
+            out = attend(q, k, k, chosen_mask, scale=0.1)
         assert out.shape == q.shape and out.dtype == dtype
         kernels = [
-            name for name in ("cudnn", "flash", "efficient") if any(f"_{name}_att" in one for one in made.counts)
+            name for name in ("cudnn", "flash", "efficient") if any(f"_{name}_att" in called for called in made.counts)
         ]
-        assert kernels == [backend(q, k, k, of, scale=0.1)]
+        assert kernels == [backend(q, k, k, chosen_mask, scale=0.1)]
         return kernels[0]
 
     gpu_attention.choose.cache_clear()
@@ -85,23 +85,23 @@ def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) 
 
 def test_cudnn_keeps_the_tensors_that_flash_keeps() -> None:
     """Of fake tensors: for which reason plans and dry runs count one for the other."""
-    kept: dict[str, int] = {}
+    stored: dict[str, int] = {}
     with compat.fake_tensors():
         for name in ("flash", "cudnn"):
             q, k, v = (torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2))
             saved: dict[int, int] = {}
 
-            def pack(one: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
-                saved[id(one)] = one.nbytes
-                return one
+            def pack(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+                saved[id(tensor)] = tensor.nbytes
+                return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 if name == "cudnn":
                     compat.cudnn_attention(q, k, v, scale=0.1)
                 else:
                     torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=0.1)
-            kept[name] = sum(size for size in saved.values() if size > 64)
-    assert kept["flash"] == kept["cudnn"] > 0
+            stored[name] = sum(size for size in saved.values() if size > 64)
+    assert stored["flash"] == stored["cudnn"] > 0
 
 
 def test_on_a_gpu_torch_is_not_left_to_prefer_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,13 +143,13 @@ def of_torch_2_13(
 def test_varlen_attention_is_called_as_each_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads: torch 2.11 takes them unasked. Signatures of torch 2.11.0 and 2.13.0."""
     q, k, borders, table = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16), torch.tensor([0, 8]), torch.zeros(1, 1)
-    given = q, k, k, borders, borders, 8, 8
+    inputs = q, k, k, borders, borders, 8, 8
     assert {"window_size", "scale"} <= set(signature(torch_varlen.varlen_attn).parameters)
     for function, known in ((of_torch_2_11, {}), (of_torch_2_13, {"enable_gqa": True, "block_table": None})):
         monkeypatch.setattr(torch_varlen, "varlen_attn", function)
-        made: Any = compat.varlen_attn(*given, scale=0.5, window_size=(-1, 0))
+        made: Any = compat.varlen_attn(*inputs, scale=0.5, window_size=(-1, 0))
         assert made == (q, {"scale": 0.5, "window_size": (-1, 0), **known})
-    compat.varlen_attn(*given, block_table=table)
+    compat.varlen_attn(*inputs, block_table=table)
     monkeypatch.setattr(torch_varlen, "varlen_attn", of_torch_2_11)
     with pytest.raises(NotImplementedError, match="has no seqused_k, block_table"):
-        compat.varlen_attn(*given, seqused_k=borders, block_table=table)
+        compat.varlen_attn(*inputs, seqused_k=borders, block_table=table)

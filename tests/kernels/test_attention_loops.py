@@ -30,5 +30,5 @@ def test_loops_attend_as_the_reference(form: CacheForm, width: int, window: int)
         q, stores[0].read(slice(0, BLOCKS)), stores[1].read(slice(0, BLOCKS)), call, width=width, window=window,
         scale=width**-0.5,
     )  # fmt: skip
-    found = attend_rows(loops, q, *stores, call, width=width, window=window, scale=width**-0.5)
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    actual = attend_rows(loops, q, *stores, call, width=width, window=window, scale=width**-0.5)
+    torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)

@@ -27,59 +27,59 @@ def signed(raw: bytes, at: int) -> int:
     return int(struct.unpack_from("<b", raw, at)[0])
 
 
-def six_bits(packed: bytes, place: int) -> tuple[int, int]:
+def six_bits(packed: bytes, index: int) -> tuple[int, int]:
     """Scale and minimum of a run of 32, as ggml's get_scale_min_k4 takes them."""
-    if place < 4:
-        return packed[place] & 63, packed[place + 4] & 63
-    low = packed[place + 4]
-    return (low & 15) | (packed[place - 4] >> 6 << 4), (low >> 4) | (packed[place] >> 6 << 4)
+    if index < 4:
+        return packed[index] & 63, packed[index + 4] & 63
+    low = packed[index + 4]
+    return (low & 15) | (packed[index - 4] >> 6 << 4), (low >> 4) | (packed[index] >> 6 << 4)
 
 
-def one_number(kind: str, raw: bytes, place: int) -> float:
+def one_number(kind: str, raw: bytes, index: int) -> float:
     """Number `place` of a block, in double precision."""
     if kind == "Q8_0":
-        return half(raw, 0) * signed(raw, 2 + place)
+        return half(raw, 0) * signed(raw, 2 + index)
     if kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         with_minimum, fifth = kind.endswith("1"), kind[1] == "5"
         start = 4 if with_minimum else 2
-        upper = (int.from_bytes(raw[start : start + 4], "little") >> place & 1) << 4 if fifth else 0
-        byte = raw[start + 4 * fifth + place % 16]
-        code = (byte >> 4 if place >= 16 else byte & 15) | upper
+        upper = (int.from_bytes(raw[start : start + 4], "little") >> index & 1) << 4 if fifth else 0
+        byte = raw[start + 4 * fifth + index % 16]
+        code = (byte >> 4 if index >= 16 else byte & 15) | upper
         return half(raw, 0) * (code if with_minimum else code - (16 if fifth else 8)) + (
             half(raw, 2) if with_minimum else 0.0
         )
     if kind == "Q2_K":
-        part, inside = divmod(place, 128)
+        part, inside = divmod(index, 128)
         code = raw[16 + part * 32 + inside % 32] >> 2 * (inside // 32) & 3
-        return half(raw, 80) * (raw[place // 16] & 15) * code - half(raw, 82) * (raw[place // 16] >> 4)
+        return half(raw, 80) * (raw[index // 16] & 15) * code - half(raw, 82) * (raw[index // 16] >> 4)
     if kind == "Q3_K":
-        part, inside = divmod(place, 128)
+        part, inside = divmod(index, 128)
         code = raw[32 + part * 32 + inside % 32] >> 2 * (inside // 32) & 3
-        code -= 0 if raw[place % 32] >> place // 32 & 1 else 4
-        run = place // 16
+        code -= 0 if raw[index % 32] >> index // 32 & 1 else 4
+        run = index // 16
         low = raw[96 + run % 8] >> 4 * (run // 8) & 15
         return half(raw, 108) * ((low | (raw[104 + run % 4] >> 2 * (run // 4) & 3) << 4) - 32) * code
     if kind == "IQ4_NL":
-        return half(raw, 0) * UNEVEN[raw[2 + place % 16] >> 4 * (place // 16) & 15]
+        return half(raw, 0) * UNEVEN[raw[2 + index % 16] >> 4 * (index // 16) & 15]
     if kind == "IQ4_XS":
-        run, inside = divmod(place, 32)
+        run, inside = divmod(index, 32)
         low, high = raw[4 + run // 2] >> 4 * (run % 2) & 15, int.from_bytes(raw[2:4], "little") >> 2 * run & 3
         return (
             half(raw, 0) * ((low | high << 4) - 32) * UNEVEN[raw[8 + 16 * run + inside % 16] >> 4 * (inside // 16) & 15]
         )
     if kind in ("Q4_K", "Q5_K"):
-        run, inside = divmod(place, 32)
+        run, inside = divmod(index, 32)
         scale, minimum = six_bits(raw[4:16], run)
         codes = raw[16:] if kind == "Q4_K" else raw[48:]
         byte = codes[run // 2 * 32 + inside]
         code = byte >> 4 if run % 2 else byte & 15
         code |= (raw[16 + inside] >> run & 1) << 4 if kind == "Q5_K" else 0
         return half(raw, 0) * scale * code - half(raw, 2) * minimum
-    part, inside = divmod(place, 128)
+    part, inside = divmod(index, 128)
     quarter, lane = divmod(inside, 32)
     byte = raw[part * 64 + quarter % 2 * 32 + lane]
     code = (byte >> 4 if quarter >= 2 else byte & 15) | (raw[128 + part * 32 + lane] >> 2 * quarter & 3) << 4
-    return half(raw, 208) * signed(raw, 192 + place // 16) * (code - 32)
+    return half(raw, 208) * signed(raw, 192 + index // 16) * (code - 32)
 
 
 def random_blocks(kind: BlockType, rows: int = 3, blocks: int = 2) -> Tensor:
@@ -101,25 +101,25 @@ def random_blocks(kind: BlockType, rows: int = 3, blocks: int = 2) -> Tensor:
 
 def weights(rows: int = 24, columns: int = 2 * SUPER) -> Tensor:
     """Of many kinds: usual ones, outliers, zeros, constants, one sign."""
-    found = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
-    found[:, ::67] *= 9
-    found[0], found[1], found[2], found[3, :SUPER] = 0, 0.25, -0.25, 0
-    found[4], found[5] = found[4].abs(), -found[5].abs()
-    return found
+    actual = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)) * 0.02
+    actual[:, ::67] *= 9
+    actual[0], actual[1], actual[2], actual[3, :SUPER] = 0, 0.25, -0.25, 0
+    actual[4], actual[5] = actual[4].abs(), -actual[5].abs()
+    return actual
 
 
 @pytest.mark.parametrize("name", CODED)
 def test_blocks_are_decoded_number_by_number(name: str) -> None:
     kind = BLOCK_TYPES[name]
     raw = random_blocks(kind)
-    found = decode(name, raw)
-    assert found.shape == (3, 2 * kind.block) and found.dtype == torch.float32
+    actual = decode(name, raw)
+    assert actual.shape == (3, 2 * kind.block) and actual.dtype == torch.float32
     for row in range(3):
         for column in range(2 * kind.block):
-            block, place = divmod(column, kind.block)
-            own = bytes(raw[row, block * kind.bytes : (block + 1) * kind.bytes].tolist())
-            expected = one_number(name, own, place)
-            assert float(found[row, column]) == pytest.approx(expected, rel=1e-5, abs=1e-6), (row, column)
+            block, index = divmod(column, kind.block)
+            block_bytes = bytes(raw[row, block * kind.bytes : (block + 1) * kind.bytes].tolist())
+            expected = one_number(name, block_bytes, index)
+            assert float(actual[row, column]) == pytest.approx(expected, rel=1e-5, abs=1e-6), (row, column)
 
 
 @pytest.mark.parametrize("name", list(BLOCK_TYPES))
@@ -175,6 +175,6 @@ def test_large_matrices_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sizes_and_bits_per_weight() -> None:
-    found = {name: kind.bits_per_weight for name, kind in BLOCK_TYPES.items()}
-    assert math.isclose(found["Q4_K"], 4.5) and math.isclose(found["Q6_K"], 6.5625) and found["Q8_0"] == 8.5
+    actual = {name: kind.bits_per_weight for name, kind in BLOCK_TYPES.items()}
+    assert math.isclose(actual["Q4_K"], 4.5) and math.isclose(actual["Q6_K"], 6.5625) and actual["Q8_0"] == 8.5
     assert BLOCK_TYPES["Q4_K"].num_bytes((3, 5, 512)) == 3 * 5 * 2 * 144 and not BLOCK_TYPES["Q4_K"].holds(384)

@@ -52,7 +52,7 @@ def test_the_second_process_starts_no_compiler(counted: Path) -> None:
 
 def test_processes_that_start_at_once_compile_once(counted: Path) -> None:
     processes = [process() for _ in range(3)]
-    assert [one.communicate()[0] for one in processes] == ["True\n"] * 3
+    assert [process.communicate()[0] for process in processes] == ["True\n"] * 3
     assert starts(counted) == len(library.STEPS) + 1
     (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
     assert [left.name for left in path.parent.iterdir() if not left.name.endswith(".lock")] == [path.name]

@@ -43,7 +43,9 @@ def loop_instructions(text: str) -> int:
 @pytest.mark.long
 def test_a_code_costs_few_instructions(row: str, most: float) -> None:
     """On sm_90, for each thread: the rate of instructions is then below that of memory (decision 51)."""
-    launch = next(one for one in recorded(ROWS[row].launch) if "packed_rows" in one.name)
+    launch = next(
+        recorded_launch for recorded_launch in recorded(ROWS[row].launch) if "packed_rows" in recorded_launch.name
+    )
     options = launch.arguments
     words = options["WORDS"] if "WORDS" in options else options["INNER"] // CODES[options["CODES"]]
     codes = words * options["COLUMNS"] * CODES[options["CODES"]] / (32 * launch.options["num_warps"])
@@ -100,11 +102,11 @@ def test_codes_cut_in_pairs_are_rounded_once(
     for zero, scale in enumerate(scales):
         zeros = torch.tensor([zero, 15 - zero])
         words = 0x76543210, 0x0FEDCBA9 - zero
-        found = run_assembly(
+        actual = run_assembly(
             text, {"$8": words[0], "$9": words[1], "$10": paired(scale), "$11": paired(-(base + zeros))}, dtype
         )
         for code in range(8):
             numbers = torch.tensor([word >> 4 * code & 15 for word in words])
             right = ((numbers - zeros).float() * scale.float()).to(dtype)
-            bits = found[f"${code}"]
+            bits = actual[f"${code}"]
             assert (bits & 0xFFFF, bits >> 16) == tuple(x & 0xFFFF for x in right.view(torch.int16).tolist())

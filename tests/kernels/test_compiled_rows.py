@@ -28,9 +28,9 @@ ROWS = (1, 2, 3, 5, 16, 33)
 
 @pytest.fixture
 def loops() -> Loops:
-    found = library.compiled()
-    assert found is not None, "the tests need a C compiler"
-    return found
+    actual = library.compiled()
+    assert actual is not None, "the tests need a C compiler"
+    return actual
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,9 @@ def test_norms(loops: Loops, rows: int, width: int) -> None:
     x, added, weight = drawn(1, rows, width), drawn(1, rows, width, seed=1), drawn(width, seed=2)
     with library.used(loops):
         assert torch.allclose(norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), atol=1e-5)
-        found, total = norm.add_rms_norm(x, added, weight, 1e-5)
+        actual, total = norm.add_rms_norm(x, added, weight, 1e-5)
     right, sums = norm.add_rms_norm_reference(x, added, weight, 1e-5)
-    assert torch.equal(total, sums) and torch.allclose(found, right, atol=1e-5)
+    assert torch.equal(total, sums) and torch.allclose(actual, right, atol=1e-5)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -61,19 +61,19 @@ def test_rotation_of_parts_of_one_product(loops: Loops, in_place: bool, apart: i
     q, k = both[..., :64].unflatten(-1, (4, 16)), both[..., 64 + apart :].unflatten(-1, (2, 16))
     right = rope.rotate_pair_reference(q, k, angles.cos(), angles.sin())
     with library.used(loops):
-        found = rope.rotate_pair(q, k, angles.cos(), angles.sin(), in_place=in_place)
-    assert (found[0].data_ptr() == both.data_ptr()) == in_place
-    for one, other in zip(found, right, strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+        actual = rope.rotate_pair(q, k, angles.cos(), angles.sin(), in_place=in_place)
+    assert (actual[0].data_ptr() == both.data_ptr()) == in_place
+    for a, b in zip(actual, right, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
 
 
 def test_swiglu_over_its_whole_range(loops: Loops) -> None:
     both = torch.cat((torch.linspace(-120, 120, 999).expand(3, -1), drawn(3, 999)), dim=1)
     gate, up = both.split(999, dim=1)
     with library.used(loops):
-        found = swiglu.swiglu(gate, up)
-    assert torch.allclose(found, swiglu.swiglu_reference(gate, up), rtol=1e-6, atol=1e-30)
-    assert found.isfinite().all()
+        actual = swiglu.swiglu(gate, up)
+    assert torch.allclose(actual, swiglu.swiglu_reference(gate, up), rtol=1e-6, atol=1e-30)
+    assert actual.isfinite().all()
 
 
 def test_what_is_no_number_stays_none(loops: Loops) -> None:
@@ -82,8 +82,8 @@ def test_what_is_no_number_stays_none(loops: Loops) -> None:
     _, scales = loops.round_rows(x)
     assert scales.isfinite()[:, 0].tolist() == [True, False, False]
     with library.used(loops):
-        for found in (swiglu.swiglu(x, x), norm.rms_norm(x, torch.ones(64), 1e-5), int8_product(drawn(64, 64))(x)):
-            assert found[0].isfinite().all() and not found[1].isfinite().all() and not found[2].isfinite().all()
+        for actual in (swiglu.swiglu(x, x), norm.rms_norm(x, torch.ones(64), 1e-5), int8_product(drawn(64, 64))(x)):
+            assert actual[0].isfinite().all() and not actual[1].isfinite().all() and not actual[2].isfinite().all()
 
 
 def test_gradients_are_those_of_torch(loops: Loops) -> None:
@@ -97,18 +97,18 @@ def test_gradients_are_those_of_torch(loops: Loops) -> None:
 @pytest.mark.parametrize("window", [0, 5])
 def test_attention_of_rows(loops: Loops, heads: int, key_heads: int, width: int, values: int, window: int) -> None:
     keys = drawn(9, 4, key_heads, width, seed=1)
-    kept = keys if values == width else drawn(9, 4, key_heads, width, seed=2)
+    saved = keys if values == width else drawn(9, 4, key_heads, width, seed=2)
     call = RowsCall(
         torch.tensor([8, 3, 1, 5, 0]), torch.tensor([0, 0, 0, 3, 3]), torch.tensor([0, 6, 11, 7, 2]), longest=12
     )
     q = drawn(5, heads, width, seed=3)
-    given = {"width": values, "window": window, "scale": 0.3}
-    stores = stored(keys), stored(kept)
-    found = attend_rows(loops, q, *stores, call, **given)
-    assert found.shape == (5, heads, values)
-    assert torch.allclose(found, attend_rows_reference(q, keys, kept, call, **given), atol=1e-5)
+    inputs = {"width": values, "window": window, "scale": 0.3}
+    stores = stored(keys), stored(saved)
+    actual = attend_rows(loops, q, *stores, call, **inputs)
+    assert actual.shape == (5, heads, values)
+    assert torch.allclose(actual, attend_rows_reference(q, keys, saved, call, **inputs), atol=1e-5)
     alone = RowsCall(call.tables, call.offsets[2:3], call.last[2:3], longest=12)
-    assert torch.equal(found[2:3], attend_rows(loops, q[2:3], *stores, alone, **given))
+    assert torch.equal(actual[2:3], attend_rows(loops, q[2:3], *stores, alone, **inputs))
 
 
 def coded(scheme: str, rows: int, columns: int = 128, seed: int = 0) -> QuantizedMatrix:
@@ -127,18 +127,18 @@ def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bo
     for rows in ROWS:
         x = drawn(rows, 128, seed=rows)
         with library.used(loops if with_loops else None):
-            found = product(x)
-        assert torch.allclose(found, prepared_product.reference(matrices, biases, x), rtol=1e-4, atol=1e-3)
+            actual = product(x)
+        assert torch.allclose(actual, prepared_product.reference(matrices, biases, x), rtol=1e-4, atol=1e-3)
 
 
 def test_rows_of_floats_do_not_depend_on_others(loops: Loops) -> None:
     product, x = prepared_product.prepared_product([drawn(48, 100)], [drawn(48)]), drawn(70, 100)
     assert isinstance(product, prepared_product.PanelProduct)
     with library.used(loops):
-        found = product(x[:64])
+        actual = product(x[:64])
         for rows in ROWS:
-            assert torch.equal(product(x[:rows]), found[:rows])
-        assert torch.allclose(product(x)[:64], found, atol=1e-4), "torch's own, for more rows"
+            assert torch.equal(product(x[:rows]), actual[:rows])
+        assert torch.allclose(product(x)[:64], actual, atol=1e-4), "torch's own, for more rows"
 
 
 @pytest.mark.parametrize("product", [prepared_product.OnednnProduct, prepared_product.TransposedProduct])
@@ -152,13 +152,13 @@ def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> N
     product = prepared_product.prepared_product([matrix], [None])
     assert isinstance(product, Int8Product)
     with library.used(loops):
-        found = product(x)
+        actual = product(x)
         for rows in ROWS:
-            assert torch.equal(product(x[:rows]), found[:rows])
-    assert torch.equal(product(x), found)
+            assert torch.equal(product(x[:rows]), actual[:rows])
+    assert torch.equal(product(x), actual)
     codes, scales = row_codes(x)
     exact = (codes.double() @ matrix.codes.double().t()).float() * matrix.scales.float().view(-1) * scales
-    assert torch.equal(found, exact)
+    assert torch.equal(actual, exact)
 
 
 def test_columns_that_are_kept(loops: Loops) -> None:
@@ -170,17 +170,19 @@ def test_columns_that_are_kept(loops: Loops) -> None:
     assert isinstance(product, Int8Product)
     assert product.panels is None, "they are no part of the panels"
     with library.used(loops):
-        found = product(x)
-    assert torch.allclose(found, prepared_product.reference([matrix], [None], x), atol=1e-3)
-    assert (found - F.linear(x, weight)).abs().max() < (int8_product(weight)(x) - F.linear(x, weight)).abs().max()
+        actual = product(x)
+    assert torch.allclose(actual, prepared_product.reference([matrix], [None], x), atol=1e-3)
+    assert (actual - F.linear(x, weight)).abs().max() < (int8_product(weight)(x) - F.linear(x, weight)).abs().max()
 
 
 def test_what_is_not_prepared() -> None:
     mixed = [drawn(8, 128), coded("int8", 8)]
     assert prepared_product.prepared_product(mixed, [None, None]) is None
     first, second = (
-        quantize_matrix("w", drawn(8, 128), SCHEMES["llm-int8"], torch.tensor([one], dtype=torch.int32), torch.float32)
-        for one in (1, 2)
+        quantize_matrix(
+            "w", drawn(8, 128), SCHEMES["llm-int8"], torch.tensor([tensor], dtype=torch.int32), torch.float32
+        )
+        for tensor in (1, 2)
     )
     assert prepared_product.prepared_product([first, second], [None, None]) is None, "they leave out other columns"
 
@@ -205,16 +207,18 @@ def test_numbers_are_kept_where_torch_keeps_them(loops: Loops) -> None:
 def test_attention_over_codes(loops: Loops, form: CacheForm) -> None:
     """As over the numbers that they stand for; which are near those that were kept."""
     keys, values = drawn(6, 4, 2, 64, seed=1, scale=3.0), drawn(6, 4, 2, 64, seed=2)
-    kept = stored(keys, form), stored(values, form)
-    restored = [one.read(slice(0, 6)) for one in kept]
-    for one, numbers in zip(restored, (keys, values), strict=True):
+    stores = stored(keys, form), stored(values, form)
+    restored = [store.read(slice(0, 6)) for store in stores]
+    for tensor, numbers in zip(restored, (keys, values), strict=True):
         peak = numbers.abs().amax(-1, keepdim=True)
-        assert ((one - numbers).abs() / peak).max() < (0.5 / 127 + 1e-6 if form == "int8" else 0.04)
+        assert ((tensor - numbers).abs() / peak).max() < (0.5 / 127 + 1e-6 if form == "int8" else 0.04)
     call = RowsCall(torch.tensor([5, 0, 3]), torch.tensor([0, 1]), torch.tensor([9, 3]), longest=10)
-    q, given = drawn(2, 4, 64, seed=3), {"width": 64, "window": 0, "scale": 0.1}
-    found = attend_rows(loops, q, *kept, call, **given)
-    assert torch.allclose(found, attend_rows_reference(q, *restored, call, **given), atol=1e-5)
-    assert 4 * sum(one.bytes for one in kept) < 1.1 * sum(one.nbytes for one in (keys, values)) * (1 + 4 / 64)
+    q, inputs = drawn(2, 4, 64, seed=3), {"width": 64, "window": 0, "scale": 0.1}
+    actual = attend_rows(loops, q, *stores, call, **inputs)
+    assert torch.allclose(actual, attend_rows_reference(q, *restored, call, **inputs), atol=1e-5)
+    assert 4 * sum(store.bytes for store in stores) < 1.1 * sum(tensor.nbytes for tensor in (keys, values)) * (
+        1 + 4 / 64
+    )
 
 
 def test_codes_are_the_same_by_both_libraries(loops: Loops) -> None:
@@ -223,8 +227,8 @@ def test_codes_are_the_same_by_both_libraries(loops: Loops) -> None:
     by_torch, by_loops = (PagedStore((3, 4, 2, 24), numbers, "int8") for _ in range(2))
     by_torch.write(slots, numbers)
     by_loops.write(slots, numbers, loops)
-    for one, other in zip(by_torch.tensors, by_loops.tensors, strict=True):
-        assert torch.equal(one, other)
+    for a, b in zip(by_torch.tensors, by_loops.tensors, strict=True):
+        assert torch.equal(a, b)
     assert torch.equal(by_loops.read(torch.tensor([2, 0])), by_loops.read(slice(0, 3))[[2, 0]])
 
 

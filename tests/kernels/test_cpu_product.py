@@ -41,12 +41,12 @@ def sizes(seed: int) -> tuple[int, int, int]:
 
 def setting() -> str:
     library: Any = torch.backends.mkldnn  # whose types torch does not tell
-    found: str = library.matmul.fp32_precision
-    return found
+    actual: str = library.matmul.fp32_precision
+    return actual
 
 
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
+def error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -56,7 +56,7 @@ def test_products_are_as_exact_as_torchs(seed: int) -> None:
     a, b, bias = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(columns)
     total = torch.randn(rows, columns)
     exact = a.double() @ b.double().t()
-    for found, wanted in (
+    for actual, wanted in (
         (cpu_product.linear(a, b, bias), exact + bias.double()),
         (cpu_product.linear(a.view(1, rows, inner), b)[0], exact),
         (cpu_product.multiply(a, b.t()), exact),
@@ -64,8 +64,8 @@ def test_products_are_as_exact_as_torchs(seed: int) -> None:
         (cpu_product.add_product(total.clone(), a, b.t()), exact + total.double()),
         (cpu_product.add_product(torch.full_like(total, torch.nan), a, b.t(), beta=0), exact),
     ):
-        assert found.shape == wanted.shape and found.is_contiguous()
-        assert error(found, wanted) < 1e-6
+        assert actual.shape == wanted.shape and actual.is_contiguous()
+        assert error(actual, wanted) < 1e-6
 
 
 @pytest.mark.parametrize("at_once", [1, 700, 2**20])
@@ -93,31 +93,31 @@ def test_a_layer_and_its_gradients(seed: int) -> None:
     x, weight, bias = (
         torch.randn(*size, requires_grad=True) for size in ((2, rows, inner), (columns, inner), (columns,))
     )
-    given = torch.randn(2, rows, columns)
-    fast().linear(x, weight, bias).backward(given)
-    wide = [one.detach().double().requires_grad_() for one in (x, weight, bias)]
-    torch.nn.functional.linear(*wide).backward(given.double())
-    for one, exact in zip((x, weight, bias), wide, strict=True):
-        assert one.grad is not None and exact.grad is not None
-        assert error(one.grad, exact.grad) < 1e-6
+    inputs = torch.randn(2, rows, columns)
+    fast().linear(x, weight, bias).backward(inputs)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    torch.nn.functional.linear(*wide).backward(inputs.double())
+    for tensor, exact in zip((x, weight, bias), wide, strict=True):
+        assert tensor.grad is not None and exact.grad is not None
+        assert error(tensor.grad, exact.grad) < 1e-6
 
 
 @pytest.mark.parametrize("size", [16, 128])
 def test_second_derivatives_are_right(size: int) -> None:
     """Above the least of oneDNN's products and below it."""
 
-    def twice(run: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x, first, second, bias = leaves = [one.detach().clone().requires_grad_() for one in given]
+    def twice(run: Callable[..., tuple[torch.Tensor, ...]], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, first, second, bias = leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
         made = run(x, (first, second), (bias, None))
-        gradients = torch.autograd.grad(sum(one.square().mean() for one in made), leaves, create_graph=True)
-        return torch.autograd.grad(sum(one.square().sum() for one in gradients), leaves)
+        gradients = torch.autograd.grad(sum(tensor.square().mean() for tensor in made), leaves, create_graph=True)
+        return torch.autograd.grad(sum(tensor.square().sum() for tensor in gradients), leaves)
 
-    given = [torch.randn(*shape) for shape in ((2, size, size), (size, size), (size, size), (size,))]
-    exact = twice(linears_reference, *(one.double() for one in given))
+    inputs = [torch.randn(*shape) for shape in ((2, size, size), (size, size), (size, size), (size,))]
+    exact = twice(linears_reference, *(tensor.double() for tensor in inputs))
     singly = lambda x, weights, biases: tuple(map(partial(fast().linear, x), weights, biases))  # noqa: E731
     for run in (fast().linears, singly):
-        for found, right in zip(twice(run, *given), exact, strict=True):
-            assert error(found, right) < 2e-6
+        for actual, right in zip(twice(run, *inputs), exact, strict=True):
+            assert error(actual, right) < 2e-6
 
 
 def test_only_large_products_of_fp32_on_a_cpu_are_its() -> None:
@@ -142,8 +142,8 @@ def test_compiled_code_calls_it_too() -> None:
     wanted = torch.autograd.grad(eager.sum(), (x, weight))
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, weight)
-    found = torch.autograd.grad(compiled.sum(), (x, weight))
-    assert torch.equal(eager, compiled) and all(map(torch.equal, wanted, found))
+    actual = torch.autograd.grad(compiled.sum(), (x, weight))
+    assert torch.equal(eager, compiled) and all(map(torch.equal, wanted, actual))
     torch._dynamo.reset()
 
 
@@ -153,8 +153,8 @@ def test_compiled_code_adds_products(dtype: torch.dtype) -> None:
     """Which cannot follow the change of torch's setting."""
     total, a, b = torch.zeros(256, 96), torch.randn(256, 128).to(dtype), torch.randn(128, 96).to(dtype)
     torch._dynamo.reset()
-    found = torch.compile(cpu_product.add_product, fullgraph=True, backend="aot_eager")(total, a, b)
-    assert found is total and error(total, a.double() @ b.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
+    actual = torch.compile(cpu_product.add_product, fullgraph=True, backend="aot_eager")(total, a, b)
+    assert actual is total and error(total, a.double() @ b.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
     torch._dynamo.reset()
 
 
@@ -191,10 +191,10 @@ def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
     exact, before = a.double() @ b.double(), setting()
     assert cpu_product.pays(a, 64)
     began = time.process_time()
-    found = [cpu_product.multiply(a, b), cpu_product.linear(a, b.t(), torch.ones(64)) - 1]
-    found.append(cpu_product.linear(a.unflatten(0, (2, 128)), b.t()).flatten(0, 1))
+    actual = [cpu_product.multiply(a, b), cpu_product.linear(a, b.t(), torch.ones(64)) - 1]
+    actual.append(cpu_product.linear(a.unflatten(0, (2, 128)), b.t()).flatten(0, 1))
     assert time.process_time() - began < 0.5
-    assert max(error(one, exact) for one in found) < 1e-6
+    assert max(error(tensor, exact) for tensor in actual) < 1e-6
     for total in (torch.ones(256, 64), torch.ones(256, 128)[:, 32:96], torch.ones(64, 256).t()):
         began = time.process_time()
         assert cpu_product.add_product(total, a, b) is total
@@ -220,7 +220,7 @@ def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("before", ["none", "ieee"])
 def test_what_the_setting_inherits_it_inherits_afterwards(before: str) -> None:
     every: Any = torch.backends
-    whole, own = every.fp32_precision, setting()
+    whole, matmul_precision = every.fp32_precision, setting()
     every.mkldnn.matmul.fp32_precision = "none"
     try:
         every.fp32_precision = before
@@ -228,7 +228,7 @@ def test_what_the_setting_inherits_it_inherits_afterwards(before: str) -> None:
         every.fp32_precision = "tf32"
         assert setting() == "tf32"
     finally:
-        every.fp32_precision, every.mkldnn.matmul.fp32_precision = whole, own
+        every.fp32_precision, every.mkldnn.matmul.fp32_precision = whole, matmul_precision
 
 
 @pytest.mark.usefixtures("not_tried")
@@ -238,7 +238,7 @@ def test_autocast_changes_none_of_them(count: int) -> None:
     x, *weights = (torch.randn(128, 128, requires_grad=True) for _ in range(1 + count))
     with torch.autocast("cpu", torch.bfloat16):
         assert onednn_products.are_exact()
-        torch.stack([one.sum() for one in fast().linears(x, weights, [None] * count)]).sum().backward()
+        torch.stack([tensor.sum() for tensor in fast().linears(x, weights, [None] * count)]).sum().backward()
     exact = x.detach().double().sum(0).expand(128, 128)
     for weight in weights:
         assert weight.grad is not None and error(weight.grad, exact) < 1e-6
@@ -276,18 +276,18 @@ def test_products_of_threads_leave_the_setting_as_it_was() -> None:
     a, b = torch.randn(128, 128).t(), torch.randn(128, 128)
     before = setting()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
-    assert all(one.equal(found[0]) for one in found)
+        actual = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
+    assert all(tensor.equal(actual[0]) for tensor in actual)
     assert setting() == before
 
 
 def test_a_mode_that_hears_of_a_product_may_multiply() -> None:
     class Checked(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **kwargs or {})
+            actual = func(*args, **kwargs or {})
             if func is torch.ops.aten.addmm_.default:
                 cpu_product.add_product(args[0].neg(), args[1], args[2])
-            return found
+            return actual
 
     def add() -> None:
         with Checked():

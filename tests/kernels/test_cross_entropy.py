@@ -67,9 +67,9 @@ CASES = {
 def test_value_and_gradients(targets: Tensor, scale: float | None, name: str) -> None:
     function = (fast() if name == "fast" else reference()).linear_cross_entropy
     factor = None if scale is None else torch.tensor(scale)
-    given = inputs(len(targets))
+    operands = inputs(len(targets))
     assert_single(
-        partial(function, targets=targets, scale=factor), partial(whole, targets=targets, scale=factor), given
+        partial(function, targets=targets, scale=factor), partial(whole, targets=targets, scale=factor), operands
     )
 
 
@@ -102,10 +102,10 @@ def test_nothing_to_predict_costs_nothing_and_teaches_nothing() -> None:
 
 def test_an_ignored_row_changes_no_bit_of_the_others() -> None:
     targets = targets_of(16, ignored=(5,))
-    given = inputs(16)
-    first = outcome(partial(fast().linear_cross_entropy, targets=targets), given)
-    given[0][5] = 1e4
-    second = outcome(partial(fast().linear_cross_entropy, targets=targets), given)
+    operands = inputs(16)
+    first = outcome(partial(fast().linear_cross_entropy, targets=targets), operands)
+    operands[0][5] = 1e4
+    second = outcome(partial(fast().linear_cross_entropy, targets=targets), operands)
     assert torch.equal(first[0], second[0]) and torch.equal(first[2], second[2])
     assert not second[1][5].any() and torch.equal(first[1], second[1])
 
@@ -169,10 +169,10 @@ def test_a_factor_on_the_loss_reaches_the_gradients() -> None:
     x, weight = (tensor.requires_grad_() for tensor in inputs(21))
     targets = targets_of(21)
     plain = torch.autograd.grad(fast().linear_cross_entropy(x, weight, targets), (x, weight))
-    for found, once in zip(
+    for actual, once in zip(
         torch.autograd.grad(4 * fast().linear_cross_entropy(x, weight, targets), (x, weight)), plain, strict=True
     ):
-        assert torch.equal(found, 4 * once)
+        assert torch.equal(actual, 4 * once)
 
 
 OUTSIDE = pytest.mark.parametrize("target", [VOCAB, -1, IGNORED - 1, 2**40])
@@ -192,8 +192,8 @@ def test_a_target_in_no_part_of_the_vocabulary_gives_no_number(target: int) -> N
     x, weight = inputs(3)
     targets = torch.tensor([0, target, IGNORED])
     assert fast().linear_cross_entropy(x, weight, targets, vocabulary=parts).isnan()
-    found = fast().linear_log_probabilities(x, weight, targets, vocabulary=parts)
-    assert found.isnan().tolist() == [False, True, False]
+    actual = fast().linear_log_probabilities(x, weight, targets, vocabulary=parts)
+    assert actual.isnan().tolist() == [False, True, False]
 
 
 def test_never_more_logits_than_a_chunk() -> None:
@@ -246,11 +246,11 @@ def test_log_probabilities_may_be_differentiated_twice_and_need_no_more_than_a_c
     x, weight = (tensor.requires_grad_() for tensor in inputs(64))
     targets = targets_of(64)
     with Operations() as made:
-        found = fast().linear_log_probabilities(x, weight, targets)
-        first = torch.autograd.grad(found.sum(), (x, weight), retain_graph=True)
+        actual = fast().linear_log_probabilities(x, weight, targets)
+        first = torch.autograd.grad(actual.sum(), (x, weight), retain_graph=True)
     assert made.largest_numel(columns=VOCAB, but=(WIDTH, VOCAB)) == 8 * VOCAB
-    second = torch.autograd.grad(found.sum(), (x, weight))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    second = torch.autograd.grad(actual.sum(), (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("scale", [None, 3.0])
@@ -271,10 +271,10 @@ def test_products_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = set()
     for number in range(1025):
         valid = (torch.arange(1024) * 401 % 1024) < number
-        kept = cross_entropy.counted_rows(valid, None)
-        sizes.add(1024 if kept is None else len(kept))
-        if kept is not None:
-            assert valid[kept].sum() == number and len(kept.unique()) == len(kept) < number + 64
+        saved = cross_entropy.counted_rows(valid, None)
+        sizes.add(1024 if saved is None else len(saved))
+        if saved is not None:
+            assert valid[saved].sum() == number and len(saved.unique()) == len(saved) < number + 64
         else:
             assert number > 0.75 * 1024 - 64
     assert len(sizes) == 14

@@ -34,17 +34,20 @@ def test_a_part_restores_the_bits_of_the_whole(name: str) -> None:
         weight = torch.randn(box.whole, generator=torch.Generator().manual_seed(number))
         matrix = quantize_matrix("w", weight, scheme)
         part = CodesCut(scheme=scheme, box=box)
-        found = cut(matrix, part)
-        sizes = {key: (tuple(one.shape), str(one.dtype).removeprefix("torch.")) for key, one in found.tensors.items()}
+        actual = cut(matrix, part)
+        sizes = {
+            key: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for key, tensor in actual.tensors.items()
+        }
         assert sizes == part.sizes(), box
-        held = sum(one.numel() * one.element_size() for one in found.tensors.values())
+        held = sum(tensor.numel() * tensor.element_size() for tensor in actual.tensors.values())
         assert held == bytes_of_codes(name, box), box
-        assert torch.equal(found.dequantized(), matrix.dequantized()[box.slices]), box
-        assert torch.equal(found.whole_codes().float(), matrix.whole_codes()[box.slices].float()), box
+        assert torch.equal(actual.dequantized(), matrix.dequantized()[box.slices]), box
+        assert torch.equal(actual.whole_codes().float(), matrix.whole_codes()[box.slices].float()), box
         if len(box.whole) == 3:
             last = box.sizes[0] - 1
-            assert torch.equal(found.expert(last).dequantized(), found.dequantized()[last])
-            assert torch.equal(experts(found, last, 1).dequantized(), found.dequantized()[last:])
+            assert torch.equal(actual.expert(last).dequantized(), actual.dequantized()[last])
+            assert torch.equal(experts(actual, last, 1).dequantized(), actual.dequantized()[last:])
 
 
 def test_a_cut_that_is_none_holds_as_much_as_the_whole() -> None:

@@ -26,12 +26,12 @@ def test_sums_are_those_of_fractions_rounded_once() -> None:
     x = torch.randn(4, AT_ONCE, generator=made) * 3
     x[3] = 2**24 - 1  # all bits of a step
     weights = weights_in_steps(torch.randn(5, AT_ONCE, generator=made))
-    found, steps = exact_product(x, weights), in_steps(x, 24)
+    actual, steps = exact_product(x, weights), in_steps(x, 24)
     for row in range(4):
         for column in range(5):
             pairs = zip(steps[row].tolist(), weights[:, column].tolist(), strict=True)
             exact = sum((Fraction(a) * Fraction(b) for a, b in pairs), Fraction())
-            assert float(found[row, column]) == torch.tensor(float(exact)).item()
+            assert float(actual[row, column]) == torch.tensor(float(exact)).item()
 
 
 def test_it_is_as_exact_as_fp32() -> None:

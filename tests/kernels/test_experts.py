@@ -40,29 +40,29 @@ def test_value_and_gradients(counts: list[int], name: str) -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_first_derivatives_in_fp64(counts: list[int]) -> None:
-    given = [tensor.double().requires_grad_() for tensor in tensors((8, 3), (4, 2, 3))]
-    assert torch.autograd.gradcheck(partial(fast().expert_linear, counts=counts), given)
+    inputs = [tensor.double().requires_grad_() for tensor in tensors((8, 3), (4, 2, 3))]
+    assert torch.autograd.gradcheck(partial(fast().expert_linear, counts=counts), inputs)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_counts_may_be_a_tensor(counts: list[int]) -> None:
     """And the grouped product that takes them on a GPU equals the loop; here by torch's own plain version of it."""
-    given = tensors((8, 6), (4, 5, 6))
+    inputs = tensors((8, 6), (4, 5, 6))
     for product in (fast().expert_linear, reference().expert_linear):
-        assert_single(partial(product, counts=torch.tensor(counts)), partial(loop, counts=counts), given)
+        assert_single(partial(product, counts=torch.tensor(counts)), partial(loop, counts=counts), inputs)
     if hasattr(torch.nn.functional, "grouped_mm"):
-        given = tensors((8, 8), (4, 16, 8))  # torch wants rows of a multiple of 16 bytes
+        inputs = tensors((8, 8), (4, 16, 8))  # torch wants rows of a multiple of 16 bytes
         grouped = partial(expert_linear_grouped, counts=torch.tensor(counts))
-        assert_single(grouped, partial(loop, counts=counts), given)
+        assert_single(grouped, partial(loop, counts=counts), inputs)
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_the_operator_of_compiled_code(counts: list[int]) -> None:
     """The same values and gradients; and what torch asks of an operator, such as sizes known before it runs."""
     product = partial(experts.expert_product, counts=torch.tensor(counts), prefer="auto", form=SAME, later=False)
-    given = tensors((8, 6), (4, 5, 6))
-    assert_single(product, partial(loop, counts=counts), given)
-    rows, weights = (tensor.clone().requires_grad_() for tensor in given)
+    inputs = tensors((8, 6), (4, 5, 6))
+    assert_single(product, partial(loop, counts=counts), inputs)
+    rows, weights = (tensor.clone().requires_grad_() for tensor in inputs)
     torch.library.opcheck(experts.expert_product, (rows, weights, torch.tensor(counts), "auto", SAME, False))
 
 
@@ -96,18 +96,18 @@ def test_on_a_gpu_the_host_does_not_wait_for_counts(counts: list[int], refusing_
     rows, weights = (tensor.cuda().bfloat16() for tensor in tensors((64, 48), (4, 32, 48)))
     if not groups_on_device(rows, weights):
         pytest.skip("no grouped product on this device")
-    given = torch.tensor(counts, device="cuda")
-    found = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+    inputs = torch.tensor(counts, device="cuda")
+    actual = rows.clone().requires_grad_(), weights.clone().requires_grad_()
     wanted = rows.clone().requires_grad_(), weights.clone().requires_grad_()
     torch.cuda.synchronize()
     with refusing_waits():
-        out = fast().expert_linear(*found, given)
+        out = fast().expert_linear(*actual, inputs)
         out.backward(torch.ones_like(out))
     expected = reference().expert_linear(*wanted, counts)
     expected.backward(torch.ones_like(expected))
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -124,8 +124,8 @@ def test_spread_rows_and_their_way_back(k: int) -> None:
 def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
     counts = [11, 0, 40, 13]
     plain = partial(reference().expert_linear, counts=counts)
-    given = tensors((64, 48), (4, 32, 48), dtype=dtype)
-    assert_not_worse(partial(fast().expert_linear, counts=counts), plain, partial(loop, counts=counts), given)
+    inputs = tensors((64, 48), (4, 32, 48), dtype=dtype)
+    assert_not_worse(partial(fast().expert_linear, counts=counts), plain, partial(loop, counts=counts), inputs)
 
 
 @pytest.mark.parametrize("name", ["fast", "reference"])
@@ -168,8 +168,8 @@ class _Careless(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         rows, matrices, offs = ctx.saved_tensors
-        own = [part @ m.t() for part, m in zip(_runs(gradient, offs), matrices, strict=True)]
-        return torch.cat(own), _careless_stack(rows.t(), gradient, offs), None
+        products = [part @ m.t() for part, m in zip(_runs(gradient, offs), matrices, strict=True)]
+        return torch.cat(products), _careless_stack(rows.t(), gradient, offs), None
 
 
 def _runs(rows: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -195,21 +195,21 @@ def test_an_expert_without_rows_gets_no_gradient_from_a_careless_device(
     monkeypatch.setattr(experts, "groups_on_device", lambda rows, weights: True)
     monkeypatch.setattr(experts, "leaves_garbage", lambda device: True)
     counts = torch.tensor([3, 0, 2, 0])
-    given = [torch.randn(5, 6, requires_grad=True), torch.randn(4, 7, 6, requires_grad=True)]
-    loop = [one.detach().clone().requires_grad_() for one in given]
+    inputs = [torch.randn(5, 6, requires_grad=True), torch.randn(4, 7, 6, requires_grad=True)]
+    loop = [a.detach().clone().requires_grad_() for a in inputs]
     seed = torch.randn(5, 7)
     experts.expert_linear_reference(loop[0], loop[1], counts).backward(seed)
     for queue in (None, WeightGradients()) if split else (None,):
-        given[0].grad = given[1].grad = None
+        inputs[0].grad = inputs[1].grad = None
         with splitting() if split else nullcontext():
-            out = experts.expert_linear(given[0], given[1], counts)
+            out = experts.expert_linear(inputs[0], inputs[1], counts)
             with nullcontext() if queue is None else queue:
                 out.backward(seed)
         if queue is not None:
-            assert given[1].grad is None and len(queue) == 1
+            assert inputs[1].grad is None and len(queue) == 1
             queue.run()
-        for one, other in zip(given, loop, strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
+        for a, b in zip(inputs, loop, strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -236,16 +236,16 @@ def test_grouped_products_take_any_layout(
     monkeypatch.setattr(experts, "groups_on_device", lambda rows, weights: True)
     rows, weights, gradient = tensors((8, 8), (4, 16, 8), (8, 16))
     laid = LAYOUTS[layout](rows), weights, LAYOUTS[layout](gradient)
-    found = [laid[0].detach().requires_grad_(), weights.clone().requires_grad_()]
+    actual = [laid[0].detach().requires_grad_(), weights.clone().requires_grad_()]
     right = [laid[0].detach().clone().requires_grad_(), weights.clone().requires_grad_()]
     with splitting() if split else nullcontext():
-        out = experts.expert_linear(*found, torch.tensor(counts))
+        out = experts.expert_linear(*actual, torch.tensor(counts))
         out.backward(laid[2])
     expected = loop(*right, counts=counts)
     expected.backward(laid[2])
     torch.testing.assert_close(out, expected)
-    for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    for a, b in zip(actual, right, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
     by_rows, by_weights = experts._gradient_functions(laid[2], laid[0], weights, torch.tensor(counts), "auto", SAME)
     torch.testing.assert_close(by_rows(), right[0].grad)
     torch.testing.assert_close(by_weights(), right[1].grad)

@@ -33,12 +33,12 @@ def distance(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 3e5])
 def test_a_row_is_scaled_by_a_power_of_two_below_the_largest_number(size: float) -> None:
     (x,) = tensors((40, 64), dtype=BF16)
-    found = fp8.narrow(x * size)
-    assert torch.equal(found.scales, torch.exp2(found.scales.log2().round()))
-    peaks = found.values.float().abs().amax(-1)
+    actual = fp8.narrow(x * size)
+    assert torch.equal(actual.scales, torch.exp2(actual.scales.log2().round()))
+    peaks = actual.values.float().abs().amax(-1)
     assert (peaks <= fp8.LARGEST).all() and (size < 1e-9 or (peaks > fp8.LARGEST / 2.2).all())
     if size > 1e-9:
-        assert distance(found.wide(), x * size) < 0.03  # 3 bits of mantissa: 1/16 at most, 2.6 % in the mean square
+        assert distance(actual.wide(), x * size) < 0.03  # 3 bits of mantissa: 1/16 at most, 2.6 % in the mean square
 
 
 def test_zeros_and_single_numbers_stay() -> None:
@@ -49,17 +49,17 @@ def test_zeros_and_single_numbers_stay() -> None:
 
 def results(kernels: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
     out = kernels.linears(x, weights, biases)
-    gradients = tensors(*(one.shape for one in out), dtype=BF16, seed=1)
+    gradients = tensors(*(tensor.shape for tensor in out), dtype=BF16, seed=1)
     return [*out, *torch.autograd.grad(out, [x, *weights, *(b for b in biases if b is not None)], gradients)]
 
 
 def test_as_the_twin_in_value_and_gradients() -> None:
     x, *weights = tensors((6, 5, 64), (32, 64), (48, 64), dtype=BF16)
-    leaves = [one.requires_grad_() for one in (x, *weights)]
+    leaves = [a.requires_grad_() for a in (x, *weights)]
     bias = tensors((32,), dtype=BF16)[0].requires_grad_()
     ours, twin = (results(in_form(make(), FP8), leaves[0], leaves[1:], [bias, None]) for make in (fast, reference))
-    for one, other in zip(ours, twin, strict=True):
-        assert distance(one, other) < 4e-3
+    for a, b in zip(ours, twin, strict=True):
+        assert distance(a, b) < 4e-3
     plain = results(fast(), leaves[0], leaves[1:], [bias, None])
     assert 0.02 < distance(ours[0], plain[0]) < 0.06 and 0.02 < distance(ours[2], plain[2]) < 0.06
     assert torch.equal(ours[3], plain[3]), "gradients of weights are made of 16 bit"
@@ -70,20 +70,20 @@ def test_gradients_of_weights_too() -> None:
     error to itself."""
     x, *weights = tensors((6, 5, 64), (32, 64), (48, 64), dtype=BF16)
     x[..., 3] *= 1000
-    leaves = [one.requires_grad_() for one in (x, *weights)]
+    leaves = [a.requires_grad_() for a in (x, *weights)]
     ours, twin, same = (
         results(in_form(make(), form), leaves[0], leaves[1:], [None, None])
         for make, form in ((fast, FP8_ALL), (reference, FP8_ALL), (fast, SAME))
     )
-    for one, other in zip(ours, twin, strict=True):
-        assert distance(one, other) < 4e-3
+    for a, b in zip(ours, twin, strict=True):
+        assert distance(a, b) < 4e-3
     assert 0.02 < distance(ours[3], same[3]) < 0.06 and 0.02 < distance(ours[4], same[4]) < 0.06
     rest = torch.arange(64) != 3
     assert distance(ours[3][:, rest], same[3][:, rest]) < 0.06
 
 
 def test_what_waits_of_a_gradient_is_rounded_too() -> None:
-    x, weight = (one.requires_grad_() for one in tensors((8, 32), (16, 32), dtype=BF16))
+    x, weight = (tensor.requires_grad_() for tensor in tensors((8, 32), (16, 32), dtype=BF16))
     kernels = in_form(fast(), FP8_ALL)
     kernels.linear(x, weight).sum().backward()
     right, weight.grad = weight.grad, None
@@ -97,23 +97,23 @@ def test_what_waits_of_a_gradient_is_rounded_too() -> None:
 
 def test_as_the_product_of_torch() -> None:
     a, b, bias = tensors((32, 64), (48, 64), (48,), dtype=BF16)
-    one, other = fp8.narrow(a), fp8.narrow(b)
-    right = compat.scaled_product(*one, *other, bias, BF16)
-    assert distance(fp8.product(one, other, BF16, bias), right) < 3e-3
+    tensor, other = fp8.narrow(a), fp8.narrow(b)
+    right = compat.scaled_product(*tensor, *other, bias, BF16)
+    assert distance(fp8.product(tensor, other, BF16, bias), right) < 3e-3
 
 
 def test_the_second_half_of_a_gated_mlp() -> None:
-    gate, up, weight = (one.requires_grad_() for one in tensors((9, 32), (9, 32), (16, 32), dtype=BF16))
+    gate, up, weight = (a.requires_grad_() for a in tensors((9, 32), (9, 32), (16, 32), dtype=BF16))
     (gradient,) = tensors((9, 16), dtype=BF16, seed=3)
-    found = []
+    actual = []
     for make in (fast, reference):
         out = in_form(make(), FP8).swiglu_linear(gate, up, weight)
-        found.append([out, *torch.autograd.grad(out, (gate, up, weight), gradient)])
-    assert all(distance(one, other) < 8e-3 for one, other in zip(*found, strict=True))
+        actual.append([out, *torch.autograd.grad(out, (gate, up, weight), gradient)])
+    assert all(distance(a, b) < 8e-3 for a, b in zip(*actual, strict=True))
 
 
 def test_gradients_of_weights_can_wait() -> None:
-    x, weight = (one.requires_grad_() for one in tensors((8, 32), (16, 32), dtype=BF16))
+    x, weight = (tensor.requires_grad_() for tensor in tensors((8, 32), (16, 32), dtype=BF16))
     kernels = in_form(fast(), FP8)
     kernels.linear(x, weight).sum().backward()
     right, weight.grad = weight.grad, None
@@ -139,13 +139,13 @@ def losses(
     engine = build_engine(shape, layout, dtype=precision, products=products)
     engine.train()
     optimizer = Optimizer(engine.parameters.items(), Recipe())
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, actual = torch.Generator().manual_seed(0), []
     for _ in range(40):
         start = torch.randint(256, (4, 1), generator=generator)
         tokens = (start + 7 * torch.arange(65)) % 256
         batch = Batch(tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=256)
-        found.append(train_step(engine, optimizer, [batch], rate=3e-3, clip=1.0, balance_loss=0.0).loss.item())
-    return found
+        actual.append(train_step(engine, optimizer, [batch], rate=3e-3, clip=1.0, balance_loss=0.0).loss.item())
+    return actual
 
 
 def beside(ours: list[float], plain: list[float]) -> bool:
@@ -174,33 +174,33 @@ def test_a_curve_of_40_steps_with_all_products_rounded(shape: ModelShape) -> Non
 def test_compiled_gradients_are_those_of_eager_code(products: str) -> None:
     """But for roundings between operations that the compiler leaves out."""
     tokens = (torch.arange(4)[:, None] + 7 * torch.arange(65)) % 256
-    found = []
+    actual = []
     for compiled in ("off", "on"):
         torch._dynamo.reset()
         layout = Layout(compile=compiled)  # type: ignore[arg-type]
         engine = build_engine(replace(SMALL, layers=1), layout, dtype=BF16, products=products)
         engine.model.loss(tokens[:, :-1], tokens[:, 1:]).cross_entropy.backward()
-        found.append({name: one.grad for name, one in engine.parameters.items()})
-    for name, gradient in found[0].items():
-        other = found[1][name]
+        actual.append({name: tensor.grad for name, tensor in engine.parameters.items()})
+    for name, gradient in actual[0].items():
+        other = actual[1][name]
         assert gradient is not None and other is not None and distance(other, gradient) < 0.15, name
 
 
 def test_only_blocks_are_rounded() -> None:
     """A model whose blocks add nothing: embedding, norm and head give the same bits."""
-    found = []
+    actual = []
     for products in ("same", "fp8"):
         engine = build_engine(SMALL, Layout(compile="off"), dtype=BF16, products=products)
         with torch.no_grad():
             for name, parameter in engine.parameters.items():
                 if name.endswith(("o.weight", "down.weight")):
                     parameter.zero_()
-            found.append(engine.model(torch.arange(10)[None]))
-    assert torch.equal(*found)
+            actual.append(engine.model(torch.arange(10)[None]))
+    assert torch.equal(*actual)
 
 
-def plan(**given: Any) -> Plan:
-    layout = Layout(**given.pop("layout", {}))
+def plan(**changes: Any) -> Plan:
+    layout = Layout(**changes.pop("layout", {}))
     recipe = Recipe(sequence=4096, global_batch=64, precision="bf16", products="fp8")
     return Plan(model=presets.model("llama-3.1-8b"), layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
 
@@ -208,14 +208,14 @@ def plan(**given: Any) -> Plan:
 def test_what_cannot_be_rounded_is_refused() -> None:
     good = plan(layout={"dp_shard": 8, "zero": 2})
     assert not good.violations()
-    (said,) = replace(good, recipe=replace(good.recipe, precision="fp32")).violations()
-    assert said.endswith("take recipe.precision=bf16")
-    (said,) = replace(good, model=replace(SMALL, ffn=120)).violations()
-    assert "layers.0.mlp" in said and "120" in said and said.endswith("take recipe.products=same")
+    (violation,) = replace(good, recipe=replace(good.recipe, precision="fp32")).violations()
+    assert violation.endswith("take recipe.precision=bf16")
+    (violation,) = replace(good, model=replace(SMALL, ffn=120)).violations()
+    assert "layers.0.mlp" in violation and "120" in violation and violation.endswith("take recipe.products=same")
     routed = replace(good, model=replace(ROUTED, moe=MoEShape(experts=4, top_k=2, ffn=24)))
     assert not routed.violations()
-    (said,) = replace(routed, recipe=replace(good.recipe, products="fp8-all")).violations()
-    assert "experts" in said and "24" in said and said.endswith("take recipe.products=fp8")
+    (violation,) = replace(routed, recipe=replace(good.recipe, products="fp8-all")).violations()
+    assert "experts" in violation and "24" in violation and violation.endswith("take recipe.products=fp8")
 
 
 def test_a_device_without_such_products_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,23 +231,23 @@ def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
     them is made, which was 1.5 % of this peak. Gradients of weights add to their sums and take nothing beside them."""
     shape = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=64, max_positions=8192)
     layout = Layout(pp=2, schedule="zb-h1", micro_batch=1, compile="off")
-    found = []
+    actual = []
     for products in ("same", "fp8"):
         recipe = Recipe(sequence=128, global_batch=4, precision="bf16", products=products)  # type: ignore[arg-type]
-        one = Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
-        kinds = predict(one).memory[0].kinds
-        planned, held = sum(kinds.values()) - kinds["reserve"], dry_run(one, ranks=[0], device="cuda").peak_bytes
+        tensor = Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
+        kinds = predict(tensor).memory[0].kinds
+        planned, held = sum(kinds.values()) - kinds["reserve"], dry_run(tensor, ranks=[0], device="cuda").peak_bytes
         assert planned == pytest.approx(held, rel=0.01)
-        found.append(held)
-    assert found[0] < found[1] < 1.01 * found[0]
+        actual.append(held)
+    assert actual[0] < actual[1] < 1.01 * actual[0]
 
 
 def test_a_run_says_what_makes_it_slow() -> None:
-    one, cuda, cpu = plan(), torch.device("cuda", 0), torch.device("cpu")
-    assert "layout.compile=on" in device.product_notes(one, cuda, compiled=False)[0]
-    assert device.product_notes(one, cuda, compiled=True) == []
-    assert device.product_notes(one, cpu, compiled=False)[0].startswith("a CPU multiplies no 8-bit numbers")
-    bf16 = Plan(model=one.model, layout=one.layout, recipe=Recipe(precision="bf16"), cluster=one.cluster)
+    tensor, cuda, cpu = plan(), torch.device("cuda", 0), torch.device("cpu")
+    assert "layout.compile=on" in device.product_notes(tensor, cuda, compiled=False)[0]
+    assert device.product_notes(tensor, cuda, compiled=True) == []
+    assert device.product_notes(tensor, cpu, compiled=False)[0].startswith("a CPU multiplies no 8-bit numbers")
+    bf16 = Plan(model=tensor.model, layout=tensor.layout, recipe=Recipe(precision="bf16"), cluster=tensor.cluster)
     assert device.product_notes(bf16, cuda, compiled=False) == []
 
 

@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 COUNTS = [[20, 0, 13, 17], [0, 0, 50, 0], [16, 16, 16, 2], [0, 0, 0, 0]]
 
 
-def given(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def expert_operands(counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, a stack and the gradient of their products."""
     rows, stack, gradient = tensors((sum(counts), 64), (4, 32, 64), (sum(counts), 32), dtype=BF16)
     return rows.requires_grad_(), stack.requires_grad_(), gradient
@@ -31,21 +31,21 @@ def outcome(product: Any, counts: Any, leaves: tuple[Tensor, Tensor, Tensor]) ->
     return [out, *torch.autograd.grad(out, [rows, stack], gradient)]
 
 
-def off(one: Tensor, other: Tensor) -> float:
-    return distance(one, other) if other.any() else one.detach().abs().sum().item()
+def off(tensor: Tensor, other: Tensor) -> float:
+    return distance(tensor, other) if other.any() else tensor.detach().abs().sum().item()
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_as_the_twin(counts: list[int]) -> None:
-    leaves = given(counts)
+    leaves = expert_operands(counts)
     ours, twin, plain = (
         outcome(in_form(make(), form).expert_linear, counts, leaves)
         for make, form in ((fast, FP8_ALL), (reference, FP8_ALL), (fast, SAME))
     )
-    for one, other, same in zip(ours, twin, plain, strict=True):
-        assert one.shape == same.shape and one.dtype == BF16
-        assert off(one, other) < 4e-3
-        assert not same.any() or 0.02 < off(one, same) < 0.06
+    for a, b, same in zip(ours, twin, plain, strict=True):
+        assert a.shape == same.shape and a.dtype == BF16
+        assert off(a, b) < 4e-3
+        assert not same.any() or 0.02 < off(a, same) < 0.06
 
 
 def grouped_by_hand(
@@ -56,8 +56,8 @@ def grouped_by_hand(
     starts, bounds = [0, *ends.tolist()[:-1]], ends.tolist()
     if b.dim() == 3:
         made = a.new_empty(len(a), b.shape[1], dtype=dtype)
-        for one, scales, start, end in zip(b, b_scales, starts, bounds, strict=True):
-            made[start:end] = (a[start:end].float() @ one.float().t()) * a_scales[start:end, None] * scales
+        for tensor, scales, start, end in zip(b, b_scales, starts, bounds, strict=True):
+            made[start:end] = (a[start:end].float() @ tensor.float().t()) * a_scales[start:end, None] * scales
         return made
     assert all(end % 16 == 0 for end in bounds), "a run along the sum begins at a multiple of 16 bytes"
     parts = [
@@ -71,7 +71,7 @@ def grouped_by_hand(
 
 @pytest.mark.parametrize("counts", COUNTS[:-1], ids=str)
 def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = given(counts)
+    leaves = expert_operands(counts)
     right = outcome(fp8_experts.expert_linear, counts, leaves)
     calls = []
 
@@ -81,9 +81,9 @@ def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypat
 
     monkeypatch.setattr(compat, "scaled_grouped_product", product)
     with simulate_device("cuda"):
-        found = outcome(fp8_experts.expert_linear, torch.tensor(counts), leaves)
+        actual = outcome(fp8_experts.expert_linear, torch.tensor(counts), leaves)
     assert len(calls) == 3
-    assert all(off(one, other) < 3e-3 for one, other in zip(found, right, strict=True))
+    assert all(off(a, b) < 3e-3 for a, b in zip(actual, right, strict=True))
 
 
 @pytest.mark.parametrize("expanded", [False, True])
@@ -97,21 +97,21 @@ def test_the_kernel_of_this_torch_takes_such_operands(expanded: bool) -> None:
         if expanded:
             gradient = gradient[0, 0].expand(gradient.shape)
         leaves = rows.requires_grad_(), stack.requires_grad_(), gradient
-        found = outcome(fp8_experts.expert_linear, torch.empty(4, dtype=torch.int64), leaves)
-    assert [tuple(one.shape) for one in found] == [(50, 32), (50, 64), (4, 32, 64)]
-    assert {one.dtype for one in found} == {BF16}
+        actual = outcome(fp8_experts.expert_linear, torch.empty(4, dtype=torch.int64), leaves)
+    assert [tuple(tensor.shape) for tensor in actual] == [(50, 32), (50, 64), (4, 32, 64)]
+    assert {tensor.dtype for tensor in actual} == {BF16}
 
 
 def test_a_large_stack_is_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     (stack,) = tensors((5, 32, 64), dtype=BF16)
     right = fp8_experts.narrow_stack(stack)
     monkeypatch.setattr(fp8_experts, "PIECE", 2 * 32 * 64)
-    found = fp8_experts.narrow_stack(stack)
-    assert torch.equal(found.values.float(), right.values.float()) and torch.equal(found.scales, right.scales)
+    actual = fp8_experts.narrow_stack(stack)
+    assert torch.equal(actual.values.float(), right.values.float()) and torch.equal(actual.scales, right.scales)
 
 
 def test_gradients_of_a_stack_can_wait() -> None:
-    rows, stack, gradient = given(COUNTS[0])
+    rows, stack, gradient = expert_operands(COUNTS[0])
     right = outcome(fp8_experts.expert_linear, COUNTS[0], (rows, stack, gradient))[2]
     with splitting():
         made = in_form(fast(), FP8_ALL).expert_linear(rows, stack, COUNTS[0])
@@ -126,9 +126,9 @@ def test_as_an_operator_of_compiled_code() -> None:
     """What it is made of, called as the compiler would."""
     from meshwright.kernels.experts import expert_product
 
-    leaves, counts = given(COUNTS[0]), torch.tensor(COUNTS[0])
+    leaves, counts = expert_operands(COUNTS[0]), torch.tensor(COUNTS[0])
     right = outcome(fp8_experts.expert_linear, counts, leaves)
-    found = outcome(
+    actual = outcome(
         lambda rows, stack, counts: expert_product(rows, stack, counts, "auto", FP8_ALL, False), counts, leaves
     )
-    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, right, strict=True))

@@ -17,14 +17,14 @@ def parameter(*shape: int, seed: int = 0) -> nn.Parameter:
     return nn.Parameter(tensors(shape, dtype=BF16, seed=seed)[0])
 
 
-def summed(one: nn.Parameter, *, meets: bool = False) -> GradientSum:
-    return GradientSum(one, torch.float32, lambda: torch.empty_like(one, dtype=torch.float32), meets=meets)
+def summed(parameter: nn.Parameter, *, meets: bool = False) -> GradientSum:
+    return GradientSum(parameter, torch.float32, lambda: torch.empty_like(parameter, dtype=torch.float32), meets=meets)
 
 
-def give(one: nn.Parameter, gradients: list[Tensor]) -> None:
+def give(parameter: nn.Parameter, gradients: list[Tensor]) -> None:
     """As many backward passes."""
     for gradient in gradients:
-        torch.autograd.backward(one.view_as(one), gradient)
+        torch.autograd.backward(parameter.view_as(parameter), gradient)
 
 
 def test_the_sum_is_that_of_autograd_bit_for_bit() -> None:
@@ -41,15 +41,15 @@ def test_the_sum_is_that_of_autograd_bit_for_bit() -> None:
 def test_no_gradient_is_widened_as_a_whole() -> None:
     """By the allocator: autograd makes a copy of 8 MiB to add 4 MiB."""
     peaks = {}
-    for own in (False, True):
-        one = parameter(*SIZE)
-        one.grad_dtype = torch.float32
-        sums = summed(one) if own else None
+    for has_sum in (False, True):
+        weight = parameter(*SIZE)
+        weight.grad_dtype = torch.float32
+        sums = summed(weight) if has_sum else None
         first, second = tensors(SIZE, SIZE, dtype=BF16, seed=1)
-        give(one, [first])
-        with watching() as found:
-            give(one, [second])
-        peaks[own] = max((size for _, size in found.totals()), default=0)
+        give(weight, [first])
+        with watching() as actual:
+            give(weight, [second])
+        peaks[has_sum] = max((size for _, size in actual.totals()), default=0)
         del sums
     wide = 4 * SIZE[0] * SIZE[1]
     assert peaks[False] >= wide
@@ -65,30 +65,30 @@ def test_pieces_add_up_to_the_whole() -> None:
 
 def test_a_matrix_of_both_ends_gets_two_gradients_one_by_one() -> None:
     """Autograd would add them in 16 bits."""
-    one = parameter(4, 4)
-    sums = summed(one, meets=True)
+    weight = parameter(4, 4)
+    sums = summed(weight, meets=True)
     small = torch.full((4, 4), 2.0**-9, dtype=BF16)
-    torch.autograd.backward((use_alias(one).view(4, 4), one.view(4, 4)), (torch.ones(4, 4, dtype=BF16), small))
-    assert one.grad is not None and bool((one.grad == 1 + 2.0**-9).all()) and sums.meets
+    torch.autograd.backward((use_alias(weight).view(4, 4), weight.view(4, 4)), (torch.ones(4, 4, dtype=BF16), small))
+    assert weight.grad is not None and bool((weight.grad == 1 + 2.0**-9).all()) and sums.meets
 
 
 def test_gradients_of_weights_that_come_late_go_to_the_sum() -> None:
-    one = parameter(16, 8)
-    sums = summed(one)
+    weight = parameter(16, 8)
+    sums = summed(weight)
     x = tensors((3, 8), dtype=BF16, seed=2)[0].requires_grad_()
     with splitting():
         for _ in range(2):
-            made = linear(x, one)
+            made = linear(x, weight)
             with WeightGradients() as queue:
                 made.sum().backward()
             queue.run()
     right = 2 * (torch.ones(3, 16, dtype=BF16).t() @ x.detach()).float()
-    assert one.grad is not None and one.grad.dtype == sums.dtype
-    torch.testing.assert_close(one.grad, right)
+    assert weight.grad is not None and weight.grad.dtype == sums.dtype
+    torch.testing.assert_close(weight.grad, right)
 
 
 def test_a_sum_goes_with_its_owner() -> None:
-    one = parameter(2, 2)
-    sums = summed(one)
+    weight = parameter(2, 2)
+    sums = summed(weight)
     del sums
-    assert sum_of(one) is None and gradient_dtype(one) == BF16
+    assert sum_of(weight) is None and gradient_dtype(weight) == BF16

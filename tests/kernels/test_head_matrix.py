@@ -38,9 +38,9 @@ def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def targets_of(vocab: int) -> Tensor:
-    found = torch.randint(vocab, (ROWS,), generator=torch.Generator().manual_seed(vocab))
-    found[[2, 11]] = IGNORED
-    return found
+    actual = torch.randint(vocab, (ROWS,), generator=torch.Generator().manual_seed(vocab))
+    actual[[2, 11]] = IGNORED
+    return actual
 
 
 def each(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -77,22 +77,22 @@ def test_distillation(vocab: int, beta: float) -> None:
     x, weight, *theirs = tensors((ROWS, WIDTH), (vocab, WIDTH), (ROWS, 24), (vocab, 24))
 
     def loss(function: Callable[..., Any], x: Tensor, weight: Tensor) -> Tensor:
-        teacher = TeacherHead(*(one.to(x.dtype) for one in theirs))
-        found: Tensor = function(x, weight, teacher, targets, form=form).loss
-        return found
+        teacher = TeacherHead(*(a.to(x.dtype) for a in theirs))
+        actual: Tensor = function(x, weight, teacher, targets, form=form).loss
+        return actual
 
-    found = outcome(partial(loss, fast().linear_divergence), [x, weight])
+    actual = outcome(partial(loss, fast().linear_divergence), [x, weight])
     right = outcome(partial(loss, reference().linear_divergence), [x, weight])
-    for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for a, b in zip(actual, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocab", [97, 1001])
 def test_the_likeliest(vocab: int) -> None:
     x, weight = tensors((ROWS, WIDTH), (vocab, WIDTH))
-    found, right = (kernels.linear_top(x, weight, 7, 0.8) for kernels in (fast(), reference()))
-    assert torch.equal(found.ids, right.ids)
-    torch.testing.assert_close(found.log_probabilities, right.log_probabilities)
+    actual, right = (kernels.linear_top(x, weight, 7, 0.8) for kernels in (fast(), reference()))
+    assert torch.equal(actual.ids, right.ids)
+    torch.testing.assert_close(actual.log_probabilities, right.log_probabilities)
 
 
 @pytest.mark.parametrize("vocab", [97, 1001])
@@ -128,10 +128,10 @@ def test_parts_of_a_vocabulary() -> None:
         def total(mine: Tensor) -> Tensor:
             at = next(number_of) // 2
             rows = slice(8 * at, 8 * at + 8)
-            found = (logits[rows] - peaks[at].unsqueeze(1)).exp().sum(1)
+            actual = (logits[rows] - peaks[at].unsqueeze(1)).exp().sum(1)
             chosen = logits[rows].gather(1, targets[rows].clamp(min=0).unsqueeze(1)).squeeze(1) - peaks[at]
-            assert mine.shape == (2, len(found)) and (mine[0] <= found * (1 + 1e-5)).all()
-            return torch.stack((found, chosen))
+            assert mine.shape == (2, len(actual)) and (mine[0] <= actual * (1 + 1e-5)).all()
+            return torch.stack((actual, chosen))
 
         parts = Vocabulary(first=first, number=number, most=49, whole=vocab, parts=2, largest=largest, total=total)
         call = partial(fast().linear_cross_entropy, targets=targets, vocabulary=parts)
@@ -164,10 +164,10 @@ class Widths(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ in PRODUCTS:
-            for one in (*args, result):
-                if isinstance(one, Tensor) and one.dim() == 2:
-                    self.strides.add(max(one.stride()) * one.element_size())
-                    self.sizes |= set(one.shape)
+            for tensor in (*args, result):
+                if isinstance(tensor, Tensor) and tensor.dim() == 2:
+                    self.strides.add(max(tensor.stride()) * tensor.element_size())
+                    self.sizes |= set(tensor.shape)
         return result
 
 
@@ -184,8 +184,8 @@ def test_every_product_is_aligned(vocab: int) -> None:
 
 def test_what_is_aligned_stays_as_it_is() -> None:
     weight = torch.randn(96, WIDTH)
-    found = HeadMatrix.padded(weight, torch.float32)
-    assert not found.is_padded and found.parts[0][1] is weight
+    actual = HeadMatrix.padded(weight, torch.float32)
+    assert not actual.is_padded and actual.parts[0][1] is weight
     assert [padded_columns(50257, 2), padded_columns(50304, 2), padded_columns(128256, 2)] == [50304, 50304, 128256]
     assert [padded_columns(16032, 2), padded_columns(1, 4), padded_columns(0, 4)] == [16032, 128, 0]
 
@@ -202,15 +202,15 @@ def test_a_model_learns_the_same_and_keeps_its_shape(tied: bool, monkeypatch: py
         for name, parameter in model.named_parameters():
             assert parameter.untyped_storage().nbytes() == parameter.numel() * 4, name
             assert parameter.grad is not None and parameter.grad.shape == parameter.shape
-        return loss, {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return loss, {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
 
-    loss, found = gradients()
+    loss, actual = gradients()
     monkeypatch.setattr(head_matrix, "PADDING_DEVICES", {"cuda"})
     plain, right = gradients()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
-    assert found.keys() == right.keys()
-    for name, one in found.items():
-        torch.testing.assert_close(one, right[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert actual.keys() == right.keys()
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, right[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("factor", [1.0, -0.37], ids=str)

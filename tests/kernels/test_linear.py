@@ -38,8 +38,8 @@ def triple(*lead: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @pytest.mark.parametrize("lead", [(7,), (2, 3), (2, 3, 4), (1,)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_layer(lead: tuple[int, ...], bias: bool) -> None:
-    given = tensors((*lead, 9), (5, 9), (5,))
-    assert_single(single(fast().linear, bias), single(reference().linear, bias), given)
+    inputs = tensors((*lead, 9), (5, 9), (5,))
+    assert_single(single(fast().linear, bias), single(reference().linear, bias), inputs)
 
 
 @pytest.mark.parametrize("lead", [(7,), (2, 3), (2, 3, 4), (1,)], ids=str)
@@ -48,9 +48,9 @@ def test_several_layers_of_one_input(lead: tuple[int, ...]) -> None:
 
 
 def test_second_derivatives_are_not_needed_but_first_ones_are_right() -> None:
-    given = [tensor.double().requires_grad_() for tensor in triple(2, 3)]
-    assert torch.autograd.gradcheck(several(fast().linears), given)
-    assert torch.autograd.gradcheck(fast().linear, [given[0], given[1]])
+    inputs = [tensor.double().requires_grad_() for tensor in triple(2, 3)]
+    assert torch.autograd.gradcheck(several(fast().linears), inputs)
+    assert torch.autograd.gradcheck(fast().linear, [inputs[0], inputs[1]])
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -60,10 +60,10 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(
 ) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
     exact = several(reference().linears)
-    given = tensors((2, 20, 64), (16, 64), (24, 64), (8, 64), (24,), dtype=dtype)
-    assert_not_worse(several(fast().linears), exact, exact, given)
-    one = tensors((2, 20, 64), (16, 64), (16,), dtype=dtype)
-    assert_not_worse(fast().linear, reference().linear, reference().linear, one)
+    inputs = tensors((2, 20, 64), (16, 64), (24, 64), (8, 64), (24,), dtype=dtype)
+    assert_not_worse(several(fast().linears), exact, exact, inputs)
+    tensor = tensors((2, 20, 64), (16, 64), (16,), dtype=dtype)
+    assert_not_worse(fast().linear, reference().linear, reference().linear, tensor)
 
 
 def test_widened_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +80,9 @@ def test_a_matrix_is_not_widened_for_one_row_or_two(
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     monkeypatch.setattr(compat, "HAS_VECTORS", True)
     x, weight = tensors((*rows, 64), (8, 64), dtype=torch.bfloat16)
-    with Recording() as found:
+    with Recording() as actual:
         fast().linear(x, weight)
-    made = [out for _, _, _, out in found.calls if isinstance(out, Tensor) and out.dtype == torch.float32]
+    made = [out for _, _, _, out in actual.calls if isinstance(out, Tensor) and out.dtype == torch.float32]
     assert any(out.shape == weight.shape for out in made) is widened
 
 
@@ -92,8 +92,8 @@ def test_a_large_matrix_is_never_widened_as_a_whole(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cpu_product, "WIDENED_AT_ONCE", 100 * 64)
     x, weight, bias = tensors((3, 5, 64), (1030, 64), (1030,), dtype=torch.bfloat16)
     with torch.no_grad(), Alive([x, weight, bias]) as alive:
-        found = fast().linear(x, weight, bias)
-    torch.testing.assert_close(found, reference().linear(x.double(), weight.double(), bias.double()).bfloat16())
+        actual = fast().linear(x, weight, bias)
+    torch.testing.assert_close(actual, reference().linear(x.double(), weight.double(), bias.double()).bfloat16())
     assert alive.peak_bytes < weight.nbytes
 
 
@@ -132,18 +132,18 @@ def test_inputs_and_gradients_may_be_views() -> None:
     def run(layers: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
         return layers(x.transpose(0, 1)[..., ::2], *others).transpose(0, 1)
 
-    given = tensors((3, 4, 18), (5, 9), (3, 9), (4, 9), (3,))
+    inputs = tensors((3, 4, 18), (5, 9), (3, 9), (4, 9), (3,))
     fast_form, plain = several(fast().linears), several(reference().linears)
-    assert_single(partial(run, fast_form), partial(run, plain), given)
+    assert_single(partial(run, fast_form), partial(run, plain), inputs)
 
 
 @pytest.mark.parametrize("frozen", range(5))
 def test_frozen_parameters_get_no_gradient(frozen: int) -> None:
-    given = [tensor.requires_grad_(index != frozen) for index, tensor in enumerate(triple(6))]
-    several(fast().linears)(*given).sum().backward()
-    exact = outcome(lambda *all: several(reference().linears)(*all).sum(), [t.detach() for t in given])
+    inputs = [tensor.requires_grad_(index != frozen) for index, tensor in enumerate(triple(6))]
+    several(fast().linears)(*inputs).sum().backward()
+    exact = outcome(lambda *all: several(reference().linears)(*all).sum(), [t.detach() for t in inputs])
     seed = torch.randn((), generator=torch.Generator().manual_seed(1)).bfloat16().double()
-    for index, tensor in enumerate(given):
+    for index, tensor in enumerate(inputs):
         if index == frozen:
             assert tensor.grad is None
         else:
@@ -152,9 +152,9 @@ def test_frozen_parameters_get_no_gradient(frozen: int) -> None:
 
 
 def test_the_input_is_kept_once_for_all() -> None:
-    given = [tensor.requires_grad_() for tensor in triple(50)]
-    _, kept = saved_bytes(lambda: several(fast().linears)(*given), without=given)
-    assert kept == 0
+    inputs = [tensor.requires_grad_() for tensor in triple(50)]
+    _, saved = saved_bytes(lambda: several(fast().linears)(*inputs), without=inputs)
+    assert saved == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

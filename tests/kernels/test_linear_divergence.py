@@ -50,11 +50,11 @@ def targets_of(rows: int, ignored: tuple[int, ...] = ()) -> Tensor:
     return targets
 
 
-def top_of(theirs: Tensor, head: Tensor, form: Divergence, kept: int = KEPT) -> KnownTop:
+def top_of(theirs: Tensor, head: Tensor, form: Divergence, number: int = KEPT) -> KnownTop:
     logs = (theirs @ head.T / form.temperature).float().log_softmax(-1)
-    found, ids = logs.topk(kept)
+    actual, ids = logs.topk(number)
     rest = logs.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-    return KnownTop(ids, torch.cat((found, rest), 1))
+    return KnownTop(ids, torch.cat((actual, rest), 1))
 
 
 def whole(
@@ -82,12 +82,12 @@ def whole(
     return total if scale is None else total * scale
 
 
-def loss_of(function: Callable[..., DistillationLoss], x: Tensor, weight: Tensor, **given: object) -> Tensor:
-    return function(x, weight, **given).loss
+def loss_of(function: Callable[..., DistillationLoss], x: Tensor, weight: Tensor, **options: object) -> Tensor:
+    return function(x, weight, **options).loss
 
 
 def in_fp64(teacher: TeacherHead | KnownTop) -> TeacherHead | KnownTop:
-    return TeacherHead(*(one.double() for one in teacher)) if isinstance(teacher, TeacherHead) else teacher
+    return TeacherHead(*(tensor.double() for tensor in teacher)) if isinstance(teacher, TeacherHead) else teacher
 
 
 FUNCTIONS = {
@@ -128,13 +128,13 @@ def test_value_and_gradients_of_what_was_kept(form: Divergence, function: Callab
 def test_all_of_a_vocabulary_kept_is_the_teacher_itself() -> None:
     targets, form = targets_of(21), Divergence(temperature=2.0, hard=0.25)
     x, weight, *theirs = inputs(21)
-    known = top_of(*theirs, form=form, kept=VOCAB)
+    known = top_of(*theirs, form=form, number=VOCAB)
     made = [
-        outcome(partial(loss_of, FUNCTIONS["fast"], teacher=one, targets=targets, form=form), [x, weight])
-        for one in (TeacherHead(*theirs), known)
+        outcome(partial(loss_of, FUNCTIONS["fast"], teacher=a, targets=targets, form=form), [x, weight])
+        for a in (TeacherHead(*theirs), known)
     ]
-    for one, other in zip(*made, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_parts_are_the_divergence_and_the_cross_entropy() -> None:
@@ -155,7 +155,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
             form=Divergence(beta=beta),
         )  # fmt: skip
         value, *gradients = outcome(call, [x, weight])
-        assert abs(value.item()) < 1e-4 and all(one.abs().max() < 1e-5 for one in gradients)
+        assert abs(value.item()) < 1e-4 and all(tensor.abs().max() < 1e-5 for tensor in gradients)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -195,16 +195,16 @@ def test_a_head_of_16_bits_is_widened_by_rows(function: Callable[..., Tensor], m
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     words, width = 1000, 64
     x, weight, theirs, head = tensors(*[(3, width), (words, width)] * 2, dtype=torch.bfloat16)
-    given = {"teacher": TeacherHead(theirs, head), "targets": targets_of(3)}
+    options = {"teacher": TeacherHead(theirs, head), "targets": targets_of(3)}
     made, peaks = [], []
     for at_once in (words, 30):
         monkeypatch.setattr(cpu_product, "WIDENED_AT_ONCE", at_once * width)
-        made.append(outcome(partial(function, **given), [x, weight]))
+        made.append(outcome(partial(function, **options), [x, weight]))
         with torch.no_grad(), Alive([x, weight, theirs, head]) as alive:
-            function(x, weight, **given)
+            function(x, weight, **options)
         peaks.append(alive.peak_bytes)
-    for one, other in zip(*made, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-5)
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-5)
     assert peaks[0] > 4 * words * width > 2 * peaks[1]
 
 
@@ -212,14 +212,14 @@ def test_a_head_of_16_bits_is_widened_by_rows(function: Callable[..., Tensor], m
 def test_large_logits_overflow_nowhere(beta: float) -> None:
     """Logits of several hundred carry an error of some 1e-5 themselves."""
     x, weight, theirs, head = inputs(9)
-    given = {"targets": targets_of(9), "form": Divergence(beta=beta, hard=0.1)}
+    options = {"targets": targets_of(9), "form": Divergence(beta=beta, hard=0.1)}
     teacher = TeacherHead(theirs * 150, head)
-    value, *gradients = outcome(partial(loss_of, FUNCTIONS["fast"], teacher=teacher, **given), [x * 150, weight])
-    right, *exact = outcome(partial(loss_of, FUNCTIONS["reference"], teacher=teacher, **given), [x * 150, weight])
+    value, *gradients = outcome(partial(loss_of, FUNCTIONS["fast"], teacher=teacher, **options), [x * 150, weight])
+    right, *exact = outcome(partial(loss_of, FUNCTIONS["reference"], teacher=teacher, **options), [x * 150, weight])
     torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
-    assert all(torch.isfinite(one).all() for one in gradients)
-    for one, other in zip(gradients, exact, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-2)
+    assert all(torch.isfinite(a).all() for a in gradients)
+    for a, b in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
 
 
 def test_no_more_than_chunks_of_logits_and_one_backward_pass() -> None:
@@ -244,26 +244,26 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_evaluation_makes_no_gradients() -> None:
-    x, weight, *theirs = (one.requires_grad_() for one in inputs(21))
+    x, weight, *theirs = (tensor.requires_grad_() for tensor in inputs(21))
     with torch.no_grad(), Operations() as made:
         FUNCTIONS["fast"](x, weight, TeacherHead(*theirs), targets_of(21))
     assert made.products == 3 * 2
 
 
-@pytest.mark.parametrize("kept", [0, 8], ids=["online", "kept"])
+@pytest.mark.parametrize("stored", [0, 8], ids=["online", "stored"])
 def test_memory_grows_by_less_than_64_kib_a_token_at_a_vocabulary_of_128k(
-    monkeypatch: pytest.MonkeyPatch, kept: int
+    monkeypatch: pytest.MonkeyPatch, stored: int
 ) -> None:
     """Every storage is followed, of twice as many tokens too; whole logits in fp32 would be 513 KB a token."""
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 16)
     vocabulary, width = 128_256, 32
 
     def peak(rows: int) -> int:
-        x, weight = (one.requires_grad_() for one in tensors((rows, width), (vocabulary, width)))
+        x, weight = (tensor.requires_grad_() for tensor in tensors((rows, width), (vocabulary, width)))
         teacher: TeacherHead | KnownTop = TeacherHead(x.detach(), weight.detach())
-        if kept:
-            logs = torch.full((rows, kept + 1), -math.log(kept + 1))
-            teacher = KnownTop(torch.arange(kept).expand(rows, kept), logs)
+        if stored:
+            logs = torch.full((rows, stored + 1), -math.log(stored + 1))
+            teacher = KnownTop(torch.arange(stored).expand(rows, stored), logs)
         with Alive([x, weight, *teacher]) as alive:
             FUNCTIONS["fast"](x, weight, teacher, torch.zeros(rows, dtype=torch.int64)).loss.backward()
         return alive.peak_bytes
@@ -284,19 +284,19 @@ def test_a_chunk_has_no_more_tensors_of_logits_than_are_planned(form: Divergence
 
 
 @pytest.mark.parametrize(
-    ("beta", "kept"), [(0.0, False), (0.3, False), (1.0, False), (0.0, True)],
-    ids=["forward", "between", "reverse", "kept"],
+    ("beta", "is_stored"), [(0.0, False), (0.3, False), (1.0, False), (0.0, True)],
+    ids=["forward", "between", "reverse", "stored"],
 )  # fmt: skip
-def test_a_vocabulary_in_parts_gives_what_a_whole_one_does(beta: float, kept: bool) -> None:
+def test_a_vocabulary_in_parts_gives_what_a_whole_one_does(beta: float, is_stored: bool) -> None:
     """Three parts of unequal size; their reductions are played over threads that wait for each other."""
     targets, form = targets_of(21, (3, 4)), Divergence(beta=beta, temperature=1.5, hard=0.3)
     x, weight, *theirs = inputs(21)
-    teacher = top_of(*theirs, form=form) if kept else TeacherHead(*theirs)
+    teacher = top_of(*theirs, form=form) if is_stored else TeacherHead(*theirs)
     right = outcome(partial(loss_of, FUNCTIONS["fast"], teacher=teacher, targets=targets, form=form), [x, weight])
-    found = in_parts(x, weight, teacher, targets, form)
-    torch.testing.assert_close(found[0], right[0].float(), rtol=1e-6, atol=1e-6)
-    for one, other in zip(found[1:], (right[1], right[2]), strict=True):
-        torch.testing.assert_close(one.double(), other / seed_of(), rtol=1e-5, atol=1e-5)
+    actual = in_parts(x, weight, teacher, targets, form)
+    torch.testing.assert_close(actual[0], right[0].float(), rtol=1e-6, atol=1e-6)
+    for a, b in zip(actual[1:], (right[1], right[2]), strict=True):
+        torch.testing.assert_close(a.double(), b / seed_of(), rtol=1e-5, atol=1e-5)
 
 
 def seed_of() -> Tensor:
@@ -307,7 +307,7 @@ def seed_of() -> Tensor:
 PARTS = [(0, 13), (13, 13), (26, 11)]
 
 
-def together(one: Callable[[Vocabulary], Any], parts: list[tuple[int, int]]) -> tuple[list[Any], set[int]]:
+def together(tensor: Callable[[Vocabulary], Any], parts: list[tuple[int, int]]) -> tuple[list[Any], set[int]]:
     """(what each part of a vocabulary finds, how many reductions each made), a thread a part."""
     barrier, shared = Barrier(len(parts)), [Tensor()] * len(parts)
     calls = [0] * len(parts)
@@ -326,7 +326,7 @@ def together(one: Callable[[Vocabulary], Any], parts: list[tuple[int, int]]) -> 
             first=first, number=number, most=max(size for _, size in parts), whole=VOCAB, index=index, parts=len(parts),
             largest=partial(reduce, index, True), total=partial(reduce, index, False),
         )  # fmt: skip
-        return one(vocabulary)
+        return tensor(vocabulary)
 
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(run, range(len(parts)))), set(calls)
@@ -337,19 +337,19 @@ def in_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of x, of the weight)."""
 
-    def one(vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    def tensor(vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
         here = slice(vocabulary.first, vocabulary.first + vocabulary.number)
-        own = x.clone().requires_grad_(), weight[here].clone().requires_grad_()
+        leaves = x.clone().requires_grad_(), weight[here].clone().requires_grad_()
         theirs = TeacherHead(teacher.x, teacher.weight[here]) if isinstance(teacher, TeacherHead) else teacher
-        loss = FUNCTIONS["fast"](*own, theirs, targets, vocabulary=vocabulary, form=form).loss
-        return loss.detach(), *torch.autograd.grad(loss, own)
+        loss = FUNCTIONS["fast"](*leaves, theirs, targets, vocabulary=vocabulary, form=form).loss
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    found, calls = together(one, PARTS)
+    actual, calls = together(tensor, PARTS)
     chunks = -(-len(x) // 8)
     between = 0 < form.beta < 1
     assert calls == {chunks * (3 if between else 2)}, "two reductions a chunk, three between forward and reverse"
-    assert all(torch.equal(each[0], found[0][0]) for each in found)
-    return found[0][0], torch.stack([each[1] for each in found]).sum(0), torch.cat([each[2] for each in found])
+    assert all(torch.equal(each[0], actual[0][0]) for each in actual)
+    return actual[0][0], torch.stack([each[1] for each in actual]).sum(0), torch.cat([each[2] for each in actual])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
@@ -373,9 +373,9 @@ def test_the_likeliest_are_those_of_whole_logits(heat: float) -> None:
     _, _, theirs, head = inputs(21)
     right = top_of(theirs, head, Divergence(temperature=heat))
     for function in (linear_divergence.linear_top, linear_divergence.linear_top_reference):
-        found = function(theirs, head, KEPT, heat)
-        assert torch.equal(found.ids, right.ids)
-        torch.testing.assert_close(found.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)
+        actual = function(theirs, head, KEPT, heat)
+        assert torch.equal(actual.ids, right.ids)
+        torch.testing.assert_close(actual.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)
         every = function(theirs, head, VOCAB + 3)
         assert every.ids.shape == (21, VOCAB) and (every.log_probabilities[:, -1] < -15).all()
         assert torch.isfinite(every.log_probabilities).all()
@@ -384,13 +384,13 @@ def test_the_likeliest_are_those_of_whole_logits(heat: float) -> None:
 def test_the_likeliest_of_a_vocabulary_in_parts() -> None:
     """Also of parts that are smaller than what is kept."""
     _, _, theirs, head = inputs(21)
-    for kept in (KEPT, 12):
-        right = linear_divergence.linear_top_reference(theirs, head, kept, 1.5)
+    for number in (KEPT, 12):
+        right = linear_divergence.linear_top_reference(theirs, head, number, 1.5)
 
-        def one(vocabulary: Vocabulary, kept: int = kept) -> KnownTop:
+        def tensor(vocabulary: Vocabulary, number: int = number) -> KnownTop:
             part = head[vocabulary.first : vocabulary.first + vocabulary.number]
-            return linear_divergence.linear_top(theirs, part, kept, 1.5, vocabulary)
+            return linear_divergence.linear_top(theirs, part, number, 1.5, vocabulary)
 
-        for found in together(one, PARTS)[0]:
-            assert torch.equal(found.ids, right.ids)
-            torch.testing.assert_close(found.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)
+        for actual in together(tensor, PARTS)[0]:
+            assert torch.equal(actual.ids, right.ids)
+            torch.testing.assert_close(actual.log_probabilities, right.log_probabilities, rtol=1e-5, atol=1e-5)

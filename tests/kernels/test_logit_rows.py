@@ -54,10 +54,10 @@ def test_losses_and_gradients(columns: int, smoothing: float, z: float, dtype: t
     losses, gradients = exact(logits, targets, factors, smoothing, z)
     form = {"ignored": IGNORED, "smoothing": smoothing, "z": z}
     before = logits.clone()
-    found = logit_rows.losses(logits, targets, factors, gradient=False, **form)
-    torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)
+    actual = logit_rows.losses(logits, targets, factors, gradient=False, **form)
+    torch.testing.assert_close(actual.double(), losses, rtol=2e-6, atol=2e-6)
     assert logits.equal(before)
-    assert logit_rows.losses(logits, targets, factors, gradient=True, **form).equal(found)
+    assert logit_rows.losses(logits, targets, factors, gradient=True, **form).equal(actual)
     torch.testing.assert_close(logits.double(), gradients, rtol=ROUNDING[dtype], atol=2e-6)
     assert not logits[[0, 4]].any()
 
@@ -80,9 +80,9 @@ def test_parts_of_a_vocabulary(cut: int, smoothing: float, z: float, dtype: torc
     logits, targets, factors = case(101, dtype)
     losses, gradients = exact(logits, targets, factors, smoothing, z)
     parts = [(0, logits[:, :cut]), (cut, logits[:, cut:])]
-    found = torch.stack([logit_rows.gathered(part, targets, first) for first, part in parts])
-    lse = torch.logsumexp(found[:, 0] + found[:, 1].log(), 0)
-    plain, chosen = found[:, 2].sum(0), found[:, 3].sum(0)
+    actual = torch.stack([logit_rows.gathered(part, targets, first) for first, part in parts])
+    lse = torch.logsumexp(actual[:, 0] + actual[:, 1].log(), 0)
+    plain, chosen = actual[:, 2].sum(0), actual[:, 3].sum(0)
     made = (1 - smoothing) * -chosen - smoothing * plain / 101 + lse + z * lse.square()
     valid = targets != IGNORED
     torch.testing.assert_close(made[valid].double(), losses[valid], rtol=3e-6, atol=3e-6)
@@ -98,18 +98,18 @@ def test_extreme_logits(size: float) -> None:
     logits, targets, factors = case(200, torch.float32)
     losses, gradients = exact(logits * size, targets, factors, 0.0, 0.0)
     made = logits * size
-    found = logit_rows.losses(made, targets, factors, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
-    torch.testing.assert_close(found.double(), losses, rtol=1e-6, atol=1e-6)
+    actual = logit_rows.losses(made, targets, factors, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+    torch.testing.assert_close(actual.double(), losses, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made.double(), gradients, rtol=1e-5, atol=1e-3 if size == 1e4 else 1e-6)
 
 
 def test_a_masked_logit_learns_nothing_and_what_is_no_number_stays_in_its_row() -> None:
     (logits,) = tensors((4, 40))
     logits[0, 7], logits[1, 3], logits[2] = -torch.inf, torch.nan, -torch.inf
-    found = logit_rows.losses(
+    actual = logit_rows.losses(
         logits, torch.tensor([1, 1, 1, 99]), None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0
     )
-    assert found.isfinite().tolist() == [True, False, False, False], "the last target has no column"
+    assert actual.isfinite().tolist() == [True, False, False, False], "the last target has no column"
     assert logits[0, 7] == 0 and logits[0].isfinite().all() and logits[1].isnan().all() and logits[3].isfinite().all()
 
 
@@ -124,10 +124,10 @@ def test_what_does_not_fit_the_rows_is_refused(targets: int, factor: int) -> Non
 
 def test_targets_and_factors_of_other_dtypes() -> None:
     logits, targets, factors = case(50, torch.float32)
-    found = [logits.clone() for _ in range(2)]
-    for made, places, each in zip(found, (targets, targets.int()), (factors, factors.double()), strict=True):
+    actual = [logits.clone() for _ in range(2)]
+    for made, places, each in zip(actual, (targets, targets.int()), (factors, factors.double()), strict=True):
         logit_rows.losses(made, places, each, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
-    assert found[0].equal(found[1])
+    assert actual[0].equal(actual[1])
 
 
 def test_where_gradients_are_recorded_plain_code_runs() -> None:

@@ -38,18 +38,18 @@ class Ranks:
     """As many threads as ranks, which take the largest of what each gives."""
 
     def __init__(self, number: int) -> None:
-        self.given: dict[int, Tensor] = {}
+        self.peaks: dict[int, Tensor] = {}
         self.barrier = Barrier(number)
 
     def largest(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def of(x: Tensor) -> Tensor:
-            self.given[rank] = x.clone()
+        def largest_so_far(x: Tensor) -> Tensor:
+            self.peaks[rank] = x.clone()
             self.barrier.wait(timeout=20)
-            found = x.copy_(torch.stack(list(self.given.values())).amax(0))
+            actual = x.copy_(torch.stack(list(self.peaks.values())).amax(0))
             self.barrier.wait(timeout=20)
-            return found
+            return actual
 
-        return of
+        return largest_so_far
 
 
 def at_once(number: int, run: Callable[[int], None]) -> None:
@@ -69,18 +69,18 @@ def drawn(random: Random, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
-def parts(weight: Tensor, one: Parameter, shape: ModelShape, scheme: Scheme, tp: int) -> list[tuple[Box, Tensor]]:
+def parts(weight: Tensor, matrix: Parameter, shape: ModelShape, scheme: Scheme, tp: int) -> list[tuple[Box, Tensor]]:
     """What each rank makes of its part."""
-    boxes = [boxes_of((one,), shape, Layout(tp=tp), rank)[one.name] for rank in range(tp)]
-    shared = shared_scales(one, shape, scheme, tp)
-    ranks, found = Ranks(tp), dict[int, Tensor]()
+    boxes = [boxes_of((matrix,), shape, Layout(tp=tp), rank)[matrix.name] for rank in range(tp)]
+    shared = shared_scales(matrix, shape, scheme, tp)
+    ranks, actual = Ranks(tp), dict[int, Tensor]()
 
     def run(rank: int) -> None:
         part = MatrixPart(CodesCut(scheme=scheme, box=boxes[rank]), ranks.largest(rank)) if shared.numbers else None
-        found[rank] = straight_through(weight[boxes[rank].slices].contiguous(), scheme, part).detach()
+        actual[rank] = straight_through(weight[boxes[rank].slices].contiguous(), scheme, part).detach()
 
     at_once(tp, run)
-    return [(box, found[rank]) for rank, box in enumerate(boxes)]
+    return [(box, actual[rank]) for rank, box in enumerate(boxes)]
 
 
 @pytest.mark.parametrize(("shape", "name"), CASES)
@@ -89,12 +89,12 @@ def test_parts_are_those_of_the_rounded_whole(shape: ModelShape, name: str, monk
     random, scheme = Random(name), SCHEMES[name]
     counted = 0
     for tp in (2, 4, 8):
-        for one in rounded_matrices(shape):
+        for matrix in rounded_matrices(shape):
             monkeypatch.setattr(weight_codes, "PIECE", random.choice((300, 2**22)))
-            weight = drawn(random, one.shape, random.choice((torch.float32, torch.bfloat16)))
+            weight = drawn(random, matrix.shape, random.choice((torch.float32, torch.bfloat16)))
             whole = coded(weight, scheme).restored(weight.dtype)
-            for box, part in parts(weight, one, shape, scheme, tp):
-                assert torch.equal(part, whole[box.slices]), (one.name, tp)
+            for box, part in parts(weight, matrix, shape, scheme, tp):
+                assert torch.equal(part, whole[box.slices]), (matrix.name, tp)
                 counted += part.numel() < whole.numel()
     assert counted > 20
 
@@ -103,10 +103,10 @@ def test_parts_are_those_of_the_rounded_whole(shape: ModelShape, name: str, monk
 def test_a_part_with_scales_of_its_own_would_be_another(name: str) -> None:
     """So that the test above can fail: somewhere a rank needs what others hold."""
     scheme = SCHEMES[name]
-    one = next(one for one in rounded_matrices(SHAPE) if one.name.endswith("down.weight"))
-    weight = drawn(Random(7), one.shape, torch.float32)
+    matrix = next(matrix for matrix in rounded_matrices(SHAPE) if matrix.name.endswith("down.weight"))
+    weight = drawn(Random(7), matrix.shape, torch.float32)
     whole = coded(weight, scheme).restored(weight.dtype)
-    boxes = [box for box, _ in parts(weight, one, SHAPE, scheme, 2)]
+    boxes = [box for box, _ in parts(weight, matrix, SHAPE, scheme, 2)]
     alone = [straight_through(weight[box.slices].contiguous(), scheme) for box in boxes]
     assert not all(torch.equal(part, whole[box.slices]) for part, box in zip(alone, boxes, strict=True))
 
@@ -116,26 +116,26 @@ def test_rows_of_activations_have_the_scales_of_whole_rows(tp: int) -> None:
     x = drawn(Random(tp), (17, 53), torch.bfloat16)
     codes, scales = row_codes(x)
     ranks, cut = Ranks(tp), x.tensor_split(tp, 1)
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    at_once(tp, lambda rank: found.update({rank: part_of_rows(cut[rank], ranks.largest(rank))}))
-    assert torch.equal(torch.cat([found[rank][0] for rank in range(tp)], 1), codes)
-    assert all(torch.equal(found[rank][1], scales) for rank in range(tp))
+    actual: dict[int, tuple[Tensor, Tensor]] = {}
+    at_once(tp, lambda rank: actual.update({rank: part_of_rows(cut[rank], ranks.largest(rank))}))
+    assert torch.equal(torch.cat([actual[rank][0] for rank in range(tp)], 1), codes)
+    assert all(torch.equal(actual[rank][1], scales) for rank in range(tp))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_on_one_rank_is_hidden_on_none(bad: float) -> None:
     """A row, or a run, with such a number is not finite anywhere, as on one device."""
-    one = next(one for one in rounded_matrices(SHAPE) if one.name.endswith("down.weight"))
-    weight = drawn(Random(1), one.shape, torch.float32)
+    matrix = next(matrix for matrix in rounded_matrices(SHAPE) if matrix.name.endswith("down.weight"))
+    weight = drawn(Random(1), matrix.shape, torch.float32)
     weight[3, 0] = bad
-    for _, part in parts(weight, one, SHAPE, SCHEMES["int8"], 2):
+    for _, part in parts(weight, matrix, SHAPE, SCHEMES["int8"], 2):
         assert not part[3].isfinite().any() and part[4:].isfinite().all()
 
 
 def per_channel(weight: Tensor, scales: Tensor, zeros: Tensor, low: int, high: int) -> Tensor:
     """What torch's own fake quantization makes of rows that share a scale."""
-    found: Tensor = torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, low, high)
-    return found
+    actual: Tensor = torch.fake_quantize_per_channel_affine(weight, scales, zeros, 0, low, high)
+    return actual
 
 
 def ties(rows: int, columns: int, seed: int) -> Tensor:
@@ -168,24 +168,24 @@ def test_groups_round_as_rows_of_torch_do(name: str, seed: int) -> None:
     whole = zeros.flatten() if zeros.dim() else torch.full_like(scales, float(zeros))
     low = 0 if scheme.zeros == "whole" else 1
     wanted = per_channel(weight.view(-1, scheme.group), scales, whole.to(torch.int32), low, 2**scheme.bits - 1)
-    found = straight_through(weight, scheme)
+    actual = straight_through(weight, scheme)
     tied = ((weight.view(-1, scheme.group) / scales[:, None]) % 1 == 0.5).view_as(weight)
-    assert torch.equal(found[~tied], wanted.view_as(weight)[~tied])
-    apart = (found - wanted.view_as(weight)).abs()[tied]
+    assert torch.equal(actual[~tied], wanted.view_as(weight)[~tied])
+    apart = (actual - wanted.view_as(weight)).abs()[tied]
     assert (apart <= scales.repeat_interleave(scheme.group).view_as(weight)[tied] * (1 + 1e-6)).all()
 
 
 def test_usual_models_have_their_groups_whole() -> None:
     """What is asked of ranks: of rows of W_o and W_down by int8, nothing by groups that fit, all by doubled scales."""
     shape = presets.model("llama-3.1-8b")
-    found = {
+    actual = {
         name: {
-            one.name.rpartition("layers.0.")[2]: shared_scales(one, shape, SCHEMES[name], 8)
-            for one in rounded_matrices(shape)
+            matrix.name.rpartition("layers.0.")[2]: shared_scales(matrix, shape, SCHEMES[name], 8)
+            for matrix in rounded_matrices(shape)
         }
         for name in ("int8", "int4-rtn", "nf4-double")
     }
-    assert found["int8"]["mlp.down.weight"] == (4096, True, True)
-    assert found["int8"]["mlp.up.weight"] == (0, False, False)
-    assert {one.numbers for one in found["int4-rtn"].values()} == {0}
-    assert found["nf4-double"]["mlp.up.weight"].numbers == 14336 * 4096 // 64
+    assert actual["int8"]["mlp.down.weight"] == (4096, True, True)
+    assert actual["int8"]["mlp.up.weight"] == (0, False, False)
+    assert {matrix.numbers for matrix in actual["int4-rtn"].values()} == {0}
+    assert actual["nf4-double"]["mlp.up.weight"].numbers == 14336 * 4096 // 64

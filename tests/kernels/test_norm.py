@@ -33,15 +33,15 @@ def test_value_and_gradients(lead: tuple[int, ...], width: int, size: float, nam
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
-    given = tensors((3, 20, 64), (64,), dtype=dtype)
+    inputs = tensors((3, 20, 64), (64,), dtype=dtype)
     plain = partial(reference().rms_norm, eps=EPS)
-    assert_not_worse(partial(fast().rms_norm, eps=EPS), plain, exact, given)
+    assert_not_worse(partial(fast().rms_norm, eps=EPS), plain, exact, inputs)
 
 
 def test_first_derivatives_in_fp64() -> None:
-    given = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 8), (8,))]
-    assert torch.autograd.gradcheck(lambda x, weight: norm._RmsNorm.apply(x, weight, EPS), given)
-    assert torch.autograd.gradcheck(lambda x, weight: fast().rms_norm(x, weight, EPS), given)
+    inputs = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 8), (8,))]
+    assert torch.autograd.gradcheck(lambda x, weight: norm._RmsNorm.apply(x, weight, EPS), inputs)
+    assert torch.autograd.gradcheck(lambda x, weight: fast().rms_norm(x, weight, EPS), inputs)
 
 
 @pytest.mark.parametrize("kind", ["transposed", "part", "expanded"])
@@ -57,8 +57,8 @@ def test_inputs_and_gradients_may_be_views(kind: str) -> None:
         return out.transpose(0, 1) if kind == "transposed" else out
 
     width = 12 if kind == "part" else 8
-    given = tensors((3, 5, width), (8,))
-    assert_single(partial(run, fast().rms_norm), partial(run, exact), given)
+    inputs = tensors((3, 5, width), (8,))
+    assert_single(partial(run, fast().rms_norm), partial(run, exact), inputs)
 
 
 def test_a_row_of_zeros_stays_zero_and_its_gradient_finite() -> None:
@@ -71,18 +71,18 @@ def test_a_row_of_zeros_stays_zero_and_its_gradient_finite() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_only_the_input_and_a_number_a_row_are_kept(dtype: torch.dtype) -> None:
     x, weight = (tensor.requires_grad_() for tensor in tensors((50, 64), (64,), dtype=dtype))
-    _, kept = saved_bytes(lambda: fast().rms_norm(x, weight, EPS), without=[x, weight])
-    assert kept == 50 * 4
+    _, saved = saved_bytes(lambda: fast().rms_norm(x, weight, EPS), without=[x, weight])
+    assert saved == 50 * 4
 
 
 def test_a_sum_over_many_rows_keeps_its_digits() -> None:
     """The gradient of the weight at 4,099 rows: in one order it would be 6 times as far off as here."""
     x, weight, gradient = tensors((4099, 24), (24,), (4099, 24))
     leaf = weight.requires_grad_()
-    (found,) = torch.autograd.grad(fast().rms_norm(x, leaf, EPS), leaf, gradient)
+    (actual,) = torch.autograd.grad(fast().rms_norm(x, leaf, EPS), leaf, gradient)
     wide = weight.detach().double().requires_grad_()
     (right,) = torch.autograd.grad(exact(x.double(), wide), wide, gradient.double())
-    assert (found.double() - right).norm() / right.norm() < 2.5e-7
+    assert (actual.double() - right).norm() / right.norm() < 2.5e-7
 
 
 def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ def test_layer_norm_in_16_bit_is_no_further_from_fp64_than_plain_code(
     dtype: torch.dtype, lead: tuple[int, ...]
 ) -> None:
     """torch's own backward pass sums over 1,000 rows of bf16 in bf16: 4 % off."""
-    given = tensors((*lead, 64), (64,), (64,), dtype=dtype)
+    inputs = tensors((*lead, 64), (64,), (64,), dtype=dtype)
     plain = partial(reference().layer_norm, eps=EPS)
-    assert_not_worse(partial(fast().layer_norm, eps=EPS), plain, exact_layer_norm, given)
+    assert_not_worse(partial(fast().layer_norm, eps=EPS), plain, exact_layer_norm, inputs)
 
 
 def test_layer_norm_makes_only_the_gradients_that_are_wanted() -> None:
     x, weight, bias = tensors((6, 8), (8,), (8,), dtype=torch.bfloat16)
-    (found,) = torch.autograd.grad(fast().layer_norm(x, weight, bias.requires_grad_(), EPS).sum(), bias)
-    assert torch.equal(found, torch.full_like(bias, 6.0))
+    (actual,) = torch.autograd.grad(fast().layer_norm(x, weight, bias.requires_grad_(), EPS).sum(), bias)
+    assert torch.equal(actual, torch.full_like(bias, 6.0))

@@ -25,8 +25,8 @@ def exact(x: Tensor) -> Tensor:
     return (u * s.unsqueeze(-2)) @ v
 
 
-def off(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right).norm() / right.norm())
+def off(actual: Tensor, right: Tensor) -> float:
+    return float((actual.double() - right).norm() / right.norm())
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -36,9 +36,9 @@ def test_it_is_the_polynomial_of_the_singular_values(
 ) -> None:
     x = drawn(size).to(dtype)
     right = exact(x)
-    for found in (orthogonalized(x.clone(), 1e-8), orthogonalized_reference(x, 1e-8)):
-        assert found.dtype == dtype and found.shape == x.shape
-        assert off(found, right) < limit
+    for actual in (orthogonalized(x.clone(), 1e-8), orthogonalized_reference(x, 1e-8)):
+        assert actual.dtype == dtype and actual.shape == x.shape
+        assert off(actual, right) < limit
 
 
 def test_it_errs_no_more_than_plain_code_of_the_same_dtype() -> None:
@@ -54,15 +54,15 @@ def test_singular_values_end_near_one() -> None:
     u, _, v = torch.linalg.svd(drawn((1, 64, 80)).double(), full_matrices=False)
     x = (u * (values / 1.0)) @ v
     x = x / x.norm()
-    start, found = torch.linalg.svdvals(x), torch.linalg.svdvals(orthogonalized(x.float().clone(), 1e-8))
+    start, actual = torch.linalg.svdvals(x), torch.linalg.svdvals(orthogonalized(x.float().clone(), 1e-8))
     large = (start > 0.01).sum()
-    assert found.flatten()[:large].min() > 0.6 and found.max() < 1.25
+    assert actual.flatten()[:large].min() > 0.6 and actual.max() < 1.25
 
 
 def test_scale_does_not_matter_above_epsilon_and_does_below() -> None:
     x = drawn((1, 12, 20))
-    one = orthogonalized(x.clone(), 1e-8)
-    torch.testing.assert_close(orthogonalized(x * 1e-4, 1e-8), one, rtol=1e-4, atol=1e-5)
+    orthogonal = orthogonalized(x.clone(), 1e-8)
+    torch.testing.assert_close(orthogonalized(x * 1e-4, 1e-8), orthogonal, rtol=1e-4, atol=1e-5)
     assert orthogonalized(x * 1e-14, 1e-8).norm() < 0.02
     assert not orthogonalized(torch.zeros(2, 3, 4), 1e-8).any()
     assert orthogonalized(torch.zeros(0, 3, 4), 1e-8).shape == (0, 3, 4)
@@ -72,7 +72,7 @@ def test_where_16_bit_products_are_emulated_it_multiplies_in_fp32(monkeypatch: p
     """torch's own are 20 times as slow there."""
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     x = drawn((2, 20, 30)).bfloat16()
-    with Recording() as found:
+    with Recording() as actual:
         result = orthogonalized(x.clone(), 1e-8)
-    assert found.products() == {torch.float32}
+    assert actual.products() == {torch.float32}
     assert result.dtype == x.dtype and off(result, exact(x)) < 1e-2

@@ -55,12 +55,12 @@ def test_the_fused_form_equals_the_plain_one(
     v = torch.randn(rows, key_heads, value_width, dtype=dtype)
     keys = torch.randn(BLOCKS, BLOCK, key_heads, width, dtype=dtype)
     values = torch.randn(BLOCKS, BLOCK, key_heads, value_width, dtype=dtype)
-    given = (q, k, v, keys, values, calls())
+    inputs = (q, k, v, keys, values, calls())
     stores = stored(keys), stored(values)
-    found, right = attend_paged(q, k, v, *stores, calls(), scale=0.3), attend_paged_reference(*given, scale=0.3)
+    actual, right = attend_paged(q, k, v, *stores, calls(), scale=0.3), attend_paged_reference(*inputs, scale=0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
-    assert found.shape == (rows, heads, value_width) and not found[20:].any()
+    torch.testing.assert_close(actual, right, rtol=tolerance, atol=tolerance)
+    assert actual.shape == (rows, heads, value_width) and not actual[20:].any()
 
 
 def by_flash(
@@ -88,10 +88,10 @@ def test_a_chunk_behind_others_makes_no_mask_of_all_its_queries(
     q, k = torch.randn(40, 4, width).bfloat16(), torch.randn(40, 2, width).bfloat16()
     keys, values = (torch.randn(24, BLOCK, 2, size).bfloat16() for size in (width, value_width))
     call = [PagedCall(0, 1, 40, slice(3, 23), None, SeenBand(78, window))]
-    given = q, k, k[..., :value_width]
+    inputs = q, k, k[..., :value_width]
     with simulate_device("cuda" if by == "a GPU" else "cpu"), Operations() as made:
-        chunk = attend_paged(*given, stored(keys), stored(values), call, scale=0.3)
-    exact = attend_paged_reference(*given, keys, values, call, scale=0.3)
+        chunk = attend_paged(*inputs, stored(keys), stored(values), call, scale=0.3)
+    exact = attend_paged_reference(*inputs, keys, values, call, scale=0.3)
     torch.testing.assert_close(chunk, exact, rtol=2e-2, atol=2e-2)
     masks = [shape for shape in made.shapes if shape[-2:] in ((16, 80), (8, 80), (40, 80))]
     assert ((16, 80) in masks) == (by == "strips") and (40, 80) not in masks
@@ -118,11 +118,17 @@ def test_a_query_of_one_row_has_the_same_bits_beside_any_others(width: int, key_
     blocks, positions = torch.randint(BLOCKS, (5, 4)), [3, 15, 8, 0, 11]
 
     def attended(rows: tuple[int, ...]) -> torch.Tensor:
-        some = list(rows)
-        call = PagedCall(0, len(some), 1, blocks[some], bias([positions[row] for row in some], 16)[:, None, None])
-        is_run = some == list(range(some[0], some[-1] + 1))
-        own = q[some[0] : some[-1] + 1] if is_run else q[some]  # a run is not copied
-        return attend_paged(own, k[some], k[some], stored(keys), stored(values), [call], scale=0.25)
+        row_numbers = list(rows)
+        call = PagedCall(
+            0,
+            len(row_numbers),
+            1,
+            blocks[row_numbers],
+            bias([positions[row] for row in row_numbers], 16)[:, None, None],
+        )
+        is_run = row_numbers == list(range(row_numbers[0], row_numbers[-1] + 1))
+        queries = q[row_numbers[0] : row_numbers[-1] + 1] if is_run else q[row_numbers]  # a run is not copied
+        return attend_paged(queries, k[row_numbers], k[row_numbers], stored(keys), stored(values), [call], scale=0.25)
 
     alone = torch.cat([attended((row,)) for row in range(5)])
     for rows in itertools.chain(itertools.permutations(range(5), 3), [(0, 1, 2, 3, 4)]):
@@ -139,6 +145,6 @@ def test_keys_in_one_piece_are_blocks_of_that_length(dtype: torch.dtype, rows: l
     paged = PagedCall(0, len(rows), 1, slots[:, None], seen[slots])
     right = attend_paged_reference(q, q[:, :2], values[slots, 0], keys, values, [paged], scale=0.3)
     call = DenseCall(None if len(rows) == 4 else slots, seen)
-    found = attend_dense(q, keys, values, call, scale=0.3, width=5)
+    actual = attend_dense(q, keys, values, call, scale=0.3, width=5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual, right, rtol=tolerance, atol=tolerance)

@@ -30,9 +30,9 @@ FEW_BITS = [
 
 @pytest.fixture
 def loops() -> Loops:
-    found = library.compiled()
-    assert found is not None, "the tests need a C compiler"
-    return found
+    actual = library.compiled()
+    assert actual is not None, "the tests need a C compiler"
+    return actual
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def drawn(*size: int, seed: int = 0) -> Tensor:
 
 
 def product_of(*matrices: QuantizedMatrix, bias: Tensor | None = None) -> CodeProduct:
-    found = prepared_product.prepared_product(matrices, [bias, *[None] * (len(matrices) - 1)])
-    assert isinstance(found, CodeProduct) and found.panels.kind == CODES
-    return found
+    actual = prepared_product.prepared_product(matrices, [bias, *[None] * (len(matrices) - 1)])
+    assert isinstance(actual, CodeProduct) and actual.panels.kind == CODES
+    return actual
 
 
-@pytest.mark.parametrize("scheme", FEW_BITS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scheme", FEW_BITS, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 32), (48, 100), (80, 258)])
 def test_codes(coded: Loops, scheme: Scheme, rows: int, columns: int) -> None:
     """Sizes of which a group, a tile of restored inputs and a pair of panels are no divisors."""
@@ -68,18 +68,18 @@ def test_codes(coded: Loops, scheme: Scheme, rows: int, columns: int) -> None:
     x = drawn(max(ROWS), columns, seed=2)
     right = F.linear(x.double(), whole.double(), bias.double())
     with library.used(coded):
-        found = product(x)
-        assert (found - right).abs().max() <= 2e-6 * (x.abs().double() @ whole.abs().double().t()).max()
+        actual = product(x)
+        assert (actual - right).abs().max() <= 2e-6 * (x.abs().double() @ whole.abs().double().t()).max()
         for count in ROWS:
-            assert torch.equal(product(x[:count]), found[:count]), "a row's bits are its own"
-    assert torch.allclose(product(x), found, rtol=1e-4, atol=1e-4), "without loops, by restored numbers"
+            assert torch.equal(product(x[:count]), actual[:count]), "a row's bits are its own"
+    assert torch.allclose(product(x), actual, rtol=1e-4, atol=1e-4), "without loops, by restored numbers"
 
 
-@pytest.mark.parametrize("scheme", FEW_BITS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scheme", FEW_BITS, ids=lambda scheme: scheme.name)
 def test_codes_of_several_matrices_and_many_rows(coded: Loops, scheme: Scheme) -> None:
     matrices = [quantize_matrix("w", drawn(rows, 64, seed=rows), scheme) for rows in (32, 16, 20, 12)]
     product, x = product_of(*matrices), drawn(prepared_product.LOOKED_UP_ROWS + 1, 64)
-    right = torch.cat([F.linear(x, one.dequantized()) for one in matrices], -1)
+    right = torch.cat([F.linear(x, matrix.dequantized()) for matrix in matrices], -1)
     for rows in (7, prepared_product.LOOKED_UP_ROWS + 1):
         with library.used(coded):
             assert torch.allclose(product(x[:rows]), right[:rows], atol=1e-4)
@@ -90,9 +90,9 @@ def test_codes_of_rows_that_are_no_numbers(coded: Loops) -> None:
     product, x = product_of(quantize_matrix("w", drawn(32, 64), SCHEMES["int4-rtn"])), drawn(4, 64)
     x[1, 5], x[2, 7] = float("nan"), float("inf")
     with library.used(coded):
-        found = product(x)
-    assert found[1].isnan().all() and not found[2].isfinite().any()
-    assert found[[0, 3]].isfinite().all()
+        actual = product(x)
+    assert actual[1].isnan().all() and not actual[2].isfinite().any()
+    assert actual[[0, 3]].isfinite().all()
 
 
 def test_what_is_restored_once(coded: Loops) -> None:
@@ -124,8 +124,8 @@ def test_which_numbers_fit_bf16() -> None:
         changed = weight.clone()
         changed[-1, -1] = other
         assert not fits_bf16(changed)
-        found = Panels.of_numbers(changed)
-        assert found is not None and found.kind == FLOATS
+        actual = Panels.of_numbers(changed)
+        assert actual is not None and actual.kind == FLOATS
     odd = Panels.of_numbers(weight[:, :63].contiguous())
     assert odd is not None and odd.kind == FLOATS
 

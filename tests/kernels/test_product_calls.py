@@ -34,8 +34,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of kernels, which are not run."""
     names: list[str] = []
 
-    def choose(operation: str, *given: Any) -> chooser.Implementation:
-        return chooser.Implementation(operation, "torch" if given[-1] else "triton", "counted")
+    def choose(operation: str, *inputs: Any) -> chooser.Implementation:
+        return chooser.Implementation(operation, "torch" if inputs[-1] else "triton", "counted")
 
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: names.append(kernel.__name__))
     monkeypatch.setattr(chooser, "_choose", choose)

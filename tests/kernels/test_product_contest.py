@@ -101,7 +101,7 @@ def test_noise_does_not_choose() -> None:
 @pytest.mark.parametrize("bad", ["raises", "wrong", "not a number"])
 def test_what_is_wrong_is_out_and_said(bad: str) -> None:
     factor = {"wrong": 1.1, "not a number": float("nan")}.get(bad)
-    broken = raises if factor is None else lambda *given: plain(*given) * factor
+    broken = raises if factor is None else lambda *inputs: plain(*inputs) * factor
     clock = Clock({"rule": lambda _: 1.0, "other": lambda _: 0.1})
     held, lines = contest(clock, [clock.way("rule"), clock.way("other", broken)])
     held.product(torch.randn(300, 64), matrix(), None)
@@ -124,8 +124,8 @@ def test_second_layouts_are_asked_for_and_counted() -> None:
     assert clock.last[0] == "rule" and held.copied_bytes == 0 and "not other: it needs a second layout" in lines[0]
     held, _ = contest(clock, entrants(), copies=True)
     coded, another = matrix(), matrix()
-    for one in (coded, another, coded, replace(coded, prepared={})):
-        held.product(torch.randn(1, 64), one, None)
+    for tensor in (coded, another, coded, replace(coded, prepared={})):
+        held.product(torch.randn(1, 64), tensor, None)
     assert clock.last[0] == "other"
     assert held.copied_bytes == 2000, "of each matrix once, and none of a way that lost"
 

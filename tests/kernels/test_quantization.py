@@ -32,15 +32,15 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def same(one: Quantized, other: Quantized) -> None:
-    assert torch.equal(one.codes, other.codes)
-    assert torch.equal(one.scale, other.scale) and torch.equal(one.zero, other.zero)
+def same(tensor: Quantized, other: Quantized) -> None:
+    assert torch.equal(tensor.codes, other.codes)
+    assert torch.equal(tensor.scale, other.scale) and torch.equal(tensor.zero, other.zero)
 
 
 def test_the_lecture_s_example() -> None:
-    found = absmax(torch.tensor([[15, 0.1, 0.02, 1.0, 0.01]]))
-    assert found.codes.tolist() == [[127, 1, 0, 8, 0]]
-    assert found.scale.item() == pytest.approx(15 / 127)
+    actual = absmax(torch.tensor([[15, 0.1, 0.02, 1.0, 0.01]]))
+    assert actual.codes.tolist() == [[127, 1, 0, 8, 0]]
+    assert actual.scale.item() == pytest.approx(15 / 127)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -48,21 +48,21 @@ def test_the_lecture_s_example() -> None:
 @pytest.mark.parametrize(("fast", "slow"), METHODS, ids=["absmax", "zero-point"])
 def test_twins_agree_and_errors_are_half_a_step(fast, slow, bits: int, share: Share) -> None:  # type: ignore[no-untyped-def]  # functions of one signature
     x = numbers(6, 13)
-    found = fast(x, bits, share)
-    same(found, slow(x, bits, share))
-    scale = found.scale.repeat_interleave(share, -1)[:, :13] if isinstance(share, int) else found.scale
-    assert bool(((found.restored() - x).abs() <= scale / 2 * (1 + 1e-5)).all())
-    again = fast(found.restored(), bits, share)
-    assert torch.allclose(again.restored(), found.restored(), rtol=1e-5, atol=1e-6)
+    actual = fast(x, bits, share)
+    same(actual, slow(x, bits, share))
+    scale = actual.scale.repeat_interleave(share, -1)[:, :13] if isinstance(share, int) else actual.scale
+    assert bool(((actual.restored() - x).abs() <= scale / 2 * (1 + 1e-5)).all())
+    again = fast(actual.restored(), bits, share)
+    assert torch.allclose(again.restored(), actual.restored(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("fast", "slow"), METHODS, ids=["absmax", "zero-point"])
 def test_zeros_and_constants_come_back(fast, slow) -> None:  # type: ignore[no-untyped-def]  # functions of one signature
     x = torch.stack((torch.zeros(8), torch.full((8,), 3.0), torch.full((8,), -0.25), torch.full((8,), 1e-44)))
-    found = fast(x, 8, "row")
-    same(found, slow(x, 8, "row"))
-    assert torch.allclose(found.restored()[:3], x[:3], rtol=1e-6) and found.restored()[0].abs().max() == 0
-    assert found.restored()[3].abs().max() <= 1e-43, "too small for a scale: zero, not NaN"
+    actual = fast(x, 8, "row")
+    same(actual, slow(x, 8, "row"))
+    assert torch.allclose(actual.restored()[:3], x[:3], rtol=1e-6) and actual.restored()[0].abs().max() == 0
+    assert actual.restored()[3].abs().max() <= 1e-43, "too small for a scale: zero, not NaN"
     assert fast(torch.tensor([[3e38, -3e38]]), 8, "row").restored().isfinite().all(), "their difference is infinite"
 
 
@@ -71,18 +71,18 @@ def test_zeros_and_constants_come_back(fast, slow) -> None:  # type: ignore[no-u
 def test_what_is_not_finite_stays_visible_and_where_it_is(fast, slow, bad: float) -> None:  # type: ignore[no-untyped-def]  # functions of one signature
     x = numbers(3, 8)
     x[1, 2] = bad
-    found = fast(x, 8, "row").restored()
-    assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+    actual = fast(x, 8, "row").restored()
+    assert not actual[1].isfinite().any() and actual[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("shares", [("tensor", "tensor"), ("row", "tensor"), ("row", "row")])
 @pytest.mark.parametrize(("of_x", "of_w"), [(absmax, absmax), (zero_point, absmax), (zero_point, zero_point)])
 def test_products_of_whole_numbers_equal_those_of_restored_ones(of_x, of_w, shares: tuple[Share, Share]) -> None:  # type: ignore[no-untyped-def]  # functions of one signature
     x, w = numbers(5, 64), numbers(7, 64, seed=1)
-    one, two = of_x(x, 8, shares[0]), of_w(w, 8, shares[1])
-    assert torch.equal(product(one, two), product_reference(one, two)), "bit for bit: sums are exact"
-    assert torch.allclose(product(one, two), one.restored() @ two.restored().t(), rtol=1e-4, atol=1e-4)
-    assert float((product(one, two) - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.03
+    tensor, two = of_x(x, 8, shares[0]), of_w(w, 8, shares[1])
+    assert torch.equal(product(tensor, two), product_reference(tensor, two)), "bit for bit: sums are exact"
+    assert torch.allclose(product(tensor, two), tensor.restored() @ two.restored().t(), rtol=1e-4, atol=1e-4)
+    assert float((product(tensor, two) - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.03
 
 
 def test_more_scales_lose_less() -> None:
@@ -111,7 +111,7 @@ def test_codes_are_packed_and_unpacked(bits: int, columns: int) -> None:
     packed = pack(codes, bits)
     assert packed.shape == (3, -(-columns * bits // 8))
     assert torch.equal(unpack(packed, bits, columns), codes)
-    assert all(torch.equal(row, pack_reference(own, bits)) for row, own in zip(packed, codes, strict=True))
+    assert all(torch.equal(row, pack_reference(row_codes, bits)) for row, row_codes in zip(packed, codes, strict=True))
 
 
 def test_schemes_say_their_sizes() -> None:

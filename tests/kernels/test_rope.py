@@ -65,12 +65,12 @@ def test_inputs_may_be_views(interleaved: bool) -> None:
     """Latent attention turns the last dims of a head only, and one key for all heads."""
     cos, sin = angles(1, 5, 2)
     exact = partial(turned, cos=cos, sin=sin, interleaved=interleaved)
-    given = tensors((2, 5, 3, 12))
-    assert_single(lambda x: fast().rotate(x[..., 8:], cos, sin, interleaved), lambda x: exact(x[..., 8:]), given)
+    inputs = tensors((2, 5, 3, 12))
+    assert_single(lambda x: fast().rotate(x[..., 8:], cos, sin, interleaved), lambda x: exact(x[..., 8:]), inputs)
     assert_single(
         lambda x: fast().rotate(x.transpose(1, 2)[:, :, :, 8:], *angles(1, 3, 2), interleaved).transpose(1, 2),
         lambda x: turned(x.transpose(1, 2)[:, :, :, 8:], *angles(1, 3, 2), interleaved).transpose(1, 2),
-        given,
+        inputs,
     )
 
 
@@ -91,5 +91,5 @@ def test_lengths_stay_and_products_know_distances_only(interleaved: bool) -> Non
 def test_only_the_tables_are_kept(interleaved: bool) -> None:
     cos, sin = angles(1, 5, 4)
     x = tensors((2, 5, 3, 8))[0].requires_grad_()
-    _, kept = saved_bytes(lambda: fast().rotate(x, cos, sin, interleaved), without=[cos, sin])
-    assert kept == 0
+    _, saved = saved_bytes(lambda: fast().rotate(x, cos, sin, interleaved), without=[cos, sin])
+    assert saved == 0

@@ -47,15 +47,15 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def attended(given: Sequence[Tensor], mask: attention.Mask) -> Tensor:
-    q, k, v = given
+def attended(inputs: Sequence[Tensor], mask: attention.Mask) -> Tensor:
+    q, k, v = inputs
     return attend(q, k, v, mask, scale=SCALE)
 
 
 def case(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], attention.Mask, Tensor]:
     """q, k and v, the mask, and who sees whom (B, S, S)."""
     rows, length, heads, keys, width, values, window, share = FORMS[name]
-    given = tensors(
+    inputs = tensors(
         (rows, length, heads, width), (rows, length, keys, width), (rows, length, keys, values), dtype=dtype
     )
     drawn = torch.rand(rows, length, generator=torch.Generator().manual_seed(length)) < share
@@ -63,16 +63,16 @@ def case(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], a
     mask = causal_mask(length, length, window=window, documents=documents if share else None)
     back = torch.arange(length)[:, None] - torch.arange(length)
     near = (back >= 0) & (back < (window or length))
-    return given, mask, near & (documents[:, :, None] == documents[:, None, :])
+    return inputs, mask, near & (documents[:, :, None] == documents[:, None, :])
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_fp32_is_exact_to_a_few_roundings(name: str) -> None:
-    given, mask, seen = case(name)
-    q, k, v = given
+    inputs, mask, seen = case(name)
+    q, k, v = inputs
     assert backend(q, k, v, mask, scale=SCALE) == "compiled loops"
     plain = partial(plain_attention, seen=seen, scale=SCALE)
-    assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
+    assert_single(partial(attend, mask=mask, scale=SCALE), plain, inputs, bound=2e-6)
 
 
 @pytest.fixture(params=[True, False], ids=["pairs", "widened"])
@@ -85,24 +85,24 @@ def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 @pytest.mark.usefixtures("units")
 @pytest.mark.parametrize("name", FORMS)
 def test_bf16_is_no_further_from_the_truth_than_plain_code(name: str) -> None:
-    given, mask, seen = case(name, torch.bfloat16)
+    inputs, mask, seen = case(name, torch.bfloat16)
     plain = partial(plain_attention, seen=seen, scale=SCALE)
     bars = [FUSED_ATTENTION] * 4
-    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given, bars)
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, inputs, bars)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["plain", "documents and a window"])
 def test_threads_share_a_key_head(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are few, by query heads, whose gradients of keys and values are added."""
-    given, mask, seen = case(name, dtype)
+    inputs, mask, seen = case(name, dtype)
     monkeypatch.setattr(sequence_attention, "_parts", lambda units, group, threads: group)
     plain = partial(plain_attention, seen=seen, scale=SCALE)
     run = partial(attend, mask=mask, scale=SCALE)
     if dtype == torch.float32:
-        assert_single(run, plain, given)
+        assert_single(run, plain, inputs)
     else:
-        assert_not_worse(run, plain, plain, given, [FUSED_ATTENTION] * 4)
+        assert_not_worse(run, plain, plain, inputs, [FUSED_ATTENTION] * 4)
 
 
 def test_parts_are_as_few_as_give_all_threads_work() -> None:
@@ -127,26 +127,26 @@ def test_views_of_one_product_are_read_where_they_lie(name: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "documents and a window"])
 def test_nothing_is_read_that_was_not_written_and_bits_repeat(name: str) -> None:
     """Fresh memory is filled with what is no number."""
-    given, mask, _ = case(name)
-    found = []
+    inputs, mask, _ = case(name)
+    actual = []
     try:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # of its class
         for _ in range(2):
-            leaves = [x.clone().requires_grad_() for x in given]
+            leaves = [x.clone().requires_grad_() for x in inputs]
             out = attended(leaves, mask)
-            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+            actual.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.isfinite(x).all() for x in found[0])
-    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    assert all(torch.isfinite(x).all() for x in actual[0])
+    assert all(a.equal(b) for a, b in zip(*actual, strict=True))
 
 
 @pytest.mark.parametrize("size", [1e4, 1e18])
 def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
     """One key gets nearly all the weight; scores of 1e5 are themselves off by 1e-2 in fp32."""
-    given, mask, seen = case("plain")
-    q, k, v = given
+    inputs, mask, seen = case("plain")
+    q, k, v = inputs
     large = [q * size, k, v]
     exact = plain_attention(large[0].double(), k.double(), v.double(), seen, SCALE)
     torch.testing.assert_close(attended(large, mask).double(), exact, rtol=0, atol=2e-2)
@@ -157,9 +157,9 @@ def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_scale_is_taken_for_another(dtype: torch.dtype, scale: float) -> None:
     """Of 0, and of what is 0 in fp32, all weights of a query are the same."""
-    given, mask, seen = case("plain", dtype)
+    inputs, mask, seen = case("plain", dtype)
     plain = partial(plain_attention, seen=seen, scale=scale)
-    assert max(errors(partial(attend, mask=mask, scale=scale), plain, given)) < (
+    assert max(errors(partial(attend, mask=mask, scale=scale), plain, inputs)) < (
         2e-6 if dtype == torch.float32 else 4e-3
     )
 
@@ -189,9 +189,9 @@ def test_vectors_of_other_processors(name: str, narrow: tuple[str, ...], monkeyp
     made = training_library._library.__wrapped__()
     assert made is not None
     monkeypatch.setattr(sequence_attention, "library", lambda: made)
-    given, mask, seen = case(name)
+    inputs, mask, seen = case(name)
     plain = partial(plain_attention, seen=seen, scale=SCALE)
-    assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
+    assert_single(partial(attend, mask=mask, scale=SCALE), plain, inputs, bound=2e-6)
 
 
 def test_what_is_no_number_stays_in_its_document() -> None:
@@ -213,9 +213,9 @@ def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
 
 
 def test_code_that_torch_compiles_takes_them_too() -> None:
-    given, mask, _ = case("plain")
+    inputs, mask, _ = case("plain")
     compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
-    assert compiled(given, mask).equal(attended(given, mask))
+    assert compiled(inputs, mask).equal(attended(inputs, mask))
 
 
 def test_compiled_code_of_any_length_goes_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,28 +233,28 @@ def test_compiled_code_of_any_length_goes_either_way(monkeypatch: pytest.MonkeyP
 
 
 def test_fake_tensors_take_as_much_memory() -> None:
-    given, mask, _ = case("plain")
-    leaves = [x.requires_grad_() for x in given]
+    inputs, mask, _ = case("plain")
+    leaves = [x.requires_grad_() for x in inputs]
     real = torch.autograd.grad(attended(leaves, mask).sum(), leaves)
     with compat.fake_tensors():
-        fakes = [torch.empty(x.shape, requires_grad=True) for x in given]
+        fakes = [torch.empty(x.shape, requires_grad=True) for x in inputs]
         made = torch.autograd.grad(attended(fakes, mask).sum(), fakes)
     assert [x.shape for x in made] == [x.shape for x in real]
 
 
 def test_second_derivatives_are_right() -> None:
     """No part of them is missing where code in C recorded nothing."""
-    given, mask, seen = case("documents and a window")
+    operands, mask, seen = case("documents and a window")
 
     def twice(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
         return list(torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), leaves))
 
-    found = twice(partial(attend, mask=mask, scale=SCALE), given)
-    exact = twice(partial(plain_attention, seen=seen, scale=SCALE), [x.double() for x in given])
-    for one, other in zip(found, exact, strict=True):
-        assert (one - other).norm() < 1e-5 * other.norm()
+    actual = twice(partial(attend, mask=mask, scale=SCALE), operands)
+    exact = twice(partial(plain_attention, seen=seen, scale=SCALE), [x.double() for x in operands])
+    for a, b in zip(actual, exact, strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm()
 
 
 @pytest.mark.parametrize("q, k, v", [
@@ -286,11 +286,11 @@ def test_what_they_do_not_take_goes_the_other_ways(dtype: torch.dtype, width: in
 
 
 def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, mask, seen = case("documents")
+    inputs, mask, seen = case("documents")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert building.built("sequence_attention.c") is None
     monkeypatch.setattr(training_library, "is_compiled", lambda: False)
-    q, k, v = given
+    q, k, v = inputs
     assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")
     plain = partial(plain_attention, seen=seen, scale=SCALE)
-    assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
+    assert_single(partial(attend, mask=mask, scale=SCALE), plain, inputs, bound=2e-6)

@@ -43,10 +43,10 @@ def exact(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, factors: Tensor | float
     return torch.einsum("bhst,bthv->bshv", weights, v)
 
 
-def with_gradients(attended: Any, given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    leaves = [x.detach().to(dtype).requires_grad_() for x in given[:3]]
+def with_gradients(attended: Any, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     out = attended(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, given[3].to(dtype))]
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3].to(dtype))]
 
 
 class MemoryEfficient:
@@ -86,11 +86,11 @@ class MemoryEfficient:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> MemoryEfficient:
-    found = MemoryEfficient()
-    monkeypatch.setattr(compat, "efficient_attention", found.forward)
-    monkeypatch.setattr(compat, "efficient_attention_backward", found.backward)
+    actual = MemoryEfficient()
+    monkeypatch.setattr(compat, "efficient_attention", actual.forward)
+    monkeypatch.setattr(compat, "efficient_attention_backward", actual.backward)
     monkeypatch.setattr(strips, "QUERIES", 32)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("heads", [(4, 4, 8, 8), (4, 2, 8, 8), (4, 1, 12, 6), (3, 3, 12, 20)], ids=str)
@@ -100,14 +100,14 @@ def test_fp32_on_a_gpu_equals_pairs_written_out(
 ) -> None:
     queries, keys, width, values = heads
     sizes = ((queries, width), (keys, width), (keys, values), (queries, values))
-    given = tensors(*((2, LENGTH, *size) for size in sizes), dtype=torch.float32)
+    inputs = tensors(*((2, LENGTH, *size) for size in sizes), dtype=torch.float32)
     documents, spans = random_documents(window + width)
     seen = pairs(documents if packed else None, window)
     with simulate_device("cuda"):
         mask = causal_mask(LENGTH, LENGTH, window=window, documents=documents if packed else None, spans=spans)
-        found = with_gradients(lambda q, k, v: attend(q, k, v, mask, scale=SCALE), given, torch.float32)
-    right = with_gradients(lambda q, k, v: exact(q, k, v, seen), given, torch.float64)
-    for ours, theirs in zip(found, right, strict=True):
+        actual = with_gradients(lambda q, k, v: attend(q, k, v, mask, scale=SCALE), inputs, torch.float32)
+    right = with_gradients(lambda q, k, v: exact(q, k, v, seen), inputs, torch.float64)
+    for ours, theirs in zip(actual, right, strict=True):
         assert (ours - theirs).norm() <= 2e-6 * theirs.norm()
     assert kernel.calls and kernel.largest <= 2 * 32 * (LENGTH + 16)
 
@@ -133,9 +133,9 @@ def test_on_fake_tensors_of_a_gpu_no_host_waits_and_nothing_of_s_x_s_is_made(
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             made = func(*args, **(kwargs or {}))
-            for one in made if isinstance(made, tuple | list) else [made]:
-                if isinstance(one, Tensor):
-                    largest = max(largest, one.untyped_storage().nbytes())
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, Tensor):
+                    largest = max(largest, tensor.untyped_storage().nbytes())
             return made
 
     with simulate_device("cuda"), compat.fake_tensors(), Watch():
@@ -164,22 +164,22 @@ def test_dropout_by_blocks_drops_a_share_of_what_is_seen_and_gives_its_gradients
         return attend(q, k, v, mask, scale=SCALE, dropout=rate)
 
     gradient = torch.randn(2, LENGTH, heads, LENGTH, generator=torch.Generator().manual_seed(3))
-    given = [q, k, ones, gradient]
-    found = with_gradients(ours, given, torch.float32)
-    weights = exact(*(x.double() for x in given[:3]), seen)
+    inputs = [q, k, ones, gradient]
+    actual = with_gradients(ours, inputs, torch.float32)
+    weights = exact(*(x.double() for x in inputs[:3]), seen)
     shown = seen.transpose(1, 2).expand_as(weights)
-    factors = (found[0] / weights.where(shown, torch.ones(()).double())).where(shown, torch.zeros(()).double())
-    kept = factors[shown] > 0.5
-    there = factors[shown][kept]
+    factors = (actual[0] / weights.where(shown, torch.ones(()).double())).where(shown, torch.zeros(()).double())
+    is_shown = factors[shown] > 0.5
+    there = factors[shown][is_shown]
     torch.testing.assert_close(there, torch.full_like(there, 1 / (1 - rate)), rtol=1e-5, atol=0)
-    assert abs(float(kept.double().mean()) - (1 - rate)) < 4 * (rate * (1 - rate) / len(kept)) ** 0.5
-    assert not found[0][~shown].any()
+    assert abs(float(is_shown.double().mean()) - (1 - rate)) < 4 * (rate * (1 - rate) / len(is_shown)) ** 0.5
+    assert not actual[0][~shown].any()
     drawn = torch.zeros_like(factors).masked_fill(factors > 0.5, 1 / (1 - rate)).transpose(1, 2)
-    right = with_gradients(lambda q, k, v: exact(q, k, v, seen, drawn), given, torch.float64)
-    for mine, theirs in zip(found, right, strict=True):
+    right = with_gradients(lambda q, k, v: exact(q, k, v, seen, drawn), inputs, torch.float64)
+    for mine, theirs in zip(actual, right, strict=True):
         assert (mine - theirs).norm() <= 2e-6 * theirs.norm()
     torch.manual_seed(12)
-    assert not torch.equal(attend(q, k, ones, mask, scale=SCALE, dropout=rate), found[0])
+    assert not torch.equal(attend(q, k, ones, mask, scale=SCALE, dropout=rate), actual[0])
 
 
 def test_compiled_code_makes_dropout_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,5 +198,5 @@ def test_compiled_code_makes_dropout_again_as_it_was(monkeypatch: pytest.MonkeyP
         made.append((out.detach(), *torch.autograd.grad(out.sum(), leaf)))
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
     torch.manual_seed(4)
-    found = torch.compile(lambda q: varlen_dropout(q, k, v, *arguments)[0], backend="aot_eager")(q)
-    torch.testing.assert_close(found, made[0][0])
+    actual = torch.compile(lambda q: varlen_dropout(q, k, v, *arguments)[0], backend="aot_eager")(q)
+    torch.testing.assert_close(actual, made[0][0])

@@ -25,13 +25,13 @@ def test_value_and_gradients(name: str, size: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
-    given = tensors((40, 64), (40, 64), dtype=dtype)
-    assert_not_worse(fast().swiglu, reference().swiglu, exact, given)
+    inputs = tensors((40, 64), (40, 64), dtype=dtype)
+    assert_not_worse(fast().swiglu, reference().swiglu, exact, inputs)
 
 
 def test_first_derivatives_in_fp64() -> None:
-    given = [tensor.double().requires_grad_() for tensor in tensors((3, 5), (3, 5))]
-    assert torch.autograd.gradcheck(fast().swiglu, given)
+    inputs = [tensor.double().requires_grad_() for tensor in tensors((3, 5), (3, 5))]
+    assert torch.autograd.gradcheck(fast().swiglu, inputs)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -62,39 +62,39 @@ def test_the_second_half_of_a_gated_mlp(lead: tuple[int, ...], form: Callable[..
 
 
 def test_its_first_derivatives_in_fp64() -> None:
-    given = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 7), (2, 3, 7), (4, 7), (4,))]
-    assert torch.autograd.gradcheck(fast().swiglu_linear, given)
-    assert torch.autograd.gradcheck(fast().swiglu_linear, given[:3])
+    inputs = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 7), (2, 3, 7), (4, 7), (4,))]
+    assert torch.autograd.gradcheck(fast().swiglu_linear, inputs)
+    assert torch.autograd.gradcheck(fast().swiglu_linear, inputs[:3])
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_in_16_bit_it_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> None:
-    given = tensors((40, 64), (40, 64), (32, 64), (32,), dtype=dtype)
-    assert_not_worse(fast().swiglu_linear, reference().swiglu_linear, exact_linear, given)
+    inputs = tensors((40, 64), (40, 64), (32, 64), (32,), dtype=dtype)
+    assert_not_worse(fast().swiglu_linear, reference().swiglu_linear, exact_linear, inputs)
 
 
 @pytest.mark.parametrize("frozen", [2, 3])
 def test_a_frozen_weight_gets_no_gradient(frozen: int) -> None:
-    given = [t.requires_grad_(i != frozen) for i, t in enumerate(tensors((6, 9), (6, 9), (5, 9), (5,)))]
-    fast().swiglu_linear(*given).sum().backward()
-    assert [tensor.grad is None for tensor in given] == [index == frozen for index in range(4)]
+    inputs = [t.requires_grad_(i != frozen) for i, t in enumerate(tensors((6, 9), (6, 9), (5, 9), (5,)))]
+    fast().swiglu_linear(*inputs).sum().backward()
+    assert [tensor.grad is None for tensor in inputs] == [index == frozen for index in range(4)]
 
 
 def test_its_inputs_may_be_views() -> None:
     def halves(both: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         return *both.transpose(0, 1).chunk(2, dim=-1), weight, bias
 
-    given = tensors((3, 4, 18), (5, 9), (5,))
-    assert_single(lambda *x: fast().swiglu_linear(*halves(*x)), lambda *x: exact_linear(*halves(*x)), given)
+    inputs = tensors((3, 4, 18), (5, 9), (5,))
+    assert_single(lambda *x: fast().swiglu_linear(*halves(*x)), lambda *x: exact_linear(*halves(*x)), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("native", [False, True], ids=["widened", "native"])
 def test_the_product_in_between_is_not_kept(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
-    given = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50), (8, 50), (8,), dtype=dtype)]
-    assert saved_bytes(lambda: fast().swiglu_linear(*given), without=given)[1] == 0
-    assert saved_bytes(lambda: reference().swiglu_linear(*given), without=given)[1] == 2 * 30 * 50 * dtype.itemsize
+    inputs = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50), (8, 50), (8,), dtype=dtype)]
+    assert saved_bytes(lambda: fast().swiglu_linear(*inputs), without=inputs)[1] == 0
+    assert saved_bytes(lambda: reference().swiglu_linear(*inputs), without=inputs)[1] == 2 * 30 * 50 * dtype.itemsize
 
 
 @pytest.mark.parametrize("wanted", range(1, 16))
@@ -103,10 +103,10 @@ def test_any_of_the_inputs_alone_may_want_a_gradient(wanted: int) -> None:
     made = [torch.randn(3, 6), torch.randn(3, 6), torch.randn(4, 6), torch.randn(4)]
     gradients = []
     for form in (fast().swiglu_linear, reference().swiglu_linear):
-        given = [x.clone().requires_grad_(bool(wanted >> place & 1)) for place, x in enumerate(made)]
-        form(*given).square().sum().backward()
-        gradients.append([x.grad for x in given])
-    for one, other in zip(*gradients, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other)
+        inputs = [x.clone().requires_grad_(bool(wanted >> index & 1)) for index, x in enumerate(made)]
+        form(*inputs).square().sum().backward()
+        gradients.append([x.grad for x in inputs])
+    for a, b in zip(*gradients, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b)

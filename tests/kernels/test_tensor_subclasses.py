@@ -44,46 +44,46 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_dtensor_gives_what_its_numbers_give(name: str) -> None:
-    run, given = CASES[name]
-    plain = [x.clone().requires_grad_() for x in given]
+    run, inputs = CASES[name]
+    plain = [x.clone().requires_grad_() for x in inputs]
     expected = run(*plain)
     expected.square().sum().backward()
     with compat.fake_world(0, 1), implicit_replication():
         mesh = init_device_mesh("cpu", (1,))
-        held = [DTensor.from_local(x, mesh, [Replicate()]).requires_grad_() for x in given]
-        found = run(*held)
-        found.square().sum().backward()
-        assert isinstance(found, DTensor)
-        torch.testing.assert_close(found.to_local(), expected, rtol=1e-4, atol=1e-4)
-        for one, right in zip(held, plain, strict=True):
-            assert (one.grad is None) == (right.grad is None)
-            if isinstance(one.grad, DTensor):
-                torch.testing.assert_close(one.grad.to_local(), right.grad, rtol=1e-3, atol=1e-2)
+        held = [DTensor.from_local(x, mesh, [Replicate()]).requires_grad_() for x in inputs]
+        actual = run(*held)
+        actual.square().sum().backward()
+        assert isinstance(actual, DTensor)
+        torch.testing.assert_close(actual.to_local(), expected, rtol=1e-4, atol=1e-4)
+        for tensor, right in zip(held, plain, strict=True):
+            assert (tensor.grad is None) == (right.grad is None)
+            if isinstance(tensor.grad, DTensor):
+                torch.testing.assert_close(tensor.grad.to_local(), right.grad, rtol=1e-3, atol=1e-2)
 
 
 def test_loops_of_a_server_leave_a_dtensor_alone() -> None:
     x, weight = drawn(4, WIDTH), drawn(WIDTH)
     with torch.no_grad(), library.used(library.compiled()), compat.fake_world(0, 1), implicit_replication():
         held = DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
-        found = norm.rms_norm(held, weight, 1e-5)
-    assert isinstance(found, DTensor)
-    torch.testing.assert_close(found.to_local(), norm.rms_norm_reference(x, weight, 1e-5))
+        actual = norm.rms_norm(held, weight, 1e-5)
+    assert isinstance(actual, DTensor)
+    torch.testing.assert_close(actual.to_local(), norm.rms_norm_reference(x, weight, 1e-5))
 
 
 def test_the_negative_bit_is_read() -> None:
     x, weight = drawn(ROWS, WIDTH), drawn(WIDTH)
     with torch.no_grad():
-        found = norm.rms_norm(torch._neg_view(-x), weight, 1e-5)
-        torch.testing.assert_close(found, norm.rms_norm_reference(x, weight, 1e-5))
+        actual = norm.rms_norm(torch._neg_view(-x), weight, 1e-5)
+        torch.testing.assert_close(actual, norm.rms_norm_reference(x, weight, 1e-5))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of all that it cannot record
 @pytest.mark.parametrize("name", ["norm", "gate", "rotation"])
 def test_a_tracer_records_what_is_computed(name: str) -> None:
-    run, given = CASES[name]
-    other = tuple(x + 0.5 for x in given)
+    run, inputs = CASES[name]
+    other = tuple(x + 0.5 for x in inputs)
     with torch.no_grad():
-        for traced in (torch.jit.trace(run, given), make_fx(run)(*given)):
+        for traced in (torch.jit.trace(run, inputs), make_fx(run)(*inputs)):
             torch.testing.assert_close(traced(*other), run(*other), rtol=1e-4, atol=1e-4)
 
 
@@ -92,8 +92,8 @@ def test_a_tracer_records_what_is_computed(name: str) -> None:
 def test_a_tangent_goes_through(name: str) -> None:
     run, (x, *others) = CASES[name]
     with torch.no_grad(), forward_ad.dual_level():
-        found = run(forward_ad.make_dual(x, torch.ones_like(x)), *others)
-        tangent = forward_ad.unpack_dual(found).tangent
+        actual = run(forward_ad.make_dual(x, torch.ones_like(x)), *others)
+        tangent = forward_ad.unpack_dual(actual).tangent
     step = 1e-2
     assert tangent is not None
     torch.testing.assert_close(
@@ -105,8 +105,8 @@ def test_a_tangent_goes_through(name: str) -> None:
 def test_wrappers_of_torch_func_are_not_read_by_loops() -> None:
     rows, weight = drawn(4, ROWS, WIDTH), drawn(WIDTH)
     with torch.no_grad():
-        found = torch.func.vmap(lambda x: norm.rms_norm(x, weight, 1e-5))(rows)
-        torch.testing.assert_close(found, norm.rms_norm_reference(rows, weight, 1e-5))
+        actual = torch.func.vmap(lambda x: norm.rms_norm(x, weight, 1e-5))(rows)
+        torch.testing.assert_close(actual, norm.rms_norm_reference(rows, weight, 1e-5))
 
 
 def test_what_lies_in_memory() -> None:

@@ -32,12 +32,12 @@ def threads(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: torch.set_num_threads(before))
 
 
-def compare(run: Function, plain: Function, given: list[Tensor]) -> None:
+def compare(run: Function, plain: Function, inputs: list[Tensor]) -> None:
     """In fp32 to a few roundings, in bf16 no worse than plain code."""
-    if given[0].dtype == torch.float32:
-        assert_single(run, plain, given)
+    if inputs[0].dtype == torch.float32:
+        assert_single(run, plain, inputs)
     else:
-        assert_not_worse(run, plain, plain, given)
+        assert_not_worse(run, plain, plain, inputs)
 
 
 def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -52,10 +52,10 @@ def plain_gate(gate: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_rms_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    given = tensors(size, size[-1:], dtype=dtype)
+    inputs = tensors(size, size[-1:], dtype=dtype)
     with torch.no_grad():
-        assert training_rows.takes(*given)
-    compare(partial(norm.rms_norm, eps=EPS), plain_norm, given)
+        assert training_rows.takes(*inputs)
+    compare(partial(norm.rms_norm, eps=EPS), plain_norm, inputs)
 
 
 @pytest.mark.usefixtures("threads")
@@ -69,8 +69,8 @@ def test_swiglu(size: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_swiglu_and_the_product_behind_it(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    given = tensors(size, size, (24, size[-1]), dtype=dtype)
-    compare(swiglu.swiglu_linear, lambda g, u, w: linear_reference(plain_gate(g, u), w), given)
+    inputs = tensors(size, size, (24, size[-1]), dtype=dtype)
+    compare(swiglu.swiglu_linear, lambda g, u, w: linear_reference(plain_gate(g, u), w), inputs)
 
 
 def tables(rows: int, positions: int, half: int) -> tuple[Tensor, Tensor]:
@@ -87,13 +87,13 @@ def test_rotation(half: int, own_tables: bool, dtype: torch.dtype) -> None:
     cos, sin = tables(3 if own_tables else 1, 7, half)
 
     def turned(x: Tensor, by: Function) -> Tensor:
-        found: Tensor = by(
+        actual: Tensor = by(
             x[..., 8:].unflatten(2, (2, 2 * half)), cos.to(x.dtype) if x.dtype == torch.float64 else cos, sin
         )
-        return found
+        return actual
 
-    given = tensors((3, 7, 8 + 4 * half), dtype=dtype)
-    compare(partial(turned, by=rope.rotate), partial(turned, by=rope.rotate_reference), given)
+    inputs = tensors((3, 7, 8 + 4 * half), dtype=dtype)
+    compare(partial(turned, by=rope.rotate), partial(turned, by=rope.rotate_reference), inputs)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 40.0, 1e4, 1e18])
@@ -107,21 +107,21 @@ def test_extreme_inputs_are_as_torch_has_them(size: float) -> None:
 def test_what_is_no_number_stays_in_its_row() -> None:
     x, weight = tensors((4, 32), (32,))
     x[1, 3] = float("nan")
-    for found in (training_rows.rms_norm(x, weight, EPS)[0], training_rows.swiglu(x, x)):
-        assert found[1, 3].isnan() and torch.isfinite(found[[0, 2, 3]]).all()
+    for actual in (training_rows.rms_norm(x, weight, EPS)[0], training_rows.swiglu(x, x)):
+        assert actual[1, 3].isnan() and torch.isfinite(actual[[0, 2, 3]]).all()
     narrow = training_rows.swiglu(x.bfloat16(), x.bfloat16())
     assert narrow[1, 3].isnan() and torch.isfinite(narrow[[0, 2, 3]]).all()
 
 
 def test_no_bit_depends_on_the_number_of_threads() -> None:
     x, weight, gradient = tensors((200, 64), (64,), (200, 64))
-    found, before = [], torch.get_num_threads()
+    actual, before = [], torch.get_num_threads()
     for count in (1, 2, 5):
         torch.set_num_threads(count)
         out, scales = training_rows.rms_norm(x, weight, EPS)
-        found.append((out, *training_rows.rms_norm_gradients(gradient, x, weight, scales)))
+        actual.append((out, *training_rows.rms_norm_gradients(gradient, x, weight, scales)))
     torch.set_num_threads(before)
-    assert all(a.equal(b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert all(a.equal(b) for other in actual[1:] for a, b in zip(actual[0], other, strict=True))
 
 
 def test_fake_tensors_have_the_same_sizes() -> None:
@@ -129,26 +129,26 @@ def test_fake_tensors_have_the_same_sizes() -> None:
     real = training_rows.rms_norm(x, weight, EPS)
     with compat.fake_tensors():
         fake = training_rows.rms_norm(torch.empty(4, 5, 32), torch.empty(32), EPS)
-    assert [(one.shape, one.dtype) for one in fake] == [(one.shape, one.dtype) for one in real]
+    assert [(tensor.shape, tensor.dtype) for tensor in fake] == [(tensor.shape, tensor.dtype) for tensor in real]
 
 
 def test_second_derivatives_are_those_of_torch_or_refused() -> None:
     """The loops have no graph: their gradients of gradients would be 0 without a word."""
     x, weight = tensors((8, 32), (32,))
 
-    def again(function: Function, given: list[Tensor]) -> list[Tensor]:
-        leaves = [one.requires_grad_() for one in given]
+    def again(function: Function, inputs: list[Tensor]) -> list[Tensor]:
+        leaves = [tensor.requires_grad_() for tensor in inputs]
         first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
-        found = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)  # type: ignore[arg-type]
-        return list(found)
+        actual = torch.autograd.grad(sum(tensor.square().sum() for tensor in first), leaves)  # type: ignore[arg-type]
+        return list(actual)
 
     wanted = again(plain_norm, [x.double(), weight.double()])
-    found = again(partial(norm.rms_norm, eps=EPS), [x, weight])
-    for one, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.double(), right, rtol=1e-3, atol=1e-3)
-    for refused, given in ((swiglu.swiglu_linear, tensors((8, 32), (8, 32), (4, 32))), (rope.rotate, rotated())):
+    actual = again(partial(norm.rms_norm, eps=EPS), [x, weight])
+    for tensor, right in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(tensor.double(), right, rtol=1e-3, atol=1e-3)
+    for refused, inputs in ((swiglu.swiglu_linear, tensors((8, 32), (8, 32), (4, 32))), (rope.rotate, rotated())):
         with pytest.raises(RuntimeError, match=r"differentiation|not implemented"):
-            again(lambda one, *rest, run=refused: run(one, *rest), given)
+            again(lambda tensor, *rest, run=refused: run(tensor, *rest), inputs)
 
 
 def rotated() -> list[Tensor]:

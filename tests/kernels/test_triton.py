@@ -74,8 +74,8 @@ def test_in_the_interpreter(file: str) -> None:
 
 def test_every_operation_with_a_rule_is_chosen_by_reason() -> None:
     for operation in chooser.RULES:
-        found = chooser.choice(operation, torch.device("cpu"), torch.float32)
-        assert found.by == "torch" and found.reason == "a CPU"
+        actual = chooser.choice(operation, torch.device("cpu"), torch.float32)
+        assert actual.by == "torch" and actual.reason == "a CPU"
 
 
 def test_an_installed_package_is_no_driver() -> None:
@@ -90,7 +90,9 @@ def jitted(source: Path) -> Iterator[tuple[Path, str]]:
     for file in sorted(source.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if "triton" in text else ():
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and any(
+                "jit" in ast.unparse(decorator) for decorator in node.decorator_list
+            ):
                 yield file, node.name
 
 
@@ -108,7 +110,7 @@ def launches() -> list[Launch]:
 
 
 def test_every_kernel_is_in_the_table() -> None:
-    known = {one for launch in launches() for one in with_helpers(launch.kernel)}
+    known = {node for launch in launches() for node in with_helpers(launch.kernel)}
     missing = []
     for file, name in jitted(SOURCE):
         module = ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts)
@@ -197,12 +199,12 @@ def test_a_targets_logit_is_read_before_its_gradient_can_lie_there(row: str) -> 
 @pytest.mark.long
 def test_compiled_for_gpus_that_are_not_here(row: Row, capability: int) -> None:
     for launch in recorded(row.launch, capability):
-        found = machine_code(launch, capability)
+        actual = machine_code(launch, capability)
         if row.fits:
-            assert found.shared <= SHARED_LIMIT[capability]
-            assert found.spilled == 0, f"{found.registers} registers and {found.spilled} bytes of others in memory"
+            assert actual.shared <= SHARED_LIMIT[capability]
+            assert actual.spilled == 0, f"{actual.registers} registers and {actual.spilled} bytes of others in memory"
         if launch.name in row.products:
-            assert found.has_tensor_cores(capability, row.whole), launch.name
+            assert actual.has_tensor_cores(capability, row.whole), launch.name
 
 
 def written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
@@ -220,12 +222,12 @@ def test_the_compiler_knows_what_a_kernel_writes(row: Row) -> None:
         ones = launch.changed(**dict.fromkeys(launch.integers, 1))
         for special in (launch, ones):
             arguments = {
-                name: torch.empty(16, dtype=one.dtype) if isinstance(one, Pointer) else one
-                for name, one in special.arguments.items()
+                name: torch.empty(16, dtype=node.dtype) if isinstance(node, Pointer) else node
+                for name, node in special.arguments.items()
             }
             with target(90):
                 names = written(launch.kernel, arguments)
-            assert names and names < {name for name, one in arguments.items() if isinstance(one, torch.Tensor)}
+            assert names and names < {name for name, node in arguments.items() if isinstance(node, torch.Tensor)}
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -21,7 +21,9 @@ from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_si
 SCALE = 0.2
 
 
-def given(length: int, keys: int = 2, values: int = 8, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def queries_keys_values(
+    length: int, keys: int = 2, values: int = 8, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     return tensors((3, length, 4, 8), (3, length, keys, 8), (3, length, keys, values), dtype=dtype)
 
 
@@ -41,7 +43,9 @@ def test_random_borders_and_windows(
     monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: in_blocks)
     mask = causal_mask(length, length, window=window, documents=random_documents(length, share, length))
     exact = partial(attend_reference, mask=Mask(mask.window, mask.documents), scale=SCALE)
-    assert_single(partial(attend, mask=mask, scale=SCALE), exact, given(length, keys=1, values=6), bound=2e-6)
+    assert_single(
+        partial(attend, mask=mask, scale=SCALE), exact, queries_keys_values(length, keys=1, values=6), bound=2e-6
+    )
 
 
 @pytest.mark.parametrize("values", [3, 8, 13])
@@ -49,7 +53,7 @@ def test_values_of_another_width_than_keys(values: int) -> None:
     mask = causal_mask(90, 90, window=70, documents=random_documents(90, 0.02, 2))
     assert_single(
         partial(attend, mask=mask, scale=SCALE), partial(attend_reference, mask=mask, scale=SCALE),
-        given(90, keys=4, values=values), bound=2e-6,
+        queries_keys_values(90, keys=4, values=values), bound=2e-6,
     )  # fmt: skip
 
 
@@ -60,7 +64,7 @@ def test_16_bit_is_no_further_from_the_truth_than_plain_code(dtype: torch.dtype,
     seen = mask.allowed(300, 300, torch.device("cpu"))[:, 0]
     plain = partial(plain_attention, seen=seen, scale=SCALE)
     bars = [FUSED_ATTENTION] * 4 if compat.cpu_multiplies(dtype) else []
-    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given(300, dtype=dtype), bars)
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, queries_keys_values(300, dtype=dtype), bars)
 
 
 def test_what_documents_hide_is_not_multiplied() -> None:
@@ -78,14 +82,14 @@ def test_what_documents_hide_is_not_multiplied() -> None:
     with pytest.MonkeyPatch.context() as patched, Operations() as made:
         patched.setattr(compat, "flash_attention", watched)
         patched.setattr(attention, "prefers_blockwise", lambda *_: False)
-        attend(*given(512), causal_mask(512, 512, documents=documents), scale=SCALE)
+        attend(*queries_keys_values(512), causal_mask(512, 512, documents=documents), scale=SCALE)
     assert largest == 64 * 64
     assert sum(count for name, count in made.counts.items() if "flash" in name) == 3 * 8
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
-    q, k, v = (x.requires_grad_() for x in given(70))
+    q, k, v = (x.requires_grad_() for x in queries_keys_values(70))
     for way in ("flash", "blocks"):
         for window in (0, 9):
             arguments = (q, k, v, random_documents(70, share, 3), None, None, window, SCALE, way, 0.0)
@@ -94,16 +98,16 @@ def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
 
 def test_blocks_keep_queries_keys_and_values_alone() -> None:
     """They make the weights again: the result is not needed."""
-    kept: list[int] = []
+    saved: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.numel())
+        saved.append(tensor.numel())
         return tensor
 
-    q, k, v = (x.requires_grad_() for x in given(80))
+    q, k, v = (x.requires_grad_() for x in queries_keys_values(80))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         varlen.attend(q, k, v, varlen.AttentionForm(None, None, None, 0, SCALE, "blocks"))
-    assert kept == [q.numel(), k.numel(), v.numel()]
+    assert saved == [q.numel(), k.numel(), v.numel()]
 
 
 def test_borders_for_a_gpu_are_those_of_the_rows_one_after_another() -> None:
@@ -155,7 +159,7 @@ def test_a_gpu_compiles_attention_over_documents_whole(window: int, monkeypatch:
 
     def seen(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return lambda *given: (given[0].new_zeros(2, 40, 4, 16),)
+        return lambda *operands: (operands[0].new_zeros(2, 40, 4, 16),)
 
     q = torch.randn(2, 40, 4, 16, dtype=torch.bfloat16)
     k = torch.randn(2, 40, 2, 16, dtype=torch.bfloat16)
@@ -210,6 +214,6 @@ def test_on_a_gpu_the_flash_kernel_reads_borders(
     documents = random_documents(40, 0.1, 5)
     with simulate_device("cuda"):
         mask = causal_mask(40, 40, window=window, documents=documents, spans=DocumentSpans(32, 33))
-        found = attend(q, k, v, mask, scale=SCALE)
+        actual = attend(q, k, v, mask, scale=SCALE)
     exact = attend_reference(q.double(), k.double(), v.double(), mask, scale=SCALE)
-    torch.testing.assert_close(found.float(), exact.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual.float(), exact.float(), rtol=2e-2, atol=2e-2)

@@ -23,7 +23,7 @@ from tests.model.shrunk import KINDS, model, tokens
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def one(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+def gated_layer(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return fast().linear(fast().linear(x.tanh(), a, bias).relu(), b)
 
 
@@ -43,8 +43,8 @@ def same_weight_twice(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
 
 
 def recomputed(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-    found: Tensor = checkpoint(gated, x, a, b, bias, use_reentrant=False)
-    return found
+    actual: Tensor = checkpoint(gated, x, a, b, bias, use_reentrant=False)
+    return actual
 
 
 def experts(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
@@ -53,12 +53,14 @@ def experts(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
     return fast().expert_linear(rows.tanh(), b, torch.tensor([4, 0, 6]))
 
 
-FUNCTIONS = (one, several, gated, same_weight_twice, recomputed)
+FUNCTIONS = (gated_layer, several, gated, same_weight_twice, recomputed)
 
 
-def backward_twice(function: Callable[..., Tensor], given: list[Tensor], split: bool) -> tuple[list[Tensor], list[int]]:
+def backward_twice(
+    function: Callable[..., Tensor], inputs: list[Tensor], split: bool
+) -> tuple[list[Tensor], list[int]]:
     """Gradients of two passes in a row, and how many products waited in each."""
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     waited = []
     with splitting() if split else nullcontext():
         for step in range(2):
@@ -79,9 +81,9 @@ def test_gradients_are_those_of_autograd_bit_for_bit(
     function: Callable[..., Tensor], dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
-    given = tensors((2, 5, 12), (7, 12), (12, 7), (7,), dtype=dtype)
-    plain, _ = backward_twice(function, given, split=False)
-    split, waited = backward_twice(function, given, split=True)
+    inputs = tensors((2, 5, 12), (7, 12), (12, 7), (7,), dtype=dtype)
+    plain, _ = backward_twice(function, inputs, split=False)
+    split, waited = backward_twice(function, inputs, split=True)
     assert len(plain) == len(split) and all(waited)
     for a, b in zip(plain, split, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
@@ -94,9 +96,9 @@ def test_experts(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPat
     _compare_experts(tensors((2, 5, 12), (3, 7, 12), (3, 12, 7), (7,), dtype=dtype))
 
 
-def _compare_experts(given: list[Tensor]) -> None:
-    plain, _ = backward_twice(experts, given, split=False)
-    split, waited = backward_twice(experts, given, split=True)
+def _compare_experts(inputs: list[Tensor]) -> None:
+    plain, _ = backward_twice(experts, inputs, split=False)
+    split, waited = backward_twice(experts, inputs, split=True)
     assert waited == [2, 2] and len(plain) == len(split) == 3
     assert all(torch.equal(a, b) for a, b in zip(plain, split, strict=True))
 
@@ -106,8 +108,8 @@ def test_experts_in_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, in the loop that torch has for a CPU."""
     module = sys.modules["meshwright.kernels.experts"]
     monkeypatch.setattr(module, "groups_on_device", lambda rows, weights: True)
-    given = tensors((2, 5, 16), (3, 8, 16), (3, 16, 8), (8,), dtype=torch.bfloat16)
-    _compare_experts(given)
+    inputs = tensors((2, 5, 16), (3, 8, 16), (3, 16, 8), (8,), dtype=torch.bfloat16)
+    _compare_experts(inputs)
 
 
 def test_no_expert_sees_a_row() -> None:
@@ -121,8 +123,8 @@ def test_no_expert_sees_a_row() -> None:
 
 
 def test_only_leaves_wait() -> None:
-    given = tensors((2, 5, 12), (7, 12), (12, 7), (7,))
-    _, waited = backward_twice(several, given, split=True)
+    inputs = tensors((2, 5, 12), (7, 12), (12, 7), (7,))
+    _, waited = backward_twice(several, inputs, split=True)
     assert waited == [1, 1]
 
 
@@ -130,7 +132,7 @@ def test_the_backward_pass_leaves_the_products_out_and_run_makes_them() -> None:
     x, a, b, bias = (tensor.requires_grad_() for tensor in tensors((2, 5, 12), (7, 12), (12, 7), (7,)))
     queue = WeightGradients()
     with splitting():
-        loss = one(x, a, b, bias).sum()
+        loss = gated_layer(x, a, b, bias).sum()
         with queue, Operations() as first:
             loss.backward()
     assert first.products == 2 and a.grad is None and b.grad is None
@@ -141,9 +143,9 @@ def test_the_backward_pass_leaves_the_products_out_and_run_makes_them() -> None:
 
 
 def test_without_a_queue_a_pass_that_could_be_split_is_whole() -> None:
-    given = tensors((2, 5, 12), (7, 12), (12, 7), (7,))
-    plain, _ = backward_twice(gated, given, split=False)
-    leaves = [tensor.clone().requires_grad_() for tensor in given]
+    inputs = tensors((2, 5, 12), (7, 12), (12, 7), (7,))
+    plain, _ = backward_twice(gated, inputs, split=False)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     with splitting():
         for step in range(2):
             ((gated(*leaves).float() ** 2).sum() / (step + 1)).backward()
@@ -156,7 +158,7 @@ def test_frozen_weights_wait_for_nothing() -> None:
     x, a, b, bias = tensors((2, 5, 12), (7, 12), (12, 7), (7,))
     queue = WeightGradients()
     with splitting(), queue:
-        one(x.requires_grad_(), a, b.requires_grad_(), bias).sum().backward()
+        gated_layer(x.requires_grad_(), a, b.requires_grad_(), bias).sum().backward()
     assert len(queue) == 1
     queue.run()
     assert a.grad is None and b.grad is not None
@@ -182,11 +184,11 @@ def test_a_backward_pass_on_another_thread_is_split_too(name: str, recompute: st
     """As a GPU's is, whose thread has another context; and only that one, whatever this thread does meanwhile."""
     left = []
     for apart in (False, True):
-        found = model(name)
-        found.seams.call = block_call(recompute)
+        actual = model(name)
+        actual.seams.call = block_call(recompute)
         queue = WeightGradients()
         with splitting():
-            loss = _loss(found, tokens(2, 9), tokens(2, 9, seed=1), 0)
+            loss = _loss(actual, tokens(2, 9), tokens(2, 9, seed=1), 0)
             with queue:
                 if apart:
                     with ThreadPoolExecutor(1) as pool:
@@ -194,7 +196,7 @@ def test_a_backward_pass_on_another_thread_is_split_too(name: str, recompute: st
                 else:
                     loss.backward()
         left.append(len(queue))
-        _assert_matrices_wait(found, 0, queue)
+        _assert_matrices_wait(actual, 0, queue)
     assert left[0] == left[1] > 0
 
 
@@ -223,15 +225,15 @@ def test_a_whole_model(name: str) -> None:
         assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad), key
 
 
-def _loss(found: nn.Module, ids: Tensor, targets: Tensor, step: int) -> Tensor:
-    loss = found.loss(ids, targets, scale=torch.tensor(1.0 / (1 + step)))  # type: ignore[operator]
+def _loss(model: nn.Module, ids: Tensor, targets: Tensor, step: int) -> Tensor:
+    loss = model.loss(ids, targets, scale=torch.tensor(1.0 / (1 + step)))  # type: ignore[operator]
     balance: Tensor | None = loss.balance
     total: Tensor = loss.cross_entropy
     return total if balance is None else total + balance.sum()
 
 
-def _assert_matrices_wait(found: nn.Module, step: int, queue: WeightGradients) -> None:
-    layers: Iterable[tuple[str, nn.Parameter]] = found.layers.named_parameters()  # type: ignore[union-attr,operator]
+def _assert_matrices_wait(model: nn.Module, step: int, queue: WeightGradients) -> None:
+    layers: Iterable[tuple[str, nn.Parameter]] = model.layers.named_parameters()  # type: ignore[union-attr,operator]
     matrices = [p for key, p in layers if p.dim() > 1 and "router" not in key]
     assert len(queue) >= len(matrices)
     if step == 0:

@@ -40,7 +40,7 @@ CASES = {
 def test_value_and_gradients(
     lengths: tuple[int, ...], heads: int, keys: int, width: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    given = tensors(*((sum(lengths), number, width) for number in (heads, keys, keys)), dtype=dtype)
+    inputs = tensors(*((sum(lengths), number, width) for number in (heads, keys, keys)), dtype=dtype)
     scale, mask = width**-0.5, seen(lengths, causal)
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,9 +50,9 @@ def test_value_and_gradients(
         return flash.attend(q, k, v, borders(lengths), max(lengths), causal=causal, scale=scale)[0]
 
     if dtype == torch.float32:
-        assert_single(ours, plain, given, 3e-6)
+        assert_single(ours, plain, inputs, 3e-6)
     else:
-        assert_not_worse(ours, plain, plain, given, [2.0] * 4)
+        assert_not_worse(ours, plain, plain, inputs, [2.0] * 4)
 
 
 def test_the_log_sum_exp() -> None:

@@ -19,8 +19,8 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_operation_passes_its_trial(operation: str) -> None:
     dtype = torch.float32 if torch.float32 in chooser.RULES[operation].dtypes else torch.float16
     assert trials.problem(operation, CPU, dtype) == ""
-    found = chooser.choice(operation, CPU, dtype, prefer="triton")
-    assert found.by == "triton" and found.reason.startswith("interpreter, fp")
+    actual = chooser.choice(operation, CPU, dtype, prefer="triton")
+    assert actual.by == "triton" and actual.reason.startswith("interpreter, fp")
 
 
 def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,14 +28,14 @@ def test_a_kernel_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(gated, "swiglu", fails)
-    found = chooser.choice("swiglu", CPU, torch.float32, prefer="triton")
-    assert (found.by, found.reason) == ("torch", "its trial failed: RuntimeError no kernel image")
+    actual = chooser.choice("swiglu", CPU, torch.float32, prefer="triton")
+    assert (actual.by, actual.reason) == ("torch", "its trial failed: RuntimeError no kernel image")
 
 
 def test_a_kernel_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated, "swiglu", lambda gate, up: gate * up)
-    found = chooser.choice("swiglu", CPU, torch.float32, prefer="triton")
-    assert found.by == "torch" and found.reason.startswith("its trial was off by")
+    actual = chooser.choice("swiglu", CPU, torch.float32, prefer="triton")
+    assert actual.by == "torch" and actual.reason.startswith("its trial was off by")
 
 
 def test_reasons() -> None:

@@ -22,14 +22,14 @@ def orders(tokens: int, k: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, LOW[1]], ids=str)
 def test_spread(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
     order, inverse = orders(tokens, k)
-    given = tensors((tokens, width), dtype=dtype)
+    inputs = tensors((tokens, width), dtype=dtype)
     fast, plain = (partial(f, order=order, inverse=inverse, k=k) for f in (permute.spread, experts.spread))
-    found, right = outcome(fast, given), outcome(plain, given)
-    assert torch.equal(found[0], right[0])
+    actual, right = outcome(fast, inputs), outcome(plain, inputs)
+    assert torch.equal(actual[0], right[0])
     if dtype == torch.float32:
-        torch.testing.assert_close(found[1], right[1])
+        torch.testing.assert_close(actual[1], right[1])
     else:
-        assert_not_worse(fast, plain, lambda x: x[order // k], given)
+        assert_not_worse(fast, plain, lambda x: x[order // k], inputs)
 
 
 @pytest.mark.parametrize("tokens, k, width", [(1, 1, 4), (5, 2, 33), (7, 3, 8)])
@@ -59,7 +59,7 @@ def test_grouped_products(
     """By itself, and as the operator of compiled code calls it."""
     for name in ("ROWS", "COLUMNS", "INNER"):
         monkeypatch.setattr(grouped, name, 16)
-    given = tensors((sum(counts), 20), (3, 18, 20), dtype=dtype)
+    inputs = tensors((sum(counts), 20), (3, 18, 20), dtype=dtype)
     fast = partial(grouped.expert_linear, counts=torch.tensor(counts))
     if compiled:
         fast = partial(experts.expert_product, counts=torch.tensor(counts), prefer="triton", form=SAME, later=False)
@@ -68,8 +68,8 @@ def test_grouped_products(
         return torch.cat([part @ w.T for part, w in zip(rows.split(counts), weights, strict=True)])
 
     if dtype == torch.float32:
-        assert_single(fast, exact, given)
+        assert_single(fast, exact, inputs)
     else:
-        assert_not_worse(fast, exact, exact, given, [1.05] * 3)
-    *_, of_weights = outcome(fast, given)
+        assert_not_worse(fast, exact, exact, inputs, [1.05] * 3)
+    *_, of_weights = outcome(fast, inputs)
     assert not of_weights[[n for n, count in enumerate(counts) if not count]].any()

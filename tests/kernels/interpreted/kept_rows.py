@@ -35,22 +35,22 @@ def test_rows_as_the_reference_has_them(form: CacheForm, seed: int) -> None:
     )
     parts = [heads, key_heads, key_heads, 1]
     wide = x.double().split(parts, 1)
-    given = (angle.cos(), angle.sin(), slots)
+    inputs = (angle.cos(), angle.sin(), slots)
     wide_norms = None if norms is None else (norms[0].double(), norms[1].double(), norms[2])
-    turn_and_keep_reference(*wide[:3], *given, *wide_stores, interleaved=interleaved, norms=wide_norms)
+    turn_and_keep_reference(*wide[:3], *inputs, *wide_stores, interleaved=interleaved, norms=wide_norms)
     narrow = x.clone().split(parts, 1)
-    assert turn_and_keep(*narrow[:3], *given, *stores, interleaved=interleaved, norms=norms)
+    assert turn_and_keep(*narrow[:3], *inputs, *stores, interleaved=interleaved, norms=norms)
     assert torch.equal(narrow[2], x[:, heads + key_heads : -1]) and torch.equal(narrow[3], x[:, -1:])
     most = 2e-6 if dtype == torch.float32 else 8e-3
-    for found, right in zip(narrow[:2], wide[:2], strict=True):
-        assert ((found.double() - right).norm() / right.norm()).item() < most
+    for actual, right in zip(narrow[:2], wide[:2], strict=True):
+        assert ((actual.double() - right).norm() / right.norm()).item() < most
     all_blocks = torch.arange(BLOCKS)
     step = {"model": 0.0, "int8": 0.006, "fp8": 0.04}[form]
     for store, wide_store in zip(stores, wide_stores, strict=True):
-        found, right = store.read(all_blocks).double(), wide_store.read(all_blocks)
-        assert ((found - right).norm() / right.norm()).item() < most + step
+        actual, right = store.read(all_blocks).double(), wide_store.read(all_blocks)
+        assert ((actual - right).norm() / right.norm()).item() < most + step
         others = torch.ones(BLOCKS * SIZE, dtype=torch.bool).index_fill_(0, slots, False)
-        assert not found.flatten(0, 1)[others].any()
+        assert not actual.flatten(0, 1)[others].any()
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
@@ -65,7 +65,7 @@ def test_codes_are_those_of_the_plain_code(form: CacheForm) -> None:
     assert turn_and_keep(q, k, x, *still, slots, *stores, interleaved=False, norms=None)
     plain[0].write(slots, x)
     for store in stores:
-        assert all(torch.equal(one, other) for one, other in zip(store.tensors, plain[0].tensors, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(store.tensors, plain[0].tensors, strict=True))
 
 
 def test_what_the_kernel_does_not_take() -> None:

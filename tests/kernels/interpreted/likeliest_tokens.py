@@ -12,9 +12,9 @@ from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: 
 def test_as_torch_has_it(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "BLOCK", 64)
     logits = 5 * torch.randn(4, vocab + 3, generator=torch.Generator().manual_seed(vocab))[:, :vocab]
-    found, right = likeliest(logits), logits.double().log_softmax(-1).max(-1)
-    assert torch.equal(found[:, 0].long(), right.indices)
-    torch.testing.assert_close(found[:, 1].double(), right.values, rtol=1e-5, atol=1e-6)
+    actual, right = likeliest(logits), logits.double().log_softmax(-1).max(-1)
+    assert torch.equal(actual[:, 0].long(), right.indices)
+    torch.testing.assert_close(actual[:, 1].double(), right.values, rtol=1e-5, atol=1e-6)
 
 
 def test_ties_infinities_and_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,7 +26,7 @@ def test_ties_infinities_and_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None
     logits[2] = 0.0
     logits[2, 100] = float("nan")
     logits[3, 64:] = 1.0
-    found = likeliest(logits)
-    assert found[[0, 1, 3], 0].tolist() == [5.0, 199.0, 64.0] and found[2, 1].isnan()
+    actual = likeliest(logits)
+    assert actual[[0, 1, 3], 0].tolist() == [5.0, 199.0, 64.0] and actual[2, 1].isnan()
     right = logits[[0, 1, 3]].double().log_softmax(-1).amax(-1)
-    torch.testing.assert_close(found[[0, 1, 3], 1].double(), right, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual[[0, 1, 3], 1].double(), right, rtol=1e-6, atol=1e-6)

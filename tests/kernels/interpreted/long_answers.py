@@ -18,10 +18,10 @@ from tests.model.shrunk import shrink
 def test_long_prompts_are_answered_by_the_models_own_logits(length: int) -> None:
     """Greedy tokens, at lengths on both sides of the runs of keys that are added up."""
     shape = replace(shrink("qwen3-0.6b"), layers=1, max_positions=400)
-    found = build(shape, kernels="triton", seed=3).eval()
+    actual = build(shape, kernels="triton", seed=3).eval()
     draw = torch.Generator().manual_seed(length)
     prompt = torch.randint(shape.vocab, (length,), generator=draw).tolist()
-    engine = ServingEngine(found, EngineOptions(compiled=False, most_tokens=512, most_sequences=2))
+    engine = ServingEngine(actual, EngineOptions(compiled=False, most_tokens=512, most_sequences=2))
     asked = engine.add(prompt, RequestOptions(max_new_tokens=3, ignore_end=True))
     engine.run([asked])
     beside = build(shape, seed=3).eval()
@@ -41,7 +41,7 @@ def test_one_long_row_alone(last: int) -> None:
         store.codes.copy_(torch.randn(store.codes.shape, generator=draw))
     q = torch.randn(1, 2, 16, generator=draw)
     call = RowsCall(torch.randperm(blocks, generator=draw), torch.tensor([0]), torch.tensor([last]), last + 1)
-    found = attend_rows(None, q, keys, values, call, width=16, window=0, scale=0.3)
+    actual = attend_rows(None, q, keys, values, call, width=16, window=0, scale=0.3)
     wide = [store.codes.double() for store in (keys, values)]
     right = attend_rows_reference(q.double(), *wide, call, width=16, window=0, scale=0.3)
-    assert ((found.double() - right).norm() / right.norm()).item() < 2e-6
+    assert ((actual.double() - right).norm() / right.norm()).item() < 2e-6

@@ -35,9 +35,9 @@ def exact(x: Tensor, weight: Tensor, targets: Tensor, form: LossForm, scale: Ten
         if target == IGNORED:
             continue
         lse = logits[row].logsumexp(0)
-        one = lse - (1 - form.smoothing) * logits[row, target] - form.smoothing * logits[row].mean()
-        one = one + form.z * lse**2
-        loss = loss + (one if scale is None else one * (scale[row] if scale.dim() else scale))
+        row_loss = lse - (1 - form.smoothing) * logits[row, target] - form.smoothing * logits[row].mean()
+        row_loss = row_loss + form.z * lse**2
+        loss = loss + (row_loss if scale is None else row_loss * (scale[row] if scale.dim() else scale))
     return loss
 
 
@@ -54,48 +54,48 @@ SCALES = {"none": lambda n: None, "factor": lambda n: torch.tensor(0.7), "weight
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 def test_value_and_gradients(form: LossForm, targets: Tensor) -> None:
-    given = tensors((len(targets), WIDTH), (VOCAB, WIDTH))
+    inputs = tensors((len(targets), WIDTH), (VOCAB, WIDTH))
     fast = partial(cross_entropy.linear_cross_entropy, targets=targets, form=form, prefer="triton")
-    assert_single(fast, partial(exact, targets=targets, form=form), given)
+    assert_single(fast, partial(exact, targets=targets, form=form), inputs)
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_weights_of_targets(scale: object) -> None:
     assert callable(scale)
     targets = targets_of(13, (3, 12))
-    given, factor = tensors((13, WIDTH), (VOCAB, WIDTH)), scale(13)
+    inputs, factor = tensors((13, WIDTH), (VOCAB, WIDTH)), scale(13)
     fast = partial(cross_entropy.linear_cross_entropy, targets=targets, scale=factor, prefer="triton")
-    assert_single(fast, partial(exact, targets=targets, form=LossForm(), scale=factor), given)
+    assert_single(fast, partial(exact, targets=targets, form=LossForm(), scale=factor), inputs)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("kind", ["eager", "reference"])
 def test_the_slow_twins_know_the_forms_too(form: LossForm, kind: str) -> None:
     targets = targets_of(13, (3,))
-    given = tensors((13, WIDTH), (VOCAB, WIDTH))
+    inputs = tensors((13, WIDTH), (VOCAB, WIDTH))
     plain = cross_entropy.linear_cross_entropy_reference if kind == "reference" else cross_entropy.linear_cross_entropy
-    assert_single(partial(plain, targets=targets, form=form), partial(exact, targets=targets, form=form), given)
+    assert_single(partial(plain, targets=targets, form=form), partial(exact, targets=targets, form=form), inputs)
 
 
 def test_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: True)
     targets = targets_of(40, (1, 2, 33))
-    given = tensors((40, WIDTH), (VOCAB, WIDTH), dtype=LOW[1])
+    inputs = tensors((40, WIDTH), (VOCAB, WIDTH), dtype=LOW[1])
     fast = partial(cross_entropy.linear_cross_entropy, targets=targets, prefer="triton")
     plain = partial(cross_entropy.linear_cross_entropy_reference, targets=targets)
     right = partial(exact, targets=targets, form=LossForm())
-    assert_not_worse(fast, plain, right, given, [1.05, 1.05, 1.2], seed=None)
+    assert_not_worse(fast, plain, right, inputs, [1.05, 1.05, 1.2], seed=None)
 
 
 def test_log_probabilities() -> None:
     targets = targets_of(13, (3,))
-    given = tensors((13, WIDTH), (VOCAB, WIDTH))
+    inputs = tensors((13, WIDTH), (VOCAB, WIDTH))
 
     def right(x: Tensor, weight: Tensor) -> Tensor:
         logs = F.linear(x, weight).log_softmax(-1)
         return logs.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != IGNORED)
 
-    assert_single(partial(cross_entropy.linear_log_probabilities, targets=targets, prefer="triton"), right, given)
+    assert_single(partial(cross_entropy.linear_log_probabilities, targets=targets, prefer="triton"), right, inputs)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -106,7 +106,7 @@ def test_a_head_in_parts(form: LossForm, other: str) -> None:
     x, weight = tensors((13, WIDTH), (VOCAB, WIDTH))
     right = outcome(partial(exact, targets=targets, form=form), [x.double(), weight.double()], seed=None)
     pieces, barrier, slots = weight.split((20, 17)), Barrier(2, timeout=60), [x, x]
-    found: list[list[Tensor]] = [[], []]
+    actual: list[list[Tensor]] = [[], []]
     turn = Lock()
 
     def run(mine: int) -> None:
@@ -133,14 +133,14 @@ def test_a_head_in_parts(form: LossForm, other: str) -> None:
             prefer=other if mine else "triton",
         )
         with turn:
-            found[mine] = outcome(run_one, [x, pieces[mine]], seed=None)
+            actual[mine] = outcome(run_one, [x, pieces[mine]], seed=None)
 
     run_in_threads = [Thread(target=run, args=(n,)) for n in range(2)]
     for thread in run_in_threads:
         thread.start()
     for thread in run_in_threads:
         thread.join()
-    (loss, of_x, of_first), (again, of_x_too, of_second) = found
+    (loss, of_x, of_first), (again, of_x_too, of_second) = actual
     torch.testing.assert_close(loss, right[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(loss, again, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(of_x + of_x_too, right[1], rtol=1e-5, atol=1e-6)
@@ -158,13 +158,13 @@ def test_hidden_logits_of_minus_infinity_change_nothing() -> None:
     logits[:, 5] = float("-inf")
     targets = torch.tensor([1, 2, IGNORED])
     right = F.cross_entropy(logits, targets, reduction="none")
-    found = loss_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
-    torch.testing.assert_close(found, right)
+    actual = loss_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+    torch.testing.assert_close(actual, right)
     assert torch.isfinite(logits).all()
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
-    given = tensors((13, WIDTH), (VOCAB, WIDTH))
+    inputs = tensors((13, WIDTH), (VOCAB, WIDTH))
     fast = partial(cross_entropy.linear_cross_entropy, targets=targets_of(13), prefer="triton")
-    runs = [outcome(fast, given) for _ in range(2)]
+    runs = [outcome(fast, inputs) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -41,22 +41,22 @@ def drawn(size: tuple[int, ...], seed: int, dtype: torch.dtype = FP32, first: in
 
 def states_of(sizes: list[tuple[int, ...]]) -> WideStates:
     masters = [drawn(size, at) for at, size in enumerate(sizes)]
-    moments = [torch.zeros_like(one) for one in masters], [torch.zeros_like(one) for one in masters]
+    moments = [torch.zeros_like(tensor) for tensor in masters], [torch.zeros_like(tensor) for tensor in masters]
     return WideStates(masters, moments, [torch.zeros(()) for _ in sizes])
 
 
 def exact(states: WideStates, gradients: list[list[Tensor]], numbers: UpdateNumbers) -> list[tuple[Tensor, ...]]:
     """The definition in fp64, over all steps."""
-    found = []
+    actual = []
     for at, master in enumerate(states.masters):
         w, m, v = master.double(), torch.zeros_like(master).double(), torch.zeros_like(master).double()
-        for step, given in enumerate(gradients, start=1):
-            g = given[at].double() / numbers.divide_by.double()
+        for step, incoming in enumerate(gradients, start=1):
+            g = incoming[at].double() / numbers.divide_by.double()
             m, v = numbers.beta1 * m + (1 - numbers.beta1) * g, numbers.beta2 * v + (1 - numbers.beta2) * g * g
             size = (v / (1 - numbers.beta2**step)).sqrt() + numbers.epsilon
             w = w * (1 - numbers.rate * numbers.decay) - numbers.rate / (1 - numbers.beta1**step) * m / size
-        found.append((w, m, v))
-    return found
+        actual.append((w, m, v))
+    return actual
 
 
 def is_copy(copy: Tensor, master: Tensor) -> bool:
@@ -66,15 +66,17 @@ def is_copy(copy: Tensor, master: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("first", [0, 3], ids=["aligned", "anywhere"])
-@pytest.mark.parametrize(("given", "copied"), FORMS, ids=str)
-def test_adamw_is_as_exact_as_fp32(given: torch.dtype, copied: torch.dtype, first: int) -> None:
+@pytest.mark.parametrize(("gradient_dtype", "copied"), FORMS, ids=str)
+def test_adamw_is_as_exact_as_fp32(gradient_dtype: torch.dtype, copied: torch.dtype, first: int) -> None:
     states = states_of(SIZES)
-    copies = states.masters if copied == FP32 else [one.to(copied) for one in states.masters]
-    steps = [[drawn(size, 100 * step + at, given, first) for at, size in enumerate(SIZES)] for step in range(2)]
+    copies = states.masters if copied == FP32 else [tensor.to(copied) for tensor in states.masters]
+    steps = [
+        [drawn(size, 100 * step + at, gradient_dtype, first) for at, size in enumerate(SIZES)] for step in range(2)
+    ]
     right = exact(states, steps, NUMBERS)
     for number, gradients in enumerate(steps, start=1):
-        for one in states.steps:
-            one.fill_(number)
+        for tensor in states.steps:
+            tensor.fill_(number)
         adamw(states, gradients, copies, NUMBERS)
     for at, (weight, mean, square) in enumerate(right):
         moments = states.moments[0][at], states.moments[1][at]
@@ -88,13 +90,13 @@ def test_gradients_and_weights_of_several_dtypes_in_one_list() -> None:
     sizes = [(40,), (50, 3), (60,), (70,)]
     states, plain = states_of(sizes), states_of(sizes)
     dtypes = [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)]
-    copies = [one.to(kind) for one, (_, kind) in zip(states.masters, dtypes, strict=True)]
+    copies = [tensor.to(kind) for tensor, (_, kind) in zip(states.masters, dtypes, strict=True)]
     copies = [
-        one if kind == FP32 else copy for one, copy, (_, kind) in zip(states.masters, copies, dtypes, strict=True)
+        tensor if kind == FP32 else copy for tensor, copy, (_, kind) in zip(states.masters, copies, dtypes, strict=True)
     ]
     gradients = [drawn(size, at, kind) for at, (size, (kind, _)) in enumerate(zip(sizes, dtypes, strict=True))]
-    for one in states.steps:
-        one.fill_(1)
+    for tensor in states.steps:
+        tensor.fill_(1)
     adamw(states, gradients, copies, NUMBERS)
     for ours, (weight, _, _), copy in zip(states.masters, exact(plain, [gradients], NUMBERS), copies, strict=True):
         torch.testing.assert_close(ours.double(), weight, rtol=1e-6, atol=1e-7)
@@ -103,34 +105,34 @@ def test_gradients_and_weights_of_several_dtypes_in_one_list() -> None:
 
 def test_what_is_skipped_is_not_written() -> None:
     states = states_of(SIZES)
-    copies = [torch.full_like(one, 7.0, dtype=BF16) for one in states.masters]
-    before = [one.clone() for one in (*states.masters, *states.moments[0], *states.moments[1])]
+    copies = [torch.full_like(a, 7.0, dtype=BF16) for a in states.masters]
+    before = [a.clone() for a in (*states.masters, *states.moments[0], *states.moments[1])]
     gradients = [torch.full(size, torch.nan) for size in SIZES]
     adamw(states, gradients, copies, replace(NUMBERS, skip=torch.ones(())))
     after = (*states.masters, *states.moments[0], *states.moments[1])
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-    assert all((one == 7).all() for one in copies)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all((a == 7).all() for a in copies)
 
 
 def test_each_parameter_has_a_step_of_its_own() -> None:
     """One that had no gradient for a while is corrected for fewer updates."""
     states, gradients = states_of([(8,), (8,)]), [drawn((8,), 1), drawn((8,), 1)]
     states.masters[1].copy_(states.masters[0])
-    for one, number in zip(states.steps, (1, 5), strict=True):
-        one.fill_(number)
+    for tensor, number in zip(states.steps, (1, 5), strict=True):
+        tensor.fill_(number)
     adamw(states, gradients, states.masters, replace(NUMBERS, decay=0.0))
-    moved = [(one - drawn((8,), 0)).abs().mean() for one in states.masters]
+    moved = [(tensor - drawn((8,), 0)).abs().mean() for tensor in states.masters]
     assert moved[1] < moved[0] and torch.equal(states.moments[0][0], states.moments[0][1])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("first", [0, 3])
 def test_the_norm_of_many_tensors(dtype: torch.dtype, first: int) -> None:
-    given = [drawn(size, at, dtype, first) for at, size in enumerate(SIZES)]
-    right = torch.cat([one.double().flatten() for one in given]).norm()
-    found = euclidean_norm(given, "triton")
-    assert found.dtype == FP32 and found.dim() == 0
-    torch.testing.assert_close(found.double(), right, rtol=2e-7, atol=0)
+    inputs = [drawn(size, at, dtype, first) for at, size in enumerate(SIZES)]
+    right = torch.cat([tensor.double().flatten() for tensor in inputs]).norm()
+    actual = euclidean_norm(inputs, "triton")
+    assert actual.dtype == FP32 and actual.dim() == 0
+    torch.testing.assert_close(actual.double(), right, rtol=2e-7, atol=0)
     assert euclidean_norm([torch.zeros(0)], "triton") == 0
 
 
@@ -164,29 +166,32 @@ def moved() -> Iterator[dict[str, int]]:
         InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
 
 
-@pytest.mark.parametrize(("given", "copied", "expected"), [(BF16, BF16, 28), (FP32, BF16, 30), (FP32, FP32, 28)])
-def test_bytes_that_an_update_moves(given: torch.dtype, copied: torch.dtype, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("gradient_dtype", "copied", "expected"), [(BF16, BF16, 28), (FP32, BF16, 30), (FP32, FP32, 28)]
+)
+def test_bytes_that_an_update_moves(gradient_dtype: torch.dtype, copied: torch.dtype, expected: int) -> None:
     """Per parameter, and 0.3 % for addresses: a second look at anything would show. The norm reads gradients once."""
     sizes = [(300, 300), (32_768,)]
     count = sum(torch.Size(size).numel() for size in sizes)
     states = states_of(sizes)
-    for one in states.steps:
-        one.fill_(1)
-    copies = states.masters if copied == FP32 else [one.to(copied) for one in states.masters]
-    gradients = [torch.ones(size, dtype=given) for size in sizes]
+    for tensor in states.steps:
+        tensor.fill_(1)
+    copies = states.masters if copied == FP32 else [tensor.to(copied) for tensor in states.masters]
+    gradients = [torch.ones(size, dtype=gradient_dtype) for size in sizes]
     with moved() as counts:
         adamw(states, gradients, copies, NUMBERS)
     assert expected <= sum(counts.values()) / count <= expected * 1.003
     assert counts["stored"] / count == 12 + (0 if copied == FP32 else 2)
     recipe = Recipe(precision="fp32" if copied == FP32 else "bf16")
     planned = sum(
-        one.weight_bytes + 8 * one.moments for one in update_passes(MESHWRIGHT, recipe, given.itemsize, at_once=True)
+        update.weight_bytes + 8 * update.moments
+        for update in update_passes(MESHWRIGHT, recipe, gradient_dtype.itemsize, at_once=True)
     )
-    assert planned == expected + given.itemsize, "a plan counts the same, and the norm"
+    assert planned == expected + gradient_dtype.itemsize, "a plan counts the same, and the norm"
     euclidean_norm(gradients, "triton")  # the kernel's trial reads, too
     with moved() as counts:
         euclidean_norm(gradients, "triton")
-    assert given.itemsize <= sum(counts.values()) / count <= given.itemsize * 1.01
+    assert gradient_dtype.itemsize <= sum(counts.values()) / count <= gradient_dtype.itemsize * 1.01
 
 
 def counted(launches: list[int], update: Callable[..., None], gradients: list[Tensor], *more: Any) -> None:
@@ -197,7 +202,7 @@ def counted(launches: list[int], update: Callable[..., None], gradients: list[Te
 def test_an_optimizer_updates_all_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many parameters there are; 16-bit gradients are widened nowhere, and weights are what torch's kernel
     makes, to fp32's last places."""
-    found = []
+    actual = []
     for prefer in ("triton", "eager"):
         named = {f"{at}": nn.Parameter(drawn((at, 9)[: 1 + at % 2], at, BF16)) for at in range(1, 21)}
         mine = Optimizer(named.items(), Recipe(precision="bf16", weight_decay=0.1), prefer=prefer)
@@ -211,8 +216,8 @@ def test_an_optimizer_updates_all_in_two_launches(monkeypatch: pytest.MonkeyPatc
             assert all(parameter.grad is None for parameter in named.values())
         assert launches == ([10, 10] * 2 if prefer == "triton" else [])
         monkeypatch.undo()
-        found.append(mine)
-    ours, theirs = (one.tensors() for one in found)
+        actual.append(mine)
+    ours, theirs = (optimizer.tensors() for optimizer in actual)
     assert ours.keys() == theirs.keys()
-    for name, one in ours.items():
-        torch.testing.assert_close(one, theirs[name], rtol=3e-6, atol=1e-7, msg=name)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=3e-6, atol=1e-7, msg=name)

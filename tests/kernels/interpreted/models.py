@@ -14,23 +14,23 @@ KINDS = ("gpt2-124m", "llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v3
 """LayerNorm and GELU; RMSNorm, SwiGLU, GQA; norms of heads; experts; latent attention, shared experts."""
 
 
-def loss_and_gradients(found: Transformer, mask: bool) -> list[Tensor]:
-    given = tokens(1, 10)
+def loss_and_gradients(model: Transformer, mask: bool) -> list[Tensor]:
+    inputs = tokens(1, 10)
     documents, positions = packed((4, 5), 1) if mask else (None, None)
-    loss = found.loss(given[:, :-1], given[:, 1:], documents=documents, positions=positions)
+    loss = model.loss(inputs[:, :-1], inputs[:, 1:], documents=documents, positions=positions)
     total = loss.cross_entropy if loss.balance is None else loss.cross_entropy + loss.balance.sum()
     total.backward()
-    return [total.detach(), *(p.grad for p in found.parameters() if p.grad is not None)]
+    return [total.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_of_triton_kernels(name: str) -> None:
     ours = loss_and_gradients(model(name, kernels="triton"), mask=name == "llama-3.1-8b")
     plain = loss_and_gradients(model(name, kernels="reference"), mask=name == "llama-3.1-8b")
-    assert any(one.by == "triton" for one in chooser._choices.values())
-    for found, right in zip(ours, plain, strict=True):
-        assert torch.isfinite(found).all()
-        assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6
+    assert any(implementation.by == "triton" for implementation in chooser._choices.values())
+    for actual, right in zip(ours, plain, strict=True):
+        assert torch.isfinite(actual).all()
+        assert (actual - right).norm() <= 2e-5 * right.norm() + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_recomputation_around_triton_kernels(name: str, recompute: str) -> None:
     layout = Layout(recompute=recompute, compile="off")  # type: ignore[arg-type]
     ours = loss_and_gradients(on_one_device(model(name, kernels="triton"), layout).model, mask=False)
     plain = loss_and_gradients(model(name, kernels="reference"), mask=False)
-    assert any(one.by == "triton" for one in chooser._choices.values())
-    for found, right in zip(ours, plain, strict=True):
-        assert (found - right).norm() <= 2e-5 * right.norm() + 1e-6
+    assert any(implementation.by == "triton" for implementation in chooser._choices.values())
+    for actual, right in zip(ours, plain, strict=True):
+        assert (actual - right).norm() <= 2e-5 * right.norm() + 1e-6

@@ -62,7 +62,7 @@ def test_the_kernel_equals_its_twin(size: tuple[int, int], moments: str, weights
         narrow_update.narrow_adamw(mine, gradient, NUMBERS)
         narrow_adamw_reference(twin, gradient, NUMBERS, slice(0, size[0]))
     for ours, theirs in zip(mine.moments, twin.moments, strict=True):
-        a, b = (read(one, BOOKS, slice(0, size[0])) for one in (ours, theirs))
+        a, b = (read(moment, BOOKS, slice(0, size[0])) for moment in (ours, theirs))
         off, row = (a - b).abs(), b.abs().amax(1, keepdim=True)
         assert (off <= 1e-5 * b.abs() + 1e-7 * row).double().mean() > 0.99
         assert (off <= 0.2 * b.abs() + 1e-6 * row).all()
@@ -77,7 +77,7 @@ def test_the_kernel_equals_its_twin(size: tuple[int, int], moments: str, weights
 def test_what_is_skipped_is_not_written(moments: str) -> None:
     piece = made(5, 70, moments, "bf16")
     narrow_update.narrow_adamw(piece, gradient_of(5, 70, 1), NUMBERS)
-    held = [piece.weight, *(x for one in piece.moments for x in (one.values, one.scales) if x is not None)]
+    held = [piece.weight, *(x for moment in piece.moments for x in (moment.values, moment.scales) if x is not None)]
     before = [x.clone() for x in held]
     narrow_update.narrow_adamw(piece, gradient_of(5, 70, 2), replace(NUMBERS, skip=torch.ones(())))
     assert all(torch.equal(x, y) for x, y in zip(held, before, strict=True))

@@ -29,13 +29,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stores(size: int, heads: int, widths: tuple[int, int], form: CacheForm, dtype: torch.dtype) -> list[PagedStore]:
     """Of keys and values, written everywhere."""
-    found = []
+    actual = []
     for seed, width in enumerate(widths):
         store = PagedStore((BLOCKS, size, heads, width), torch.zeros(1, dtype=dtype), form)
         numbers = torch.randn(BLOCKS * size, heads, width, generator=torch.Generator().manual_seed(seed))
         store.write(torch.arange(BLOCKS * size), numbers.to(dtype))
-        found.append(store)
-    return found
+        actual.append(store)
+    return actual
 
 
 def call_of(lengths: list[int], size: int) -> RowsCall:
@@ -51,30 +51,30 @@ def call_of(lengths: list[int], size: int) -> RowsCall:
     return RowsCall(torch.tensor(tables), torch.tensor(offsets), torch.tensor(last), max(last) + 1)
 
 
-def poison(some: list[PagedStore], call: RowsCall, window: int) -> None:
+def poison(paged: list[PagedStore], call: RowsCall, window: int) -> None:
     """What no row sees is no number."""
-    for store in some:
+    for store in paged:
         seen = torch.zeros(store.sizes[:2], dtype=torch.bool)
         for offset, last in zip(call.offsets.tolist(), call.last.tolist(), strict=True):
             places = torch.arange(max(0, last + 1 - window) if window else 0, last + 1)
             seen[call.tables[offset + places // store.sizes[1]], places % store.sizes[1]] = True
-        for kept in (store.codes, store.scales):
-            if kept is not None and kept.is_floating_point() and kept.dtype != torch.float8_e4m3fn:
-                kept[~seen] = float("nan")
+        for tensor in (store.codes, store.scales):
+            if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn:
+                tensor[~seen] = float("nan")
 
 
 def both(
     lengths: list[int], size: int, heads: int, key_heads: int, widths: tuple[int, int], window: int, form: CacheForm,
     dtype: torch.dtype, width: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    kept, call = stores(size, key_heads, widths, form, dtype), call_of(lengths, size)
+    paged_stores, call = stores(size, key_heads, widths, form, dtype), call_of(lengths, size)
     q = torch.randn(len(call.last), heads, widths[0], generator=torch.Generator().manual_seed(7)).to(dtype)
     options: dict[str, Any] = {"width": width or widths[1], "window": window, "scale": SCALE}
     every = torch.arange(BLOCKS)
-    read = [store.read(every).double() for store in kept]
+    read = [store.read(every).double() for store in paged_stores]
     right = attend_rows_reference(q.double(), read[0], read[1], call, **options)
-    poison(kept, call, window)
-    return attend_rows(None, q, kept[0], kept[1], call, **options), right
+    poison(paged_stores, call, window)
+    return attend_rows(None, q, paged_stores[0], paged_stores[1], call, **options), right
 
 
 @pytest.mark.parametrize(
@@ -83,42 +83,44 @@ def both(
 )
 def test_widths_groups_and_windows(width: int, heads: int, key_heads: int, window: int) -> None:
     for dtype, most in ((torch.float32, 2e-6), (torch.bfloat16, 8e-3)):
-        found, right = both([1, 5, 33, 97], 4, heads, key_heads, (width, width), window, "model", dtype)
-        assert found.dtype == dtype
-        assert ((found.double() - right).norm() / right.norm()).item() < most
+        actual, right = both([1, 5, 33, 97], 4, heads, key_heads, (width, width), window, "model", dtype)
+        assert actual.dtype == dtype
+        assert ((actual.double() - right).norm() / right.norm()).item() < most
 
 
 @pytest.mark.parametrize("form, most", [("int8", 2e-6), ("fp8", 2e-6)])
 @pytest.mark.parametrize("size", [3, 16])
 def test_codes_are_exact_numbers(form: CacheForm, size: int, most: float) -> None:
-    found, right = both([2, 40, 61], size, 4, 2, (24, 24), 0, form, torch.float32)
-    assert ((found.double() - right).norm() / right.norm()).item() < most
+    actual, right = both([2, 40, 61], size, 4, 2, (24, 24), 0, form, torch.float32)
+    assert ((actual.double() - right).norm() / right.norm()).item() < most
 
 
 def test_values_that_are_a_part_of_keys() -> None:
     """Latent attention: the first numbers of a key are its values."""
-    found, right = both([9, 70], 8, 4, 1, (24, 24), 0, "model", torch.float32, width=17)
-    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+    actual, right = both([9, 70], 8, 4, 1, (24, 24), 0, "model", torch.float32, width=17)
+    torch.testing.assert_close(actual.double(), right, rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_has_the_same_bits_whatever_else_is_in_the_call() -> None:
-    kept, call = stores(4, 2, (16, 16), "model", torch.bfloat16), call_of([3, 20, 77], 4)
+    paged_stores, call = stores(4, 2, (16, 16), "model", torch.bfloat16), call_of([3, 20, 77], 4)
     q = torch.randn(4, 4, 16).bfloat16()
     options: dict[str, Any] = {"width": 16, "window": 0, "scale": SCALE}
-    together = attend_rows(None, q, kept[0], kept[1], call, **options)
+    together = attend_rows(None, q, paged_stores[0], paged_stores[1], call, **options)
     for row in range(4):
         alone = RowsCall(call.tables, call.offsets[row : row + 1], call.last[row : row + 1], int(call.last[row]) + 1)
-        assert torch.equal(attend_rows(None, q[row : row + 1], kept[0], kept[1], alone, **options)[0], together[row])
+        assert torch.equal(
+            attend_rows(None, q[row : row + 1], paged_stores[0], paged_stores[1], alone, **options)[0], together[row]
+        )
 
 
 @pytest.mark.parametrize("name, form", [("llama-3.1-8b", "model"), ("mistral-7b-v0.1", "int8")])
 def test_an_engine_answers_by_it(name: str, form: CacheForm) -> None:
     """Rows that decode, with all that a GPU's step fuses; chunks of prompts are calls of torch."""
     plain = model(name).eval()
-    found = build(shrink(name), kernels="triton", initialize=False).eval()
-    found.load_state_dict(plain.state_dict())
+    actual = build(shrink(name), kernels="triton", initialize=False).eval()
+    actual.load_state_dict(plain.state_dict())
     sizes: dict[str, Any] = {"compiled": False, "block": 4, "most_tokens": 24, "most_sequences": 4}
-    engine = ServingEngine(found, EngineOptions(**sizes, cache_dtype=form))
+    engine = ServingEngine(actual, EngineOptions(**sizes, cache_dtype=form))
     options = EngineOptions(**sizes, packed=False, cache_dtype=form)
     assert engine.attention.startswith("triton (interpreter, fp32: ")
     assert all(layer.turns for layer in engine.cache.layers)
@@ -129,6 +131,8 @@ def test_an_engine_answers_by_it(name: str, form: CacheForm) -> None:
     assert beside.attention == "torch (a CPU)"
     right = [beside.add(prompt, RequestOptions(max_new_tokens=4)) for prompt in prompts]
     beside.run(right)
-    assert [one.answers[0].ids for one in asked] == [one.answers[0].ids for one in right]
+    assert [generation.answers[0].ids for generation in asked] == [generation.answers[0].ids for generation in right]
     if form == "model":
-        assert [one.answers[0].ids for one in asked] == [generate(plain, p, max_new_tokens=4).ids for p in prompts]
+        assert [generation.answers[0].ids for generation in asked] == [
+            generate(plain, p, max_new_tokens=4).ids for p in prompts
+        ]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def filled(*sizes: Any, **options: Any) -> Tensor:
-        found = make(*sizes, **options)
-        return found.fill_(float("nan")) if found.is_floating_point() and found.device.type == "cpu" else found
+        actual = make(*sizes, **options)
+        return actual.fill_(float("nan")) if actual.is_floating_point() and actual.device.type == "cpu" else actual
 
     return filled
 

@@ -29,14 +29,14 @@ def numbers(*size: int, seed: int = 0) -> Tensor:
 
 
 def made(scheme: Scheme, outputs: int, inputs: int, columns: list[int] | None = None) -> QuantizedMatrix:
-    kept = None if columns is None else torch.tensor(columns, dtype=torch.int32)
-    found = quantize_matrix("some", numbers(outputs, inputs) * 0.1, scheme, kept, FP16)
-    return replace(found, prefer="triton")
+    outlier_columns = None if columns is None else torch.tensor(columns, dtype=torch.int32)
+    actual = quantize_matrix("some", numbers(outputs, inputs) * 0.1, scheme, outlier_columns, FP16)
+    return replace(actual, prefer="triton")
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    found = x.double() @ weight.double().t()
-    return found if bias is None else found + bias.double()
+    actual = x.double() @ weight.double().t()
+    return actual if bias is None else actual + bias.double()
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -46,10 +46,10 @@ def test_codes_in_the_product(name: str, size: tuple[int, int, int]) -> None:
     rows, outputs, inputs = size
     matrix, bias = made(SCHEMES[name], outputs, inputs), numbers(outputs).to(FP16)
     x = numbers(rows, 2 * inputs).to(FP16)[:, inputs:]
-    found = device_products.packed(x, matrix, bias, {})
-    assert found is not None and found.dtype == FP16
+    actual = device_products.packed(x, matrix, bias, {})
+    assert actual is not None and actual.dtype == FP16
     right = exact(x, replace(matrix, prefer="eager", prepared={}).restored(FP16), bias)
-    assert (found.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
+    assert (actual.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
 
 
 @pytest.mark.parametrize("group", [0, 32, 64, 128, 256])
@@ -60,10 +60,10 @@ def test_groups_and_zeros(group: int, zeros: str, rows: int) -> None:
     method = "absmax" if zeros == "fixed" else "zero-point"
     scheme = Scheme(name="x", about="", bits=4, group=group, zeros=zeros, method=method)  # type: ignore[arg-type]  # words
     matrix, x = made(scheme, 140, 411), numbers(rows, 411).to(FP16)
-    found = device_products.packed(x, matrix, None, {})
-    assert found is not None
+    actual = device_products.packed(x, matrix, None, {})
+    assert actual is not None
     right = exact(x, replace(matrix, prefer="eager", prepared={}).restored(FP16), None)
-    assert (found.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
+    assert (actual.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
 
 
 @pytest.mark.parametrize("size", [(1, 20, 512), (2, 13, 77)], ids=str)
@@ -72,25 +72,25 @@ def test_fp8_of_few_rows_is_the_product_of_rounded_rows(size: tuple[int, int, in
     matrix, bias, x = made(SCHEMES["fp8"], outputs, inputs), numbers(outputs).to(FP16), numbers(rows, inputs).to(FP16)
     rounded = narrowing.rounded(x, FP16)
     assert torch.equal(rounded.codes.float() * rounded.scales, narrow(x).wide())
-    found = few_rows.packed_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
+    actual = few_rows.packed_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
     right = exact(narrow(x).wide(), matrix.dequantized(), bias)
-    assert (found.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
+    assert (actual.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
 
 
 def test_what_the_kernel_cannot_take_is_restored() -> None:
     for scheme in (SCHEMES["int3"], replace(SCHEMES["int4-rtn"], group=16)):
         matrix, x = made(scheme, 20, 64), numbers(3, 64).to(FP16)
         assert device_products.fusion_obstacle(matrix)
-        found = quantized_linears(x, [matrix], [None])[0]
-        assert (found.double() - exact(x, matrix.dequantized(), None)).norm() < 2e-3 * found.double().norm()
+        actual = quantized_linears(x, [matrix], [None])[0]
+        assert (actual.double() - exact(x, matrix.dequantized(), None)).norm() < 2e-3 * actual.double().norm()
 
 
 def test_every_number_of_e4m3() -> None:
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     weight = codes.view(torch.float8_e4m3fn).view(-1, 1)
     matrix = PackedMatrix(weight, torch.ones(len(codes), 1), None, None, 1, 0)
-    found = packed_product.packed_linear(torch.ones(1, 1, dtype=FP16), matrix, None)
-    assert torch.equal(found[0], weight[:, 0].half())
+    actual = packed_product.packed_linear(torch.ones(1, 1, dtype=FP16), matrix, None)
+    assert torch.equal(actual[0], weight[:, 0].half())
 
 
 @pytest.mark.parametrize(("name", "bias"), [("int4-rtn", False), ("int4-hqq", True), ("nf4", False)])
@@ -99,9 +99,9 @@ def test_many_rows_are_multiplied_with_slabs(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setattr(device_products, "FUSED_ROWS", 100)
     matrix, x = made(SCHEMES[name], 150, 96), numbers(130, 96).to(FP16)
     assert device_products.slab_rows(150, 96, 2) == 128
-    own = numbers(150).to(FP16) if bias else None
-    y = quantized_linears(x, [matrix], [own])[0]
-    right = exact(x, matrix.restored(FP16), own)
+    bias_tensor = numbers(150).to(FP16) if bias else None
+    y = quantized_linears(x, [matrix], [bias_tensor])[0]
+    right = exact(x, matrix.restored(FP16), bias_tensor)
     assert (y.double() - right).norm() < 1e-3 * right.norm()
     assert not any(key.startswith("torch.") for key in matrix.prepared), "no copy stays"
 
@@ -115,12 +115,14 @@ def test_int8(name: str, size: tuple[int, int, int], dtype: torch.dtype) -> None
     matrices = [made(SCHEMES[name], outputs, inputs, columns) for _ in range(2)]
     biases = [numbers(outputs).to(dtype), None]
     x = (numbers(rows, inputs) * 3).to(dtype)
-    found = quantized_linears(x, matrices, biases)
-    for one, right in zip(found, quantized_linears_reference(x, matrices, biases), strict=True):
-        assert one.dtype == dtype
+    actual = quantized_linears(x, matrices, biases)
+    for tensor, right in zip(actual, quantized_linears_reference(x, matrices, biases), strict=True):
+        assert tensor.dtype == dtype
         if dtype == FP16 and columns is None and right.isfinite().all():
-            assert (one != right).double().mean() <= 0.02, "fp32 products in another order round otherwise now and then"
-        torch.testing.assert_close(one, right, rtol=2**-10 if dtype == FP16 else 1e-5, atol=1e-4)
+            assert (tensor != right).double().mean() <= 0.02, (
+                "fp32 products in another order round otherwise now and then"
+            )
+        torch.testing.assert_close(tensor, right, rtol=2**-10 if dtype == FP16 else 1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["int8", "llm-int8"])
@@ -141,8 +143,8 @@ def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
 def test_a_threshold_in_the_batch() -> None:
     matrix, x = made(replace(SCHEMES["llm-int8"], outliers="threshold"), 48, 64), numbers(8, 64)
     x[2, 11] = 500.0
-    found, right = (f(x, [matrix], [None])[0] for f in (quantized_linears, quantized_linears_reference))
-    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-3)
+    actual, right = (f(x, [matrix], [None])[0] for f in (quantized_linears, quantized_linears_reference))
+    torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [1, 77, 5000])
@@ -189,8 +191,8 @@ def test_what_is_not_finite_is_not_hidden() -> None:
     for bad in (float("nan"), float("inf")):
         x = numbers(3, 40)
         x[1, 7] = bad
-        found = quantized_linears(x, [matrix], [None])[0]
-        assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+        actual = quantized_linears(x, [matrix], [None])[0]
+        assert not actual[1].isfinite().any() and actual[[0, 2]].isfinite().all()
 
 
 def test_bf16_by_way_of_fp32() -> None:
@@ -198,9 +200,9 @@ def test_bf16_by_way_of_fp32() -> None:
     for name in ("int4-rtn", "nf4", "llm-int8"):
         matrix = made(SCHEMES[name], 40, 96, [3] if name == "llm-int8" else None)
         x = numbers(4, 96).to(BF16)
-        found = quantized_linears(x, [matrix], [None])[0]
+        actual = quantized_linears(x, [matrix], [None])[0]
         right = quantized_linears_reference(x, [matrix], [None])[0]
-        assert (found.double() - right.double()).norm() < 0.01 * right.double().norm()
+        assert (actual.double() - right.double()).norm() < 0.01 * right.double().norm()
 
 
 def test_gradients_of_x_and_bias() -> None:
@@ -217,5 +219,5 @@ def test_gradients_of_x_and_bias() -> None:
 
 def test_the_same_inputs_give_the_same_bits() -> None:
     matrix, x = made(SCHEMES["int4-rtn"], 64, 2048), numbers(2, 2048).to(FP16)
-    one, other = (quantized_linears(x, [matrix], [None])[0] for _ in range(2))
-    assert torch.equal(one, other)
+    a, b = (quantized_linears(x, [matrix], [None])[0] for _ in range(2))
+    assert torch.equal(a, b)

@@ -26,8 +26,8 @@ def rms_exact(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_rms_norm(size: tuple[int, ...]) -> None:
-    given = tensors(size, size[-1:])
-    assert_single(partial(root_norm.rms_norm, eps=EPS), rms_exact, given, 1e-6 if size[-1] > 1 else 1e-5)
+    inputs = tensors(size, size[-1:])
+    assert_single(partial(root_norm.rms_norm, eps=EPS), rms_exact, inputs, 1e-6 if size[-1] > 1 else 1e-5)
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["fp16", "fp32 weight"])
@@ -38,21 +38,21 @@ def test_rms_norm_of_16_bit(wide: bool) -> None:
     assert_not_worse(partial(root_norm.rms_norm, eps=EPS), plain, rms_exact, [x, weight])
 
 
-def both(function: object, *given: Tensor) -> Tensor:
+def both(function: object, *inputs: Tensor) -> Tensor:
     """The norm and half the sum, side by side, so that each has a gradient of its own."""
     assert callable(function)
-    normed, total = function(*given)
+    normed, total = function(*inputs)
     return torch.cat((normed, total * 0.5), -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP16], ids=str)
 @pytest.mark.parametrize("size", [(3, 8), (2, 5, 33)], ids=str)
 def test_add_rms_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    given = tensors(size, size, size[-1:], dtype=dtype)
+    inputs = tensors(size, size, size[-1:], dtype=dtype)
     exact = partial(both, lambda x, y, w: (rms_exact(x + y, w), x + y))
     fast = partial(both, partial(root_norm.add_rms_norm, eps=EPS))
     plain = partial(both, partial(norm.add_rms_norm_reference, eps=EPS))
-    assert_single(fast, exact, given) if dtype == torch.float32 else assert_not_worse(fast, plain, exact, given)
+    assert_single(fast, exact, inputs) if dtype == torch.float32 else assert_not_worse(fast, plain, exact, inputs)
 
 
 def test_add_rms_norm_rounds_the_sum_as_plain_code_does() -> None:
@@ -66,14 +66,14 @@ def layer_exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", SIZES[1:], ids=str)
 def test_layer_norm(size: tuple[int, ...]) -> None:
-    given = tensors(size, size[-1:], size[-1:])
-    assert_single(partial(root_norm.layer_norm, eps=EPS), layer_exact, given, 2e-6)
+    inputs = tensors(size, size[-1:], size[-1:])
+    assert_single(partial(root_norm.layer_norm, eps=EPS), layer_exact, inputs, 2e-6)
 
 
 def test_layer_norm_of_16_bit() -> None:
-    given = tensors((9, 65), (65,), (65,), dtype=FP16)
+    inputs = tensors((9, 65), (65,), (65,), dtype=FP16)
     plain = partial(norm.layer_norm_reference, eps=EPS)
-    assert_not_worse(partial(root_norm.layer_norm, eps=EPS), plain, layer_exact, given)
+    assert_not_worse(partial(root_norm.layer_norm, eps=EPS), plain, layer_exact, inputs)
 
 
 def swiglu_exact(gate: Tensor, up: Tensor) -> Tensor:
@@ -95,21 +95,21 @@ def test_swiglu_of_parts_of_wider_rows_and_16_bit() -> None:
 def test_swiglu_linear(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """The door itself, which asks for the interpreter."""
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: True)
-    given = tensors((20, 3, 40), (20, 3, 40), (8, 40), (8,), dtype=dtype)
+    inputs = tensors((20, 3, 40), (20, 3, 40), (8, 40), (8,), dtype=dtype)
     exact = lambda gate, up, weight, bias: F.linear(F.silu(gate) * up, weight, bias)  # noqa: E731
     fast = partial(swiglu.swiglu_linear, prefer="triton")
     if dtype == torch.float32:
-        assert_single(fast, exact, given)
+        assert_single(fast, exact, inputs)
     else:
-        assert_not_worse(fast, swiglu.swiglu_linear_reference, exact, given, [1.05] * 5)
+        assert_not_worse(fast, swiglu.swiglu_linear_reference, exact, inputs, [1.05] * 5)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, FP16], ids=str)
 def test_gelu(approximate: str, dtype: torch.dtype) -> None:
-    given = tensors((7, 300), dtype=dtype)
+    inputs = tensors((7, 300), dtype=dtype)
     exact, fast = partial(F.gelu, approximate=approximate), partial(gated.gelu, approximate=approximate)
-    assert_single(fast, exact, given) if dtype == torch.float32 else assert_not_worse(fast, exact, exact, given)
+    assert_single(fast, exact, inputs) if dtype == torch.float32 else assert_not_worse(fast, exact, exact, inputs)
 
 
 def angles(length: int, half: int, batch: int = 1) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def test_rotate_pair(interleaved: bool, in_place: bool, batch: int) -> None:
 
 def test_rotate_pair_of_16_bit_and_views() -> None:
     cos, sin = angles(3, 4)
-    given = tensors((2, 3, 40), dtype=FP16)
+    inputs = tensors((2, 3, 40), dtype=FP16)
 
     def split(function: object, x: Tensor, *tables: Tensor) -> Tensor:
         assert callable(function)
@@ -151,13 +151,13 @@ def test_rotate_pair_of_16_bit_and_views() -> None:
     fast = lambda x: split(rotary.rotate_pair, x, cos, sin)  # noqa: E731
     plain = lambda x: split(rope.rotate_pair_reference, x, cos, sin)  # noqa: E731
     exact = lambda x: split(rope.rotate_pair_reference, x, cos.double(), sin.double())  # noqa: E731
-    assert_not_worse(fast, plain, exact, given)
+    assert_not_worse(fast, plain, exact, inputs)
 
 
 def test_rotation_in_place_takes_no_memory_and_a_leaf_is_left_alone() -> None:
     q, k = tensors((1, 3, 2, 8), (1, 3, 1, 8))
-    found = rotary.rotate_pair(q, k, *angles(3, 4))
-    assert [x.data_ptr() for x in found] == [q.data_ptr(), k.data_ptr()]
+    actual = rotary.rotate_pair(q, k, *angles(3, 4))
+    assert [x.data_ptr() for x in actual] == [q.data_ptr(), k.data_ptr()]
     leaf = q.clone().requires_grad_()
     before = leaf.detach().clone()
     rotary.rotate_pair(leaf, k, *angles(3, 4))
@@ -178,17 +178,17 @@ def test_merge(dtype: torch.dtype) -> None:
     batch, heads, queries, width = 2, 3, 18, 12
     out, lse = tensors((batch, heads, queries + 4, width), (batch, heads, queries + 4))
     (part,) = tensors((batch, queries, heads, width), dtype=dtype, seed=1)
-    own, shift = tensors((batch, heads, queries), (batch, heads, queries), seed=2)
+    part_lse, shift = tensors((batch, heads, queries), (batch, heads, queries), seed=2)
     lse[:, :, :3] = float("-inf")  # rows that saw nothing so far
     right, right_lse = out.double(), lse.double()
     here = slice(2, 2 + queries)
-    partial_attention._merge(right[:, :, here], right_lse[:, :, here], part.transpose(1, 2).double(), own, shift)
-    merging.merge(out[:, :, here], lse[:, :, here], part.transpose(1, 2), own, shift)
+    partial_attention._merge(right[:, :, here], right_lse[:, :, here], part.transpose(1, 2).double(), part_lse, shift)
+    merging.merge(out[:, :, here], lse[:, :, here], part.transpose(1, 2), part_lse, shift)
     torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
 
 
 def test_the_same_inputs_give_the_same_bits() -> None:
-    given = tensors((37, 40), (40,), dtype=FP16)
-    runs = [outcome(partial(root_norm.rms_norm, eps=EPS), given) for _ in range(2)]
+    inputs = tensors((37, 40), (40,), dtype=FP16)
+    runs = [outcome(partial(root_norm.rms_norm, eps=EPS), inputs) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -62,7 +62,9 @@ def saved_bytes(operation: Callable[..., Any], kernels: Kernels) -> int:
 def test_what_a_triton_kernel_keeps_is_what_a_dry_run_counts(operation: Callable[..., Any], name: str) -> None:
     chooser._choices.clear()
     on_a_gpu = saved_bytes(operation, choose("triton"))
-    assert [one.by for one in chooser._choices.values() if one.operation == name] == ["triton"]
+    assert [implementation.by for implementation in chooser._choices.values() if implementation.operation == name] == [
+        "triton"
+    ]
     with simulate_device("cuda"), compat.fake_tensors():
         counted = saved_bytes(operation, choose("auto"))
     assert counted == on_a_gpu
