@@ -196,7 +196,7 @@ def test_an_expert_without_rows_gets_no_gradient_from_a_careless_device(
     monkeypatch.setattr(experts, "leaves_garbage", lambda device: True)
     counts = torch.tensor([3, 0, 2, 0])
     inputs = [torch.randn(5, 6, requires_grad=True), torch.randn(4, 7, 6, requires_grad=True)]
-    loop = [a.detach().clone().requires_grad_() for a in inputs]
+    loop = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     seed = torch.randn(5, 7)
     experts.expert_linear_reference(loop[0], loop[1], counts).backward(seed)
     for queue in (None, WeightGradients()) if split else (None,):

@@ -55,7 +55,7 @@ def results(kernels: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor 
 
 def test_as_the_twin_in_value_and_gradients() -> None:
     x, *weights = tensors((6, 5, 64), (32, 64), (48, 64), dtype=BF16)
-    leaves = [a.requires_grad_() for a in (x, *weights)]
+    leaves = [tensor.requires_grad_() for tensor in (x, *weights)]
     bias = tensors((32,), dtype=BF16)[0].requires_grad_()
     ours, twin = (results(in_form(make(), FP8), leaves[0], leaves[1:], [bias, None]) for make in (fast, reference))
     for a, b in zip(ours, twin, strict=True):
@@ -70,7 +70,7 @@ def test_gradients_of_weights_too() -> None:
     error to itself."""
     x, *weights = tensors((6, 5, 64), (32, 64), (48, 64), dtype=BF16)
     x[..., 3] *= 1000
-    leaves = [a.requires_grad_() for a in (x, *weights)]
+    leaves = [tensor.requires_grad_() for tensor in (x, *weights)]
     ours, twin, same = (
         results(in_form(make(), form), leaves[0], leaves[1:], [None, None])
         for make, form in ((fast, FP8_ALL), (reference, FP8_ALL), (fast, SAME))
@@ -97,13 +97,13 @@ def test_what_waits_of_a_gradient_is_rounded_too() -> None:
 
 def test_as_the_product_of_torch() -> None:
     a, b, bias = tensors((32, 64), (48, 64), (48,), dtype=BF16)
-    tensor, other = fp8.narrow(a), fp8.narrow(b)
-    right = compat.scaled_product(*tensor, *other, bias, BF16)
-    assert distance(fp8.product(tensor, other, BF16, bias), right) < 3e-3
+    narrow_a, narrow_b = fp8.narrow(a), fp8.narrow(b)
+    right = compat.scaled_product(*narrow_a, *narrow_b, bias, BF16)
+    assert distance(fp8.product(narrow_a, narrow_b, BF16, bias), right) < 3e-3
 
 
 def test_the_second_half_of_a_gated_mlp() -> None:
-    gate, up, weight = (a.requires_grad_() for a in tensors((9, 32), (9, 32), (16, 32), dtype=BF16))
+    gate, up, weight = (tensor.requires_grad_() for tensor in tensors((9, 32), (9, 32), (16, 32), dtype=BF16))
     (gradient,) = tensors((9, 16), dtype=BF16, seed=3)
     actual = []
     for make in (fast, reference):
@@ -234,20 +234,23 @@ def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
     actual = []
     for products in ("same", "fp8"):
         recipe = Recipe(sequence=128, global_batch=4, precision="bf16", products=products)  # type: ignore[arg-type]
-        tensor = Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
-        kinds = predict(tensor).memory[0].kinds
-        planned, held = sum(kinds.values()) - kinds["reserve"], dry_run(tensor, ranks=[0], device="cuda").peak_bytes
+        planned_run = Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8"))
+        kinds = predict(planned_run).memory[0].kinds
+        planned, held = (
+            sum(kinds.values()) - kinds["reserve"],
+            dry_run(planned_run, ranks=[0], device="cuda").peak_bytes,
+        )
         assert planned == pytest.approx(held, rel=0.01)
         actual.append(held)
     assert actual[0] < actual[1] < 1.01 * actual[0]
 
 
 def test_a_run_says_what_makes_it_slow() -> None:
-    tensor, cuda, cpu = plan(), torch.device("cuda", 0), torch.device("cpu")
-    assert "layout.compile=on" in device.product_notes(tensor, cuda, compiled=False)[0]
-    assert device.product_notes(tensor, cuda, compiled=True) == []
-    assert device.product_notes(tensor, cpu, compiled=False)[0].startswith("a CPU multiplies no 8-bit numbers")
-    bf16 = Plan(model=tensor.model, layout=tensor.layout, recipe=Recipe(precision="bf16"), cluster=tensor.cluster)
+    good, cuda, cpu = plan(), torch.device("cuda", 0), torch.device("cpu")
+    assert "layout.compile=on" in device.product_notes(good, cuda, compiled=False)[0]
+    assert device.product_notes(good, cuda, compiled=True) == []
+    assert device.product_notes(good, cpu, compiled=False)[0].startswith("a CPU multiplies no 8-bit numbers")
+    bf16 = Plan(model=good.model, layout=good.layout, recipe=Recipe(precision="bf16"), cluster=good.cluster)
     assert device.product_notes(bf16, cuda, compiled=False) == []
 
 

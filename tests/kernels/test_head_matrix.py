@@ -77,7 +77,7 @@ def test_distillation(vocab: int, beta: float) -> None:
     x, weight, *theirs = tensors((ROWS, WIDTH), (vocab, WIDTH), (ROWS, 24), (vocab, 24))
 
     def loss(function: Callable[..., Any], x: Tensor, weight: Tensor) -> Tensor:
-        teacher = TeacherHead(*(a.to(x.dtype) for a in theirs))
+        teacher = TeacherHead(*(tensor.to(x.dtype) for tensor in theirs))
         actual: Tensor = function(x, weight, teacher, targets, form=form).loss
         return actual
 

@@ -62,8 +62,8 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(
     exact = several(reference().linears)
     inputs = tensors((2, 20, 64), (16, 64), (24, 64), (8, 64), (24,), dtype=dtype)
     assert_not_worse(several(fast().linears), exact, exact, inputs)
-    tensor = tensors((2, 20, 64), (16, 64), (16,), dtype=dtype)
-    assert_not_worse(fast().linear, reference().linear, reference().linear, tensor)
+    single = tensors((2, 20, 64), (16, 64), (16,), dtype=dtype)
+    assert_not_worse(fast().linear, reference().linear, reference().linear, single)
 
 
 def test_widened_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

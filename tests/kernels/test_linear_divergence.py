@@ -130,8 +130,8 @@ def test_all_of_a_vocabulary_kept_is_the_teacher_itself() -> None:
     x, weight, *theirs = inputs(21)
     known = top_of(*theirs, form=form, number=VOCAB)
     made = [
-        outcome(partial(loss_of, FUNCTIONS["fast"], teacher=a, targets=targets, form=form), [x, weight])
-        for a in (TeacherHead(*theirs), known)
+        outcome(partial(loss_of, FUNCTIONS["fast"], teacher=tensor, targets=targets, form=form), [x, weight])
+        for tensor in (TeacherHead(*theirs), known)
     ]
     for a, b in zip(*made, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -217,7 +217,7 @@ def test_large_logits_overflow_nowhere(beta: float) -> None:
     value, *gradients = outcome(partial(loss_of, FUNCTIONS["fast"], teacher=teacher, **options), [x * 150, weight])
     right, *exact = outcome(partial(loss_of, FUNCTIONS["reference"], teacher=teacher, **options), [x * 150, weight])
     torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
-    assert all(torch.isfinite(a).all() for a in gradients)
+    assert all(torch.isfinite(tensor).all() for tensor in gradients)
     for a, b in zip(gradients, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-2)
 

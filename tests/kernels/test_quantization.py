@@ -79,10 +79,14 @@ def test_what_is_not_finite_stays_visible_and_where_it_is(fast, slow, bad: float
 @pytest.mark.parametrize(("of_x", "of_w"), [(absmax, absmax), (zero_point, absmax), (zero_point, zero_point)])
 def test_products_of_whole_numbers_equal_those_of_restored_ones(of_x, of_w, shares: tuple[Share, Share]) -> None:  # type: ignore[no-untyped-def]  # functions of one signature
     x, w = numbers(5, 64), numbers(7, 64, seed=1)
-    tensor, two = of_x(x, 8, shares[0]), of_w(w, 8, shares[1])
-    assert torch.equal(product(tensor, two), product_reference(tensor, two)), "bit for bit: sums are exact"
-    assert torch.allclose(product(tensor, two), tensor.restored() @ two.restored().t(), rtol=1e-4, atol=1e-4)
-    assert float((product(tensor, two) - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.03
+    quantized_x, quantized_w = of_x(x, 8, shares[0]), of_w(w, 8, shares[1])
+    assert torch.equal(product(quantized_x, quantized_w), product_reference(quantized_x, quantized_w)), (
+        "bit for bit: sums are exact"
+    )
+    assert torch.allclose(
+        product(quantized_x, quantized_w), quantized_x.restored() @ quantized_w.restored().t(), rtol=1e-4, atol=1e-4
+    )
+    assert float((product(quantized_x, quantized_w) - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.03
 
 
 def test_more_scales_lose_less() -> None:

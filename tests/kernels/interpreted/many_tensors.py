@@ -105,13 +105,13 @@ def test_gradients_and_weights_of_several_dtypes_in_one_list() -> None:
 
 def test_what_is_skipped_is_not_written() -> None:
     states = states_of(SIZES)
-    copies = [torch.full_like(a, 7.0, dtype=BF16) for a in states.masters]
-    before = [a.clone() for a in (*states.masters, *states.moments[0], *states.moments[1])]
+    copies = [torch.full_like(tensor, 7.0, dtype=BF16) for tensor in states.masters]
+    before = [tensor.clone() for tensor in (*states.masters, *states.moments[0], *states.moments[1])]
     gradients = [torch.full(size, torch.nan) for size in SIZES]
     adamw(states, gradients, copies, replace(NUMBERS, skip=torch.ones(())))
     after = (*states.masters, *states.moments[0], *states.moments[1])
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert all((a == 7).all() for a in copies)
+    assert all((tensor == 7).all() for tensor in copies)
 
 
 def test_each_parameter_has_a_step_of_its_own() -> None:

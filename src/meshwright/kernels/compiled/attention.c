@@ -4,10 +4,10 @@
 
 typedef int8_t small_integers __attribute__((vector_size(WIDE), aligned(1)));
 
-/* What keys and values are stored as. */
+/* Formats of stored keys and values. */
 enum { STORED_FLOATS, STORED_INT8, STORED_E4M3 };
 
-/* Compilers make single steps of __builtin_convertvector from 8 bits. */
+/* Compilers turn __builtin_convertvector from 8 bits into single steps. */
 INLINE wide_integers signed_integers(const int8_t *codes) {
 #if WIDE == 16
     return (wide_integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes));
@@ -18,7 +18,7 @@ INLINE wide_integers signed_integers(const int8_t *codes) {
 #endif
 }
 
-/* Sign, four bits of exponent with a bias of 7, three of mantissa. What is no number has a scale that is none. */
+/* Sign, four bits of exponent with a bias of 7, three of mantissa. NaN is in the scale, not in the code. */
 INLINE wide e4m3_numbers(const int8_t *codes) {
     const wide_integers code = signed_integers(codes), size = code & 127, is_small = size < 8;
     const wide_integers normal = (size << 20) + (120 << 23);
@@ -33,7 +33,7 @@ INLINE float e4m3_number(uint8_t code) {
     return code & 128 ? -magnitude : magnitude;
 }
 
-/* Numbers of a store from `i` on: a vector of them, and one. */
+/* Read a vector of numbers of a store from `i` on, or a single one. */
 INLINE wide stored_wide(const void *store, int64_t i, const int kind) {
     if (kind == STORED_FLOATS) return *(const wide *)((const float *)store + i);
     const int8_t *codes = (const int8_t *)store + i;
@@ -45,7 +45,7 @@ INLINE float stored_number(const void *store, int64_t i, const int kind) {
     return kind == STORED_INT8 ? (float)((const int8_t *)store)[i] : e4m3_number(((const uint8_t *)store)[i]);
 }
 
-/* The sum of a vector, as `sum_of`. */
+/* Sum a vector, as `sum_of`. */
 INLINE float sum_of_wide(wide x) {
 #if WIDE == 16
     return sum_of(x);
@@ -60,7 +60,7 @@ INLINE float sum_of_wide(wide x) {
 #endif
 }
 
-/* exp(score - the largest) of each, and 1 / their sum. */
+/* Replace scores by exp(score - the largest). Returns 1 / their sum. */
 static inline float softmax(float *restrict scores, int64_t count) {
     float most = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : most)
@@ -78,17 +78,17 @@ typedef struct {
     int64_t first, end;
 } Seen;
 
-/* Rows of one sequence that are attended together, one behind the other; vectors of which sums stay in registers. */
+/* Consecutive rows of one sequence that are attended together, and vectors of sums that stay in registers. */
 enum { TOGETHER = 8, SUMS = 8 };
 
-/* Blocks of the sequence that any of the rows sees, by the position at which each begins, and where that lies in a store. */
+/* Blocks of the sequence that any of the rows sees, with the position of each start and its index in a store. */
 #define EACH_BLOCK(...)                                                                                                 \
     for (int64_t begin = seen[0].first / a->block * a->block; begin < seen[count - 1].end; begin += a->block) {         \
         const int64_t stored_at = table[begin / a->block] * a->block * a->key_heads + key_head;                         \
         for (int64_t r = 0; r < count; r++) __VA_ARGS__                                                                 \
     }
 
-/* The positions t of a block that row `r` sees, and where they lie. */
+/* Positions t of a block that row `r` sees, with their index. */
 #define EACH_POSITION(...)                                                                                              \
     {                                                                                                                   \
         const int64_t first_here = seen[r].first > begin ? seen[r].first : begin;                                       \
@@ -97,7 +97,7 @@ enum { TOGETHER = 8, SUMS = 8 };
         for (int64_t t = first_here; t < end_here; t++, position += a->key_heads) __VA_ARGS__                           \
     }
 
-/* Values of VECTORS vectors from `from` on, times their weights. */
+/* Add VECTORS vectors of values from `from` on, times their weights. */
 #define ADD_VALUES(VECTORS)                                                                                             \
     {                                                                                                                   \
         wide sums[VECTORS];                                                                                             \
@@ -110,10 +110,10 @@ enum { TOGETHER = 8, SUMS = 8 };
         for (int p = 0; p < VECTORS; p++) *(wide *)(to + WIDE * (from + p)) = sums[p];                                  \
     }
 
-/* Sums that a score is made of, so that no addition waits for the one before. */
+/* Partial sums of a score: more than one, so no addition waits for the one before. */
 #define CHAINS (WIDE == 16 ? 1 : 2)
 
-/* A row's query, whose vectors are `vectors`, times the key that begins at `first`: `parts` vectors and some numbers. */
+/* Multiply a query, as `vectors` and as q, by the key that begins at `first`: `parts` vectors and the rest. */
 INLINE float score_of(const wide *vectors, const float *q, const void *keys, int64_t first, int64_t width, const int kind,
                       const int parts) {
     wide sums[2] = {{0}, {0}};
@@ -127,9 +127,9 @@ INLINE float score_of(const wide *vectors, const float *q, const void *keys, int
     return dot;
 }
 
-/* One query head of `count` rows over its keys: blocks from the outside, so that each is read once for all rows.
-   `parts` and `value_parts`: whole vectors of E and V; `fixed`: known when this is compiled, at most 128 numbers.
-   `room`: for `longest` scores of each row. */
+/* Attend one query head of `count` rows over its keys. Blocks are the outer loop, so each is read once for all rows.
+   `parts` and `value_parts`: whole vectors of E and V; `fixed`: known at compile time, at most 128 numbers.
+   `room`: `longest` scores of each row. */
 INLINE void attend_head(const Attention *a, float *restrict room, int64_t longest, int64_t row, int64_t count,
                         int64_t head, const int kind, const int fixed, const int parts, const int value_parts) {
     const int64_t *table = a->tables + a->offsets[row];
@@ -147,7 +147,7 @@ INLINE void attend_head(const Attention *a, float *restrict room, int64_t longes
     EACH_BLOCK({
         const float *q = queries + r * a->q_row;
         float *const scores = room + r * longest - seen[r].first;
-        wide query[128 / WIDE]; /* in registers, which the compiler does not dare with those in memory */
+        wide query[128 / WIDE]; /* a copy, which the compiler may hold in registers */
         for (int p = 0; fixed && p < parts; p++) query[p] = ((const wide *)q)[p];
         EACH_POSITION({
             const wide *vectors = fixed ? query : (const wide *)q;
@@ -175,7 +175,7 @@ INLINE void attend_head(const Attention *a, float *restrict room, int64_t longes
         for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] *= shares[r];
 }
 
-/* Widths that most models have are compiled apart. */
+/* Common widths are compiled separately. */
 #define ATTEND(NAME, KIND)                                                                                              \
     static void NAME(const Attention *a, float *room, int64_t longest, int64_t row, int64_t count, int64_t head) {      \
         const int parts = a->width / WIDE, value_parts = a->value_width / WIDE;                                         \
@@ -189,7 +189,7 @@ ATTEND(attend_floats, STORED_FLOATS)
 ATTEND(attend_int8, STORED_INT8)
 ATTEND(attend_e4m3, STORED_E4M3)
 
-/* Whether a row is of the same sequence as the one before, and sees one position more. */
+/* Return whether a row follows the one before in the same sequence, and sees one position more. */
 static inline int goes_on(const Attention *a, int64_t row) {
     return a->offsets[row] == a->offsets[row - 1] && a->last[row] == a->last[row - 1] + 1;
 }

@@ -1,9 +1,9 @@
-/* A whole block of a model. */
+/* A whole transformer block in one call. */
 
 #include "rows.h"
 
-/* What a block computes with: x + attention(norm(x)), then x + down(silu(gate) * up) of its norm. Queries, keys and
-   values are one product, as are gate and up. `attention`: stores and sizes. q_norm and k_norm (E,) may be missing. */
+/* Weights of a block: x + attention(norm(x)), then x + down(silu(gate) * up) of its norm. Queries, keys and values are
+   one product, as are gate and up. `attention`: stores and sizes. q_norm and k_norm (E,) may be NULL. */
 typedef struct {
     Attention attention;
     Panels qkv, o, gate_up, down;
@@ -11,62 +11,62 @@ typedef struct {
     float eps, qk_eps, mlp_eps;
 } Block;
 
-/* The rows of a step: cosine and sine (R, E / 2), slots (R,) where keys and values are kept, and as in Attention. */
+/* Rows of a step: cosine and sine (R, E / 2), slots (R,) for keys and values; the rest as in Attention. */
 typedef struct {
     const float *cosine, *sine;
     const int64_t *slots, *tables, *offsets, *last;
     int64_t rows, longest;
 } Step;
 
-/* A low-rank matrix beside a part of a product, for some rows of the step: those in `rows`, or from `begin` on. Its
-   results begin at a `column` of the product. */
+/* A low-rank matrix beside a part of a product, for the rows of the step in `rows`, or from `begin` on. Its results
+   start at a `column` of the product. */
 typedef struct {
     const Panels *a, *b;
     const int64_t *rows;
     int64_t begin, count, column;
 } LowRank;
 
-/* Of queries, keys and values; of o; of gate and up; of down. */
+/* Adapters of four products: queries, keys and values; o; gate and up; down. */
 typedef struct {
-    const LowRank *some[4];
+    const LowRank *adapters[4];
     int64_t counts[4];
 } LowRanks;
 
-/* out (R, N) += (x A^T) B^T, x (R, D). */
-static int64_t add_low_rank(const float *x, const LowRank *one, const Panels *part, float *out) {
-    const int64_t width = part->width, rank = one->a->columns, wide = one->b->columns, count = one->count;
-    float *narrow = malloc(count * (rank + wide + (one->rows ? width : 0)) * sizeof(float));
+/* Add (x A^T) B^T to out (R, N), with x (R, D). */
+static int64_t add_low_rank(const float *x, const LowRank *adapter, const Panels *part, float *out) {
+    const int64_t width = part->width, rank = adapter->a->columns, wide = adapter->b->columns, count = adapter->count;
+    float *narrow = malloc(count * (rank + wide + (adapter->rows ? width : 0)) * sizeof(float));
     if (!narrow) return 1;
-    float *found = narrow + count * rank, *gathered = found + count * wide;
-    for (int64_t row = 0; one->rows && row < count; row++)
-        memcpy(gathered + row * width, x + one->rows[row] * width, width * sizeof(float));
-    const float *from = one->rows ? gathered : x + one->begin * width;
-    const int64_t failed = multiply(from, width, one->a, narrow, count) || multiply(narrow, rank, one->b, found, count);
+    float *added = narrow + count * rank, *gathered = added + count * wide;
+    for (int64_t row = 0; adapter->rows && row < count; row++)
+        memcpy(gathered + row * width, x + adapter->rows[row] * width, width * sizeof(float));
+    const float *from = adapter->rows ? gathered : x + adapter->begin * width;
+    const int64_t failed = multiply(from, width, adapter->a, narrow, count) || multiply(narrow, rank, adapter->b, added, count);
     for (int64_t row = 0; row < count; row++) {
-        float *to = out + (one->rows ? one->rows[row] : one->begin + row) * part->columns + one->column;
-        for (int64_t i = 0; i < wide; i++) to[i] += found[row * wide + i];
+        float *to = out + (adapter->rows ? adapter->rows[row] : adapter->begin + row) * part->columns + adapter->column;
+        for (int64_t i = 0; i < wide; i++) to[i] += added[row * wide + i];
     }
     free(narrow);
     return failed;
 }
 
-/* A part's product, and what is beside it. */
+/* Multiply by a part, and add its adapters. */
 static int64_t multiply_part(const float *x, const Panels *part, const LowRanks *beside, int number, float *out,
                              int64_t rows) {
     int64_t failed = multiply(x, part->width, part, out, rows);
     for (int64_t i = 0; beside && i < beside->counts[number]; i++)
-        failed = failed || add_low_rank(x, beside->some[number] + i, part, out);
+        failed = failed || add_low_rank(x, beside->adapters[number] + i, part, out);
     return failed;
 }
 
-/* x (R, D) through a block into out (R, D). `beside` may be missing. Returns 0, or 1 where there was no memory. */
+/* Run x (R, D) through a block into out (R, D). `beside` may be NULL. Returns 0, or 1 without memory. */
 int64_t block(const Block *b, const Step *s, const LowRanks *beside, const float *x, float *out) {
     Attention a = b->attention;
     const int64_t rows = s->rows, hidden = b->qkv.width, read = b->qkv.columns, ffn = b->down.width;
     const int64_t width = a.width, queries = a.heads * width, keys = a.key_heads * width;
     float *room = malloc(rows * (3 * hidden + read + queries + 3 * ffn) * sizeof(float));
     if (!room) return 1;
-    float *normed = room, *found = normed + rows * hidden, *total = found + rows * hidden, *q = total + rows * hidden;
+    float *normed = room, *product = normed + rows * hidden, *total = product + rows * hidden, *q = total + rows * hidden;
     float *attended = q + rows * read, *gate = attended + rows * queries, *gated = gate + rows * 2 * ffn;
     float *k = q + queries, *v = k + keys;
 
@@ -86,12 +86,12 @@ int64_t block(const Block *b, const Step *s, const LowRanks *beside, const float
     }
     a.q = q, a.q_row = read, a.out = attended, a.rows = rows;
     a.tables = s->tables, a.offsets = s->offsets, a.last = s->last;
-    failed = failed || attend(&a, s->longest) || multiply_part(attended, &b->o, beside, 1, found, rows);
-    rms_norm(x, found, b->mlp_norm, b->mlp_eps, normed, total, rows, hidden);
+    failed = failed || attend(&a, s->longest) || multiply_part(attended, &b->o, beside, 1, product, rows);
+    rms_norm(x, product, b->mlp_norm, b->mlp_eps, normed, total, rows, hidden);
     failed = failed || multiply_part(normed, &b->gate_up, beside, 2, gate, rows);
     swiglu(gate, 2 * ffn, gate + ffn, 2 * ffn, gated, rows, ffn);
-    failed = failed || multiply_part(gated, &b->down, beside, 3, found, rows);
-    for (int64_t i = 0; i < rows * hidden; i++) out[i] = total[i] + found[i];
+    failed = failed || multiply_part(gated, &b->down, beside, 3, product, rows);
+    for (int64_t i = 0; i < rows * hidden; i++) out[i] = total[i] + product[i];
     free(room);
     return failed;
 }

@@ -1,7 +1,7 @@
 /* Cross-entropy of rows of logits and its gradient in their place, as triton/loss_rows.py.
 
-   Rows of V logits in fp32 or, where narrow, bf16, of which the beginnings are `apart`. A row is read from memory once
-   and written once: the cache holds it in between. Rows are shared by threads; no bit depends on how many these are. */
+   Rows of V logits in fp32 or, where narrow, bf16, `apart` numbers from start to start. A row is read from memory once
+   and written once: the cache holds it in between. Threads share the rows; no bit depends on their number. */
 
 #include "vectors.h"
 
@@ -12,9 +12,9 @@
 
 typedef struct {
     float peak, total, plain, chosen;
-} Found;
+} RowSums;
 
-/* The last `count` logits of a row, fewer than a vector, and -inf. */
+/* Read the last `count` logits of a row, fewer than a vector, filled up with -inf. */
 static inline lanes last_lanes(const void *from, int64_t i, int64_t count, int64_t narrow) {
     union { float in_fp32[16]; uint16_t in_bf16[16]; } part;
     for (int j = 0; j < 16; j++)
@@ -23,62 +23,61 @@ static inline lanes last_lanes(const void *from, int64_t i, int64_t count, int64
     return read_lanes(&part, 0, narrow);
 }
 
-static inline lanes some_lanes(const void *from, int64_t i, int64_t columns, int64_t narrow) {
+static inline lanes row_lanes(const void *from, int64_t i, int64_t columns, int64_t narrow) {
     return i + 16 <= columns ? read_lanes(from, i, narrow) : last_lanes(from, i, columns - i, narrow);
 }
 
-static inline float one_of(const void *from, int64_t i, int64_t narrow) { return last_lanes(from, i, 1, narrow)[0]; }
+static inline float number_at(const void *from, int64_t i, int64_t narrow) { return last_lanes(from, i, 1, narrow)[0]; }
 
-static inline void write_one(float found, void *to, int64_t i, int64_t narrow) {
+static inline void write_number(float number, void *to, int64_t i, int64_t narrow) {
     float part[16];
-    write_lanes((lanes){0} + found, part, 0, narrow);
+    write_lanes((lanes){0} + number, part, 0, narrow);
     memcpy((char *)to + i * (narrow ? 2 : 4), part, narrow ? 2 : 4);
 }
 
-/* Where x is far below 0, exactly 0: nobody learns from a logit that was masked out. */
+/* exp(x), exactly 0 far below 0: a masked logit gets no gradient. */
 static inline lanes shares(lanes x) { return either(x < (lanes){0} - 87.0f, (lanes){0}, exponentials(x)); }
 
-/* Of a row: its maximum, the sum of exp(logit - maximum), the sum of logits, and the logit of `target`, 0 where no column
-   has it. */
-static Found gather(const void *row, int64_t target, int64_t columns, int64_t narrow) {
+/* Return the maximum of a row, the sum of exp(logit - maximum), the sum of logits, and the logit of `target`, or 0. */
+static RowSums gather(const void *row, int64_t target, int64_t columns, int64_t narrow) {
     lanes most = (lanes){0} - INFINITY, total[2] = {{0}, {0}}, plain[2] = {{0}, {0}};
-    for (int64_t i = 0; i < columns; i += 16) most = larger(some_lanes(row, i, columns, narrow), most);
-    Found found = {.peak = most[0]};
-    for (int j = 1; j < 16; j++) found.peak = most[j] > found.peak ? most[j] : found.peak;
-    const float shift = found.peak == -INFINITY ? 0.0f : found.peak; /* of a row of -inf only: exp(-inf) is 0 */
+    for (int64_t i = 0; i < columns; i += 16) most = larger(row_lanes(row, i, columns, narrow), most);
+    RowSums sums = {.peak = most[0]};
+    for (int j = 1; j < 16; j++) sums.peak = most[j] > sums.peak ? most[j] : sums.peak;
+    const float shift = sums.peak == -INFINITY ? 0.0f : sums.peak; /* for a row of -inf only: exp(-inf) is 0 */
     for (int64_t i = 0; i < columns; i += 16) {
-        const lanes x = some_lanes(row, i, columns, narrow);
+        const lanes x = row_lanes(row, i, columns, narrow);
         total[i / 16 % 2] += shares(x - shift);
         if (i + 16 <= columns) plain[i / 16 % 2] += x;
         else
             for (int64_t j = i; j < columns; j++) plain[0][j - i] += x[j - i];
     }
-    found.total = sum_of(total[0] + total[1]);
-    found.plain = sum_of(plain[0] + plain[1]);
-    found.chosen = target >= 0 && target < columns ? one_of(row, target, narrow) : 0.0f;
-    return found;
+    sums.total = sum_of(total[0] + total[1]);
+    sums.plain = sum_of(plain[0] + plain[1]);
+    sums.chosen = target >= 0 && target < columns ? number_at(row, target, narrow) : 0.0f;
+    return sums;
 }
 
-/* factor * (softmax * (1 + 2 z lse) - (1 - smoothing) onehot - smoothing / V) over the logits of a row. */
+/* Write factor * (softmax * (1 + 2 z lse) - (1 - smoothing) onehot - smoothing / V) over the logits of a row. */
 static void write_gradient(void *row, int64_t target, int64_t columns, int64_t vocabulary, float lse, float factor,
                            float smoothing, float z, int64_t narrow) {
     const float grown = factor * (1.0f + 2.0f * z * lse), even = factor * smoothing / (float)vocabulary;
     const int here = target >= 0 && target < columns;
-    const float chosen = here ? one_of(row, target, narrow) : 0.0f;
+    const float chosen = here ? number_at(row, target, narrow) : 0.0f;
     for (int64_t i = 0; i < columns; i += 16) {
-        const lanes found = shares(some_lanes(row, i, columns, narrow) - lse) * grown - even;
-        if (i + 16 <= columns) write_lanes(found, row, i, narrow);
+        const lanes gradient = shares(row_lanes(row, i, columns, narrow) - lse) * grown - even;
+        if (i + 16 <= columns) write_lanes(gradient, row, i, narrow);
         else
-            for (int64_t j = i; j < columns; j++) write_one(found[j - i], row, j, narrow);
+            for (int64_t j = i; j < columns; j++) write_number(gradient[j - i], row, j, narrow);
     }
     if (here) {
         const lanes share = shares((lanes){0} + (chosen - lse));
-        write_one(share[0] * grown - even - factor * (1.0f - smoothing), row, target, narrow);
+        write_number(share[0] * grown - even - factor * (1.0f - smoothing), row, target, narrow);
     }
 }
 
-/* The loss of each row (R,), 0 where ignored; of a target that no column has, no number. Where `gradient`, that over the
-   logits, times factors (R,); none: 1. */
+/* Write the loss of each row (R,): 0 where ignored, NaN for a target without a column. `gradient`: overwrite the logits
+   by it, times factors (R,), NULL = 1. */
 void losses_of_rows(void *logits, int64_t apart, const int64_t *targets, const float *factors, float *losses,
                     int64_t rows, int64_t columns, int64_t ignored, int64_t gradient, float smoothing,
                     float z, int64_t narrow, int64_t shared_by) {
@@ -89,29 +88,29 @@ void losses_of_rows(void *logits, int64_t apart, const int64_t *targets, const f
             if (gradient) memset(AT(row), 0, columns * (narrow ? 2 : 4));
             continue;
         }
-        const Found found = gather(AT(row), target, columns, narrow);
-        const float lse = found.peak + logf(found.total);
-        float loss = lse - found.chosen + z * lse * lse;
-        if (smoothing != 0.0f) loss += smoothing * (found.chosen - found.plain / (float)columns);
+        const RowSums sums = gather(AT(row), target, columns, narrow);
+        const float lse = sums.peak + logf(sums.total);
+        float loss = lse - sums.chosen + z * lse * lse;
+        if (smoothing != 0.0f) loss += smoothing * (sums.chosen - sums.plain / (float)columns);
         losses[row] = target >= 0 && target < columns ? loss : NAN;
         const float factor = factors ? factors[row] : 1.0f;
         if (gradient) write_gradient(AT(row), target, columns, columns, lse, factor, smoothing, z, narrow);
     }
 }
 
-/* Of each row what `gather` finds, into found (4, R). */
+/* Write the sums that `gather` returns for each row to found (4, R). */
 void gather_rows(void *logits, int64_t apart, const int64_t *targets, int64_t first, float *found, int64_t rows,
                  int64_t columns, int64_t narrow, int64_t shared_by) {
     EACH_ROW {
-        const Found one = gather(AT(row), targets[row] - first, columns, narrow);
-        found[row] = one.peak;
-        found[rows + row] = one.total;
-        found[2 * rows + row] = one.plain;
-        found[3 * rows + row] = one.chosen;
+        const RowSums sums = gather(AT(row), targets[row] - first, columns, narrow);
+        found[row] = sums.peak;
+        found[rows + row] = sums.total;
+        found[2 * rows + row] = sums.plain;
+        found[3 * rows + row] = sums.chosen;
     }
 }
 
-/* The gradient over rows whose log-sum-exp over all devices is known; 0 where the factor is. */
+/* Write the gradient over rows with a known log-sum-exp over all devices. 0 where the factor is 0. */
 void gradient_rows(void *logits, int64_t apart, const int64_t *targets, int64_t first, const float *sums,
                    const float *factors, int64_t rows, int64_t columns, int64_t vocabulary, float smoothing, float z,
                    int64_t narrow, int64_t shared_by) {

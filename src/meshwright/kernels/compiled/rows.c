@@ -1,4 +1,4 @@
-/* Norms, rotation, the gate of an MLP, and where keys and values are kept. */
+/* Norms, rotation, the gate of an MLP, and the write of keys and values. */
 
 #include "rows.h"
 
@@ -6,7 +6,7 @@ int threads = 1;
 
 void use_threads(int64_t count) { threads = (int)count; }
 
-/* x (R, D) + added (R, D), which may be missing, into total; total / rms(total) * weight (D,) into out. */
+/* Write total = x (R, D) + added (R, D), which may be NULL, and out = total / rms(total) * weight (D,). */
 void rms_norm(const float *x, const float *added, const float *weight, float eps, float *out, float *total, int64_t rows,
               int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
@@ -25,8 +25,8 @@ void rms_norm(const float *x, const float *added, const float *weight, float eps
     }
 }
 
-/* Pairs (i, i + half) of each head of x (R, heads, 2 half) turned by cos and sin (R, half), into out (R, heads, 2 half);
-   out may be x. */
+/* Rotate pairs (i, i + half) of each head of x (R, heads, 2 half) by cos and sin (R, half) into out (R, heads, 2 half),
+   which may be x. */
 void rotate(const float *x, int64_t x_row, int64_t x_head, const float *cosine, const float *sine, float *out,
             int64_t out_row, int64_t out_head, int64_t rows, int64_t heads, int64_t half) {
     for (int64_t row = 0; row < rows; row++) {
@@ -43,7 +43,7 @@ void rotate(const float *x, int64_t x_row, int64_t x_head, const float *cosine, 
     }
 }
 
-/* silu(gate) * up, both (R, D) with a stride of rows, into out (R, D). */
+/* Write silu(gate) * up, both (R, D) with a stride of rows, to out (R, D). */
 void swiglu(const float *gate, int64_t gate_row, const float *up, int64_t up_row, float *out, int64_t rows,
             int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
@@ -53,13 +53,12 @@ void swiglu(const float *gate, int64_t gate_row, const float *up, int64_t up_row
     }
 }
 
-/* x (R, D) -> codes, each 128 more than it stands for, and the scale of each row. A row with a number that is not finite
-   has a scale that is not. */
+/* Round x (R, D) to codes, offset by 128, with a scale for each row. A row that is not finite has such a scale. */
 void round_rows(const float *x, int64_t x_row, uint8_t *codes, float *scales, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * x_row;
         uint8_t *to = codes + row * width;
-        union { uint32_t bits; float number; } most = {0}; /* bits of positive floats are in their order, NaN above all */
+        union { uint32_t bits; float number; } most = {0}; /* bits of positive floats sort like the numbers, NaN above all */
         for (int64_t i = 0; i < width; i++) {
             uint32_t bits;
             memcpy(&bits, from + i, sizeof bits);
@@ -77,7 +76,7 @@ void round_rows(const float *x, int64_t x_row, uint8_t *codes, float *scales, in
     }
 }
 
-/* x (R, K, E) to slots (R,) of a store (P, K, E). */
+/* Write x (R, K, E) to slots (R,) of a store (P, K, E). */
 void keep_floats(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, float *store, int64_t rows,
                  int64_t heads, int64_t width) {
     for (int64_t row = 0; row < rows; row++)
@@ -85,14 +84,14 @@ void keep_floats(const float *x, int64_t x_row, int64_t x_head, const int64_t *s
             memcpy(store + (slots[row] * heads + head) * width, x + row * x_row + head * x_head, width * sizeof(float));
 }
 
-/* x (R, K, E) -> codes and scales of K heads at slots (R,): stores (P, K, E) and (P, K). As round_rows, without the 128. */
+/* Write codes and scales of x (R, K, E) to slots (R,) of stores (P, K, E) and (P, K). As round_rows, without the 128. */
 void keep_int8(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, int8_t *codes, float *scales,
                int64_t rows, int64_t heads, int64_t width) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t head = 0; head < heads; head++) {
-            const int64_t place = slots[row] * heads + head;
-            uint8_t *to = (uint8_t *)codes + place * width;
-            round_rows(x + row * x_row + head * x_head, 0, to, scales + place, 1, width);
+            const int64_t index = slots[row] * heads + head;
+            uint8_t *to = (uint8_t *)codes + index * width;
+            round_rows(x + row * x_row + head * x_head, 0, to, scales + index, 1, width);
             for (int64_t i = 0; i < width; i++) to[i] ^= 128;
         }
 }

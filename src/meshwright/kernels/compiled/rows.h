@@ -1,8 +1,8 @@
-/* Loops over rows that a step of serving is made of, each of which would be several operations of torch.
+/* Loops over rows for a step of serving, each of which would be several operations of torch.
 
-   No row reads another one, and sums of a row have one order: its bits depend on itself alone. Letters: R rows, D width
+   No row reads another one, and sums of a row have one order, so its bits depend on itself alone. Letters: R rows, D width
    of a row, H query heads, K key heads, E width of keys and V of values of a head. Strides count elements. Sums that may
-   be vectors say so (omp simd); NaN and infinity stay what they are. */
+   be reordered into vectors say so (omp simd). NaN and infinity propagate. */
 
 #include <math.h>
 #include <stdint.h>
@@ -25,7 +25,7 @@
 typedef float lanes __attribute__((vector_size(64), aligned(4))); /* 16 numbers, anywhere in memory */
 typedef int32_t whole_lanes __attribute__((vector_size(64)));
 
-/* Numbers of a vector register. Compilers keep vectors that are wider in memory, and take ten times as long over them. */
+/* Numbers of a vector register. Compilers hold wider vectors in memory, which is ten times as slow. */
 #if defined(__AVX512F__)
 #define WIDE 16
 #elif defined(__AVX__)
@@ -41,7 +41,7 @@ typedef uint16_t narrow_wide __attribute__((vector_size(2 * WIDE), aligned(2), m
 typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* The sum of 16 numbers, in one order. */
+/* Sum 16 numbers in one order. */
 static inline float sum_of(lanes x) {
     const eight *halves = (const eight *)&x;
     eight half = halves[0] + halves[1];
@@ -51,7 +51,7 @@ static inline float sum_of(lanes x) {
 }
 
 static inline float exponential(float x) {
-    /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal; below -87 that of -87. */
+    /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal. Below -87 the result is that of -87. */
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float n = rintf(x * 1.44269504088896341f);
     float r = x - n * 0.693145751953125f;
@@ -63,19 +63,19 @@ static inline float exponential(float x) {
     return p * power.f;
 }
 
-/* Threads that share a matrix, or heads, where there is more to read than LEAST bytes: to begin and to meet again costs
-   them some microseconds. Who computes a sum changes nothing of its order. */
+/* Threads that share a matrix, or heads, where there is more to read than LEAST bytes: starting and joining them costs
+   some microseconds. The order of a sum does not depend on the thread that computes it. */
 #define LEAST (1 << 17)
 extern int threads;
 
 static inline int threads_for(int64_t bytes) { return bytes < LEAST ? 1 : threads; }
 
-/* A matrix (N, D) in panels, see panels.py. A lane of a vector is one of its rows, so that no vector is summed up; some
-   of the rows that are multiplied share what is read of a panel. Sums have one order, however many these are. */
+/* A matrix (N, D) in panels, see panels.py. A lane of a vector is one of its rows, so no vector is summed up. Several
+   input rows share each read of a panel. Sums have one order, however many rows there are. */
 typedef struct {
     const void *numbers;
     const int32_t *sums;
-    const void *scales, *zeros; /* fp32, or of codes bf16 where `narrow` */
+    const void *scales, *zeros; /* fp32; for codes bf16 where `narrow` */
     const float *table, *bias;
     int64_t columns, width, group, kind, narrow; /* N, D */
 } Panels;
@@ -85,8 +85,8 @@ enum { FLOATS, BF16, INT8, CODES };
 
    q (R, H, E); keys and values: stores of positions (P, K, E) and (P, K, V), in fp32 or as codes with a scale for each
    position and head (P, K); a position of the sequence lies at tables[offset + position / block] * block + position %
-   block. window: positions that are seen, 0 = all. Into out (R, H, V). `e4m3`: codes are of this kind, and else whole
-   numbers. Returns 0, or 1 where there was no memory. */
+   block. window: visible positions, 0 = all. Writes out (R, H, V). `e4m3`: codes are of this kind, else integers.
+   Returns 0, or 1 without memory. */
 typedef struct {
     const float *q;
     int64_t q_row;

@@ -10,22 +10,22 @@ static inline lanes read_lanes(const void *from, int64_t i, int64_t narrow) {
     return (lanes)(__builtin_convertvector(*(const half_lanes *)((const uint16_t *)from + i), bit_lanes) << 16);
 }
 
-/* To the nearest, ties to even; what is no number stays none. */
-static inline void write_lanes(lanes found, void *to, int64_t i, int64_t narrow) {
+/* Round to the nearest, ties to even. NaN stays NaN. */
+static inline void write_lanes(lanes numbers, void *to, int64_t i, int64_t narrow) {
     if (!narrow) {
-        *(lanes *)((float *)to + i) = found;
+        *(lanes *)((float *)to + i) = numbers;
         return;
     }
-    const bit_lanes bits = (bit_lanes)found, none = (bit_lanes)(found != found);
+    const bit_lanes bits = (bit_lanes)numbers, nan = (bit_lanes)(numbers != numbers);
     const bit_lanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(half_lanes *)((uint16_t *)to + i) = __builtin_convertvector((rounded & ~none) | (0x7fc0 & none), half_lanes);
+    *(half_lanes *)((uint16_t *)to + i) = __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), half_lanes);
 }
 
 static inline lanes either(whole_lanes which, lanes a, lanes b) {
     return (lanes)((which & (whole_lanes)a) | (~which & (whole_lanes)b));
 }
 
-/* a > b ? a : b, and a < b ? a : b: b where one is no number. */
+/* a > b ? a : b, and a < b ? a : b. Both give b where one is NaN. */
 #ifdef __AVX512F__
 static inline lanes larger(lanes a, lanes b) { return (lanes)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline lanes smaller(lanes a, lanes b) { return (lanes)_mm512_min_ps((__m512)a, (__m512)b); }
@@ -34,7 +34,7 @@ static inline lanes larger(lanes a, lanes b) { return either(a > b, a, b); }
 static inline lanes smaller(lanes a, lanes b) { return either(a < b, a, b); }
 #endif
 
-/* As `exponential`. */
+/* `exponential` of each lane. */
 static inline lanes exponentials(lanes x) {
     const lanes least = (lanes){0} - 87.0f;
     x = smaller(-least, larger(least, x));
