@@ -257,9 +257,7 @@ class _Chunks:
     def _whole(self, logits: Tensor) -> int:
         return self.vocabulary.whole if self.vocabulary else logits.shape[1]
 
-    def _in_place(
-        self, kernel: Any, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    def _in_place(self, kernel: Any, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
         """Compute as `_chunk` does, on logits in the dtype of the product."""
         parts, smoothing, z = self.vocabulary, self.form.smoothing, self.form.z
         if parts is None:

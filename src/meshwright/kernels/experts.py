@@ -32,9 +32,7 @@ def expert_linear_reference(rows: Tensor, weights: Tensor, counts: Counts) -> Te
     return torch.cat([linear_reference(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def expert_linear(
-    rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "auto", form: str = SAME
-) -> Tensor:  # fmt: skip
+def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "auto", form: str = SAME) -> Tensor:
     """Multiply as the reference does, or in form FP8_ALL as that of kernels.fp8_experts.
 
     An expert without rows costs nothing and still gets a gradient of zero. The stack is unbound, not indexed: that

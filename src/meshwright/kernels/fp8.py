@@ -110,18 +110,14 @@ def product(a: Narrow, b: Narrow, dtype: torch.dtype, bias: Tensor | None = None
     return (y if bias is None else y + bias).to(dtype)
 
 
-def products(
-    x: Tensor, weights: Iterable[Tensor | Narrow], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:  # fmt: skip
+def products(x: Tensor, weights: Iterable[Tensor | Narrow], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Multiply x (..., in) by each weight (out, in) transposed and add its bias. x is rounded once."""
     rows = narrow(x.reshape(-1, x.shape[-1]))
     outputs = (product(rows, narrow(weight), x.dtype, bias) for weight, bias in zip(weights, biases, strict=True))
     return tuple(y.view(*x.shape[:-1], -1) for y in outputs)
 
 
-def products_with(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-) -> Callable[[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+def products_with(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """Return `products` with fixed weights, which are rounded once for several x."""
     return partial(products, weights=[narrow(weight) for weight in weights], biases=biases)
 
@@ -180,7 +176,7 @@ def linears_reference(
 
 def swiglu_linear_reference(
     gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None = None, summed: Any = None, form: str = FP8
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute as kernels.swiglu.swiglu_linear_reference does."""
     product = summed.linear if summed else partial(linear_reference, form=form)
     y: Tensor = product(F.silu(gate) * up, weight, bias)

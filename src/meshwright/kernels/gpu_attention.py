@@ -110,7 +110,7 @@ def installed(device: torch.device) -> GpuLibraries:
 @cache
 def problem(
     kernel: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int, case: Case
-) -> str:  # fmt: skip
+) -> str:
     """Return what is wrong with a kernel here. Empty = it runs and is right."""
     try:
         with ThreadPoolExecutor(
@@ -125,7 +125,7 @@ def problem(
 
 def _largest_error(
     kernel: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], group: int, case: Case
-) -> float:  # fmt: skip
+) -> float:
     """Return the largest relative error of results and gradients. NaN counts as infinite."""
     generator = torch.Generator().manual_seed(1)
     sizes = (2 * group, widths[0]), (2, widths[0]), (2, widths[1])

@@ -140,7 +140,7 @@ class RowDivergence:
 
     def _divergence(
         self, ours: Tensor, theirs: Tensor, more: list[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """Compute the divergence from tempered logits less their maxima. `ours` stay intact.
 
         Returns (gradient (R, V) times the temperature, s (R, V), D (R,), sums), where sums are those of exponentials of
@@ -167,9 +167,7 @@ class RowDivergence:
             gradient, soft = self._between(ours, whole.log().unsqueeze(1), theirs, s, t)
         return gradient, s, soft, (whole, *rest)
 
-    def _between(
-        self, ours: Tensor, log_whole: Tensor, theirs: Tensor, s: Tensor, t: Tensor
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def _between(self, ours: Tensor, log_whole: Tensor, theirs: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return (gradient, D) for 0 < beta < 1.
 
         Takes the student's logits and the logarithm of their sum of exponentials (R, 1), the teacher's
@@ -198,9 +196,7 @@ class RowDivergence:
             gradient.addcmul_(ours.mul(temperature).exp_(), (each / total).unsqueeze(1))
         gradient.scatter_add_(1, index.unsqueeze(1), -(each * mine).unsqueeze(1))
 
-    def losses_of_known(
-        self, ours: Tensor, known: KnownTop, targets: Tensor, factor: Tensor
-    ) -> RowLosses:  # fmt: skip
+    def losses_of_known(self, ours: Tensor, known: KnownTop, targets: Tensor, factor: Tensor) -> RowLosses:
         """Compute as losses_of_logits does, from a teacher's stored log-probabilities.
 
         That is forward KL over its likeliest tokens and one bucket for the rest. Gradient: s_i - t_i for these tokens,
@@ -407,7 +403,7 @@ def linear_top_reference(x: Tensor, weight: Tensor, number: int, temperature: fl
 @torch.no_grad()
 def linear_top(
     x: Tensor, weight: Tensor, number: int, temperature: float = 1.0, vocabulary: Vocabulary | None = None
-) -> KnownTop:  # fmt: skip
+) -> KnownTop:
     """Compute as the reference does, chunk by chunk and without a gradient.
 
     With a vocabulary, `weight` is a part of the head, and every part gets the tokens of the whole vocabulary.

@@ -51,7 +51,7 @@ def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
         target_ids = _per_row(targets.long(), logits)
         library().gather_rows(
             *_rows(logits), target_ids.data_ptr(), first, sums.data_ptr(), *logits.shape, *_format(logits)
-        )  # fmt: skip
+        )
     return sums
 
 

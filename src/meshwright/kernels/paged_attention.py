@@ -235,7 +235,7 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, sc
 
 def _attend(
     call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: PagedStore, values: PagedStore, scale: float
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attend one call. Returns (B S, H, width of keys or values)."""
     rows = slice(call.begin, call.end)
     seen_k, seen_v = (_call_numbers(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
@@ -285,7 +285,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
         q, k, v, scale=scale, enable_gqa=grouped, attn_mask=bias, is_causal=bias is None
-    )  # fmt: skip
+    )
     return out.to(dtype)
 
 

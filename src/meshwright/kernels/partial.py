@@ -189,9 +189,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tupl
     """Return result (B, H, S, E) and log-sum-exp (B, H, S) of the fused kernel. A GPU's takes borders as numbers."""
     if device_kind(q) != "cpu" and not (tile.is_whole or tile.is_causal):
         return compat.banded_attention(q, k, v, left=tile.left, right=tile.right, scale=scale)
-    return compat.flash_attention(
-        q, k, v, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q)
-    )  # fmt: skip
+    return compat.flash_attention(q, k, v, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q))
 
 
 def _gradients(
@@ -203,7 +201,7 @@ def _gradients(
         return compat.banded_attention_backward(*tensors, left=tile.left, right=tile.right, scale=scale)
     return compat.flash_attention_backward(
         *tensors, mask=tile.bias(q), causal=tile.is_causal, scale=scale, device=device_kind(q)
-    )  # fmt: skip
+    )
 
 
 def _queries(q: Tensor, value_width: int, scale: float, fused: bool) -> Tensor:

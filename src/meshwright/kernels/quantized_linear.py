@@ -111,9 +111,7 @@ class _QuantizedLinears(torch.autograd.Function):
         return input_gradient(gradients, weights), *[None] * len(ctx.matrices)
 
 
-def _products(
-    x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _products(x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     rows = x.reshape(-1, x.shape[-1])
     known: dict[Any, tuple[Tensor, Tensor]] = {}
     outputs = []

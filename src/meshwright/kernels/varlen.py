@@ -138,7 +138,7 @@ def _no_state(q: Tensor) -> Tensor:
 
 def _block_arguments(
     q: Tensor, form: AttentionForm, state: Tensor | None
-) -> tuple[Iterator[RowTile], int, float, AttentionDropout | None]:  # fmt: skip
+) -> tuple[Iterator[RowTile], int, float, AttentionDropout | None]:
     """Return the arguments of the blockwise form after its tensors."""
     dropout = AttentionDropout(form.dropout, state, q.device) if form.dropout else None
     return blocks(rows_of(form.documents, q), form.window, q), form.window, form.scale, dropout
@@ -245,7 +245,7 @@ def _backward_by_borders(
     else:
         gradients = compat.varlen_attention_backward(
             *tensors, *rows, **_flash_options(form), random=random if form.dropout else None
-        )  # fmt: skip
+        )
     of_q, of_k, of_v = (
         x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(gradients, (q, k, v), strict=True)
     )

@@ -41,9 +41,7 @@ def in_one_pass(masters: Sequence[Tensor], prefer: str = "auto") -> bool:
     return bool(masters) and uses_triton("adamw", masters[0], prefer=prefer)
 
 
-def adamw(
-    states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tensor], numbers: UpdateNumbers
-) -> None:  # fmt: skip
+def adamw(states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tensor], numbers: UpdateNumbers) -> None:
     """Update in place where `in_one_pass`.
 
     Args:

@@ -124,9 +124,7 @@ class Loops:
         )  # fmt: skip
         return out
 
-    def rotate_pair(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def rotate_pair(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
         """Rotate both, in one call where they lie side by side as parts of one product."""
         heads = q.shape[2]
         beside = q.data_ptr() + heads * q.stride(2) * q.itemsize == k.data_ptr() and q.stride() == k.stride()
@@ -135,7 +133,7 @@ class Loops:
         memory = q.data_ptr(), q.stride(1), q.stride(2)
         self._library.rotate(
             *memory, cos.data_ptr(), sin.data_ptr(), *memory, q.shape[1], heads + k.shape[2], q.shape[3] // 2
-        )  # fmt: skip
+        )
         return q, k
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -145,7 +143,7 @@ class Loops:
         strides = gate.stride(-2), up.stride(-2)
         self._library.swiglu(
             gate.data_ptr(), strides[0], up.data_ptr(), strides[1], out.data_ptr(), rows, gate.shape[-1]
-        )  # fmt: skip
+        )
         return out
 
     def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,7 +158,7 @@ class Loops:
         rows, heads, width = new.shape
         self._library.keep_floats(
             new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), store.data_ptr(), rows, heads, width
-        )  # fmt: skip
+        )
 
     def keep_int8(self, new: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Write new (N, K, E) to slots (N,) of codes (blocks, block, K, E) int8 and scales (blocks, block, K)."""
@@ -174,9 +172,7 @@ class Loops:
         """Multiply rows (M, K) by a matrix (N, K) and add its bias. A sum's order is the same for any M."""
         count = rows.shape[0]
         out = _floats(count, panels.rows)
-        if self._library.multiply(
-            rows.data_ptr(), rows.stride(0), ctypes.byref(panels.fields), out.data_ptr(), count
-        ):  # fmt: skip
+        if self._library.multiply(rows.data_ptr(), rows.stride(0), ctypes.byref(panels.fields), out.data_ptr(), count):
             raise MemoryError(f"no memory for {count} rows of {panels.width} codes")
         return out
 
@@ -208,7 +204,7 @@ class Loops:
 
     def block(
         self, fields: ctypes.Structure, step: ctypes.Structure, beside: ctypes.Structure | None, x: Tensor
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Run x (..., D), contiguous, through a block (kernels/fused_block.py). Returns the same shape."""
         out = _floats(*x.shape)
         low_rank = None if beside is None else ctypes.byref(beside)

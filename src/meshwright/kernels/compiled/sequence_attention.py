@@ -58,7 +58,7 @@ def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V): (B, S, H, V), and log-sum-exp (B, H, S) fp32."""
     q, k, v = map(_side_by_side, (q, k, v))
     out = q.new_empty(*q.shape[:3], v.shape[3])

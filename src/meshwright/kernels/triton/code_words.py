@@ -181,7 +181,7 @@ def _number(
 @triton.jit
 def _eight_numbers(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr
-) -> Arg:  # fmt: skip
+) -> Arg:
     """Return the numbers of words of half bytes, one tensor for each of the eight positions."""
     return (
         _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),

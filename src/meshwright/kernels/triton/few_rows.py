@@ -112,9 +112,7 @@ def few_packed_rows(
         tl.store(out + row * columns + column, total.to(DTYPE), mask=column < columns)
 
 
-def packed_linear(
-    x: Tensor, matrix: PackedMatrix, bias: Tensor | None, x_scales: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, x_scales: Tensor | None = None) -> Tensor:
     """Multiply as packed_product.packed_linear, x (M, K) with M at most MOST_ROWS and contiguous rows.
 
     `x_scales` (M, 1) fp32 are factors of rows of x.

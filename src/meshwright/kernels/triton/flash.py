@@ -23,9 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def inner_rows(
-    gradient: Arg, out: Arg, inner: Arg, total: Arg, heads: Arg, width: Arg, BLOCK: tl.constexpr
-) -> None:  # fmt: skip
+def inner_rows(gradient: Arg, out: Arg, inner: Arg, total: Arg, heads: Arg, width: Arg, BLOCK: tl.constexpr) -> None:
     """Compute inner (H, T) = sum of gradient x out over a head's width; both (T, H, E)."""
     position, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)

@@ -20,7 +20,7 @@ DENSITY = tl.constexpr(0.3989422804014327)
 @triton.jit
 def swiglu_forward(
     gate: Arg, gate_stride: Arg, up: Arg, up_stride: Arg, out: Arg, width: Arg, BLOCK: tl.constexpr
-) -> None:  # fmt: skip
+) -> None:
     """Compute out (N, F), contiguous. gate and up may be parts of wider rows."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,9 +95,7 @@ def activate(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (N, F)."""
     out = _like(gate)
     grid, block = _grid(*gate.shape)
-    swiglu_forward[grid](
-        gate, gate.stride(0), up, up.stride(0), out, gate.shape[1], BLOCK=block, num_warps=WARPS
-    )  # fmt: skip
+    swiglu_forward[grid](gate, gate.stride(0), up, up.stride(0), out, gate.shape[1], BLOCK=block, num_warps=WARPS)
     return out
 
 
@@ -149,9 +147,7 @@ class _Gelu(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.tanh = tanh
         out = torch.empty_like(x)
-        gelu_forward[(ceil_div(x.numel(), ELEMENTS),)](
-            x, out, x.numel(), TANH=tanh, BLOCK=ELEMENTS, num_warps=WARPS
-        )  # fmt: skip
+        gelu_forward[(ceil_div(x.numel(), ELEMENTS),)](x, out, x.numel(), TANH=tanh, BLOCK=ELEMENTS, num_warps=WARPS)
         return out
 
     @staticmethod
@@ -160,7 +156,7 @@ class _Gelu(torch.autograd.Function):
         x_gradient = torch.empty_like(x)
         gelu_backward[(ceil_div(x.numel(), ELEMENTS),)](
             gradient.contiguous(), x, x_gradient, x.numel(), TANH=ctx.tanh, BLOCK=ELEMENTS, num_warps=WARPS
-        )  # fmt: skip
+        )
         return x_gradient, None
 
 

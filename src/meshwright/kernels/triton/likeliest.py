@@ -40,5 +40,5 @@ def likeliest(logits: Tensor) -> Tensor:
     block = min(BLOCK, power_of_two(vocab))
     likeliest_rows[(rows,)](
         logits, logits.stride(0), out, vocab, BLOCK=block, num_warps=max(1, min(WARPS, block // 256))
-    )  # fmt: skip
+    )
     return out

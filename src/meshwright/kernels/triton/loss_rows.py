@@ -91,7 +91,7 @@ def loss_rows(
 @triton.jit
 def gather_rows(
     logits: Arg, stride: Arg, targets: Arg, sums: Arg, rows: Arg, columns: Arg, first: Arg, BLOCK: tl.constexpr
-) -> None:  # fmt: skip
+) -> None:
     """Compute maximum, sum of exp(logit - maximum), sum of logits, and target's logit or 0 of each row: (4, R)."""
     at = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + at) - first
@@ -148,7 +148,7 @@ def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     block, warps = _block(columns)
     gather_rows[(rows,)](
         logits, logits.stride(0), targets.contiguous(), sums, rows, columns, first, BLOCK=block, num_warps=warps
-    )  # fmt: skip
+    )
     return sums
 
 

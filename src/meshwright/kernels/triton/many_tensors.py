@@ -33,7 +33,7 @@ GRADIENT, MASTER, FIRST, SECOND, COPY, STEP, SIZE = (tl.constexpr(row) for row i
 @triton.jit
 def _pointer(
     addresses: Arg, tensors: Arg, row: tl.constexpr, tensor: Arg, TYPE: tl.constexpr, ALIGNED: tl.constexpr
-) -> Arg:  # fmt: skip
+) -> Arg:
     pointer = tl.load(addresses + row * tensors + tensor).to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 

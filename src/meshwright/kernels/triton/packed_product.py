@@ -122,7 +122,7 @@ def packed_rows(
 @triton.jit
 def sum_parts(
     parts: Arg, bias: Arg, out: Arg, columns: Arg, elements: Arg, count: Arg, BIAS: tl.constexpr, BLOCK: tl.constexpr
-) -> None:  # fmt: skip
+) -> None:
     """Compute out (M, N) = the sum of parts (count, M, N), one after the other, plus bias (N,)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
@@ -173,7 +173,7 @@ def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors:
 @lru_cache(4096)
 def arranged(
     rows: int, columns: int, inner: int, processors: int, warp_groups: bool, even: bool
-) -> tuple[ProgramTile, int, int]:  # fmt: skip
+) -> tuple[ProgramTile, int, int]:
     """Return the tile, the runs that K is cut into, and the inputs of each."""
     tile = tile_of(rows, warp_groups, even)
     parts = parts_of(rows, columns, inner, tile, processors)

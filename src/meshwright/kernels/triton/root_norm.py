@@ -18,9 +18,7 @@ PARTS, COLUMNS = 512, 16
 
 
 @triton.jit
-def sum_parts(
-    parts: Arg, out: Arg, number: Arg, width: Arg, PARTS: tl.constexpr, COLUMNS: tl.constexpr
-) -> None:  # fmt: skip
+def sum_parts(parts: Arg, out: Arg, number: Arg, width: Arg, PARTS: tl.constexpr, COLUMNS: tl.constexpr) -> None:
     """Compute the sums over rows of parts (number, width), rounded once."""
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     total = tl.zeros((PARTS, COLUMNS), tl.float32)
@@ -38,9 +36,7 @@ def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     width = out.numel()
-    sum_parts[(ceil_div(width, COLUMNS),)](
-        parts, out, len(parts), width, PARTS=PARTS, COLUMNS=COLUMNS, num_warps=8
-    )  # fmt: skip
+    sum_parts[(ceil_div(width, COLUMNS),)](parts, out, len(parts), width, PARTS=PARTS, COLUMNS=COLUMNS, num_warps=8)
     return out
 
 

@@ -213,9 +213,7 @@ def _attended_error(make: Callable[..., Tensor], form: str) -> float:
         store.codes.copy_(codes.view(store.codes.shape))
         if store.scales is not None and scales is not None:
             store.scales.copy_(scales.view(store.scales.shape))
-    out = paged.attend_rows(
-        q, *stores, paged.RowPlaces(tables, offsets, last, 321), width=40, window=0, scale=0.2
-    )  # fmt: skip
+    out = paged.attend_rows(q, *stores, paged.RowPlaces(tables, offsets, last, 321), width=40, window=0, scale=0.2)
     positions = (3 * tables[:, None] + torch.arange(3, device=q.device)).flatten()[:321]
     seen = [_numbers(store)[positions].repeat_interleave(3, 1) for store in stores]
     weights = (torch.einsum("he,the->ht", q[0].double(), seen[0]) * 0.2).softmax(-1)
