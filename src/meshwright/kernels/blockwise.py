@@ -113,6 +113,7 @@ def backward(
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
     q, k, v = _grouped_inputs(q, k, v, scale, _inner_dtype(q, dropout))
     gradients = _grouped(gradient.to(q.dtype), keys)
+    # A query is in one tile, so its gradient is written once. Keys are in many: their sums are fp32.
     q_gradient, k_gradient, v_gradient = (
         torch.empty_like(q),
         *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v)),

@@ -229,6 +229,7 @@ class _Chunks:
         peak = (parts.largest(peak) if parts else peak).unsqueeze(1)
         chosen = (logits.gather(1, index.unsqueeze(1)) - peak).squeeze(1)
         logits.sub_(peak)
+        # Everything that other parts need is summed in one reduction, before the gradient overwrites the logits.
         plain = logits.sum(1) if self.form.smoothing else None
         logits.exp_()
         total = logits.sum(1)

@@ -27,14 +27,15 @@ from meshwright.kernels import cpu_product
 from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import ROWS, ROWS_BESIDE_BF16, Loops
 from meshwright.kernels.compiled.panels import Panels
-from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import needs_wide, products
 from meshwright.kernels.quantized_linear import (
     INT8_INPUTS,
     code_panels,
+    exact_product,
     quantized_linears,
     quantized_linears_reference,
     row_codes,
+    weights_in_steps,
 )
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 
@@ -361,6 +362,7 @@ def _joined_codes(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None
     first = matrices[0]
     if len(matrices) == 1 and first.scheme.activations != "fp8":
         return first
+    # Outliers, an order of inputs, or a part that begins within a group differ from matrix to matrix.
     for matrix in matrices:
         if matrix.scheme != first.scheme or matrix.before or matrix.places is not None or matrix.columns is not None:
             return None

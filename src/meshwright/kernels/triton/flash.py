@@ -74,6 +74,7 @@ def queries_backward(
             if CAUSAL:
                 seen = seen & (key[None, :] <= query[:, None])
             weights = tl.where(seen, tl.exp2((scores - sums[:, None]) * LOG2_E), 0.0)
+            # d softmax: the inner product of gradient and result stands for the sum over all keys
             slopes = weights * (tl.dot(incoming, tl.trans(values), input_precision="ieee") - inner_sums[:, None])
             summed += tl.dot(slopes.to(keys.dtype), keys, input_precision="ieee")
         column = tl.arange(0, BLOCK)[None, :]
@@ -100,6 +101,7 @@ def keys_backward(
         values = _rows(v + begin * v_position + shared * v_head, key, v_position, length, width, WIDE, BLOCK)
         keys_gradient = tl.zeros((KEYS, BLOCK), tl.float32)
         values_gradient = tl.zeros((KEYS, BLOCK), tl.float32)
+        # one head after another, in a fixed order: atomics would add in any
         for head in range(shared * GROUP, (shared + 1) * GROUP):
             from_q = q + begin * q_position + head * q_head
             from_out = gradient + (begin * heads + head) * width
@@ -171,7 +173,7 @@ def flash_forward(
             if CAUSAL:
                 seen = seen & (key[None, :] <= query[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
+            higher = tl.maximum(peak, tl.max(scores, 1))  # sums so far are rescaled to the new maximum
             weights = tl.exp2(scores - higher[:, None])
             decay = tl.exp2(peak - higher)
             sums = sums * decay + tl.sum(weights, 1)

@@ -32,6 +32,7 @@ def grouped_rows(
     block = tl.program_id(0)
     expert = block * 0
     first, end, blocks_before = 0, 0, 0
+    # The host does not know the runs, so each program walks over their ends to find its block.
     for candidate in range(experts):
         stop = tl.load(ends + candidate)
         start = tl.load(ends + candidate - 1, mask=candidate > 0, other=0)

@@ -81,6 +81,7 @@ def int8_rows(
 ) -> None:  # fmt: skip
     """Compute one block of y (M, N), or PART: of the sum over one run of `each` inputs, int32."""
     blocks, across = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    # Programs go down ALONGSIDE blocks of rows before the next block of columns: they share it in the cache.
     first = (tl.program_id(0) // (ALONGSIDE * blocks)) * ALONGSIDE
     beside = tl.minimum(across - first, ALONGSIDE)
     number = tl.program_id(0) % (ALONGSIDE * blocks)
@@ -219,6 +220,7 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
         "HAS_OUTLIERS": has_outliers, "BIAS": bias is not None, "WIDE": wide_products(int8_rows, x), "OUTLIER_BLOCK":
         OUTLIER_BLOCK,
     }  # fmt: skip
+    # One and two rows wait for memory: a kernel without tensor cores, unless its words are not aligned.
     words = gcd(inner // 4, FEW_WORDS)
     aligned = inner % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
     if rows <= MOST_ROWS and aligned and words >= LEAST_WORDS:

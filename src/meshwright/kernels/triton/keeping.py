@@ -122,6 +122,7 @@ def keep_rows(
     mask = (head < group) & inside
     tl.store(to, first, mask=mask)
     tl.store(to + other, second, mask=mask)
+    # Keys are rotated in place too: the rows of a prompt read them from here, not from the cache.
     key = k + row * k_row + key_head * k_head
     first, second = _turned(key, 1, k_head, cosine, sine, k_weight, half, eps, NORM, STEP, 1, BLOCK)
     tl.store(key + at, first, mask=inside)

@@ -104,6 +104,7 @@ def narrow_rows(
         _widened(held) if WEIGHT == 2 else held, mean, square, incoming, number, rate, beta1, rest1, beta2, rest2,
         log_beta1, log_beta2, epsilon, decay,
     )  # fmt: skip
+    # Random bits depend on the position in the whole tensor, not on this piece: layouts give the same bits.
     if FORMAT == 1 or WEIGHT == 2:
         whole_row = (row // inner + row_first) * whole_inner + row % inner + row_second
         counter = (whole_row * whole_width + column_first + column).to(tl.uint32)
@@ -121,7 +122,7 @@ def narrow_rows(
         codes = _codes(mean / tl.where(first_scale > 0, first_scale, 1.0), books + 256)
         tl.store(first + at, codes.to(tl.uint8), mask=inside)
         codes = _codes(square / tl.where(second_scale > 0, second_scale, 1.0), books + 768)
-        codes = tl.where((codes == 0) & (square > 0), 1, codes)
+        codes = tl.where((codes == 0) & (square > 0), 1, codes)  # AdamW would divide by epsilon alone
         tl.store(second + at, codes.to(tl.uint8), mask=inside)
         tl.store(first_scales + scale_at, first_scale, mask=known)
         tl.store(second_scales + scale_at, second_scale, mask=known)

@@ -190,7 +190,7 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tenso
         return few_rows.packed_linear(x, matrix, bias)
     rows, columns, inner = len(x), len(matrix.codes), matrix.size_in
     codes, row_bytes, whole_rows = words_of(matrix.codes)
-    even = whole_rows and inner % 64 == 0
+    even = whole_rows and inner % 64 == 0  # loads need no masks
     tile, parts, each = arranged(rows, columns, inner, programs(x), has_warp_groups(x), even)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)

@@ -100,7 +100,7 @@ def paged_rows(
             if CODES > 0:
                 scores *= tl.load(key_scales + slot, mask=seen, other=0.0)[None, :]
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
+            higher = tl.maximum(peak, tl.max(scores, 1))  # sums so far are rescaled to the new maximum
             weights = tl.exp2(scores - higher[:, None])
             decay = tl.exp2(peak - higher)
             sums = sums * decay + tl.sum(weights, 1)
@@ -114,7 +114,7 @@ def paged_rows(
                 weights.to(value_numbers.dtype), value_numbers, input_precision="ieee"
             )
             peak = higher
-        summed = summed / sums[:, None]
+        summed = summed / sums[:, None]  # a run's own softmax: `add_splits` weighs it by lse
         index = (row.to(tl.int64) * key_heads + key_head) * GROUP + head
         if PARTS:
             index += split.to(tl.int64) * rows * key_heads * GROUP
