@@ -205,6 +205,7 @@ def _attention_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptByt
     if gate := word * gate_dims(local, widths.out):
         yield KeptBytes("attention gate", gate, gate)
         yield KeptBytes("gated attention output", gate, gate if local.stack.selective == "core" else 0.0)
+    # linear attention has no S x S weights and no log-sum-exp
     if local.linear:
         yield from state_layers.kept_tensors(local)
         return
@@ -214,10 +215,12 @@ def _attention_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptByt
         yield KeptBytes("attention output", word * widths.out, word * widths.out, "core")
         return
     yield from read
+    # what the kernel copies into its own layout before it starts
     packed = word * widths.queries * local.stack.core_kept / 2
     if packed:
         yield KeptBytes("packed", packed, 0.0)
     if local.stack.attention == "flash":
+        # one fp32 sum per query and head, from which the backward pass recomputes the weights
         sums = 4 * local.tokens * local.shape.heads / local.tp
         yield KeptBytes("log-sum-exp", sums, sums if local.stack.selective == "alternate" else 0.0, "core")
     else:

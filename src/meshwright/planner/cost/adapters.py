@@ -111,10 +111,12 @@ def with_adapters(
     lora = local.shape.lora
     if lora is None:
         return tuple(plain)
+    # a frozen matrix needs its input for nothing: only those that an adapter reads stay
     latent = ("q_down", "q", "kv_down") if local.shape.mla else ("q", "k", "v")
     reads = {"attention norm output": latent, "mlp norm output": ("gate", "up"), "dispatched": ("gate", "up")}
     unread = [name for name, readers in reads.items() if lora.dropout or not any(map(lora.adapts, readers))]
     unread += ["router input in fp32"]
+    # the MLP's activation is the input of "down": without an adapter there, or with dropout, no one reads it
     down = lora.adapts("down") and not lora.dropout
     if not down and local.gates == 1:
         unread += ["mlp activation", "experts activation", "shared activation"]
@@ -142,6 +144,7 @@ def _adapter_tensors(local: "LocalShape", widths: HeadWidths, routed: Routed | N
             if lora.dropout:
                 dropped = local.tokens * _inputs(local, widths, routed, name) * (local.width + MASK_BYTES)
                 yield KeptBytes(f"dropped input of {name}", dropped, 0.0)
+    # the fused kernel recomputes silu(gate) * up for the matrix, but A's gradient needs it, too
     gated = local.gates == 2 and lora.adapts("down") and not lora.dropout and not local.lowered
     if gated and not routed:
         yield KeptBytes("mlp product", local.tokens * shape.ffn / local.tp * local.width, 0.0)

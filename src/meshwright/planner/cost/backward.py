@@ -51,8 +51,10 @@ def backward(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> 
     else:
         mlp = max(_mlp(local), _rounded_mlp(local), local.gates * _gate(local) + adapters.restored_bytes(local, "mlp"))
     weights = largest_weight(local.shape, local.tp, local.ep, routed is not None)
+    # the pass walks back: what the MLP kept is free by the time attention is reached
     released = _mlp_kept(local, routed)
     stream = local.hidden_bytes + 2 * local.between_bytes
+    # the MLP's weight gradients stay until the compiled pass returns, so attention's moment has them
     if local.lowered and not routed:
         made = (local.gates + 1) * local.shape.hidden * local.shape.ffn * local.width * (local.shape.lora is None)
         return Backward(
@@ -185,6 +187,7 @@ def _attention(local: "LocalShape", widths: HeadWidths) -> float:
     queries, keys_values = local.tokens * widths.queries, local.tokens * widths.keys_values
     if local.stack.is_meshwright and local.stack.attention != "flash":
         return _plain_attention(local, widths)
+    # strips of fp32 attention repeat keys and values per head and hold a mask of their own
     if local.cp == 1:
         copies = queries - keys_values / 2 if local.masked and local.shape.mla is None else 0.0
         keys = attention_core.widest_strip(local) if local.masked else 0.0

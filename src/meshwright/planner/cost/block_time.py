@@ -94,9 +94,11 @@ def block_time(
         ]
         for index, side in enumerate(SIDES)
     )
+    # selective recomputation repeats the attention core, or in some software all that is cheap
     scores_alone, scores = local.stack.drops_scores_alone, any(tensor.part == "scores" for tensor in block.tensors)
     repeated = [op for op in ahead if (scores and op[0].name == "attention" if scores_alone else op[0].again)]
     again = passes.pass_seconds(repeated, "forward")
+    # the host's work of a repeated pass counts only if a pass is repeated
     called = _host_seconds(block, local, speeds)
     if local.stack.selective_repeats:
         rest = passes.pass_seconds([op for op in ahead if not op[0].again], "forward")
@@ -187,6 +189,7 @@ class PassSeconds:
         stack = self.local.stack
         host_s, operation_s = stack.host_s, stack.operation_s
         device = host = each = exchanged = routed = 0.0
+        # a pass lasts as long as the busier of device and host
         for _, works, exchanges in operations:
             if works:
                 host += operation_s
@@ -200,13 +203,16 @@ class PassSeconds:
                     routed += took
                 host += host_s
                 each += took if took > host_s else host_s
+        # exchanges of another micro-batch hide behind this computation, which they slow down
         if routed and stack.hides_experts:
             behind = device + sum(sum([took for took, _ in works]) for _, works, _ in later)
             hidden = min(routed, stack.hides_experts * behind)
             exchanged, device = exchanged - hidden, device + stack.contention * hidden
         device += exchanged
+        # dispatch waits for the counts of tokens per expert, which the host must read
         if side != "weights" and any(op.name == "dispatch" for op, _, _ in operations):
             device += stack.counts_s + stack.expert_launch_s * self._launched(side) * self._experts
+        # device and host do not overlap perfectly: a share of each operation's own wait stalls the pass
         longer = max(device, host)
         return longer + stack.stalls * max(0.0, each - longer), exchanged
 
@@ -223,6 +229,7 @@ class PassSeconds:
     def _exposed(self, exchange: Exchange, operation: LayerOperation, side: Side) -> float:
         stack, axis = self.local.stack, exchange.axis
         beside = stack.hides_beside
+        # a ring's hop hides behind the work on the part that arrived before
         if exchange.collective == "ring":
             ranks, stride = ranks_of(self.layout, axis)
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
@@ -230,6 +237,7 @@ class PassSeconds:
         took = self._whole(exchange)
         if exchange.within:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
+        # earlier exchanges use up part of the work that could hide this one
         hidden = self._seconds(exchange.beside) - sum([self._whole(other) for other in exchange.first])
         if hidden > 0:
             took = max(0.0, took - beside * hidden)
@@ -241,6 +249,7 @@ class PassSeconds:
     def _whole(self, exchange: Exchange) -> float:
         """Return the seconds of all calls of an exchange, hidden ones included."""
         axis, collective, size_bytes, times = exchange[:4]
+        # all layers exchange the same sizes, so each is timed once
         key = axis, collective, size_bytes
         if key not in self._known:
             ranks, stride = ranks_of(self.layout, axis)

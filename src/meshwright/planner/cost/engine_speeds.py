@@ -122,6 +122,7 @@ def engine_speeds(device: Device, flash: int = 2, flash_4: bool = False) -> Spee
     if not device.name.upper().startswith(HOPPER) or not device.half_matmul_flop_per_s:
         return published
     assert published.kernel is not None, "a preset's products are modelled"
+    # rates of whole steps, which the engine reached, replace those of published software
     measured = replace(
         published,
         product_share=PRODUCT_SHARE / published.kernel.figures["rate"],

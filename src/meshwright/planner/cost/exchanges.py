@@ -27,6 +27,7 @@ def enter(
     alone = alone or holds_codes(local.shape)
     beside = readers if local.stack.is_meshwright and not alone else ()
     products, inner = (tuple(work for op in beside for work in getattr(op, side)) for side in ("forward", "inputs"))
+    # a split backward pass computes weight gradients later, so nothing is left to hide the sum
     after = tuple(work for op in beside for work in op.weights) if not local.splits else ()
     if not local.sp:
         return Exchanges((), (Exchange("tp", "all-reduce", local.hidden_bytes, inputs, after),))
@@ -92,10 +93,12 @@ def exchange_passes(
     if local.ep == 1:
         return NO_EXCHANGES, NO_EXCHANGES
     assert local.shape.moe is not None
+    # ranks first tell each other how many rows come: 8 bytes per expert
     tell = Exchange("ep", "all-to-all", 8.0 * local.shape.moe.experts)
     parts = (
         (shared[:2], shared[2:]) if local.stack.is_meshwright else ((), ())
     )  # entry and first product, then the rest
+    # only what goes to experts may be narrowed: rows in the forward pass, gradients of outputs in the backward pass
     narrow = (local.stack.dispatch_bytes or local.width) / local.width
     there, back = (
         Exchanges(
@@ -117,6 +120,7 @@ def _exchange_pass(
     back: int,
 ) -> tuple[Exchange]:
     """Return the exchange of the forward pass, or of the backward pass (1)."""
+    # compiled blocks compute weight gradients at once even in a split pass
     later = local.splits and not local.compiled
     sides = ("inputs",) if back and later else ("inputs", "weights") if back else ("forward",)
 
@@ -126,6 +130,7 @@ def _exchange_pass(
     pieces = local.ep_pieces
     whole = Exchange("ep", "all-to-all", size_bytes / pieces, pieces, beside=works(shared))
     others = tuple(exchange for op in shared for exchange in op.exchanges[back] if exchange.beside or exchange.within)
+    # each exchange hides behind half of the experts' pieces; the other half hides the way back
     return (whole._replace(first=others, within=works(experts) if pieces > 1 else (), share=0.5),)
 
 

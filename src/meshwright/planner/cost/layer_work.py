@@ -53,6 +53,7 @@ class LayerWork:
         exists beside what was.
         """
         none = norms = selective = core = dropped = widest = 0.0
+        # one walk over the tensors sums up all policies, since a search asks for each
         for _, all_bytes, selective_bytes, part in self.tensors:
             if part != "norm":
                 norms += all_bytes
@@ -66,6 +67,7 @@ class LayerWork:
                 core += all_bytes
         kept_by_policy = {"none": none, "norms": norms, "selective": selective,
                 "all-but-attention": self.boundary_bytes + core, "full": self.boundary_bytes}  # fmt: skip
+        # restored one by one, only the largest exists beside the others; "norms" needs one norm at a time
         again_by_policy = {"norms": widest, "selective": dropped} if alone else {}
         return {
             policy: PolicyBytes(size, again_by_policy.get(policy, max(0.0, none - size)))

@@ -57,21 +57,25 @@ class Links:
         if ranks <= 1 or not size_bytes:
             return 0.0
         inside, nodes = self.span(ranks, stride)
+        # a measured time replaces the model, but only within a node: no curves exist across nodes
         if nodes == 1 and self.curves:
             measured = self.curves.exchange_s(collective, size_bytes, ranks)
             if measured is not None:
                 return measured / self.curve_share
         bandwidth = self.bandwidth(inside, nodes)
+        # rows for the node and for other nodes travel at once over different links: the slower decides
         if collective == "all-to-all" and nodes > 1:
             once = nodes_reached(routes, nodes, *groups) / routes if routes else 1.0
             away = once * size_bytes * (nodes - 1) / nodes / (self.network_bytes_per_s * self.network_share)
             near = size_bytes * (inside - 1) / inside / (self.link_bytes_per_s * self.link_share)
             return self.base_s + self.network_base_s + (nodes - 1) * self.network_step_s + max(away, near)
+        # rings: every rank passes all but its own share to the next, a step per rank
         moved = size_bytes * (ranks - 1) / ranks
         ring_s = (ranks - nodes) * self.link_step_s + (nodes - 1) * self.network_step_s + moved / bandwidth
         base_s = self.base_s + (self.network_base_s if nodes > 1 else 0.0)
         if collective != "all-reduce":
             return base_s + ring_s
+        # a sum is a reduce-scatter and an all-gather, or a tree, or done by the switch: NCCL takes the fastest
         best = min(2 * ring_s, self._tree_s(size_bytes, inside, nodes))
         if self.switch_from and ranks >= self.switch_from and nodes == 1:
             best = min(best, self.base_s + size_bytes / (self.link_bytes_per_s * self.switch_share))

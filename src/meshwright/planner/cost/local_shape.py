@@ -135,8 +135,10 @@ def local_shape(
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
     rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
     lowered = stack.is_meshwright and gpu and is_lowered(layout, shape, fake_quantize)
+    # the reference kernels keep and move more, as another stack would
     if stack.is_meshwright and layout.kernels == "reference":
         stack = plain_code(stack, layout, width, compiled=lowered)
+    # features that only the engine has are off for other stacks, whatever the layout says
     return LocalShape(
         shape=shape,
         stack=stack,

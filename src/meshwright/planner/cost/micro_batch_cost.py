@@ -87,8 +87,10 @@ class MicroBatchCost(NamedTuple):
 
         `stays_bytes` of its input stay. While one block runs backward, the activations of the block before it return.
         """
+        # the last block stays: its backward pass begins at once, so a transfer could not hide
         moved = max(0.0, self.kept_bytes - last.kept_bytes - stays_bytes)
         ahead = self.largest_kept_bytes if moved else 0.0
+        # each way overlaps with its own pass; only the excess is exposed
         way_s = moved / host_bytes_per_s if host_bytes_per_s else 0.0
         forward_s, backward_s = max(0.0, way_s - self.forward_s), max(0.0, way_s - self.backward_s)
         return self._replace(

@@ -73,6 +73,7 @@ def rounding(local: "LocalShape", operations: Sequence[LayerOperation]) -> tuple
 def _rounding(local: "LocalShape", scheme: Scheme, name: str) -> Iterator[LayerOperation]:
     """Yield the rounding before the named product. Nothing if none of its matrices is rounded."""
     part, _, last = name.rpartition(" ")
+    # one operation may multiply by several matrices, each rounded with scales of its own
     names = {"qkv": ("q", "k", "v"), "up": ("gate", "up")[2 - local.gates :]}.get(last, (last,))
     where = {"": "attention.", "mlp": "mlp.", "experts": "mlp.experts.", "shared": "mlp.shared."}.get(part)
     by_name = _by_name(local.shape)
@@ -82,6 +83,7 @@ def _rounding(local: "LocalShape", scheme: Scheme, name: str) -> Iterator[LayerO
     tokens = local.tokens * (local.shape.moe.top_k if part == "experts" and local.shape.moe else 1)
     boxes = _boxes(local.shape, local.tp, local.ep)
     passes = [_pass_over(scheme.name, boxes[matrix.name].numel, local.width) for matrix in matrices]
+    # where tensor parallelism cuts a row or block of scales, ranks agree on its largest number
     shared = (
         [shared_scales(matrix, local.shape, scheme, local.tp, local.ep) for matrix in matrices] if local.tp > 1 else []
     )
@@ -124,6 +126,7 @@ def with_rounded_weights(
     if local.rounded is None:
         return cost
     plain, routed = (_elements(local.shape, local.tp, local.ep, kind) * local.width for kind in (False, True))
+    # copies live as long as activations do: until the backward pass, or within one repeated block
     standing = sum(dense * plain + experts * routed for policy, dense, experts in policies if policy not in AGAIN)
     again = [(dense, experts) for policy, dense, experts in policies if policy in AGAIN]
     made = max((max(plain * (dense > 0), routed * (experts > 0)) for dense, experts in again), default=0)

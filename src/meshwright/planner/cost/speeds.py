@@ -126,6 +126,7 @@ class Speeds:
                 took = self.seconds(work) if self.curves else moved_bytes / rate + launches * launch_s
                 timed.append((took, False, launches))
             elif isinstance(work, Product):
+                # products repeat across layouts and their model is slow, so each is timed once
                 known = self._alone.get(work)
                 if known is None:
                     bound = self.power is not None and self.is_bound(work)
@@ -147,9 +148,11 @@ class Speeds:
             return 1.0
         dynamic, static = self.power
         spared = other_s / product_s
+        # the pauses between products save enough energy for full clock
         if dynamic - static <= spared:
             return 1.0
         slow = 1.0
+        # Newton's method on the equation above, from full clock
         for _ in range(NEWTON):
             left = dynamic / slow**2 - static * slow - spared
             slow += left / (2 * dynamic / slow**3 + static)
@@ -198,6 +201,7 @@ class Speeds:
             rates = self.bordered
         if rates:
             share, half, narrow = rates[work.backward], rates.half, rates.narrow
+        # short documents fill tiles worse than whole rows of the same length
         if work.kernel.endswith("documents") and self.packed_half:
             half = self.packed_half[work.backward]
         if work.masked or work.width >= 4:
@@ -307,6 +311,7 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
     forward, backward = shares[flash]
     matmul = device.half_matmul_flop_per_s or 0.8 * peak
     reached = next((v for start, v in REACHED.items() if name.startswith(start)), REACHED["A100"])
+    # a device with less power than the one measured loses as much in attention as in products
     slow = min(1.0, matmul / peak / (reached or 1e-9))
     low = device.fp8_matmul_flop_per_s or FP8_SHARE * matmul / peak * device.fp8_flop_per_s
     core = kernel_of(device, "prefill")

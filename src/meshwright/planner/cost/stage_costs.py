@@ -34,6 +34,7 @@ def _block_cost(
 ) -> MicroBatchCost:  # fmt: skip
     kept_bytes, repeated = policy
     is_engine, back = local.stack.is_meshwright, block.backward
+    # of other software only one peak per layer is known, not its moments
     mlp = (back.mlp if is_engine else block.transient_bytes) + repeated
     inside = is_engine and block.boundary_bytes
     attention = back.attention + repeated if inside else 0.0
@@ -51,6 +52,7 @@ def _block_cost(
         outside_bytes=back.outside + repeated,
         inner_bytes=back.inner,
         queued_bytes=back.queued,
+        # the weight gradient comes later in a split pass, so its bytes are not part of this peak
         split_bytes=max(0.0, kept_bytes + max(mlp - new, attention) - back.queued),
         weights=back.weights,
         new_bytes=new,
@@ -121,6 +123,7 @@ def costs(
     `known` and `halves` cache parts that layouts have in common. Those of this layout are added.
     """
     shape = local.shape
+    # the key of a part names all that its cost depends on; a missing field would return another's cost
     code = layout.compile, layout.kernels, layout.cuda_graphs
     inside = local.tp, local.sp, local.splits, local.compiled, local.keeps_norms, local.lowered, local.pieces, *code
     around = local.batch, local.cp, local.ring, local.context_split
@@ -179,6 +182,7 @@ def _policies(
         further = local.shape.unbuilt.predicts if part == "head" and local.shape.unbuilt else 0
         if not further:
             return dict.fromkeys(RECOMPUTE, end)
+        # a multi-token predictor: join two hidden states, one more layer, and the head again
         joined = LayerWork(
             operations=(linear(local, "projection", local.tokens, 2 * local.shape.hidden, local.shape.hidden),)
         )
@@ -193,9 +197,11 @@ def _policies(
         )
         return {policy: end.plus(put.plus(cost), further) for policy, cost in blocks.items()}
     mixed = local.shape.mixed_windows
+    # of two kinds of windows, "dense" stands for layers without one
     window = 0 if mixed and part == "dense" else local.shape.window
     if part == "routed" and local.shape.unbuilt is not None and local.shape.unbuilt.full_every:
         window = mean_window(local.shape.window, local.sequence, local.shape.unbuilt.full_every)
+    # stages are composed of equal layers, so kinds of attention count with their mean
     mean: Policies = {}
     for state, share in _attention_kinds(local.shape, part == "routed").items():
         half = halves.layer_half(local, speeds, window, state=state)

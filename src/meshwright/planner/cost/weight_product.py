@@ -36,6 +36,7 @@ def linear(local: LocalShape, name: str, tokens: float, into: float, out: float,
     """Return (tokens, into) x (into, out) as an operation with its gradients, rounding, adapters and accumulation."""
     width, low = local.product_width, 1.0 if local.fp8 else local.product_width
     least = 1.0 if local.fp8_all else width
+    # a bias is a kernel of its own only in eager code; its gradient is a sum over rows everywhere
     moved = tokens * out * local.width
     apart = (MemoryPass(2 * moved),) if bias and local.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
@@ -73,12 +74,14 @@ def grouped(local: LocalShape, name: str, copies: float, into: float, out: float
     experts, pieces = local.shape.moe.experts / local.ep, local.ep_pieces
     rows_each = copies / experts
     grouped = local.stack.is_meshwright and local.gpu
+    # tiles of grouped kernels do not span experts: on average the last of each is half empty
     rows, inner = (rows_each + TILE / 2, rows_each + STEP / 2) if grouped else (rows_each, rows_each)
     put = (MemoryPass(2 * experts * into * out * local.width, pieces),) if pieces > 1 else ()
     thin = adapters.thin(local, name, rows_each, into, out, experts / pieces)
     restored = adapters.restored(local, name, into, out, experts)
     matrices = experts * into * out
     width = 1.0 if local.fp8_all else 2.0 if local.stack.is_meshwright else min(2.0, local.product_width)
+    # fused experts cast nothing between their products: only the first input and the last gradient
     enters, returns = (
         () if local.stack.fused_experts and name.endswith(inside) else cast(local, copies * size)
         for inside, size in (("down", into), ("up", out))

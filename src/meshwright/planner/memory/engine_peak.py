@@ -62,6 +62,7 @@ def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
 def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...]:
     """Return the moments of a pipeline rank, or of a step without a pipeline."""
     if layout.pp > 1:
+        # beyond some micro-batches the schedule only repeats moments that were seen
         few = enough(layout.schedule, layout.pp, micro_batches, layout.vp)
         return schedule_moments(layout.schedule, layout.pp, few, layout.vp, rank)
     if layout.cuda_graphs == "on":  # gradients exist from the first micro-batch
@@ -70,6 +71,7 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...
     passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one in between exceeds the first
     if micro_batches < 3 or layout.zero < 2:  # and the last, unless all gradients are summed in that
         passes.append(((int(micro_batches > 1),), True))
+    # the first pass finds no gradients, a later one adds to them, the last may reduce them
     for graded, final in passes:
         instants.append(Instant("sums" if final else "pass", 0, (1,), (0,), graded, (0,)))
         instants.append(Instant("end" if final else "embedding", 0, (0,), (0,), graded, (0,)))
@@ -105,6 +107,7 @@ def fullest_moments(
     alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
     kept_bytes_each, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
     defers, end = any(queued), len(costs) - 1
+    # logits grow with what is alive on the last stage, and are part of the head's sizes
     logits = costs[-1].logits.kept_bytes  # only a model's last stage has any
     kinds: dict[tuple[object, ...], list[MomentBytes]] = {}
     for what, stage, alive, waiting, graded, done in instants:
@@ -114,6 +117,7 @@ def fullest_moments(
         moment = MomentBytes(
             what, stage, stage_graded, waits, share, reduced, shares[stage], kept_bytes, alive[-1] * logits
         )
+        # of moments that differ only in sums, those that are smaller in all of them cannot be the peak
         where = stage == end if alike and what != "reduce" else stage
         kinds.setdefault((what, where, stage_graded, waits, reduced, shares[stage]), []).append(moment)
     return tuple(moment for candidates in kinds.values() for moment in _pareto_front(candidates))
@@ -179,6 +183,7 @@ class PipelineRank:
             whole * share + self._after_reduction(whole * reduced) + (units.last.gradients if ends and early else 0.0)
         )
         parameters = self.state["parameters"] * (1 - reduced * self.frees_parameters)
+        # graphs are captured without reductions, which follow the pass
         final = units.summed and what == "sums" and self.layout.cuda_graphs != "on"
 
         def sizes(at: PassBytes) -> Sizes:
@@ -188,6 +193,7 @@ class PipelineRank:
             gathered = (
                 self.layout.pp == 1 and units.summed and (self.gathers_per_pass or (self.layout.zero and not graded))
             )
+            # what the pass gathers ahead while the loss is computed
             late = units.block if units.tied else units.last  # a tied matrix was gathered before the blocks
             buffers = late.parameters * bool(gathered) + units.last.parameters * self.gathers_per_pass
             yield sizes(PassBytes(before, logits + cost.logits.transient, 0.0, buffers))
@@ -227,6 +233,7 @@ class PipelineRank:
         """Yield the head: its matrix gradient is rounded, then kept or added to one, and perhaps reduced."""
         last, freed = self.units.last, cost.logits.kept_bytes - cost.logits.held_bytes
         gathers = last.parameters + self.units.block.parameters if self.gathers_per_pass else 0.0
+        # the new gradient stands beside all logits until it is rounded
         yield PassBytes(before, logits, last.made, gathers)
         if self.reduces_each:
             gradients = before + (0.0 if graded else last.share)
@@ -267,6 +274,7 @@ class PipelineRank:
         units, block, experts = self.units, self.units.block, self.units.experts
         gathered = 2 * block.parameters if self.gathers_per_pass else 0.0
         reduced *= units.summed
+        # dense blocks are one unit: reduced whole when the pass leaves them
         if not experts.made:
             inside = max(cost.mlp_bytes, max(cost.after_bytes, cost.attention_bytes) + block.made)
             return inside, gathered + reduced
@@ -274,6 +282,7 @@ class PipelineRank:
             gathered -= experts.parameters
         behind = gathered - experts.parameters * self.gathers_per_pass + experts.gradients * (1 + units.alone)
         outside = cost.outside_bytes - cost.inner_bytes
+        # in the MLP, at its exit, between experts and attention, in attention
         places = [
             (cost.mlp_bytes, gathered + reduced),
             (cost.after_bytes + experts.made, gathered + reduced),
@@ -342,6 +351,7 @@ class PipelineRank:
             gathers = first.parameters if self.gathers_per_pass else 0.0
             buffers = gathers + max(first.gradients, block.gradients)
             return PassBytes(self.state["gradients"], logits, first.made, buffers, freed)
+        # layers of the stage that were reduced hold shards by now; two units are still whole
         if final:
             stage_gradients = self.state["gradients"] * final
             left = first.gradients + block.gradients + self._shared(stage_gradients)

@@ -64,6 +64,7 @@ def gather_units(shape: ModelShape, layout: Layout, state: States) -> GatherUnit
         parameters = elements.gathered * width + elements.codes_gathered
         return GatherUnit(parameters, learned * gradient, learned * width, elements.updated * gradient)
 
+    # experts spread over ranks are sharded over fewer ranks than the rest of their block
     apart = layout.ep > 1 and shape.is_moe_layer(layer)
     block = unit(counts(shape, layout, (layer,), first=False, last=False))
     experts = unit(expert_counts(shape, layout, layer)) if apart else NO_UNIT

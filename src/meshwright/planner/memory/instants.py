@@ -81,13 +81,16 @@ def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) ->
         else:
             final = action == last[action.stage]
             yield now("inputs" if action.kind == "B" else "sums" if final else "pass")
+            # only after the pass: at its worst place its own activations still count
             alive[stage] -= 1
             if action.kind == "B":
                 queued[stage] += 1
                 yield now("split")
+            # only the first stage goes on into the embedding, whose gradient is made last
             if action.stage == 0:
                 yield now("end" if final else "embedding")
             if action.kind == "BW":
                 graded[stage] = 1
         if action == last[action.stage]:
+            # a stage reduces once, after its last weight gradient
             reduced[stage] = 1

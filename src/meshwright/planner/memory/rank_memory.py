@@ -79,6 +79,7 @@ def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
         return False
     if order.hop == 1:
         return m > (3 * p if order.late else p)
+    # interleaved schedules go round in groups of about p micro-batches per chunk
     width = m // max(1, m // p)
     ahead = sum(leading(name, p, m, v, 0))
     return m * v > ahead + v * width
@@ -116,6 +117,7 @@ def rank_memory(
         rank_stages[0] == 0,
         rank_stages[-1] == len(stages) - 1,
     )
+    # the engine's moments are known one by one; of other software only what is in flight
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         engine = PipelineRank(
@@ -132,6 +134,7 @@ def rank_memory(
         kinds = {**state.step, "activations": activations, **_backward(alive, costs, gathered_bytes)}
     # Meshwright receives into what a stage keeps as its input, which a dry run counts as activations
     kinds["buffers" if units is None else "activations"] += _borders(layout, stack, alive, border_bytes)
+    # every border but the model's two ends has a buffer per micro-batch
     if stack.step_buffers and layout.pp > 1:
         kinds["buffers"] += (2 * len(rank_stages) - first - last) * micro_batches * border_bytes
         kinds["logits"] += micro_batches * logits_bytes if last else 0.0
@@ -141,8 +144,10 @@ def rank_memory(
         head_bytes = max(cost.logits.chunk for cost in costs)
         if head_bytes > update_bytes:
             update["temporaries"], then = head_bytes, "evaluation"
+    # passes and update never overlap: the larger is the peak
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, then
+    # fragmentation grows with activations, which come and go in many sizes
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     host = [cost.host_bytes for cost in costs]

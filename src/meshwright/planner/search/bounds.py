@@ -50,6 +50,7 @@ def longest_wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: in
     ]
     rank = max(range(ranks), key=busy.__getitem__)
     (dense, routed), dense_before, routed_before = work[rank], before[0][rank], before[1][rank]
+    # the first rank embeds all micro-batches; others wait for the first one's embedding only
     embedding = (m, m) if rank == 0 else (1, joint_backward)
     return (
         dense + dense_before, dense + joint_backward * dense_before,
@@ -134,6 +135,7 @@ class CellBounds(MemoryBounds):
             (costs.embedding, 1), (costs.dense, plain), (costs.windowed, windowed),
             (costs.routed, shape.routed_layers), (costs.head, 1),
         )  # fmt: skip
+        # a pass through all layers bounds every pipeline, however it is cut
         through_s = weights_s = 0.0
         for part, layers in parts:
             through_s += layers * (part.forward_s + part.input_s)
@@ -146,6 +148,7 @@ class CellBounds(MemoryBounds):
 
     def waits(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Wait]:
         """Return the waits of those pipelines that can be the fastest: none is worse than another in every term."""
+        # the families of a cell share one tuple, so identity saves hashing it
         if self._waited[0] is not pipelines or self._waited[1] != m:
             pp, known = self.cell.pp, self.known.waits
             key = pp, m, pipelines
@@ -182,6 +185,7 @@ class CellBounds(MemoryBounds):
         `held` counts the (dense, routed) layers of a rank. Sequence parallelism makes no difference: it shares
         activations only.
         """
+        # the same bound serves the cell with and without sp
         key, known = (self.cell._replace(sp=False), tuple(self.splits), held, m), self.known.sharing
         if key not in known:
             any_layout = Region(self.cell, 1, "1f1b", 1, "none").layout

@@ -110,6 +110,7 @@ def _single_changes(estimator: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     layout = plan.layout
     candidates: list[Layout] = []
     none_bytes = fullest_rank(estimator, replace(layout, recompute="none", recompute_layers=0)).total_bytes
+    # only policies that recompute more than the present one, each on as few layers as fit
     for recompute in layout.policies[max(1, layout.policies.index(layout.recompute)) :]:
         partial = fewest_layers(estimator, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
         if partial is not None and partial != layout:
@@ -148,6 +149,7 @@ def longest_sequence(estimator: Estimator, plan: Plan) -> tuple[int, LayoutChang
     Returns the longest sequence that fits and the first that does not. The latter is None if it is not legal.
     """
     sequence, fits = plan.recipe.sequence, plan.recipe.sequence
+    # a bound for models whose memory hardly grows with the sequence
     while sequence < 2**24:
         sequence *= 2
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))

@@ -32,7 +32,9 @@ def fewest_layers(estimator: Estimator, layout: Layout, room: float, none_bytes:
     if least_bytes > room:
         return None
     if none_bytes <= room:
+        # all layers are written as 0 (% most), so that equal layouts compare equal
         return replace(layout, recompute_layers=1 % most)
+    # each peak costs a played schedule; the first guess is mostly right or next to it
     guess = ceil(most * (none_bytes - room) / (none_bytes - least_bytes))
     too_few, enough = 0, most
     while enough - too_few > 1:
@@ -54,6 +56,7 @@ def cheapest_recompute(estimator: Estimator, layout: Layout, room: float) -> Lay
     if not refined:
         return None
     best_s, best = _fastest(estimator, refined)
+    # a plan with a number of layers is fragile: it must gain something over recomputing all
     whole_s, whole = _fastest(estimator, (replace(layout, recompute_layers=0) for layout in refined))
     return best if whole_s > (1 + WORTH) * best_s else whole
 

@@ -279,6 +279,7 @@ class MemoryBounds:
         if key not in known:
             costs = self.costs(1, recompute)
             parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
+            # where weight gradients may add to sums, their bytes are no part of a lower bound
             compiled = compiles_blocks(self.base, self.estimator.shape, "cuda", self.estimator.recipe.fake_quantize)
             summed = self.estimator.may_sum_products and (self.cell.pp > 1 or not compiled)
             inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
@@ -309,6 +310,7 @@ class MemoryBounds:
         parts = []
         examples = [_smallest_layer(shape, routed) for routed in (False, True)]
         ranks = layout.dp_shard * layout.cp if layout.zero else 1
+        # the smallest layer of each kind bounds every rank that holds as many
         for layers, first in ((examples[0], False), (examples[1], False), ((), True)):
             key = layout.tp, layout.ep, ranks, shares_codes(layout), layers
             if key not in self.known.counts:

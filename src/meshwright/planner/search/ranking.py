@@ -220,6 +220,7 @@ class _Search:
     def expand(self, bounds: CellBounds, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
         """Yield the next smaller parts, each with its lower bound of the step time."""
         parts: Iterable[tuple[float, Part]]
+        # cheap bounds first: each split of a part costs more and bounds it better
         if isinstance(first, RegionFamily):
             parts = [(bounds.whole_family_s(first), WholeFamily(first))]
         elif isinstance(first, WholeFamily):
@@ -230,6 +231,7 @@ class _Search:
         else:
             parts = [(self.estimator.time(first.layout(bounds.base), exact=False).total_s, TimedChoice(first))]
         for bound_s, part in parts:
+            # sums in another order may differ in the last digits
             if bound_s * (1 - ROUNDING) <= self.limit_s:
                 yield bound_s, next(self.numbers), bounds, part
 
@@ -246,6 +248,7 @@ class _Search:
         """Count a layout exactly. Enter it if it fits and ranks among the listed."""
         layout, searched = choice.layout(bounds.base), choice.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
+        # time first: memory needs the played schedule and is the dearer of both
         if step_s > self.limit_s or step_s >= self.below_s:
             return
         memory = fullest_rank(self.estimator, layout, self.room)
@@ -302,6 +305,7 @@ def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
 
 def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     """Return the layout with the lowest peak. Raises IllegalLayout if none is legal."""
+    # a running number breaks ties, since bounds and regions have no order
     numbers = count()
     waiting: list[tuple[float, int, CellBounds, RegionFamily | Region]] = [
         (bounds.family_bytes(family), next(numbers), bounds, family)
@@ -317,6 +321,7 @@ def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
             continue
         for split in bounds.splits:
             layout = first.layout(*split, base=plan.layout)
+            # ranks beyond the best peak so far need no exact count
             peak = fullest_rank(estimator, layout, best[0] if best else float("inf")).total_bytes
             if best is None or peak < best[0]:
                 best = peak, layout

@@ -32,8 +32,10 @@ def recommend(estimator: Estimator, plan: Plan, ranking: Ranking, fixed: Fixed |
     if ranking.legal < 2 or not ranking.best:
         return ranking
     share = estimator.largest_share
+    # the listed ones are the fastest: a safe layout may be slower than all of them
     if all(map(is_bold, ranking.best)):
         ranking.best += search(estimator, plan, fixed=fixed, listed=1, share=share).best
+    # the user's own choice of recomputation is not refined
     if not {"recompute", "recompute_layers"} & (fixed or {}).keys():
         ranking.best = refine(estimator, ranking.best, share * usable_bytes(plan))
     safest = next((prediction for prediction in ranking.best if not is_bold(prediction)), ranking.best[0])

@@ -30,6 +30,7 @@ def rank_candidates(estimator: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
         candidate = replace(plan, layout=layout)
         broken = candidate.violations()
         if broken:
+            # of several illegal layouts the one that breaks fewest rules says best what is wrong
             if fewest_broken is None or len(broken) < len(fewest_broken):
                 fewest_broken = broken
             continue
@@ -43,6 +44,7 @@ def rank_candidates(estimator: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
         none = f"no layout of {plan.cluster.devices} devices has all of these degrees: leave some of them open"
         raise IllegalLayout((fewest_broken or [none])[0])
     ranking.too_large = ranking.legal - len(ranking.best)
+    # the search's order: fastest first
     ranking.best.sort(key=lambda prediction: prediction.step_s)
     del ranking.best[20:]
     return ranking

@@ -60,6 +60,7 @@ class Region(NamedTuple):
         number of layers that recompute, and manual stages if their number matches.
         """
         cell, base = self.cell, base or DEFAULT
+        # stages by hand fit only pipelines with as many
         by_hand = cell.pp > 1 and len(base.stages) == cell.pp * self.vp
         values = _fields(base) | dict(  # dataclasses.replace takes twice as long
             dp_replicate=dp_replicate or cell.dp,

@@ -106,6 +106,7 @@ class Estimator(SharedCosts):
         m = layout.micro_batches(recipe.global_batch)
         shared_s, update_s, muon_s, of_update = Sharing(), 0.0, 0.0, (self.speeds, self.stack, recipe)
         ranks = self._ranks(layout)
+        # ranks of one kind cost the same, so one of each kind is counted
         for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
@@ -115,8 +116,10 @@ class Estimator(SharedCosts):
                 muon_s = max(muon_s, self.matrices.seconds(layout, *ranks[rank][:2]))
         send_s = self.send_s(layout)
         shown = self._with_sends(layout, stages, send_s)
+        # the key leaves out the split of dp, which changes no pass
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
         passes_s = self._passes_s(layout, m, shown, send_s, exact, key)
+        # the search asks for all splits of a pipeline in turn, so one cached pipeline is enough
         if self._known.busy[0] != key:
             self._known.busy = key, busy_s(layout, shown)
         shared = shared_links(layout, self.links)
@@ -124,6 +127,7 @@ class Estimator(SharedCosts):
         stack = self._launched_stack(layout)
         step = step_time(layout, stack, m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
                         passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
+        # a teacher's passes are not part of the schedule: they run in front of it
         return step if self.teacher is None else before_step(self.teacher, step, layout, m)
 
     def least_sharing(self, layout: Layout, layers: tuple[int, int], m: int) -> tuple[Sharing, float]:
@@ -131,8 +135,10 @@ class Estimator(SharedCosts):
 
         The rank holds at least `layers` (dense, routed). Without a pipeline it holds all.
         """
+        # a middle rank holds neither embedding nor head, so with a pipeline the bound counts neither
         ends = layout.pp == 1
         shared, update_s = [], []
+        # the cheapest choice of equally many layers keeps this a lower bound
         for alike in self.layers_alike(*layers):
             count = self.counted(layout, alike, ends=ends)
             contents, kinds = StageContents(alike, ends, ends), number_of_kinds(self.shape, alike)
@@ -169,6 +175,7 @@ class Estimator(SharedCosts):
 
         Played schedules are cached, since all splits of dp play the same.
         """
+        # without a pipeline the closed form is exact
         if not exact or layout.pp == 1:
             if key not in self._known.least:
                 self._known.least[key] = least_s(layout.schedule, layout.pp, layout.vp, m, stages, send_s)
@@ -179,6 +186,7 @@ class Estimator(SharedCosts):
 
     def memory(self, layout: Layout, ranks: Iterable[int], *, exact: bool = True) -> tuple[RankMemory, ...]:
         """Return the memory of these pipeline ranks in the largest steps of the recipe."""
+        # a ramp's largest batch has the most micro-batches in flight
         if self.recipe.batch_ramp:
             return self._largest.memory(layout, ranks, exact=exact)
         recipe, stages = self.recipe, self.stages(layout)
@@ -193,6 +201,7 @@ class Estimator(SharedCosts):
             state = self.states(layout, count, m)
             if self.teacher is not None:
                 for kinds in (state.step, state.update):
+                    # a ZeRO-3 teacher in a pipeline keeps shards and is gathered only for its own passes
                     kind = "shards" if layout.zero == 3 and layout.pp > 1 else "parameters"
                     kinds[kind] += held_bytes(self.teacher, layout, rank)
             if recipe.noise_scale_every:  # each micro-batch's gradients exist beside the sum of earlier ones
@@ -281,6 +290,7 @@ class Estimator(SharedCosts):
 
         They are equal for all splits of data parallelism, except those that reduce each micro-batch at once.
         """
+        # from ZeRO-2 on gradients of each micro-batch are reduced at once, which frees them earlier
         key = (*self._stages_key(layout), layout.schedule, layout.zero >= 2, m, rank, exact)
         if key not in self._known.moments:
             exact, rank_stages = exact or layout.pp == 1, own_stages(layout, rank)

@@ -134,8 +134,10 @@ class SharedCosts:
         """
         if not self.may_sum_products or layout.kernels == "reference":
             return False
+        # reduced at once, or a step's only gradients: there is no sum to add to
         if layout.pp == 1 and (layout.zero >= 2 or (m == 1 and not layout.zero and layout.cuda_graphs != "on")):
             return False
+        # deferred weight gradients are computed outside of compiled code
         late = layout.pp > 1 and layout.schedule in SPLIT_ALWAYS
         if layout.compile != "off" and not late and self._can_compile:
             return False
@@ -241,6 +243,7 @@ class SharedCosts:
             kind_costs = []
             for first, *rest in kinds:
                 cost = by_policy[layout.recompute].stage(first)
+                # the layers that do not recompute come last in the stage
                 cost = cost.followed_by(by_policy["none"].stage(rest[0])) if rest else cost
                 if layout.offload != "off":
                     cost = self._offloaded(layout, cost, (first, *rest))
@@ -249,7 +252,9 @@ class SharedCosts:
                 kind_costs.append(with_rounded_weights(cost, self.parts(layout)[0], policies))
             stages = [kind_costs[number] for number in kind_numbers]
             if self.teacher is not None:
+                # the loss needs both logits, so the teacher's head runs on the last stage
                 stages[-1] = stages[-1].plus(self._teacher_cost(layout))
+            # a search meets too many layouts to keep all; moments belong to these stages
             if len(self._known.stages) >= KEPT:
                 self._known.stages.clear()
                 self._known.moments.clear()
@@ -268,6 +273,7 @@ class SharedCosts:
         key = layout.pp, layout.vp, layout.stages, layout.recompute_layers
         if key not in self._known.stage_kinds:
             split = self.split(layout)
+            # most stages are alike: each kind is counted once
             kinds: dict[tuple[StageKind, ...], int] = {}
             kind_numbers = []
             for s, layers in enumerate(split):
@@ -320,6 +326,7 @@ class SharedCosts:
         key = layout.schedule, layout.pp, layout.vp, layout.stages
         if key not in self._known.kinds:
             split, shape = self.split(layout), self.shape
+            # two kinds of attention hold different parameters, so equal numbers of layers do not make equal ranks
             mixed = bool(shape.unbuilt and shape.unbuilt.linear)
             routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
             self._known.kinds[key] = [
@@ -376,6 +383,7 @@ class SharedCosts:
         """Return each stage's share of the parameters of a pipeline rank."""
         if len(stages) == 1:
             return (1.0,)
+        # shares do not depend on ZeRO, so all its stages share the cached counts
         split, plain = self.split(layout), replace(layout, zero=0)
         sizes = []
         for stage in stages:
@@ -407,6 +415,7 @@ class SharedCosts:
                 )
             )  # fmt: skip
             apart = self.stack.ends_apart
+            # a tied matrix is in both counts: it is one unit
             ends = last if tied else first + last
             self._known.shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
         return self._known.shares[key]

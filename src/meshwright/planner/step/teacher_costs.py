@@ -78,6 +78,7 @@ def before_step(teacher: SharedCosts, time: StepTime, layout: Layout, micro_batc
     if layout.pp == 1:
         return time
     forward_layout = teacher_layout(layout, teacher.shape)
+    # the first micro-batch fills the pipeline; each later one adds the slowest rank's time
     forward = [stage.forward_s for stage in teacher.stages(forward_layout)]
     busiest = max(
         sum(forward[stage] for stage in own_stages(forward_layout, rank)) for rank in range(forward_layout.pp)
@@ -126,6 +127,7 @@ def with_states(teacher: SharedCosts, memory: RankMemory, layout: Layout, rank: 
         if stages[-1] == forward_layout.pp * forward_layout.vp - 1
         else 0.0
     )
+    # at the optimizer step no hidden states wait any more
     if memory.when not in AFTER_PASSES:
         memory = replace(memory, kinds={**memory.kinds, "activations": memory.kinds["activations"] + waits})
     before = {
@@ -140,6 +142,7 @@ def with_states(teacher: SharedCosts, memory: RankMemory, layout: Layout, rank: 
         held = teacher.held(forward_layout, rank)
         before["parameters"] = float(held.gathered * _width(teacher) + held.codes)
         before["buffers"] = float(2 * block * _width(teacher))
+    # the teacher's passes run before the student's: the two peaks never coincide
     if sum(before.values()) > memory.total_bytes:
         return replace(memory, kinds=before, when="teacher's forward passes")
     return memory

@@ -95,6 +95,7 @@ def _all_calls(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     stages, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     contents = StageContents.from_stages(stages, split)
     summed = 4.0 if recipe.reduce_dtype == "fp32" else width.gradient
+    # the first layers of each stage recompute, and repeat their exchanges
     recomputed = {n for stage in stages for n in split[stage][: layout.recomputed(len(split[stage]))]}
     yield from _block_calls(local, layout, m, contents, recomputed)
     yield from _border_calls(local, layout, m, stages, len(split))
@@ -136,6 +137,7 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
         summed: Bytes of a gradient as it travels.
         lump: A collective takes everything at once, not unit by unit.
     """
+    # a pipeline gathers once and reduces once; seen as one micro-batch these are the seconds of each
     plain = replace(layout, pp=1) if layout.pp > 1 else layout
     calls = (
         _shard_calls(plain, 1, _units(shape, layout, held), word, summed, shares_codes(layout))
@@ -146,7 +148,9 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
     sizes: dict[tuple[str, str], float] = {}
     for axis, collective, times, sent in calls:
         if collective == "all_gather":
+            # ZeRO-3 gathers twice per pass; the timeline needs the seconds of one
             times = max(1, times // 2) if layout.zero == 3 else times
+        # a ring's sum sends everything twice
         size = sent / (2 if collective == "all_reduce" else 1)
         if lump:
             sizes[axis, collective] = sizes.get((axis, collective), 0.0) + times * size
@@ -179,6 +183,7 @@ def _block_calls(local: LocalShape, layout: Layout, m: int, held: StageContents,
     layers, first, last = held
     frozen = local.shape.lora is not None
     policy = layout.acting_recompute if local.stack.drops_scores_alone else layout.recompute
+    # layers of a kind with the same policy make the same calls; frozen first layers send no gradient
     kinds = Counter(
         (local.shape.is_moe_layer(n), policy if n in recomputed else "none", frozen and n == 0) for n in layers
     )
@@ -255,6 +260,7 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
     """
     apart, (front, behind) = layout.ep > 1, _ends(shape, layout, held)
     units = list(_blocks(shape, layout, held.layers))
+    # experts after the last layer (multi-token predictors) are cut over fewer ranks
     units.append(ShardingUnit(tuple(size for size in behind if apart and size[1]), spread=True))
     behind = tuple(size for size in behind if not (apart and size[1]))
     ends = (
@@ -296,9 +302,11 @@ def _holders(layout: Layout) -> int:
 def _replica_calls(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
     """Yield the buckets of norm with head, blocks and embedding, in the order of the backward pass."""
     local, (front, behind) = pieces(shape, layout.tp, layout.ep), _ends(shape, layout, held)
+    # gradients become ready from the last layer to the first, which decides what shares a bucket
     kinds = [*map(layer_kinds(shape).__getitem__, reversed(held.layers))]
     parts = {"behind": behind, "front": front, **{kind: getattr(local, kind) for kind in set(kinds)}}
     for spread, axis in ((False, "data"), (True, "expert_data")):
+        # experts have fewer replicas, so they fill buckets of their own
         n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)
         if n == 1 or (spread and layout.ep == 1):
             continue
@@ -327,6 +335,7 @@ def _shard_calls(
         share = _numel(learned, n)
         whole = share if len(learned) == len(unit.sizes) else _numel(unit.sizes, n)
         shard_bytes = whole * word + (_code_bytes(unit.sizes, n) if coded else 0)
+        # again in the backward pass, except a unit that stays whole, and once a step under a pipeline
         gathers = each * (1 if unit.stays_whole or layout.pp > 1 else 2) if layout.zero == 3 else 1
         if n > 1 and shard_bytes:
             yield axis, "all_gather", unit.times * gathers, (n - 1) * shard_bytes

@@ -116,6 +116,7 @@ def moved(shape: ModelShape, layout: Layout, routed: bool) -> Moved:
 
 def layer_matrices(shape: ModelShape, precision: str, speeds: Speeds) -> LayerMatrices:
     """Return the seconds of a shape's matrices at a device's speeds."""
+    # routed and dense layers differ in matrices, layers of a kind do not
     width = WORK_BYTES[precision]
     each = {
         routed: [(matrix, _matrix_s(matrix, speeds, width)) for matrix in _layer_matrices(shape, routed)]

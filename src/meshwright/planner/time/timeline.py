@@ -107,20 +107,25 @@ def step_time(
         ranks_per_core: Above 1, ranks take turns. While one waits the others use its turns, until the cores are busy.
     """
     m = micro_batches
+    # the busiest rank sets the pace; what it waits for is the bubble
     busiest = max(range(len(per_rank)), key=per_rank.__getitem__)
     costs = [stages[s] for s in own_stages(layout, busiest)]
     exchange, offload = m * sum(cost.exchange_s for cost in costs), m * sum(cost.offload_s for cost in costs)
     busy = m * per_rank[busiest]
     bubble_s = passes_s - busy if layout.pp > 1 else 0.0
+    # a waiting rank gives its core to others, so sharing cores costs less than its full factor
     if ranks_per_core > 1 and layout.pp > 1:
         bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
+    # reductions hide behind backward computation that leaves the same links free
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in costs))
     if stack.is_meshwright and layout.pp > 1:
+        # gradients of a pipeline are complete only with its last micro-batch: few passes are left then
         behind *= 1 - _after_passes(
             layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
         )
     weights, gradients = _data_parallel(layout, stack, m, costs, sharing, behind, edges)
     whole_s = _data_parallel_s(layout, m, sharing, edges)
+    # what is hidden is not free: kernels beside it run slower
     slowed = stack.contention * max(0.0, whole_s - weights - gradients)
     return StepTime(
         compute_s=busy - exchange - offload + slowed,
@@ -144,6 +149,7 @@ def least_s(name: str, ranks: int, virtual: int, micro_batches: int, stages: Seq
     """
     split, m = name in SPLIT, micro_batches
     ahead_s = behind_s = 0.0
+    # one micro-batch through all stages and back
     longest_s = sum([cost.forward_s + cost.input_s + (0.0 if split else cost.weight_s) for cost in stages])
     borders = 2 * (ranks - 1) if name in V_PLACED else ranks * virtual - 1  # both ends of a V lie on one rank
     longest_s += 2 * borders * send_s
@@ -192,6 +198,7 @@ def _data_parallel(
     reduce_s, gather_s, copies_s = sharing
     final_s = reduce_s + copies_s
     forward = stack.hides_weights * sum(cost.forward_s for cost in costs)
+    # each micro-batch gathers twice; the first gather and the last reduction have nothing to hide behind
     if layout.zero == 3 and layout.pp == 1:
         backward = stack.hides_weights * sum(cost.backward_s for cost in costs)
         share = edges.first or 1 / 50
@@ -199,6 +206,7 @@ def _data_parallel(
         weights = m * max(share * gather_s, gather_s - forward)
         weights += (m - 1) * max(0.0, again_s + reduce_s - backward) + max(0.0, again_s + final_s - backward)
         return weights, share * final_s
+    # the first unit's gradients are ready last, so their reduction is always exposed
     share = (edges.first or 1 / 20) if stack.hides_gradients else 1.0
     times = m if layout.zero == 2 and layout.pp == 1 else 1
     gradients = (times - 1) * max(share * reduce_s, reduce_s - behind) + max(share * final_s, final_s - behind)

@@ -42,6 +42,7 @@ def update_passes(
     if not stack.is_meshwright or measured:
         return (UpdatePass("", NORM_BYTES + GRADIENT_BYTES + weights, 2.0),)
     norm = UpdatePass("half" if at_once else "norm", gradient_bytes)
+    # one kernel per format of moments; torch's AdamW serves fp32 ones
     if storage.moments == "int8":
         return norm, UpdatePass("narrow", NARROW_BYTES)
     if storage.narrow or at_once:
