@@ -217,7 +217,7 @@ def test_codes_stay_whole_where_weights_stay_gathered(layout: dict[str, Any]) ->
 def test_llama_2_70b_on_two_cards_of_24_gb() -> None:
     """The well-known case: FSDP + QLoRA. It fits because codes are shared, and the plan says so."""
     answer = mw.plan("llama-2-70b", cluster="rtx4090x2", tune="qlora", layout="dp_shard=2 zero=3")
-    best = answer.found.best[0]
+    best = answer.ranking.best[0]
     assert best.plan.layout.zero == 3 and best.plan.layout.dp_shard == 2
     assert any("with zero=0 it needs 39" in reason for reason in answer.why)
     whole = memory(best.plan.model, laid({}), "bf16")["step"]["parameters"]
