@@ -60,7 +60,7 @@ test-torch:
 
 # Which kernels run depends on the CPU: on one with AVX-512 (and its 16-bit products) this tries what AVX2 has, on any
 # other what every x86-64 has.
-NUMERICAL = tests/kernels tests/parallel/test_context.py tests/model/test_transformer.py tests/model/hub/test_logits.py
+NUMERICAL = tests/kernels tests/parallel/test_context.py tests/model/test_transformer.py tests/formats/hub/test_logits.py
 HAS_AVX512 = $(shell grep -c -m 1 avx512 /proc/cpuinfo 2>/dev/null)
 LIMITS = $(if $(filter 1,$(HAS_AVX512)),ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default)
 # Kernels for GPUs are compiled, whatever the CPU has: `make test-long` does it.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from meshwright.formats.hub import export_folder, import_folder
 from meshwright.model import Transformer, build
-from meshwright.model.hub import export_folder, import_folder
-from tests.model.hub.peers import PEERS, peer, relative_error, shake, tensors_of, tokens
+from tests.formats.hub.peers import PEERS, peer, relative_error, shake, tensors_of, tokens
 
 
 def imported_error(name: str, folder: Path) -> float:

@@ -41,12 +41,12 @@ from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
 from meshwright.compress.sensitivity import measured_groups
+from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, nearest
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
-from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.batches import Batch
 
 PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int3", "int3-gptq", "int8", "int8-smooth")

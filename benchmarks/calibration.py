@@ -24,8 +24,8 @@ from meshwright.planner.explain import layout_words
 from meshwright.planner.machine.clusterfile import load, text
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.inventory import num_parameters
-from meshwright.spec.legal import layout_violations
+from meshwright.spec.rules.legal import layout_violations
+from meshwright.spec.weights.inventory import num_parameters
 
 AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 PARAMETERS = (2e6, 30e6)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.train_shapes import shape_of
 from meshwright.data import Tokenizer
-from meshwright.model.hub import export_folder
+from meshwright.formats.hub import export_folder
 from meshwright.model.transformer import build
 
 TURNS, PROMPT, ANSWER = 2.0, 69.5, 214.5

@@ -22,13 +22,13 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import Prediction, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.inventory import num_parameters
-from meshwright.spec.layout import RECOMPUTE
-from meshwright.spec.ledger import PLANNED
-from meshwright.spec.lora import SAME as SAME_BASE
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.places import rank_of
-from meshwright.spec.schedule_kinds import KINDS, NAMES
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.layout.places import rank_of
+from meshwright.spec.layout.schedule_kinds import KINDS, NAMES
+from meshwright.spec.memory.ledger import PLANNED
+from meshwright.spec.model.lora import SAME as SAME_BASE
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import num_parameters
 
 MODELS = (
     "llama-3.1-8b", "llama-2-13b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b", "qwen2.5-72b", "llama-3.1-405b",

@@ -34,8 +34,8 @@ from meshwright.parallel.mesh import Made, saving_group
 from meshwright.parallel.traffic import Counts
 from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.recipe import BatchStage
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.store import checkpoint
 
 LLAMA = ModelShape(

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data import Corpus, prepare
-from meshwright.data.pool import cores
-from meshwright.data.sources import Source
-from meshwright.data.word_encoder import library
+from meshwright.data.corpus.pool import cores
+from meshwright.data.text.sources import Source
+from meshwright.data.tokens.word_encoder import library
 from meshwright.spec import Data
 
 

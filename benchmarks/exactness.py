@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.model import build
 from meshwright.parallel import on_one_device
 from meshwright.spec import Layout, MLAShape, ModelShape, MoEShape, Recipe
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.training.batches import Batch, split
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step

@@ -25,7 +25,7 @@ from meshwright.compress.original import open_original
 from meshwright.compress.quality import compare
 from meshwright.kernels.block_decoding import decode
 from meshwright.kernels.block_encoding import encode
-from meshwright.spec.gguf_schemes import GGUF_SCHEMES
+from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 from tests.compress.test_gguf import SHAPES, model_of, written
 from tests.compress.test_llama_cpp import logits, opened, their_codes, their_file, tokens
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.kernels.varlen import borders_of
 from meshwright.parallel import make_mesh
 from meshwright.parallel.engine import euclidean_norm

@@ -33,7 +33,7 @@ from meshwright.serve.served_request import ServedAnswer, ServedRequest
 from meshwright.serve.step_graphs import StepGraphs
 from meshwright.serve.step_loop import StepLoop
 from meshwright.spec import presets
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 SAMPLINGS = {
     "greedy": RequestOptions(max_new_tokens=64, ignore_end=True),

@@ -49,7 +49,7 @@ RECIPE = ("model=llama-tiny", "recipe.sequence=256", "recipe.global_batch=8", "r
 
 def make(folder: Path, size_bytes: int) -> int:
     """Write text files of `size_bytes` in all; gives the bytes written."""
-    from meshwright.data.sources import Source
+    from meshwright.data.text.sources import Source
     from meshwright.spec import Data
 
     text = "\n".join(document.text for document in Source(Data(path="stdlib")).documents()).encode()

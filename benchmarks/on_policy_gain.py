@@ -30,7 +30,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.cli.verbs.export import write_directory
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import Transformer
 from meshwright.serve.sampled_answers import sampled_answers
 from meshwright.store.run_folder import RunFolder

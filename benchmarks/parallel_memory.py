@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.parallel_work import Contestant, Ours, Work
 from benchmarks.torch_peers import TorchDDP, TorchFSDP2
 from meshwright.observe.ranks import on_ranks
-from meshwright.spec.replay import replay
-from meshwright.spec.schedule import schedule
+from meshwright.spec.layout.replay import replay
+from meshwright.spec.layout.schedule import schedule
 from meshwright.training.batches import Batch, select
 
 STEPS = 4

@@ -30,8 +30,8 @@ from benchmarks.parallel_turns import GROUPS, IDEAL, Group, Record, take_turns
 from benchmarks.parallel_work import Played
 from benchmarks.picotron_peer import checkout
 from benchmarks.torch_peers import VIRTUAL
-from meshwright.spec.replay import Times, replay
-from meshwright.spec.schedule import schedule
+from meshwright.spec.layout.replay import Times, replay
+from meshwright.spec.layout.schedule import schedule
 
 SAME_LOSS = 1e-4
 """Contestants that start from the same weights must agree so well in their first losses; picotron has its own."""

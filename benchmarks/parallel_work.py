@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
-from meshwright.spec.schedule import Action
+from meshwright.spec.layout.schedule import Action
 from meshwright.training.batches import Batch, Share, select, split
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step

@@ -35,7 +35,7 @@ from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.batches import Batch
 
 TRAINING = [

@@ -20,8 +20,8 @@ from meshwright.kernels.triton import few_rows, int8_product, packed_product
 from meshwright.planner.kernels import product_times
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
 from meshwright.planner.kernels.product_times import TileChoice
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.presets import device, model
-from meshwright.spec.quantization_schemes import SCHEMES
 
 DEVICES = ("a100-80", "h100", "h200", "b200")
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")

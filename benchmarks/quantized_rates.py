@@ -21,7 +21,7 @@ from meshwright.kernels.linear import products
 from meshwright.kernels.quantized_linear import quantized_linears
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 
 OWN = ("int8", "llm-int8", "int4-rtn")
 """Schemes with a product of their own here; the others multiply a restored copy, as bf16 does."""

@@ -30,8 +30,8 @@ from meshwright.observe.profile.cpu_allocator import watching
 from meshwright.parallel import apply_block_call
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
-from meshwright.spec.flop import token_flop
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.weights.flop import token_flop
 
 SIZES = {"10m": (4, 512), "100m": (2, 512)}
 """Rows and tokens of each."""

@@ -24,9 +24,9 @@ from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec import presets
-from meshwright.spec.inventory import adapter_parts, parameters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.inventory import adapter_parts, parameters
 
 SHAPE = presets.model("llama-10m")
 LORA = LoRAShape(rank=16)

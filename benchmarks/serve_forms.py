@@ -30,7 +30,7 @@ from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
-from meshwright.spec.serving_defaults import CACHE_FORMS, CacheForm
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS, CacheForm
 
 LEARNER = {
     "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 257, "max_positions": 1024,

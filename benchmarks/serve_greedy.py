@@ -18,7 +18,7 @@ from benchmarks.agreement import loaded
 from benchmarks.serve_speed import Load, differences, ours, theirs
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.serving_engine import ServingEngine
-from tests.model.hub.peers import PEERS, peer
+from tests.formats.hub.peers import PEERS, peer
 
 TOGETHER, TOKENS, LONGEST = 8, 12, 40
 

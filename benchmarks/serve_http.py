@@ -31,7 +31,7 @@ import torch
 
 from benchmarks import stream_clients
 from benchmarks.stream_clients import ROUTES
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
 from meshwright.serve import step_loop

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from meshwright.formats.hub import export_folder
 from meshwright.model import Transformer
-from meshwright.model.hub import export_folder
 
 Load = Sequence[tuple[list[int], int]]
 """Prompts, and how many tokens are asked for."""

@@ -31,11 +31,11 @@ import meshwright as mw
 from benchmarks.serve_peers import exported
 from benchmarks.serve_quality_picture import draw
 from meshwright.api.trained_model import TrainedModel
-from meshwright.data.corpus import TokenStream
+from meshwright.data.corpus.corpus import TokenStream
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.flop import token_flop
+from meshwright.spec.weights.flop import token_flop
 
 ATTENTION = {"layers": 4, "hidden": 192, "heads": 6, "head_dim": 32, "max_positions": 256}
 DESIGNS: dict[str, dict[str, Any]] = {

@@ -38,8 +38,8 @@ from meshwright.model.transformer import build_quantized
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.quantization_schemes import SCHEMES
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.shape import ModelShape
 from tests.compress.test_gguf import model_of, written
 
 SHAPE = ModelShape(

@@ -32,9 +32,9 @@ from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.parallel.passes import cut
 from meshwright.spec import Layout
-from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import stage_rank
-from meshwright.spec.schedule_kinds import SPLIT
+from meshwright.spec.layout.places import own_stages
+from meshwright.spec.layout.schedule import stage_rank
+from meshwright.spec.layout.schedule_kinds import SPLIT
 
 SCHEDULES = {
     "afab": "ScheduleGPipe",

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from meshwright.spec.shape import ModelShape
+    from meshwright.spec.model.shape import ModelShape
 
 BATCH = {"10m": (8, 512), "100m": (4, 512), "300m": (2, 512), "10m-128k": (4, 512)}
 """Rows and tokens of a step, by shape."""

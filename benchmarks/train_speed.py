@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.train_shapes import LARGE, batch_of, shape_of
 
 if TYPE_CHECKING:
-    from meshwright.spec.shape import ModelShape
+    from meshwright.spec.model.shape import ModelShape
 
 PAIRS = (("ours", "transformers"), ("ours-compiled", "transformers-compiled"))
 CONTESTANTS = ("ours", "ours-compiled", "transformers", "transformers-compiled")

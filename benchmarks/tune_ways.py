@@ -88,7 +88,7 @@ def tune_ours(folder: Path, way: str, precision: str) -> None:
     import meshwright.training.pretrained  # noqa: F401  # imported lazily else, behind the base of memory
     from meshwright.api.training_run import tune
     from meshwright.data import prepare
-    from meshwright.data.numbered_rows import numbered_rows
+    from meshwright.data.sequences.numbered_rows import numbered_rows
     from meshwright.training.watch import RunInfo, StepMetrics, Watcher
 
     class Waits(Watcher):

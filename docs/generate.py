@@ -218,10 +218,10 @@ def gguf_schemes() -> str:
     """Those of GGUF files, with the bits that an 8B model has per weight, everything in it counted."""
     from math import prod
 
-    from meshwright.model.gguf.gguf_names import architecture_of, gguf_bindings
-    from meshwright.spec.block_types import BLOCK_TYPES
-    from meshwright.spec.gguf_schemes import GGUF_SCHEMES
+    from meshwright.formats.gguf.names import architecture_of, gguf_bindings
+    from meshwright.spec.model.block_types import BLOCK_TYPES
     from meshwright.spec.presets import model
+    from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 
     shape = model("llama-3.1-8b")
     sizes = {
@@ -243,7 +243,7 @@ def schemes(which: str = "") -> str:
     """The schemes of quantization, as they are declared."""
     if which == "gguf":
         return gguf_schemes()
-    from meshwright.spec.quantization_schemes import SCHEMES
+    from meshwright.spec.model.quantization_schemes import SCHEMES
 
     lines = [
         "| scheme | what it is | bits per weight | usual KL, nats per token | limit |", "|---|---|---|---|---|",

@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "meshwright"
 
 TENSORS = {"spec", "compat"}
-MODEL = TENSORS | {"kernels", "model", "parallel"}
+MODEL = TENSORS | {"kernels", "model", "parallel", "formats"}
 STORE = MODEL | {"data", "planfile", "store"}
 TRAINING = STORE | {"training"}
 BELOW: dict[str, set[str]] = {
@@ -21,12 +21,13 @@ BELOW: dict[str, set[str]] = {
     "stacks": {"spec", "planner"},
     "kernels": TENSORS,
     "model": TENSORS | {"kernels"},
-    "parallel": MODEL - {"parallel"},
+    "parallel": TENSORS | {"kernels", "model"},
+    "formats": MODEL - {"formats"},
     "store": STORE - {"store"},
     "training": TRAINING - {"training"},
     "compress": TRAINING,
     "serve": MODEL | {"data"},
-    "server": TENSORS | {"kernels", "model", "data", "serve"},
+    "server": TENSORS | {"kernels", "model", "formats", "data", "serve"},
     "observe": TRAINING | {"planner", "serve"},
     "api": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server"},
     "cli": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server", "api"},

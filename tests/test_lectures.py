@@ -25,8 +25,8 @@ from meshwright.spec import (
     parameters,
     presets,
 )
-from meshwright.spec.flop import token_flop
-from meshwright.spec.layout import Recompute
+from meshwright.spec.layout.layout import Recompute
+from meshwright.spec.weights.flop import token_flop
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 

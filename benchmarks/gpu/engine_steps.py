@@ -15,7 +15,7 @@ from benchmarks.gpu.whole_steps import Step, timed
 from meshwright.parallel import make_mesh
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
-from meshwright.spec.cluster import Device
+from meshwright.spec.layout.cluster import Device
 from meshwright.training import device as machine
 from meshwright.training.batches import Batch
 from meshwright.training.loop import new_state

@@ -25,7 +25,7 @@ import torch
 from benchmarks import stream_clients
 from benchmarks.gpu.serve_loads import answered
 from benchmarks.gpu.timing import Timer
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import Transformer, build
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.serving_engine import ServingEngine

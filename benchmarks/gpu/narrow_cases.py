@@ -17,9 +17,9 @@ from meshwright.kernels.quantization import unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, euclidean_norm, in_one_pass
-from meshwright.spec.boxes import Box
-from meshwright.spec.optimizer_states import BLOCK, MomentFormat
-from meshwright.spec.quantization_schemes import NF4, SCHEMES
+from meshwright.spec.model.quantization_schemes import NF4, SCHEMES
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.optimizer_states import BLOCK, MomentFormat
 from meshwright.training.narrow_moments import Held, NarrowStates
 
 BF16 = torch.bfloat16

@@ -15,7 +15,7 @@ from meshwright.kernels.product_contest import ProductWay
 from meshwright.kernels.quantized_linear import quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 
 BF16 = torch.bfloat16
 OUTLIERS = 0.01

@@ -26,7 +26,7 @@ from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec import presets
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 
 Lengths = list[tuple[int, int]]
 """Tokens of each prompt, and of its answer."""

@@ -22,9 +22,9 @@ from benchmarks.train_speed import their_config
 from meshwright.parallel import build_engine
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
-from meshwright.spec.cluster import Device
-from meshwright.spec.flop import token_flop
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.cluster import Device
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device as machine
 from meshwright.training.batches import Batch
 from meshwright.training.optimizer import Optimizer

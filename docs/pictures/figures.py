@@ -1,8 +1,8 @@
 """The numbers of the Learn pages' pictures, from the code that they explain; `draw.py` draws them and keeps them.
 
 Memory by sequence and the line of time are the planner's, the first steps a dry run's. Positions of ranks come from
-parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from spec/schedule.py played by
-spec/replay.py: a picture cannot say what the code does not do.
+parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from spec/layout/schedule.py played by
+spec/layout/replay.py: a picture cannot say what the code does not do.
 """
 
 import json
@@ -20,11 +20,11 @@ from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Plan, Recipe, presets
-from meshwright.spec.layout import Layout
-from meshwright.spec.places import place_of
-from meshwright.spec.replay import Replay, Times, replay
-from meshwright.spec.schedule import schedule
-from meshwright.spec.schedule_kinds import KINDS
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import place_of
+from meshwright.spec.layout.replay import Replay, Times, replay
+from meshwright.spec.layout.schedule import schedule
+from meshwright.spec.layout.schedule_kinds import KINDS
 
 KEPT = Path(__file__).resolve().parent / "figures.json"
 """What the pictures of the repository were drawn from."""

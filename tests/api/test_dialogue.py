@@ -14,8 +14,8 @@ from meshwright.api.trained_model import TrainedModel
 from meshwright.cli.main import main
 from meshwright.cli.verbs.chat import talk
 from meshwright.data import Tokenizer
+from meshwright.formats.hub import export_folder
 from meshwright.model import build
-from meshwright.model.hub import export_folder
 from meshwright.serve.request_options import RequestOptions
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from tests.model.shrunk import shrink

@@ -9,7 +9,7 @@ import pytest
 from meshwright.api.distilling import write_answers
 from meshwright.cli.main import main
 from meshwright.compress.distill_sequences import AnswerSearch, questions
-from meshwright.data.samples import Conversation, sample
+from meshwright.data.chat.samples import Conversation, sample
 from meshwright.spec.errors import ArgumentError, DataError
 from tests.train.distilling import taught
 

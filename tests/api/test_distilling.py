@@ -16,7 +16,7 @@ from meshwright.api.distilling import distillation_plan
 from meshwright.cli.main import main
 from meshwright.cli.terminal.display import PlainDisplay
 from meshwright.compress.distill_student import shape_of_layers, spread, student_of_layers
-from meshwright.model.hub import import_folder
+from meshwright.formats.hub import import_folder
 from meshwright.planfile import read
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.store.model_weights import locate, weights

@@ -12,8 +12,8 @@ from meshwright import planfile
 from meshwright.api.plan_reading import read_folder
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
-from meshwright.data.named_templates import named_template
-from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
+from meshwright.data.chat.named_templates import named_template
+from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.pretrained import keep_extra_files
 from tests.data.tokenizers_for_tests import with_added

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.model.hub import export_folder
+from meshwright.formats.hub import export_folder
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec.errors import ArgumentError, IllegalLayout, RunError
 from tests.model.shrunk import model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.scheduler import StepPlan

@@ -31,8 +31,8 @@ from benchmarks import (
 )
 from meshwright import planfile
 from meshwright.kernels.compiled import sequence_attention, training_library
-from meshwright.spec.flop import token_flop
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.weights.flop import token_flop
 from tests.cli.toy import write_texts
 
 TOY = [

@@ -17,8 +17,8 @@ import typer
 from meshwright.cli.commands import FILES, FUNCTIONS
 from meshwright.cli.main import main
 from meshwright.cli.terminal.help import VERBS
-from meshwright.spec.quantization_schemes import FOLDER_FORMATS
-from meshwright.spec.recipe import PRECISIONS
+from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS
+from meshwright.spec.recipe.recipe import PRECISIONS
 from tests.cli.toy import train, write_texts
 
 RUN = """
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_refused_before_torch_is_loaded(folder: Path) ->
 
 
 def test_the_formats_that_are_refused_early_are_those_that_are_written() -> None:
-    from meshwright.model.quantized_formats.format_table import FORMATS
+    from meshwright.formats.quantized.table import FORMATS
     from meshwright.training.precision import DTYPES
 
     assert tuple(FORMATS) == FOLDER_FORMATS and tuple(DTYPES) == PRECISIONS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.model.hub import export_folder
+from meshwright.formats.hub import export_folder
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh

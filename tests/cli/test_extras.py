@@ -13,10 +13,10 @@ import pytest
 
 from meshwright.cli.commands import FILES, FUNCTIONS
 from meshwright.cli.terminal.help import VERBS
-from meshwright.model.hub import config_from_shape
+from meshwright.formats.hub import config_from_shape
 from meshwright.spec import presets
-from meshwright.spec.attention_kernels import AttentionCall, GpuLibraries, attention_kernel
 from meshwright.spec.errors import DataError
+from meshwright.spec.execution.attention_kernels import AttentionCall, GpuLibraries, attention_kernel
 from meshwright.spec.extras import EXTRAS, require
 
 FOR_DEVELOPERS = {"dev", "docs"}

@@ -12,8 +12,8 @@ from meshwright.cli.main import main
 from meshwright.cli.verbs.export import write_directory
 from meshwright.cli.verbs.import_ import import_hf
 from meshwright.data import Tokenizer
-from meshwright.model.hub import HubFolder, export_folder, import_folder
-from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.formats.hub import HubFolder, export_folder, import_folder
+from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.spec import MLAShape, ModelShape, MoEShape
 from meshwright.spec.errors import CheckpointError, HubError, PlanError, RunError
 from meshwright.store.model_weights import MASTER

@@ -48,7 +48,7 @@ QUICK = {
     "plan --serve": Loads(
         ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 166, ("data", "stacks", "planner.search", *ENGINE)
     ),
-    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 200, ("data", *ENGINE)),
+    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 206, ("data", *ENGINE)),
     "doctor --help": Loads(("doctor", "--help"), 50, ("api", "planner", "planfile", "data", *ENGINE)),
 }
 LONG = {

@@ -19,8 +19,8 @@ from meshwright.planner.search.recommend import is_bold, recommend
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, presets
-from meshwright.spec.recipe import BatchStage
-from meshwright.spec.worlds import world_violation
+from meshwright.spec.plan.worlds import world_violation
+from meshwright.spec.recipe.recipe import BatchStage
 from tests.cli.toy import call
 
 SMALL = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--recipe", "global_batch=64", "--recipe", "sequence=4096"]

@@ -13,8 +13,8 @@ from meshwright.api.serve_planning import plan_serving
 from meshwright.api.serving_comparison import compare_serving
 from meshwright.cli.main import main
 from meshwright.cli.terminal.help import VERBS
-from meshwright.spec.gguf_schemes import GGUF_SCHEMES
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 
 Capture = pytest.CaptureFixture[str]
 MODEL = ["plan", "llama-3.2-1b", "--cluster", "h100x8"]

@@ -23,7 +23,7 @@ from meshwright.cli.terminal.screen_text import printable
 from meshwright.cli.verbs import generate, quickstart
 from meshwright.cli.verbs.train import again
 from meshwright.data import Tokenizer
-from meshwright.data.text_stream import TextStream
+from meshwright.data.tokens.text_stream import TextStream
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from tests.cli import toy

@@ -19,7 +19,7 @@ from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import build
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, PlanError
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.compress.test_formats import SHAPES
 from tests.compress.test_quantize import batch
 from tests.compress.test_quantize import folder as folder  # a fixture

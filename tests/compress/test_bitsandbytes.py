@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.formats.hub.weight_names import bindings
+from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.kernels.quantization import DYNAMIC, doubled, dynamic_table, undoubled
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub.safetensors_files import stored_tensors
-from meshwright.model.hub.weight_names import bindings
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.quantization_schemes import NF4, SCHEMES, normal_float
+from meshwright.spec.model.quantization_schemes import NF4, SCHEMES, normal_float
 from tests.compress.test_formats import SHAPES, SIZES, restored
 from tests.train.test_weights import directory
 

@@ -25,16 +25,16 @@ from meshwright.compress.input_folds import fold, folds, input_groups
 from meshwright.compress.input_statistics import Inputs
 from meshwright.compress.layer_inputs import reading
 from meshwright.compress.original import OriginalModel, open_original
+from meshwright.formats.hub import export_folder
+from meshwright.formats.quantized.interface import QuantizedModel
+from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.kernels import quantized_matrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
-from meshwright.model.hub import export_folder
-from meshwright.model.hub.safetensors_files import stored_tensors
-from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import MLAShape, ModelShape
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.batches import Batch
 from tests.cli.toy import train, write_texts
 from tests.compress.test_formats import MOE, SHAPES, SIZES

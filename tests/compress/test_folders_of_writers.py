@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.api.plan_reading import read_folder
-from meshwright.model.hub.weight_names import bindings
+from meshwright.formats.hub.weight_names import bindings
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError

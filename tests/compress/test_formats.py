@@ -15,16 +15,16 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import write_quantized
+from meshwright.formats.hub.transforms import ROTARY
+from meshwright.formats.hub.weight_names import bindings, tensor_sizes
+from meshwright.formats.quantized.interface import QuantizedModel
+from meshwright.formats.quantized.table import FORMATS
+from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub.safetensors_files import stored_tensors
-from meshwright.model.hub.transforms import ROTARY
-from meshwright.model.hub.weight_names import bindings, tensor_sizes
-from meshwright.model.quantized_formats.folder_format import QuantizedModel
-from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from tests.train.test_weights import directory
 
 SIZES: dict[str, Any] = {"name": "dot", "vocab": 2048, "layers": 2, "hidden": 64, "heads": 2, "ffn": 96}

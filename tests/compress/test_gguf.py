@@ -17,19 +17,19 @@ from meshwright.compress import gguf_stream
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.original import OriginalModel
 from meshwright.data import Tokenizer
+from meshwright.formats.gguf.header import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, read_gguf_header, read_gguf_parts
+from meshwright.formats.gguf.metadata import OURS
+from meshwright.formats.gguf.model import open_gguf
+from meshwright.formats.gguf.vocabulary import WHOLE
+from meshwright.formats.gguf.words import RULES, split_by
+from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks
+from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.kernels.block_decoding import decode
 from meshwright.kernels.block_encoding import encode
-from meshwright.model.gguf.gguf_header import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, read_gguf_header, read_gguf_parts
-from meshwright.model.gguf.gguf_metadata import OURS
-from meshwright.model.gguf.gguf_model import open_gguf
-from meshwright.model.gguf.gguf_vocabulary import WHOLE
-from meshwright.model.gguf.gguf_words import RULES, split_by
-from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks
-from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
-from meshwright.spec.gguf_schemes import GGUF_SCHEMES
-from meshwright.spec.shape import MLAShape, RopeScaling
+from meshwright.spec.model.shape import MLAShape, RopeScaling
+from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 from tests.data.tokenizers_for_tests import WRITTEN
 from tests.data.tokenizers_for_tests import written as tokenizer_folder
 from tests.train.test_weights import directory

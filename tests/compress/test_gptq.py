@@ -10,7 +10,7 @@ from meshwright.compress import gptq
 from meshwright.compress.gptq import DAMPING, quantize_columns
 from meshwright.kernels.quantized_matrix import assembled, nearest
 from meshwright.kernels.weight_codes import scales_of
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 
 WHOLE, REAL = SCHEMES["int4-gptq"], SCHEMES["int3-gptq"]
 SIGNED = replace(SCHEMES["int4-sym"], method="gptq", group=0)

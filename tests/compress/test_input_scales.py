@@ -13,7 +13,7 @@ from meshwright.kernels.quantization import absmax
 from meshwright.kernels.quantized_matrix import assembled, nearest
 from meshwright.kernels.weight_codes import quantize_matrix, scales_of
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 
 AWQ, INT8 = SCHEMES["int4-awq"], SCHEMES["int8-smooth"]
 

@@ -19,14 +19,14 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.compress.gguf_stream import plan_gguf
 from meshwright.data import Tokenizer
-from meshwright.data.tokenizer import SEPARATOR
+from meshwright.data.tokens.tokenizer import SEPARATOR
+from meshwright.formats.gguf.header import read_gguf_header
+from meshwright.formats.gguf.words import RULES, SAMPLE, split_by
 from meshwright.kernels.block_decoding import decode
 from meshwright.kernels.block_encoding import encode
-from meshwright.model.gguf.gguf_header import read_gguf_header
-from meshwright.model.gguf.gguf_words import RULES, SAMPLE, split_by
 from meshwright.spec import ModelShape, MoEShape
-from meshwright.spec.block_types import BLOCK_TYPES
-from meshwright.spec.gguf_schemes import GGUF_SCHEMES, GGUFScheme
+from meshwright.spec.model.block_types import BLOCK_TYPES
+from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES, GGUFScheme
 from tests.compress.test_gguf import SHAPES, SIZES, marked_tokenizer, model_of, written
 from tests.kernels.test_blocks import weights
 

@@ -13,7 +13,7 @@ from meshwright.kernels.quantized_linear import quantized_expert_linear, quantiz
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from tests.counting import Alive
 
 WORST = {

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.formats.hub.weight_names import bindings
+from meshwright.formats.quantized.gptq import GPTQFiles
+from meshwright.formats.quantized.packed_linears import Codes
+from meshwright.formats.quantized.table import FORMATS
+from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub.safetensors_files import stored_tensors
-from meshwright.model.hub.weight_names import bindings
-from meshwright.model.quantized_formats.format_table import FORMATS
-from meshwright.model.quantized_formats.gptq_files import GPTQFiles
-from meshwright.model.quantized_formats.packed_linears import Codes
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.compress.test_formats import SHAPES, restored
 from tests.compress.test_quantize import folder as folder  # a fixture
 from tests.train.test_weights import directory
@@ -131,7 +131,7 @@ class Read:
 
 
 def Entries(values: dict[str, object]) -> Any:
-    from meshwright.model.hub.entries import Entries as Plain
+    from meshwright.formats.hub.entries import Entries as Plain
 
     return Plain(values, "config")
 

@@ -26,8 +26,8 @@ from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.batches import Batch
 from tests.compress.test_formats import SHAPES
 from tests.train.test_weights import directory
@@ -173,7 +173,7 @@ def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(fold
     loaded = mw.load(folder / "hf")
     weights = dict(loaded.model.state_dict())
     weights["layers.1.mlp.up.weight"][3, 4] = float("nan")
-    from meshwright.model.hub import export_folder
+    from meshwright.formats.hub import export_folder
 
     export_folder(
         folder / "bad", model_tensors=weights.items(), shape=loaded.model.shape, tokenizer=loaded.tokenizer,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.model.hub.entries import Entries
-from meshwright.model.quantized_formats.compressed_tensors import group_schemes
+from meshwright.formats.hub.entries import Entries
+from meshwright.formats.quantized.compressed_tensors import group_schemes
 from meshwright.spec.errors import HubError
 
 DENSE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, "dynamic": False}

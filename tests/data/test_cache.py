@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import Sampler, pool, token_cache
-from meshwright.data import corpus as corpus_module
-from meshwright.data.corpus import Corpus
-from meshwright.data.token_cache import prepare
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data import Sampler
+from meshwright.data.corpus import corpus as corpus_module
+from meshwright.data.corpus import pool, token_cache
+from meshwright.data.corpus.corpus import Corpus
+from meshwright.data.corpus.token_cache import prepare
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data, user_cache
 from meshwright.spec.errors import DataError
 from tests.data.tokenizers_for_tests import before
@@ -214,7 +215,7 @@ def test_workers_end_without_a_word_when_their_parent_is_killed(tmp_path: Path) 
     lines = [
         "import os",
         "from meshwright.data import Tokenizer",
-        "from meshwright.data.pool import Pool",
+        "from meshwright.data.corpus.pool import Pool",
         "with Pool(Tokenizer.bytes(), 2) as pool:",
         "    batches = ((b'\\0', ['x' * 1000000]) for _ in range(1000))",
         "    next(pool.map(batches))",
@@ -259,7 +260,7 @@ def test_an_encoding_process_that_dies(texts: Path, root: Path, monkeypatch: pyt
 
 
 def test_an_error_in_an_encoding_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.worker'].word_encoder; ") + (
+    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.corpus.worker'].word_encoder; ") + (
         "w.encoder = lambda *a: (lambda texts, flags: 1 / 0); serve()"
     )
     monkeypatch.setattr(pool, "_START", start)
@@ -274,7 +275,7 @@ def test_preparing_does_not_run_the_callers_script_again(texts: Path, tmp_path: 
     """Scripts without a main guard are common, and must not start themselves over and over."""
     script = tmp_path / "script.py"
     lines = [
-        "from meshwright.data import prepare, token_cache",
+        "from meshwright.data import prepare; from meshwright.data.corpus import token_cache",
         "from meshwright.spec import Data",
         "token_cache._ALONE_BYTES = 0",
         "print('once')",
@@ -313,7 +314,7 @@ def test_sampling_keeps_the_process_small(tmp_path: Path) -> None:
         os.truncate(out.fileno(), 2 * tokens)
     lines = [
         "import sys, numpy as np",
-        "from meshwright.data.corpus import TokenFile, TokenStream",
+        "from meshwright.data.corpus.corpus import TokenFile, TokenStream",
         "from meshwright.data import Sampler",
         f"file, n = {str(file)!r}, {tokens}",
         "stream = TokenStream(tokens=np.memmap(file, np.uint16, 'r'), starts=np.arange(0, n, 10**6), num_tokens=n,",

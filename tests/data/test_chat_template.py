@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import chat_template
-from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.data.chat import template
+from meshwright.data.chat.template import DEFAULT, ChatTemplate
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import QWEN3, SPELLED, TEMPLATES, TOOLS, conversations, unmarked
 
@@ -188,7 +188,7 @@ def test_an_error_of_any_kind_is_one_of_the_template() -> None:
 
 
 def test_endless_output_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_MOST_CHARACTERS", 10**5)
+    monkeypatch.setattr(template, "_MOST_CHARACTERS", 10**5)
     nest = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "word" + "{% endfor %}" * 4
     begin = time.monotonic()
     with pytest.raises(DataError) as error:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.data import completeness, rendering
-from meshwright.data.chat_template import ChatTemplate
-from meshwright.data.rendering import Policy
-from meshwright.data.samples import Conversation, sample
+from meshwright.data.chat import completeness, rendering
+from meshwright.data.chat.rendering import Policy
+from meshwright.data.chat.samples import Conversation, sample
+from meshwright.data.chat.template import ChatTemplate
 from meshwright.spec.errors import DataError
 
 HEAD = (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data import pieces, rows
-from meshwright.data.encodings import wide_encoding
-from meshwright.data.rows import Malformed
+from meshwright.data.text import pieces, rows
+from meshwright.data.text.encodings import wide_encoding
+from meshwright.data.text.rows import Malformed
 from meshwright.spec.errors import DataError
 
 ROWS = [{"text": "Grüße, \u65e5\u672c — naïve “quotes”"}, {"text": "plain"}]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import json_array
-from meshwright.data.json_array import _ArrayReader, objects
+from meshwright.data.text import json_array
+from meshwright.data.text.json_array import _ArrayReader, objects
 from meshwright.spec.errors import DataError
 
 VALUES = st.recursive(
@@ -119,7 +119,7 @@ def test_a_row_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPat
 MEASURE = """
 import sys, tracemalloc
 from pathlib import Path
-from meshwright.data.json_array import objects
+from meshwright.data.text.json_array import objects
 tracemalloc.start()
 number = sum(1 for _ in objects(Path(sys.argv[1])))
 print(number, tracemalloc.get_traced_memory()[1])

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.data import rows as data_rows
-from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.corpus.corpus import Corpus, TokenStream
+from meshwright.data.corpus.sample_cache import _SampleBuild
 from meshwright.data.preparation import form_of, holds_pairs, prepare
-from meshwright.data.sample_cache import _SampleBuild
+from meshwright.data.text import rows as data_rows
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.plan import MixtureSource
+from meshwright.spec.plan.plan import MixtureSource
 from tests.data.test_sample_cache import chats, folder, trained_texts
 
 assert folder, "a fixture"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from meshwright.data import Tokenizer, prepare
-from meshwright.data.corpus import MixedStream
+from meshwright.data.corpus.corpus import MixedStream
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, PlanError
-from meshwright.spec.plan import MixtureSource
+from meshwright.spec.plan.plan import MixtureSource
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.mixed_rows import MixedRows, limits
-from meshwright.data.windows import IGNORED, NumberedRows, Sampler, Sequences
+from meshwright.data.sequences.mixed_rows import MixedRows, limits
+from meshwright.data.sequences.windows import IGNORED, NumberedRows, Sampler, Sequences
 from tests.data.test_sample_rows import Samples, sample_lists
 from tests.data.test_sample_rows import rows as sample_rows
 from tests.data.test_windows import stream

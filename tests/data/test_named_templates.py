@@ -11,15 +11,15 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 
-from meshwright.data import sample_cache
-from meshwright.data.chat_prompt import chat_prompt, template_of, turn_end_ids
-from meshwright.data.chat_template import DEFAULT
-from meshwright.data.named_templates import check_format, fitting_formats, named_template
-from meshwright.data.sample_encoder import TRAINED, EncodedSample, row_encoder, unpack
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.chat.encoder import TRAINED, EncodedSample, row_encoder, unpack
+from meshwright.data.chat.named_templates import check_format, fitting_formats, named_template
+from meshwright.data.chat.prompt import chat_prompt, template_of, turn_end_ids
+from meshwright.data.chat.template import DEFAULT
+from meshwright.data.corpus import sample_cache
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data
-from meshwright.spec.chat_formats import CHAT_FORMATS, EOS
 from meshwright.spec.errors import DataError
+from meshwright.spec.plan.chat_formats import CHAT_FORMATS, EOS
 from tests.data.chats_for_tests import GEMMA, TOOLS, conversations, tokenizer_json, unmarked
 from tests.data.tokenizers_for_tests import made, with_added
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from meshwright.data.packing import Packed, alone, best_fit
+from meshwright.data.sequences.packing import Packed, alone, best_fit
 
 
 def naive(lengths: NDArray[np.int64], capacity: int) -> tuple[list[int], list[int]]:

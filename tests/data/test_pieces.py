@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import pieces, word_encoder
+from meshwright.data.text import pieces
+from meshwright.data.tokens import word_encoder
 from meshwright.spec.errors import DataError
 from tests.data.tokenizers_for_tests import NAMES, made
 

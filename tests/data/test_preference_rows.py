@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.run_reading import fit
-from meshwright.data.sample_rows import SampleRows, shared
-from meshwright.data.show import view
+from meshwright.data.report.figures import view
+from meshwright.data.report.run_reading import fit
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows, shared
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
-from meshwright.spec.objective_traits import most_answers
+from meshwright.spec.recipe.objectives import most_answers
 
 
 def rows_of(path: Path, *lines: str, sequence: int = 64, objective: Any = "dpo", **data: Any) -> SampleRows:

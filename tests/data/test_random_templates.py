@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.pool import Pool
-from meshwright.data.sample_encoder import SampleSettings
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.chat.encoder import SampleSettings
+from meshwright.data.corpus.pool import Pool
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec.errors import DataError
 from tests.data.test_chat_template import HOSTILE, PIECES
 
@@ -41,7 +41,7 @@ HEADS = [name for name in NAMES if name[0] not in ".([|~+"]
 RUN = """
 import json, signal, sys
 from datetime import date
-from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.chat.template import ChatTemplate
 from meshwright.spec.errors import DataError
 import encodings.unicode_escape, jinja2.debug, random, pprint, urllib.parse  # what jinja2 imports when first needed
 import resource

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import rendering
-from meshwright.data.chat_template import DEFAULT, ChatTemplate
-from meshwright.data.rendering import Marked, Policy
-from meshwright.data.samples import Conversation, sample
+from meshwright.data.chat import rendering
+from meshwright.data.chat.rendering import Marked, Policy
+from meshwright.data.chat.samples import Conversation, sample
+from meshwright.data.chat.template import DEFAULT, ChatTemplate
 from meshwright.server.chat_fields import ChatMessage
 from meshwright.server.checked_fields import checked_fields
 from meshwright.spec.errors import DataError

@@ -12,8 +12,8 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.chat_template import ChatTemplate
-from meshwright.data.sample_encoder import TRAINED, SampleSettings, row_encoder, unpack
+from meshwright.data.chat.encoder import TRAINED, SampleSettings, row_encoder, unpack
+from meshwright.data.chat.template import ChatTemplate
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import (
     BYTE_LEVEL,
@@ -203,7 +203,7 @@ def test_a_preference_of_several_samples_is_refused() -> None:
 
 
 def test_rows_that_a_template_makes_huge_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.data.sample_encoder._MOST_TOKENS", 1000)
+    monkeypatch.setattr("meshwright.data.chat.encoder._MOST_TOKENS", 1000)
     with pytest.raises(DataError) as error:
         encoded("llama3", "{{ 'word ' * 10 ** 4 }}" + CHATML, {"messages": turns("u", "a")})
     assert str(error.value) == "1 rows become more than 1,000 tokens, most of them by the chat template"

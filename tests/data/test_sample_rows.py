@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.corpus import TokenStream
-from meshwright.data.sample_encoder import TRAINED
-from meshwright.data.sample_rows import SampleRows
-from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.windows import IGNORED, Sequences
-from meshwright.data.word_encoder import byte_alphabet
+from meshwright.data.chat.encoder import TRAINED
+from meshwright.data.corpus.corpus import TokenStream
+from meshwright.data.sequences.sample_rows import SampleRows
+from meshwright.data.sequences.windows import IGNORED, Sequences
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.data.tokens.word_encoder import byte_alphabet
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import WORDS, tokenizer_json

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import rows
-from meshwright.data.samples import Continuation, Conversation, Preference, Sample, TokenIds, sample, unread
+from meshwright.data.chat.samples import Continuation, Conversation, Preference, Sample, TokenIds, sample, unread
+from meshwright.data.text import rows
 from meshwright.spec.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data import pieces
-from meshwright.data.sources import Source
+from meshwright.data.text import pieces
+from meshwright.data.text.sources import Source
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 

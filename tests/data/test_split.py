@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import split
-from meshwright.data.pieces import cut
-from meshwright.data.sources import Document
+from meshwright.data.text import split
+from meshwright.data.text.pieces import cut
+from meshwright.data.text.sources import Document
 
 SHARES = st.sampled_from([0.0, 0.01, 0.02, 0.1, 0.5, 0.9])
 

@@ -7,8 +7,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from meshwright.data.text_stream import TextStream, TokenTexts
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.text_stream import TextStream, TokenTexts
+from meshwright.data.tokens.tokenizer import Tokenizer
 from tests.data.tokenizers_for_tests import NAMES, TEXT, made, metaspace, with_added
 
 BYTE_LEVEL = {name: Tokenizer(made(name)) for name in NAMES} | {"bytes": Tokenizer.bytes()}

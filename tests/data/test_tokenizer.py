@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.tokenizer import Tokenizer, choose
+from meshwright.data.tokens.tokenizer import Tokenizer, choose
 from meshwright.spec.errors import DataError
 from tests.data.tokenizers_for_tests import NAMES, TEXT, made, metaspace, with_added
 

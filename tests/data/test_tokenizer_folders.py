@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.data import sample_cache, token_cache
-from meshwright.data.chat_prompt import chat_prompt, template_of
-from meshwright.data.sample_encoder import row_encoder, unpack
-from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.word_encoder import library
+from meshwright.data.chat.encoder import row_encoder, unpack
+from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.corpus import sample_cache, token_cache
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.data.tokens.word_encoder import library
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import TOOLS

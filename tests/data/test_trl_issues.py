@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.data.corpus import Corpus
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.sample_encoder import TRAINED
-from meshwright.data.sample_rows import SampleRows
+from meshwright.data.chat.encoder import TRAINED
+from meshwright.data.corpus.corpus import Corpus
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import CHATML, unmarked

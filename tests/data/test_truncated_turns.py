@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.windows import IGNORED
+from meshwright.data.sequences.windows import IGNORED
+from meshwright.data.tokens.tokenizer import Tokenizer
 from tests.data.chats_for_tests import CHATML, LLAMA3, conversations, tokenizer_json
 from tests.data.test_chat_template import theirs
 from tests.data.test_sample_encoder import only, tokenized

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.corpus import TokenStream
-from meshwright.data.windows import IGNORED, Sampler, Sequences
+from meshwright.data.corpus.corpus import TokenStream
+from meshwright.data.sequences.windows import IGNORED, Sampler, Sequences
 from meshwright.spec.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=30)

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
-from meshwright.data import word_encoder
-from meshwright.data.tokenizer import CODE_PATTERN, Tokenizer
+from meshwright.data.tokens import word_encoder
+from meshwright.data.tokens.tokenizer import CODE_PATTERN, Tokenizer
 from tests.data.tokenizers_for_tests import LLAMA3, NAMES, O200K, QWEN2, made, metaspace, with_added
 
 TRICKY = [
@@ -151,5 +151,5 @@ def test_the_cache_of_words_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_worker_needs_no_numpy() -> None:
     import subprocess
 
-    code = "import sys, meshwright.data.worker; print(sorted({'numpy', 'torch', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, meshwright.data.corpus.worker; print(sorted({'numpy', 'torch', 'pydantic'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

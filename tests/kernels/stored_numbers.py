@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.kept_numbers import PagedStore
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution.serving_defaults import CacheForm
 
 
 def stored(numbers: Tensor, form: CacheForm = "model") -> PagedStore:

@@ -14,7 +14,7 @@ from meshwright.kernels.attention import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
-from meshwright.spec.attention_kernels import LEAST_CUDNN, GpuLibraries
+from meshwright.spec.execution.attention_kernels import LEAST_CUDNN, GpuLibraries
 from meshwright.training import device
 from tests.counting import Operations
 

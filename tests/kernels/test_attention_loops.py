@@ -6,7 +6,7 @@ import torch
 from meshwright.kernels.compiled import library
 from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
-from meshwright.spec.serving_defaults import CACHE_FORMS, CacheForm
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS, CacheForm
 
 BLOCKS, SIZE, KEYS, HEADS = 9, 4, 2, 6
 

@@ -19,8 +19,8 @@ from meshwright.kernels.prepared_product import Int8Product, int8_product
 from meshwright.kernels.quantized_linear import row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.spec.quantization_schemes import SCHEMES
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.kernels.stored_numbers import stored
 
 ROWS = (1, 2, 3, 5, 16, 33)

@@ -16,7 +16,7 @@ from meshwright.parallel import build_engine
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.shape import MoEShape
+from meshwright.spec.model.shape import MoEShape
 from meshwright.training import device
 from meshwright.training.batches import Batch
 from meshwright.training.optimizer import Optimizer

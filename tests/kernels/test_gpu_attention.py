@@ -24,7 +24,7 @@ from meshwright.planner.caveats import caveats
 from meshwright.planner.cost import engine_speeds
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.attention_kernels import (
+from meshwright.spec.execution.attention_kernels import (
     HOPPER,
     LATENT,
     LEAST_CUDNN,

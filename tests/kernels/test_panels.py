@@ -17,7 +17,7 @@ from meshwright.kernels.quantized_linear import quantized_linears
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.quantized_weights import QuantizedWeight
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 
 ROWS = (1, 2, 3, 5, 8, 9, 33)
 FEW_BITS = [

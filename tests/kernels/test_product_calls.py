@@ -20,7 +20,7 @@ from meshwright.kernels import chooser
 from meshwright.kernels.quantized_linear import quantized_linears
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 
 CALLS = {
     ("int4-rtn", 1): 17, ("int4-rtn", 16): 23, ("nf4", 1): 17, ("nf4", 16): 22, ("int8", 1): 21, ("int8", 16): 22,

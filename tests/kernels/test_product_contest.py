@@ -18,7 +18,7 @@ from meshwright.observe.doctor import kernel_checks
 from meshwright.serve import engine_start
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.model.shrunk import model
 
 FP32 = torch.float32

@@ -22,7 +22,7 @@ from meshwright.kernels.quantization import (
     zero_point_reference,
 )
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import NF4, SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import NF4, SCHEMES, Scheme
 
 SHARES: list[Share] = ["tensor", "row", "column", 4, 5]
 METHODS = [(absmax, absmax_reference), (zero_point, zero_point_reference)]

@@ -15,7 +15,7 @@ from meshwright.kernels import fast
 from meshwright.kernels.target import simulate_device, simulated_kind
 from meshwright.kernels.weight_gradients import WeightGradients, splits, splitting
 from meshwright.parallel.recompute import block_call
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE
 from tests.counting import Operations
 from tests.kernels.exactness import tensors
 from tests.model.shrunk import KINDS, model, tokens

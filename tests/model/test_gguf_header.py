@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.model.gguf.gguf_header import MOST_ITEMS, is_gguf, read_gguf_header
-from meshwright.model.gguf.gguf_writer import PlannedBlocks, gguf_bytes, header_bytes
-from meshwright.spec.block_types import BLOCK_TYPES
+from meshwright.formats.gguf.header import MOST_ITEMS, is_gguf, read_gguf_header
+from meshwright.formats.gguf.writer import PlannedBlocks, gguf_bytes, header_bytes
 from meshwright.spec.errors import HubError
+from meshwright.spec.model.block_types import BLOCK_TYPES
 
 KEYS: dict[str, Any] = {
     "general.architecture": "llama", "a.number": 7, "a.large": 2**40, "a.real": 0.5, "a.flag": True,

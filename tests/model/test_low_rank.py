@@ -13,8 +13,8 @@ from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA, merged
 from meshwright.spec.errors import PlanError
-from meshwright.spec.inventory import adapter_parts, num_trained_parameters, parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import adapter_parts, num_trained_parameters, parameters
 from meshwright.training.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens
 from tests.operation_recorder import Recording

@@ -34,8 +34,8 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.recipe import BatchStage, Recipe
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.recipe.recipe import BatchStage, Recipe
 
 
 def plan(layout: Layout, name: str = "llama-3.1-8b", layers: int = 3, global_batch: int = 4) -> Plan:

@@ -21,12 +21,12 @@ from meshwright.observe.ranks import SERVER, on_ranks
 from meshwright.parallel.group import Group
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.held import memory, written_bytes
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.recipe import BatchStage
+from meshwright.spec.layout.cluster import Cluster, Device
+from meshwright.spec.memory.held import memory, written_bytes
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.recipe.recipe import BatchStage
+from meshwright.spec.weights.inventory import parameters
 
 SMALL = replace(LLAMA, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=704)
 TINY = replace(SMALL, vocab=512, layers=4, hidden=64, heads=4, kv_heads=2, ffn=96)

@@ -8,7 +8,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 LLAMA = ModelShape(
     name="small", family="llama", vocab=2048, layers=3, hidden=256, heads=4, kv_heads=2, ffn=1024, norm="rmsnorm",

@@ -26,7 +26,7 @@ from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Plan
-from meshwright.spec.schedule import Action, schedule
+from meshwright.spec.layout.schedule import Action, schedule
 from meshwright.training import loop
 from tests.train import running
 

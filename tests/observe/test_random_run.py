@@ -33,8 +33,8 @@ from meshwright.parallel import data
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made
-from meshwright.spec.boxes import Box
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.weights.boxes import Box
 from meshwright.training import batches
 
 SEED, NUMBER = 367, 8

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model.hub import load_weights, shape_from_config
+from meshwright.formats.hub import load_weights, shape_from_config
 from meshwright.spec import ModelShape
-from tests.model.hub.peers import _GPT2, _SIZES, PEERS, VOCAB, shake
+from tests.formats.hub.peers import _GPT2, _SIZES, PEERS, VOCAB, shake
 
 STEPS, WARMUP, DECAY = 20, 4, 8
 RATE, BETA1, BETA2, EPSILON, DECAYS, CLIP = 3e-3, 0.9, 0.95, 1e-3, 0.1, 1.0

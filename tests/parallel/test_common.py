@@ -20,7 +20,7 @@ from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, parameters
-from meshwright.spec.inventory import tp_parts
+from meshwright.spec.weights.inventory import tp_parts
 from meshwright.training.batches import split
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import MicroPass, Weights, train_step

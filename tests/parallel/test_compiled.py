@@ -31,8 +31,8 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.schedule_kinds import SPLIT
+from meshwright.spec.layout.schedule_kinds import SPLIT
+from meshwright.spec.model.lora import LoRAShape
 from tests.model.shrunk import KINDS, model, tokens
 
 NARROW = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)

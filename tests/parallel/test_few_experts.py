@@ -13,7 +13,7 @@ from meshwright.observe.verify.one_device import Case, RankOutcome, first_differ
 from meshwright.parallel import Engine, build_engine
 from meshwright.parallel.mesh import Made, make_mesh
 from meshwright.spec import Layout, MoEShape
-from meshwright.spec.boxes import Box, shard, sharded_dim
+from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 from meshwright.store import checkpoint
 from meshwright.store.tensor_piece import piece
 

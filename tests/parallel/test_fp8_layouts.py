@@ -14,7 +14,7 @@ from meshwright.observe.verify.one_device import BANDS, Case, first_difference, 
 from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
-from meshwright.spec.shape import MoEShape
+from meshwright.spec.model.shape import MoEShape
 
 SHAPE = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)
 CASE = Case(shape=SHAPE, precision="bf16", products="fp8")

@@ -12,9 +12,10 @@ from meshwright.model import build
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.replicas import Bucket, replicate
 from meshwright.planner.time.collectives import traffic
-from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe, gradient_buckets
-from meshwright.spec.gradient_buckets import bucket_counts
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
+from meshwright.spec.memory import gradient_buckets
+from meshwright.spec.memory.gradient_buckets import bucket_counts
+from meshwright.spec.model.lora import LoRAShape
 
 DENSE = ModelShape(vocab=64, layers=5, hidden=32, heads=4, kv_heads=2, ffn=64, max_positions=64)
 MIXED = replace(DENSE, moe=MoEShape(experts=4, top_k=2, ffn=32, first_dense=1))

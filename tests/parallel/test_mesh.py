@@ -14,8 +14,8 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import mesh
 from meshwright.parallel.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
-from meshwright.spec.held import common
-from meshwright.spec.places import expert_ranks, place_of, rank_of, ranks_along
+from meshwright.spec.layout.places import expert_ranks, place_of, rank_of, ranks_along
+from meshwright.spec.memory.held import common
 from tests.parallel.telling import Told
 
 LAYOUT = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from meshwright.parallel.p2p import AHEAD, UNDER_WAY, PointToPoint, program
-from meshwright.spec.replay import StageLink, links, placement_of
-from meshwright.spec.schedule import (
+from meshwright.spec.layout.replay import StageLink, links, placement_of
+from meshwright.spec.layout.schedule import (
     NAMES,
     V_PLACED,
     Action,

@@ -24,9 +24,9 @@ from meshwright.parallel.p2p import UNDER_WAY
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.replay import StageLink, replay
-from meshwright.spec.schedule import Action, refusal, schedule, stage_layers, stage_rank, stages_of
-from meshwright.spec.schedule_kinds import NAMES
+from meshwright.spec.layout.replay import StageLink, replay
+from meshwright.spec.layout.schedule import Action, refusal, schedule, stage_layers, stage_rank, stages_of
+from meshwright.spec.layout.schedule_kinds import NAMES
 from tests.model.shrunk import VOCAB, shrink
 from tests.parallel.telling import Told
 

@@ -17,8 +17,8 @@ from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.parallel.recompute import _Norms
 from meshwright.spec import Layout
-from meshwright.spec.layout import RECOMPUTE
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.model.lora import LoRAShape
 from tests.counting import Alive, Operations
 from tests.model.shrunk import KINDS, model, packed, shrink, tokens
 

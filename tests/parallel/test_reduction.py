@@ -13,7 +13,7 @@ from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, MoEShape
-from meshwright.spec.schedule import Action, last_of
+from meshwright.spec.layout.schedule import Action, last_of
 from meshwright.training.batches import Share, select, split
 from meshwright.training.step import MicroPass, Weights
 

@@ -15,7 +15,7 @@ from meshwright.parallel import make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Plan, Recipe
-from meshwright.spec.shape import MoEShape
+from meshwright.spec.model.shape import MoEShape
 from meshwright.store import checkpoint
 from meshwright.store.tensor_piece import Piece
 from meshwright.training.loop import new_state

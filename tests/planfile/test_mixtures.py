@@ -8,7 +8,7 @@ import pytest
 from meshwright.planfile import absolute, read, schema, without_folders, write
 from meshwright.spec import Data
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import MixtureSource
+from meshwright.spec.plan.plan import MixtureSource
 
 BOTH = (MixtureSource(path="a.jsonl", weight=0.7), MixtureSource(path="b.jsonl", weight=0.3))
 

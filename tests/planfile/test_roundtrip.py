@@ -12,7 +12,7 @@ from meshwright.planfile import absolute, dump, read, write
 from meshwright.planfile.keys import ALIASES, NOT_A_KEY, canonical_key, sections
 from meshwright.spec import BatchStage, Cluster, Data, Device, Layout, MLAShape, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import PlanError
-from meshwright.spec.shape import RopeScaling
+from meshwright.spec.model.shape import RopeScaling
 
 # Characters that YAML may not hold (controls, surrogates) cannot come from a terminal or a file either.
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Cn")), min_size=1, max_size=30)

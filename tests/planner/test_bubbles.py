@@ -8,9 +8,9 @@ import pytest
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.time.timeline import least_s, pipeline_s
-from meshwright.spec.layout import Layout
-from meshwright.spec.replay import Times, needs, placement_of, replay
-from meshwright.spec.schedule import Actions, refusal, schedule
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.replay import Times, needs, placement_of, replay
+from meshwright.spec.layout.schedule import Actions, refusal, schedule
 
 EVERY = [("afab", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
 

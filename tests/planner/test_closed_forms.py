@@ -15,12 +15,12 @@ from meshwright.planner.cost.work import AttentionCore
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
 from meshwright.planner.step.predict import build_estimator, predict
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.cluster import Cluster
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 from meshwright.spec.presets import device
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.recipe.recipe import Recipe
 
 S, B, D, H, L = 2048, 4, 6144, 64, 48
 GPT = ModelShape(

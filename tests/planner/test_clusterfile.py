@@ -18,9 +18,10 @@ from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates, is_file, load, load_named, text
 from meshwright.planner.machine.overheads import fit_overheads
-from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe, gradient_buckets
-from meshwright.spec.cluster import Device
+from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import PlanError
+from meshwright.spec.layout.cluster import Device
+from meshwright.spec.memory import gradient_buckets
 
 GFLOP, GB = 1e9, 1e9
 SHAPE = ModelShape(vocab=1000, layers=2, hidden=64, heads=2, ffn=128, max_positions=512)

@@ -21,9 +21,9 @@ from meshwright.planner.step.error_ranges import (
 )
 from meshwright.planner.step.predict import predict
 from meshwright.spec import presets
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
 
 
 def plan_on(device: str, nodes: int, model: str = "llama-3.1-8b") -> Plan:

@@ -25,8 +25,8 @@ from meshwright.planner.step.execution import COMPILE_S, GRAPHS_GAIN, Execution
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
-from meshwright.spec.layout import RECOMPUTE
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.model.lora import LoRAShape
 from meshwright.training import job
 
 

@@ -14,9 +14,9 @@ from meshwright.planner.cost.stage_costs import mean_window
 from meshwright.planner.step.predict import predict
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec import presets
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
 
 MXFP8 = replace(MEGATRON_CORE, product_bytes=1.0)
 

@@ -21,8 +21,8 @@ from meshwright.planner.search.landscape import Front, LayoutPoint, count_point,
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.replay import replay
-from meshwright.spec.schedule import schedule
+from meshwright.spec.layout.replay import replay
+from meshwright.spec.layout.schedule import schedule
 from tests.planner.browser import CHROMIUM, Browser
 from tests.planner.colours import contrast, deuteranopia
 

@@ -13,7 +13,7 @@ from meshwright.planner.search.recommend import is_bold, recommend
 from meshwright.planner.step.error_ranges import fit_probability
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE
 
 MODELS = ("llama-3.1-8b", "mixtral-8x7b", "qwen3-14b", "deepseek-v3")
 

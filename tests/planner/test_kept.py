@@ -18,9 +18,9 @@ from meshwright.planner.search.bounds import offered_policies
 from meshwright.planner.search.regions import cells
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Plan, Recipe, presets
-from meshwright.spec.layout import RECOMPUTE, Layout
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.layout.layout import RECOMPUTE, Layout
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
 from meshwright.spec.units import gib
 from tests.counting import Alive
 

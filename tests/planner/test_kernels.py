@@ -11,7 +11,7 @@ from meshwright.planner.kernels import Collective, Decode, FusedExperts, Operati
 from meshwright.planner.kernels.chips import chip_of
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.spec import presets
-from meshwright.spec.cluster import Device
+from meshwright.spec.layout.cluster import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "published"

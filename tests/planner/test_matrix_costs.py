@@ -8,8 +8,8 @@ from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.time.matrix_costs import _layer_matrices, layer_matrices, moved, spread
 from meshwright.spec import Layout, ModelShape, presets
-from meshwright.spec.inventory import parameters
-from meshwright.spec.matrix_exchange import dealt, flop
+from meshwright.spec.memory.matrix_exchange import dealt, flop
+from meshwright.spec.weights.inventory import parameters
 
 
 def spread_of(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.plan_document import document
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.plan import Cluster
+from meshwright.spec.plan.plan import Cluster
 
 
 @pytest.fixture(scope="module")

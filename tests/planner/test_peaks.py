@@ -26,10 +26,10 @@ from meshwright.planner.step import predict as of_estimator
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.time.collectives import StageContents, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
-from meshwright.spec.inventory import parameters
-from meshwright.spec.layout import RECOMPUTE
-from meshwright.spec.matrix_exchange import flop
-from meshwright.spec.shape import MoEShape
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.memory.matrix_exchange import flop
+from meshwright.spec.model.shape import MoEShape
+from meshwright.spec.weights.inventory import parameters
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)
 LLAMA = presets.model("llama-3.1-8b")

@@ -10,9 +10,9 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, Recipe, num_parameters, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.flop import token_flop
-from meshwright.spec.shape import ModelShape
-from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.weights.flop import token_flop
 
 V3 = presets.model("deepseek-v3")
 WITH = replace(V3, unbuilt=UnbuiltParts(predicts=1))

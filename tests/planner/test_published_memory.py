@@ -17,8 +17,8 @@ from meshwright.planner.accuracy.published import PublishedRow, read
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022, NANOTRON, NANOTRON_GATHERED, run_of_sweep
 from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.step.prediction import Prediction
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
 from tests.planner.published_tables import run, write
 from tests.planner.test_closed_forms import TABLE, paper
 

@@ -17,9 +17,9 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.fake_quantization_rules import learnable
-from meshwright.spec.quantization_schemes import PIECE, SCHEMES
-from meshwright.spec.shape import MoEShape
+from meshwright.spec.model.quantization_schemes import PIECE, SCHEMES
+from meshwright.spec.model.shape import MoEShape
+from meshwright.spec.rules.fake_quantization import learnable
 from tests.train.distilling import ROUTED
 from tests.train.running import SHAPE
 

@@ -1,4 +1,4 @@
-"""The search against looking at every layout, one by one, with the rules of spec/legal.py and no bound."""
+"""The search against looking at every layout, one by one, with the rules of spec/rules/legal.py and no bound."""
 
 import gc
 from dataclasses import replace
@@ -20,15 +20,15 @@ from meshwright.planner.search.regions import Fixed, search_base
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
-from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout import OFFLOADED, RECOMPUTE
-from meshwright.spec.linear_attention import LinearAttention
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.schedule import refusal
-from meshwright.spec.schedule_kinds import NAMES, V_PLACED
-from meshwright.spec.shape import MoEShape
-from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE
+from meshwright.spec.layout.schedule import refusal
+from meshwright.spec.layout.schedule_kinds import NAMES, V_PLACED
+from meshwright.spec.model.linear_attention import LinearAttention
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import MoEShape
+from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.rules.compiled_blocks import keeps_no_norms
 from meshwright.stacks.trainers.nanotron import NANOTRON
 
 LOOKED_AT = Layout(compile="on", cuda_graphs="off")

@@ -33,13 +33,13 @@ from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.step_graphs import StepMemory
 from meshwright.spec import Layout, presets
-from meshwright.spec.boxes import boxes_of
-from meshwright.spec.cluster import Device
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
-from meshwright.spec.inventory import num_parameters, parameters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.serving_defaults import MEMORY_SHARE
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.execution.serving_defaults import MEMORY_SHARE
+from meshwright.spec.layout.cluster import Device
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import boxes_of
+from meshwright.spec.weights.inventory import num_parameters, parameters
 
 
 def deployment(name: str, quantization: str = "bf16", device: str = "h100", **degrees: int) -> Deployment:

@@ -10,7 +10,7 @@ from meshwright.planner.accuracy.serving_models import MADE, served_model
 from meshwright.planner.accuracy.serving_score import JudgedServing, ServingJudge, held_out, score_serving
 from meshwright.planner.serving.deployment import EngineDegrees
 from meshwright.planner.serving.serving_memory import weights_bytes
-from meshwright.spec.inventory import num_parameters
+from meshwright.spec.weights.inventory import num_parameters
 from tests.planner.published_tables import table
 
 COLUMNS = (

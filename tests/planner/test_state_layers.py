@@ -18,13 +18,13 @@ from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, num_parameters, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.flop import token_flop
-from meshwright.spec.inventory import parameters
-from meshwright.spec.legal import layout_violations
-from meshwright.spec.linear_attention import LinearAttention, Rule
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.shape import ModelShape
-from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.linear_attention import LinearAttention, Rule
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.rules.legal import layout_violations
+from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import parameters
 
 NEXT, MINIMAX = presets.model("qwen3-next-80b-a3b"), presets.model("minimax-text-01")
 

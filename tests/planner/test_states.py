@@ -1,4 +1,6 @@
-"""States by layout: to the byte what spec/held.py counts parameter by parameter, and the lectures' table. Real tensors
+"""States by layout.
+
+To the byte what spec/memory/held.py counts parameter by parameter, and the lectures' table. Real tensors
 of both: tests/train/test_memory.py."""
 
 from dataclasses import replace
@@ -10,12 +12,12 @@ from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import ElementCounts, counts, states
 from meshwright.spec import presets
-from meshwright.spec.held import memory
-from meshwright.spec.inventory import num_parameters
-from meshwright.spec.layout import Layout
-from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
-from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
-from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import layers_of_stages, own_stages, pipeline_ranks
+from meshwright.spec.memory.held import memory
+from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.weights.inventory import num_parameters
+from meshwright.spec.weights.optimizer_states import FP32_STATES, StateStorage
 
 LLAMA = ModelShape(
     name="small", family="llama", vocab=320, layers=8, hidden=64, heads=8, kv_heads=4, ffn=176, norm="rmsnorm",

@@ -17,8 +17,8 @@ from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.serving_ranks import RankCommand
 from meshwright.spec import Layout
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import parameters
 from tests.model.shrunk import KINDS
 from tests.serve.test_serving_ranks import EXPERT, FEW_KEYS, LOAD, TENSOR, options, part, whole
 

@@ -14,7 +14,7 @@ from meshwright.serve.served_request import ServedRequest
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError, RunError
-from tests.model.hub.peers import PEERS
+from tests.formats.hub.peers import PEERS
 from tests.model.shrunk import KINDS, VOCAB, model
 
 PROMPT = [3, 14, 15, 9, 2, 6, 5]
@@ -53,7 +53,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def test_answers_and_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
     from benchmarks.agreement import loaded
-    from tests.model.hub.peers import peer
+    from tests.formats.hub.peers import peer
 
     transformers.logging.set_verbosity_error()
     other = peer(name).eval()

@@ -5,7 +5,7 @@ import pytest
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution.serving_defaults import CacheForm
 from tests.model.shrunk import KINDS
 from tests.serve.test_exact import PROMPTS, bits, served, shrunk
 

@@ -21,7 +21,7 @@ from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.serve.step_graphs import StepGraphs, StepMemory
 from meshwright.spec.errors import ArgumentError, DoesNotFit
-from meshwright.spec.graph_sizes import GRAPH_POOLS
+from meshwright.spec.execution.graph_sizes import GRAPH_POOLS
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import Recorder
 from tests.serve.test_step_graphs import attend_rows

@@ -22,8 +22,8 @@ from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import parameters
 from tests.model.shrunk import KINDS, shrink
 from tests.serve.test_exact import PROMPTS, bits, served
 

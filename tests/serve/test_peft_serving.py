@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.model.hub import export_folder
-from meshwright.model.hub.adapter import save_adapter
+from meshwright.formats.hub import export_folder
+from meshwright.formats.hub.adapter import save_adapter
 from meshwright.spec.errors import ArgumentError, HubError
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import parameters
 from tests.model.shrunk import model
 
 PROMPTS = [[3, 5, 7, 9, 11], [8, 1, 8, 2], [3, 5, 7, 9, 11], [40, 41, 42, 43, 44, 45, 46], [9] * 9, [3, 5, 7, 9, 11]]

@@ -28,8 +28,8 @@ from meshwright.serve.served_request import ServedRequest
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.inventory import adapter_parts, parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import adapter_parts, parameters
 from tests.kernels.exactness import LOW, tensors
 from tests.model.shrunk import KINDS, model
 from tests.operation_recorder import Recording

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from benchmarks.serve_speed import differences, theirs
+from meshwright.formats.hub import import_folder
 from meshwright.model import Transformer
 from meshwright.model.generate import generate
-from meshwright.model.hub import import_folder
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
-from tests.model.hub.peers import PEERS
+from tests.formats.hub.peers import PEERS
 from tests.model.shrunk import VOCAB, model
 
 PROMPT = [3, 14, 15, 9, 2, 6, 5]
@@ -201,7 +201,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     """Different at a tie only."""
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
     from benchmarks.agreement import loaded
-    from tests.model.hub.peers import peer
+    from tests.formats.hub.peers import peer
 
     transformers.logging.set_verbosity_error()
     other = peer(name).eval()

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.serve_speed import differences, theirs
+from meshwright.formats.hub import export_folder
 from meshwright.model import Transformer, build
-from meshwright.model.hub import export_folder
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh

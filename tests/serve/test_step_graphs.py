@@ -28,11 +28,12 @@ from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.serve.step_graphs import RowStep, StepGraphs, reason_without
-from meshwright.spec import Layout, graph_sizes
+from meshwright.spec import Layout
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.graph_sizes import position_numbers, row_numbers
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution import graph_sizes
+from meshwright.spec.execution.graph_sizes import position_numbers, row_numbers
+from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.model.lora import LoRAShape
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import OnDeviceOnly, Recorder
 from tests.train.test_pass_graphs import aligned

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.data.chat.template import DEFAULT, ChatTemplate
 from meshwright.serve.answer_text import opened_thought
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.tool_calls import FAMILIES, ToolFamily, family_of, forced_call, read_answer

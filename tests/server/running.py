@@ -16,8 +16,8 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.word_encoder import byte_alphabet
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.data.tokens.word_encoder import byte_alphabet
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
 from meshwright.serve.engine_options import EngineOptions

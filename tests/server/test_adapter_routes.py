@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from meshwright.api.adapter_opening import peft_adapter
-from meshwright.model.hub.adapter import save_adapter
+from meshwright.formats.hub.adapter import save_adapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.server_options import ServerLimits
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import parameters
 from tests.server.running import EXACT, KEYS, NAME, Running, running, small
 from tests.server.test_limits import until
 

@@ -18,8 +18,8 @@ from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.hosted_model import HostedModel
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import parameters
 from tests.cli import toy
 from tests.cli.toy import refused
 from tests.server.running import EXACT, KEYS, NAME, asked_once, running, small

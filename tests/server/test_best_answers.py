@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from meshwright.data.chat_prompt import chat_prompt, template_of
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.tokens.tokenizer import Tokenizer
 from tests.server.running import NAME, Running, answers, letters, running, small
 
 PROMPT = "There was a king"

@@ -21,9 +21,9 @@ import torch
 
 import meshwright as mw
 from meshwright.cli.main import main
-from meshwright.model.hub.adapter import save_adapter
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
+from meshwright.formats.hub.adapter import save_adapter
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.inventory import parameters
 from tests.cli import toy
 from tests.cli.toy import refused
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.serve_http import TokenSource, null_model
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serve import step_loop
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from meshwright.data.chat_prompt import chat_prompt, template_of
+from meshwright.data.chat.prompt import chat_prompt, template_of
 from meshwright.server.server_options import ServerLimits
 from tests.serve.test_tool_calls import TOOLS
 from tests.server.running import NAME, letters, running, small

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.serve_http import null_server
 from benchmarks.stream_clients import request_bytes
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
 from meshwright.server.http_server import HttpServer
 from meshwright.server.server_options import ServerLimits, ServerOptions

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.spec import Layout, ModelShape, MoEShape, Recipe
 from meshwright.spec.errors import PlanError
-from meshwright.spec.legal import layout_violations
+from meshwright.spec.rules.legal import layout_violations
 
 DRAWS = 2000
 SCHEDULES = ("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")

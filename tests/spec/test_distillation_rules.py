@@ -8,8 +8,8 @@ import pytest
 from meshwright.planfile import dump, read
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.objective_rules import teacher_layout
-from meshwright.spec.plan import Data, MixtureSource
+from meshwright.spec.plan.plan import Data, MixtureSource
+from meshwright.spec.rules.objectives import teacher_layout
 
 TEACHER, STUDENT = presets.model("llama-10m"), presets.model("llama-tiny")
 SAME = replace(STUDENT, vocab=TEACHER.vocab)

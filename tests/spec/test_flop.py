@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from meshwright.spec import ModelShape, num_active_parameters, num_parameters, parameters, presets
-from meshwright.spec.flop import TokenFlop, token_flop
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout.layout import RECOMPUTE
+from meshwright.spec.weights.flop import TokenFlop, token_flop
 
 
 def gigaflop(name: str, sequence: int, *, causal: bool) -> float:

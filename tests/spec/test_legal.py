@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec import Layout, Recipe, presets
-from meshwright.spec.legal import layout_violations, nearest_divisor
+from meshwright.spec.rules.legal import layout_violations, nearest_divisor
 
 LLAMA = presets.model("llama-3.1-8b")
 TIED = presets.model("qwen2.5-0.5b")

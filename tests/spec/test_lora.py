@@ -6,12 +6,12 @@ import pytest
 
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.inventory import parameters
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import layout_violations
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.quantization_schemes import SCHEMES
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.rules.legal import layout_violations
+from meshwright.spec.weights.inventory import parameters
 
 
 @pytest.mark.parametrize("name", presets.model_names())

@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.observe.verify.random_case import random_case
 from meshwright.spec import Layout, ModelShape, MoEShape, presets
-from meshwright.spec.held import held, parameters_of
-from meshwright.spec.inventory import num_parameters, parameters
-from meshwright.spec.matrix_exchange import ExchangeRound, dealt, flop, rounds, stage_ranks
-from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.memory.held import held, parameters_of
+from meshwright.spec.memory.matrix_exchange import ExchangeRound, dealt, flop, rounds, stage_ranks
+from meshwright.spec.weights.inventory import num_parameters, parameters
 
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, max_positions=16)
 ROUTED = ModelShape(

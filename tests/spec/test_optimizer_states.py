@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from meshwright.spec import presets
-from meshwright.spec.boxes import Box, shard
-from meshwright.spec.inventory import parameters
-from meshwright.spec.optimizer_states import StateStorage
+from meshwright.spec.weights.boxes import Box, shard
+from meshwright.spec.weights.inventory import parameters
+from meshwright.spec.weights.optimizer_states import StateStorage
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2-1.5b", "deepseek-v3"])

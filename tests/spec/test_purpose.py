@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshwright.spec.ledger import KINDS
-from meshwright.spec.purpose import Purpose, purpose, takes
+from meshwright.spec.memory.ledger import KINDS
+from meshwright.spec.memory.purpose import Purpose, purpose, takes
 
 
 @takes("buffers")

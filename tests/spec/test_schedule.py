@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.replay import Times, needs, placement_of, replay, transfers
-from meshwright.spec.schedule import (
+from meshwright.spec.layout.replay import Times, needs, placement_of, replay, transfers
+from meshwright.spec.layout.schedule import (
     NAMES,
     V_PLACED,
     Action,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.spec.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule_kinds import KINDS
 
 PACKAGE = Path(meshwright.__file__).parent
 ENTRY = """    "wide": ScheduleKind(
@@ -31,8 +31,8 @@ from meshwright.planner.explorer.explorer_page import facts
 from meshwright.planner.search.regions import Cell, pipelines
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.replay import replay
-from meshwright.spec.schedule import schedule
+from meshwright.spec.layout.replay import replay
+from meshwright.spec.layout.schedule import schedule
 
 plan = Plan(
     model=presets.model("llama-tiny"), recipe=Recipe(sequence=64, global_batch=16, precision="bf16"),

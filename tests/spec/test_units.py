@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import GIB, MIB, count, duration, gib, short_gib, step_time
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.spec.errors import PlanError
-from meshwright.spec.inventory import parameters
+from meshwright.spec.weights.inventory import parameters
 from meshwright.stacks.config_reading import read
 from tests.stacks.test_reading import write
 

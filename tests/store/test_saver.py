@@ -20,8 +20,8 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
 from meshwright.spec import Layout, Plan
-from meshwright.spec.boxes import Box
 from meshwright.spec.errors import CheckpointError, NonFiniteLoss
+from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint, checkpoint_writer, staging
 from meshwright.store.saver import Saver
 from meshwright.store.staging import Staging

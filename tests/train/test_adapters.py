@@ -13,10 +13,10 @@ from torch import Tensor
 from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.formats.hub import import_folder
+from meshwright.formats.hub.adapter import save_adapter
 from meshwright.model import build
-from meshwright.model.hub import import_folder
-from meshwright.model.hub.adapter import save_adapter
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import CheckpointError, PlanError

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from meshwright.api.model_opening import load
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.inventory import num_parameters
+from meshwright.spec.weights.inventory import num_parameters
 from meshwright.training import loop
 from meshwright.training.batches import to_batch
 from tests.train.distilling import ROUTED, STUDENT, TEACHER, student_plan, taught, trained

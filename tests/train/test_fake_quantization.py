@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import meshwright as mw
 from meshwright.cli.verbs.export import write_directory
+from meshwright.formats.quantized.interface import fill
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
 from meshwright.model.linear import Linear
-from meshwright.model.quantized_formats.folder_format import fill
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import build_quantized
 from meshwright.observe.dryrun.simulate import dry_run
@@ -27,9 +27,9 @@ from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.fake_quantization_rules import learnable
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.rules.fake_quantization import learnable
 from meshwright.training import loop
 from tests.train.distilling import ROUTED, student_plan, taught
 from tests.train.running import SHAPE, Notes, write_texts

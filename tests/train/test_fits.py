@@ -8,8 +8,8 @@ import torch
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.held import memory
-from meshwright.spec.recipe import BatchStage
+from meshwright.spec.memory.held import memory
+from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.training import fits
 from meshwright.training.available_memory import MachineMemory, machine_memory
 from meshwright.training.fits import check_fits

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from meshwright.api.model_opening import load
 from meshwright.cli.main import main
+from meshwright.formats.hub import export_folder, import_folder
+from meshwright.formats.hub.weights import stored_weights
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub import export_folder, import_folder
-from meshwright.model.hub.weights import stored_weights
 from meshwright.model.quantized_weights import frozen_codes, frozen_schemes
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import CheckpointError, IllegalLayout, PlanError
-from meshwright.spec.held import memory
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.memory.held import memory
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.store import checkpoint
 from meshwright.training import job, kept_bytes, loop, pretrained
 from tests.model.shrunk import tokens

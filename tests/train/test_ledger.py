@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout, num_parameters
-from meshwright.spec.held import memory
+from meshwright.spec.memory.held import memory
 from meshwright.training import loop
 from tests.train import running
 from tests.train.running import SHAPE

@@ -12,8 +12,8 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import predict
 from meshwright.spec.errors import HubError, IllegalLayout
-from meshwright.spec.held import memory
-from meshwright.spec.scheme_names import scheme_named
+from meshwright.spec.memory.held import memory
+from meshwright.spec.model.scheme_names import scheme_named
 from meshwright.store.base_weights import open_base
 from meshwright.training import kept_bytes
 from tests.train.test_adapters import peft_run

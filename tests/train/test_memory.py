@@ -12,9 +12,9 @@ from meshwright.observe.verify.one_device import RECIPE, Case, case_batch
 from meshwright.parallel import build_engine, data, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
-from meshwright.spec.held import Phase, held, memory, shards_are_masters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.memory.held import Phase, held, memory, shards_are_masters
+from meshwright.spec.model.lora import LoRAShape
 from meshwright.training.batches import Share, select, split
 from meshwright.training.kept_bytes import memory as measured
 from meshwright.training.optimizer import Optimizer

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from meshwright.api.model_opening import load
-from meshwright.data import prepare, token_cache
-from meshwright.data.corpus import MixedStream
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.run_reading import announced
+from meshwright.data import prepare
+from meshwright.data.corpus import token_cache
+from meshwright.data.corpus.corpus import MixedStream
+from meshwright.data.report.run_reading import announced
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, Plan
 from meshwright.spec.errors import CheckpointError, DataError
-from meshwright.spec.plan import MixtureSource
+from meshwright.spec.plan.plan import MixtureSource
 from meshwright.store import checkpoint
 from meshwright.training import loop, plot
 from meshwright.training.held_out_scores import score_sources

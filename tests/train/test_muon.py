@@ -13,8 +13,8 @@ from meshwright.compat import fake_tensors
 from meshwright.kernels.orthogonalize import COEFFICIENTS
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.spec import Layout, ModelShape, MoEShape, Recipe
-from meshwright.spec.inventory import parameters
-from meshwright.spec.matrix_exchange import ITERATIONS
+from meshwright.spec.memory.matrix_exchange import ITERATIONS
+from meshwright.spec.weights.inventory import parameters
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from meshwright.compat import fake_tensors
 from meshwright.kernels.narrow_states import hashed, quantized, rounded
 from meshwright.kernels.triton.narrow_piece import code_book, code_books
-from meshwright.spec.boxes import Box
-from meshwright.spec.optimizer_states import SMALL, MomentFormat
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.optimizer_states import SMALL, MomentFormat
 from meshwright.training import optimizer as module
 from meshwright.training.narrow_moments import Held
 from meshwright.training.optimizer import Optimizer

@@ -16,7 +16,7 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.objective_traits import TRAITS
+from meshwright.spec.recipe.objectives import TRAITS
 from meshwright.training.batches import Batch, Feed, Share, select, split
 from meshwright.training.objectives import MADE, objective_of
 from meshwright.training.optimizer import Optimizer

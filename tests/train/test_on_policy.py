@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from meshwright.api.model_opening import load
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
@@ -21,7 +21,7 @@ from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.sampled_answers import sampled_answers
 from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.sampling_memory import BLOCK, SPARE, at_once, cache_bytes
+from meshwright.spec.memory.sampling import BLOCK, SPARE, at_once, cache_bytes
 from meshwright.training import loop
 from meshwright.training.batches import Batch, Share, to_batch
 from meshwright.training.on_policy import Gap, OnPolicy, gaps, written

@@ -27,8 +27,8 @@ from meshwright.parallel.pass_graphs import PassGraphs, check_device
 from meshwright.parallel.replicas import Bucket, Replicas
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
-from meshwright.spec.legal import layout_violations
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.rules.legal import layout_violations
 from meshwright.training.batches import Batch, graph_form, split, standing, to_batch
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.spec import Layout, Recipe
-from meshwright.spec.held import gradient_bytes
+from meshwright.spec.memory.held import gradient_bytes
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.sample_rows import SampleRows
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
 from meshwright.training.orpo import ORPO

@@ -13,17 +13,17 @@ import meshwright as mw
 from meshwright import planfile
 from meshwright.api.model_opening import load
 from meshwright.cli.main import main
+from meshwright.formats.hub import export_folder
+from meshwright.formats.quantized.detection import is_quantized
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
-from meshwright.model.hub import export_folder
-from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, quantized_name
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, HubError, PlanError
-from meshwright.spec.held import memory
-from meshwright.spec.quantization_schemes import SCHEMES
-from meshwright.spec.scheme_names import base_name, scheme_named
+from meshwright.spec.memory.held import memory
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.scheme_names import base_name, scheme_named
 from meshwright.store import checkpoint
 from meshwright.store.base_weights import base_weights, open_base
 from meshwright.training import job, kept_bytes, loop

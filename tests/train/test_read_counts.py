@@ -15,7 +15,7 @@ import pytest
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import MixtureSource
+from meshwright.spec.plan.plan import MixtureSource
 from meshwright.training import loop, plot, teacher_targets
 from meshwright.training.batches import Batch, Feed
 from tests.train import running

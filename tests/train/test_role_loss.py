@@ -13,8 +13,8 @@ import torch
 from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.data import prepare
-from meshwright.data.rendering import ROLES
-from meshwright.data.sample_rows import SampleRows, trained_roles
+from meshwright.data.chat.rendering import ROLES
+from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh

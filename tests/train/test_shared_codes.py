@@ -21,12 +21,12 @@ from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, ModelShape, presets
-from meshwright.spec.boxes import boxes
-from meshwright.spec.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
-from meshwright.spec.held import held, memory
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.scheme_names import scheme_named
+from meshwright.spec.memory.held import held, memory
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.scheme_names import scheme_named
+from meshwright.spec.weights.boxes import boxes
+from meshwright.spec.weights.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
+from meshwright.spec.weights.inventory import parameters
 from meshwright.store import checkpoint
 from meshwright.training import loop
 from tests.model.shrunk import tokens

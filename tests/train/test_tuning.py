@@ -11,8 +11,8 @@ import torch
 from meshwright import planfile
 from meshwright.api.plan_reading import read_folder
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.sample_rows import SampleRows
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.spec import BatchStage, Plan, Recipe
 from meshwright.spec.errors import CheckpointError, IllegalLayout, PlanError
 from meshwright.training import loop

@@ -14,9 +14,9 @@ import torch
 from meshwright import planfile
 from meshwright.api.plan_reading import read_folder
 from meshwright.data import prepare
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.sample_rows import SampleRows
-from meshwright.model.hub.adapter import save_adapter
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows
+from meshwright.formats.hub.adapter import save_adapter
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
 from meshwright.training import loop

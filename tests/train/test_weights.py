@@ -12,8 +12,8 @@ from meshwright import planfile
 from meshwright.api.plan_reading import read_folder
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
-from meshwright.model.hub import export_folder
-from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.formats.hub import export_folder
+from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.spec import ModelShape, MoEShape, Plan
 from meshwright.spec.errors import DataError, HubError, PlanError
 from meshwright.store import checkpoint

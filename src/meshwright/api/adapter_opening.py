@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from meshwright.api.arguments import Place, folder_of
+from meshwright.formats.hub import import_folder
+from meshwright.formats.hub.adapter import is_adapter, load_adapter
 from meshwright.model import Transformer
-from meshwright.model.hub import import_folder
-from meshwright.model.hub.adapter import is_adapter, load_adapter
 from meshwright.serve.loaded_adapters import LoadedAdapters
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.lora import SAME
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.model.lora import SAME
+from meshwright.spec.plan.plan import RANDOM
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint

@@ -15,9 +15,9 @@ from meshwright.planfile.overrides import overridden_keys
 from meshwright.planfile.writing import dump
 from meshwright.spec import Data, Plan, presets
 from meshwright.spec.errors import ArgumentError, PlanError
-from meshwright.spec.inventory import num_parameters
-from meshwright.spec.objective_traits import DISTILL
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan.plan import RANDOM
+from meshwright.spec.recipe.objectives import DISTILL
+from meshwright.spec.weights.inventory import num_parameters
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.watch import Watcher
 

@@ -20,8 +20,8 @@ from meshwright.api.model_opening import described, load
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.gguf_reading import is_gguf_path
 from meshwright.data import Tokenizer
-from meshwright.data.rendering import ROLES
-from meshwright.model.hub.adapter import base_folder, is_adapter
+from meshwright.data.chat.rendering import ROLES
+from meshwright.formats.hub.adapter import base_folder, is_adapter
 from meshwright.model.low_rank import merged
 from meshwright.observe.tasks.paired_statistics import (
     Aggregate,
@@ -34,8 +34,8 @@ from meshwright.observe.tasks.paired_statistics import (
 )
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
-from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.units import many
+from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store.model_place import LAST
 from meshwright.training.evaluate import row_losses
 

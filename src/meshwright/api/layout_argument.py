@@ -6,11 +6,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.spec import Layout, Plan
-from meshwright.spec.capturing_rules import CAPTURED, policies
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.layout import RECOMPUTE, known_word
+from meshwright.spec.layout.layout import RECOMPUTE, known_word
+from meshwright.spec.layout.schedule_kinds import NAMES
 from meshwright.spec.presets import suggested
-from meshwright.spec.schedule_kinds import NAMES
+from meshwright.spec.rules.capturing import CAPTURED, policies
 from meshwright.spec.units import many
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")

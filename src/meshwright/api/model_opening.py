@@ -11,16 +11,16 @@ from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
 from meshwright.data import Tokenizer
+from meshwright.formats.hub import HubFolder, import_folder
+from meshwright.formats.hub.adapter import base_folder, load_adapter
+from meshwright.formats.quantized.detection import is_quantized
+from meshwright.formats.quantized.folder import decoded_parts, open_quantized
+from meshwright.formats.quantized.interface import fill
 from meshwright.model import Transformer, build
-from meshwright.model.hub import HubFolder, import_folder
-from meshwright.model.hub.adapter import base_folder, load_adapter
 from meshwright.model.low_rank import merged
-from meshwright.model.quantized_formats.folder_format import fill
-from meshwright.model.quantized_formats.folder_quantization import is_quantized
-from meshwright.model.quantized_formats.quantized_folder import decoded_parts, open_quantized
 from meshwright.model.transformer import build_quantized, skeleton
-from meshwright.spec.inventory import adapter_parts
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import open_base
 from meshwright.store.model_place import AUTO, LAST, check_model
@@ -30,7 +30,7 @@ from meshwright.training.device import pick_device
 from meshwright.training.precision import DTYPES
 
 if TYPE_CHECKING:
-    from meshwright.model.gguf.gguf_model import GGUFModel
+    from meshwright.formats.gguf.model import GGUFModel
 
 Put = Callable[[str, Tensor], object]
 """Stores a whole weight by its name."""
@@ -97,7 +97,7 @@ def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
         run, checkpoint_path = locate(path, checkpoint)
         return _trained_run(run, checkpoint_path, skeleton(run.plan.model.base), path)
     if is_gguf_path(path):
-        from meshwright.model.gguf.gguf_model import open_gguf
+        from meshwright.formats.gguf.model import open_gguf
 
         opened = open_gguf(path)
         return _trained_gguf(opened, skeleton(opened.shape))
@@ -132,7 +132,7 @@ def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
 
 def _open_gguf(path: Path, dtype: str | None, allocate: Allocate) -> TrainedModel:
     """Open a GGUF file. Codes are restored in fp32 and cast."""
-    from meshwright.model.gguf.gguf_model import open_gguf
+    from meshwright.formats.gguf.model import open_gguf
 
     gguf = open_gguf(path)
     wanted = DTYPES[dtype] if dtype else gguf.dtype

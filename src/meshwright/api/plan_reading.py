@@ -13,7 +13,7 @@ from meshwright.planfile.folders import FolderModel
 from meshwright.planfile.reading import MUST_SAY
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 TEXTS = (".jsonl", ".parquet", ".txt")
 """Endings of files of training text. A plan is YAML, which includes .json."""
@@ -71,8 +71,8 @@ def read_folder(folder: Path) -> FolderModel:
     Raises HubError or PlanError for a folder that is neither, that is damaged, or that cannot be trained, except for
     models that can only be planned.
     """
-    from meshwright.model.hub.folder_config import CONFIG, read_config
-    from meshwright.model.quantized_formats.folder_quantization import quantization
+    from meshwright.formats.hub.json_files import CONFIG, read_config
+    from meshwright.formats.quantized.detection import quantization
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
@@ -108,8 +108,8 @@ def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
 
 def _planned(config: Path, name: str, *, strictly: bool) -> ModelShape | None:
     """Return the shape, or None if the engine trains the family and nothing has to be read strictly."""
-    from meshwright.model.hub.folder_config import QUANTIZATION, read_json
-    from meshwright.model.hub.planned_config import is_planned, planned_shape
+    from meshwright.formats.hub.json_files import QUANTIZATION, read_json
+    from meshwright.formats.hub.planned_config import is_planned, planned_shape
 
     config_entries = read_json(config)
     if config_entries is None or not (strictly or is_planned(config_entries)):

@@ -20,8 +20,8 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
-from meshwright.spec.legal import layout_violations
-from meshwright.spec.objective_traits import DISTILL
+from meshwright.spec.recipe.objectives import DISTILL
+from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.units import GIB
 
 SEQUENCE = 8192
@@ -205,7 +205,7 @@ def _holds_codes(path: Path) -> bool:
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         return False
-    from meshwright.model.quantized_formats.folder_quantization import is_quantized
+    from meshwright.formats.quantized.detection import is_quantized
 
     return is_quantized(folder)
 

@@ -23,8 +23,8 @@ from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, MeshwrightError
-from meshwright.spec.places import pipeline_ranks
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
 from meshwright.training.watch import Forecast, Summary
 

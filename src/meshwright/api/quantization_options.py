@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from meshwright.compress.bit_budget import ladder
 from meshwright.data.preparation import check_text
 from meshwright.spec.errors import ArgumentError, RunError
-from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
+from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme
 from meshwright.spec.presets import nearest
-from meshwright.spec.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme
 from meshwright.spec.units import GIB, MIB, gib
+from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.store.durable import free_bytes, refuse_taken, refuse_unwritable
 from meshwright.store.model_place import LAST, check_dtype, check_gguf_path, check_model
 

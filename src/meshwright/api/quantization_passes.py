@@ -17,9 +17,9 @@ from meshwright.compress.finished_blocks import FinishedBlocks
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized
+from meshwright.formats.hub.weight_names import tensor_sizes
+from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel, Weights
 from meshwright.model import Transformer
-from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.spec import num_parameters
 
 MOST_FP32 = 2**30

@@ -23,15 +23,15 @@ from meshwright.compress.original import open_original
 from meshwright.compress.quality import Quality
 from meshwright.compress.sensitivity import measured_groups
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
+from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel
+from meshwright.formats.quantized.table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model import Transformer
-from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel
-from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.quality_page.quality_page import page
 from meshwright.spec.errors import OutsideTolerance, PlanError
-from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import gib
+from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.store.durable import one_line
 from meshwright.store.model_place import LAST
 from meshwright.training.batches import Batch
@@ -201,7 +201,8 @@ def quantize(
 
     Args:
         model: A run or a Hugging Face directory.
-        scheme: A name of meshwright.spec.quantization_schemes, or of gguf_schemes, for which `out` is one GGUF file.
+        scheme: A name of meshwright.spec.model.quantization_schemes, or of gguf_schemes, for which `out` is one GGUF
+        file.
         out: Folder or file to write.
         format: Format of the folder.
         group: Inputs that share a scale. None = as the scheme says.

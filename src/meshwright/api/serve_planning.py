@@ -35,10 +35,10 @@ from meshwright.planner.serving.serving_plan import (
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
-from meshwright.spec.inventory import num_parameters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.serving_defaults import BESIDE_ANSWERS
+from meshwright.spec.execution.serving_defaults import BESIDE_ANSWERS
+from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.units import gib
+from meshwright.spec.weights.inventory import num_parameters
 
 if TYPE_CHECKING:
     from meshwright.api.serving_load import ServingColumns

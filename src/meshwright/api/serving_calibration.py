@@ -23,8 +23,8 @@ from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.inventory import num_parameters
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.inventory import num_parameters
 
 Clock = Callable[[], float]
 """Returns seconds. Other programs hardly affect one thread's processor time."""

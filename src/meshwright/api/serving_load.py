@@ -23,7 +23,7 @@ from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 BLOCK = 16
 

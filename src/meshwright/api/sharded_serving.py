@@ -23,9 +23,9 @@ from torch import Tensor
 from meshwright.api.arguments import Place, folder_of
 from meshwright.api.model_opening import Allocate, Put, described, opened
 from meshwright.api.trained_model import TrainedModel
+from meshwright.formats.hub.adapter import base_folder, is_adapter
+from meshwright.formats.quantized.detection import is_quantized
 from meshwright.model import Transformer
-from meshwright.model.hub.adapter import base_folder, is_adapter
-from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.observe.ranks import start
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.serve.engine_options import EngineOptions
@@ -34,8 +34,8 @@ from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.spec import Layout, Recipe
 from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
-from meshwright.spec.legal import layout_violations
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.legal import layout_violations
 from meshwright.store.model_place import LAST
 from meshwright.training.device import pick_device
 

@@ -13,10 +13,10 @@ from meshwright.api.adapter_opening import beside, opened_adapter, opened_adapte
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
-from meshwright.data.corpus import MixedStream, TokenStream
-from meshwright.data.mixed_rows import MixedRows
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.corpus.corpus import MixedStream, TokenStream
 from meshwright.data.preparation import form_of
+from meshwright.data.sequences.mixed_rows import MixedRows
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
@@ -30,14 +30,14 @@ from meshwright.server.hosted_model import HostedModel
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
-from meshwright.spec.objective_traits import CROSS_ENTROPY
-from meshwright.spec.plan import SAMPLES
-from meshwright.spec.serving_defaults import GPU_SEQUENCES
+from meshwright.spec.execution.serving_defaults import GPU_SEQUENCES
+from meshwright.spec.plan.plan import SAMPLES
+from meshwright.spec.recipe.objectives import CROSS_ENTROPY
 from meshwright.spec.units import count, many
 from meshwright.training.precision import DTYPES
 
 if TYPE_CHECKING:
-    from meshwright.data.chat_template import ChatTemplate
+    from meshwright.data.chat.template import ChatTemplate
     from meshwright.training.evaluate import HeldOutRows
     from meshwright.training.watch import EvalMetrics
 
@@ -273,13 +273,13 @@ class TrainedModel:
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of a conversation, by the chat template of the model. Raises as `encode_chat`."""
-        from meshwright.data.chat_prompt import chat_prompt
+        from meshwright.data.chat.prompt import chat_prompt
 
         return chat_prompt(*self.chat_template(), messages)
 
     def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
         """Return the tokenizer and its chat template. Raises PlanError without a tokenizer."""
-        from meshwright.data.chat_prompt import template_of
+        from meshwright.data.chat.prompt import template_of
 
         tokenizer = self.tokenizer
         if tokenizer is None:

@@ -15,8 +15,8 @@ from meshwright.api.plan_reading import read_plan, words_of
 from meshwright.observe.compare.metric_records import Record, records
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, RunError
+from meshwright.spec.plan.worlds import world_violation
 from meshwright.spec.units import count, duration
-from meshwright.spec.worlds import world_violation
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 

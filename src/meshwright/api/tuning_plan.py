@@ -14,12 +14,12 @@ from meshwright.api.tuning_defaults import (
     defaults_of,
     rate_of_adapters,
 )
-from meshwright.data.numbered_rows import check_objective
 from meshwright.data.preparation import holds_pairs
+from meshwright.data.sequences.numbered_rows import check_objective
 from meshwright.planfile.overrides import overridden_keys
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan.plan import RANDOM
 
 
 def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:

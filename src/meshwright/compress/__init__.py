@@ -11,5 +11,5 @@
     distill_sequences a file of a teacher's answers
 
 Add a method that needs the activations of each matrix beside `gptq`; it receives what `input_statistics` gathers. Add
-a file format to the table in `model/quantized_formats`.
+a file format to the table in `formats/quantized`.
 """

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 
 RUNGS = (3, 4, 5, 6, 8)
 """Bit widths to choose from."""

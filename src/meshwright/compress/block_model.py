@@ -10,7 +10,7 @@ from meshwright.compress.layer_inputs import reading
 from meshwright.kernels.experts import Counts
 from meshwright.model.rope import frequencies
 from meshwright.model.transformer import Block, shrink, skeleton
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 from meshwright.training.batches import Batch
 
 

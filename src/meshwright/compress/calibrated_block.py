@@ -19,7 +19,7 @@ from meshwright.compress.input_statistics import Inputs, Wanted
 from meshwright.compress.stream import QuantizedLayer, layer_of
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import relative_error
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 
 Parts = dict[str, Tensor | QuantizedMatrix]
 """Parameters of a block by name, in the form in which they are stored."""

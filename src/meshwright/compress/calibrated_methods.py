@@ -10,7 +10,7 @@ from meshwright.kernels.quantized_linear import quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.kernels.weight_codes import check_finite, check_scales, scales_of
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 
 FEWEST = 4
 """Calibrate an expert when it received at least one row per FEWEST input columns."""

@@ -16,11 +16,11 @@ from meshwright.compress.calibrated_block import advance, quantize_block
 from meshwright.compress.finished_blocks import Fingerprint, FinishedBlocks
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
-from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.quantized_formats.folder_format import QuantizedModel, Weights
+from meshwright.formats.hub.weight_names import tensor_sizes
+from meshwright.formats.quantized.interface import QuantizedModel, Weights
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import DataError, MeshwrightError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.training.batches import Batch
 
 

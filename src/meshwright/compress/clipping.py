@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.kernels.quantization import grouped
 from meshwright.kernels.quantized_matrix import nearest_codes, numbers_of
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 
 LEAST, SHARES = 0.7, 12
 """Smallest share of a range to try, and number of shares."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data import Tokenizer
-from meshwright.data.chat_template import ChatTemplate
-from meshwright.data.rows import Malformed, Row, json_array, jsonl, parquet, readable_location
-from meshwright.data.samples import Continuation, Conversation, Preference, sample
+from meshwright.data.chat.samples import Continuation, Conversation, Preference, sample
+from meshwright.data.chat.template import ChatTemplate
+from meshwright.data.text.rows import Malformed, Row, json_array, jsonl, parquet, readable_location
 from meshwright.spec.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.model.hub import export_folder
+from meshwright.formats.hub import export_folder
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import PlanError
 from meshwright.spec.user_cache import default_root

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from meshwright.compress.calibrated_block import Parts, QuantizedBlock
 from meshwright.compress.stream import QuantizedLayer
+from meshwright.formats.hub.directory import fresh_folder
+from meshwright.formats.hub.json_files import read_json
+from meshwright.formats.safetensors.files import SINGLE, Planned, ShardWriter, pieces, stored_tensors
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
-from meshwright.model.hub.directory import fresh_folder
-from meshwright.model.hub.folder_config import read_json
-from meshwright.model.hub.safetensors_files import SINGLE, Planned, ShardWriter, pieces, stored_tensors
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import GB
 from meshwright.store.commit import record as record_of
 

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data import Tokenizer
-from meshwright.data.cache_folder import lock, new_folder
-from meshwright.model.gguf.gguf_header import is_gguf
+from meshwright.data.corpus.cache_folder import lock, new_folder
+from meshwright.formats.gguf.header import is_gguf
 from meshwright.spec.errors import DataError, HubError
 from meshwright.spec.user_cache import default_root
 
 if TYPE_CHECKING:
-    from meshwright.model.gguf.gguf_model import GGUFModel
+    from meshwright.formats.gguf.model import GGUFModel
 
 
 def gguf_tokenizer(model: "GGUFModel") -> Tokenizer | None:

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
+from meshwright.formats.gguf.header import Value
+from meshwright.formats.gguf.metadata import frequency_factors
+from meshwright.formats.gguf.model import FILE_TYPES, general_keys, is_float, planned_tensors, stays_wide
+from meshwright.formats.gguf.names import FREQUENCIES, architecture_of, gguf_bindings, ungguffable
+from meshwright.formats.gguf.vocabulary import vocabulary_keys
+from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
+from meshwright.formats.hub.weight_names import Binding
 from meshwright.kernels.block_decoding import FLOAT_DTYPES, decode
 from meshwright.kernels.block_encoding import encode
-from meshwright.model.gguf.gguf_header import Value
-from meshwright.model.gguf.gguf_metadata import frequency_factors
-from meshwright.model.gguf.gguf_model import FILE_TYPES, general_keys, is_float, planned_tensors, stays_wide
-from meshwright.model.gguf.gguf_names import FREQUENCIES, architecture_of, gguf_bindings, ungguffable
-from meshwright.model.gguf.gguf_vocabulary import vocabulary_keys
-from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
-from meshwright.model.hub.weight_names import Binding
-from meshwright.spec.block_types import BLOCK_TYPES
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.gguf_schemes import GGUFScheme
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.block_types import BLOCK_TYPES
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.gguf_schemes import GGUFScheme
 from meshwright.store.run_folder import ids_of
 
 CHECKED = 2**24

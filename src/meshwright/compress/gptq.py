@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.quantized_matrix import nearest_codes, numbers_of
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 
 DAMPING = 0.01
 """Share of the diagonal's mean that is added to the diagonal."""

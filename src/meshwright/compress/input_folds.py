@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 SHARED_INPUT = (("q", "k", "v", "q_down", "kv_down"), ("q_up",), ("kv_up",), ("o",), ("gate", "up"), ("down",))
 """Matrices of one module that read the same inputs, in the order in which they are applied."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.kernels.quantized_linear import row_codes
 from meshwright.kernels.weight_codes import coded
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 
 Tied = Callable[[Tensor], Tensor]
 EXPONENTS = 20

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from meshwright.compress.gguf_reading import gguf_generation, gguf_tokenizer, is_gguf_path
 from meshwright.data import Tokenizer
-from meshwright.model.gguf.gguf_model import open_gguf
-from meshwright.model.hub.adapter import is_adapter
-from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
-from meshwright.model.hub.weights import stored_weights
-from meshwright.model.quantized_formats.quantized_folder import open_numbers
+from meshwright.formats.gguf.model import open_gguf
+from meshwright.formats.hub.adapter import is_adapter
+from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
+from meshwright.formats.hub.weights import stored_weights
+from meshwright.formats.quantized.folder import open_numbers
 from meshwright.spec.errors import PlanError
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import final_weights, locate
 from meshwright.store.run_folder import no_model

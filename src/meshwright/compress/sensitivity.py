@@ -20,7 +20,7 @@ from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import skeleton
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.training.batches import Batch
 
 

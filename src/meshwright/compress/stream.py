@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from meshwright.compress.original import OriginalModel
+from meshwright.formats.hub.directory import fresh_folder, write_beside_weights
+from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel, Weights
+from meshwright.formats.safetensors.files import ShardWriter, file_bytes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
-from meshwright.model.hub.directory import fresh_folder, write_beside_weights
-from meshwright.model.hub.safetensors_files import ShardWriter, file_bytes
-from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import GB
 
@@ -113,6 +113,6 @@ def _quantized(
 
 def model_bytes(model: QuantizedModel) -> int:
     """Return the size of the parameters without codes."""
-    from meshwright.model.hub.weight_names import tensor_sizes
+    from meshwright.formats.hub.weight_names import tensor_sizes
 
     return sum(torch.Size(size).numel() for size in tensor_sizes(model.shape).values()) * model.dtype.itemsize

@@ -9,19 +9,19 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Literal
 
-from meshwright.data import sample_cache, token_cache
-from meshwright.data.cache_folder import Progress
-from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
-from meshwright.data.named_templates import named_template
-from meshwright.data.numbered_rows import check_alike
-from meshwright.data.rows import Malformed, MalformedRows, all_malformed, require_hub
-from meshwright.data.samples import Preference, Sample, is_sample, sample
-from meshwright.data.sources import Source
-from meshwright.data.token_cache import TRAINING_CHARACTERS, beginning, trained_folder
-from meshwright.data.tokenizer import Tokenizer, tokenizer_file
+from meshwright.data.chat.named_templates import named_template
+from meshwright.data.chat.samples import Preference, Sample, is_sample, sample
+from meshwright.data.corpus import sample_cache, token_cache
+from meshwright.data.corpus.cache_folder import Progress
+from meshwright.data.corpus.corpus import Corpus, MixedStream, Stream, TokenStream
+from meshwright.data.corpus.token_cache import TRAINING_CHARACTERS, beginning, trained_folder
+from meshwright.data.sequences.numbered_rows import check_alike
+from meshwright.data.text.rows import Malformed, MalformedRows, all_malformed, require_hub
+from meshwright.data.text.sources import Source
+from meshwright.data.tokens.tokenizer import Tokenizer, tokenizer_file
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError
-from meshwright.spec.plan import SAMPLES, STDLIB, TEXT
+from meshwright.spec.plan.plan import SAMPLES, STDLIB, TEXT
 from meshwright.spec.user_cache import writable_root
 
 _LOOKED_AT = 256

@@ -16,7 +16,7 @@ from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.kernels.varlen import borders_of
-from meshwright.spec.attention_kernels import Case
+from meshwright.spec.execution.attention_kernels import Case
 
 
 class DocumentSpans(NamedTuple):
@@ -256,7 +256,8 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
 def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """Return `cudnn`, `flash-4` or `flash`: the GPU kernel for q (B, S, H, E) over as many keys.
 
-    The table is in spec/attention_kernels.py. A dry run models flash, which saves the same tensors as the others.
+    The table is in spec/execution/attention_kernels.py. A dry run models flash, which saves the same tensors as the
+    others.
     """
     if simulated_kind() or q.device.type != "cuda" or q.dtype not in NARROW:
         return "flash"

@@ -22,8 +22,8 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import device_kind, simulated_kind
-from meshwright.spec.head_chunk import CHUNK_BYTES
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.head_chunk import CHUNK_BYTES
+from meshwright.spec.memory.purpose import takes
 
 IGNORED = -100
 MIN_CHUNK_ROWS = 256

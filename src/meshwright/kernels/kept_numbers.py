@@ -15,7 +15,7 @@ from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.norm import rms_norm_reference
 from meshwright.kernels.quantization import E4M3, absmax_scale, e4m3_scale, highest
 from meshwright.kernels.rope import rotate_reference
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution.serving_defaults import CacheForm
 
 
 @final

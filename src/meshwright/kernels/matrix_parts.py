@@ -11,8 +11,8 @@ from torch import Tensor
 from meshwright.kernels.quantization import absmax_scale, doubled, grouped, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.kernels.weight_codes import extremes, grid_of, in_pieces, joined
-from meshwright.spec.code_cuts import CodesCut
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.model.quantization_schemes import Scheme
+from meshwright.spec.weights.code_cuts import CodesCut
 
 Largest = Callable[[Tensor], Tensor]
 """Reduces numbers >= 0 of this rank to the largest over all ranks that hold parts."""
@@ -20,7 +20,7 @@ Largest = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """A part (..., n, k) whose scales depend on numbers that other ranks hold (spec/shared_scales.py)."""
+    """A part (..., n, k) whose scales depend on numbers that other ranks hold (spec/weights/shared_scales.py)."""
 
     cut: CodesCut
     largest: Largest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.linear import needs_wide
-from meshwright.spec.matrix_exchange import ITERATIONS
+from meshwright.spec.memory.matrix_exchange import ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

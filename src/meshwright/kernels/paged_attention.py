@@ -22,7 +22,7 @@ from meshwright.kernels.kept_numbers import PagedStore
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import can_fuse
 from meshwright.kernels.target import device_kind
-from meshwright.spec.graph_sizes import WIDEST
+from meshwright.spec.execution.graph_sizes import WIDEST
 
 HIDDEN = float("-inf")
 """Number added to the score of a key that a query does not see."""

@@ -29,8 +29,8 @@ from meshwright.kernels.quantization import (
     undoubled,
     unpack,
 )
-from meshwright.spec.code_cuts import CodesCut, ScalePlaces
-from meshwright.spec.quantization_schemes import PIECE, TABLES, Codes, Scheme
+from meshwright.spec.model.quantization_schemes import PIECE, TABLES, Codes, Scheme
+from meshwright.spec.weights.code_cuts import CodesCut, ScalePlaces
 
 PARTS = {name: name for name in ("codes", "scales", "outer", "offset", "zeros", "columns")} | {
     "kept": "unquantized", "order": "order",

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.kernels.quantization import absmax_scale, doubled, e4m3_scale, grouped, zero_point_grid
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix, assembled, nearest
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import PIECE, TABLES, Scheme
+from meshwright.spec.model.quantization_schemes import PIECE, TABLES, Scheme
 
 NORM, PENALTY, GROWTH, TURNS = 0.7, 10.0, 1.01, 20
 """p; the first penalty and its growth per turn; number of turns. All as published."""

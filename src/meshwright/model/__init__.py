@@ -6,7 +6,6 @@ seams            every point where a layout replaces the arithmetic
 low_rank, quantized_weights, fake_quantized     other kinds of weights in these layers
 init             initial weights
 generate, kv_cache, prompt_batch     text generation, for one prompt or several
-hub, gguf, quantized_formats     folders and files of other software
 """
 
 from typing import TYPE_CHECKING

@@ -17,7 +17,7 @@ from meshwright.model.linear import Linear, held_rows, is_plain, read, write
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
 from meshwright.model.seams import Seams
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from meshwright.kernels.weight_gradients import stand_for
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.shape import ModelShape
 
 Coding = Callable[[Tensor], QuantizedMatrix]
 """Function from a matrix (N, K), or a stack (X, N, K), to its codes."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 
 def width_deviation(hidden: int) -> float:

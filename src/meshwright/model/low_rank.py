@@ -4,7 +4,7 @@
     DoRA    y = m / |W + s B A| * (x W^T + s (x A^T) B^T)        m (out,) trained; the norm, of rows, as a constant
 
 A is multiplied in the same product as W, so x is entered, read and saved once. On a rank that holds a part of W's rows
-or columns, each sum above is its part of the whole one (spec/inventory.py says who holds what).
+or columns, each sum above is its part of the whole one (spec/weights/inventory.py says who holds what).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
 from meshwright.model.quantized_weights import frozen_schemes, put_quantized
 from meshwright.model.seams import same
-from meshwright.spec.inventory import parameters
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.inventory import parameters
 
 TINY = 2.0**-100
 """Least squared length of a row. A row of zeros, as pruning leaves it, has this length and stays zero."""

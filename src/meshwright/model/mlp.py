@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.model.linear import Linear, read, sole_matrix, write
 from meshwright.model.seams import Border
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 
 class GatedMLP(nn.Module):

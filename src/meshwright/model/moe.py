@@ -19,7 +19,7 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix, experts
 from meshwright.model.linear import Weight
 from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
 from meshwright.model.seams import Seams, same
-from meshwright.spec.shape import ModelShape, MoEShape
+from meshwright.spec.model.shape import ModelShape, MoEShape
 
 
 class Router(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 
 class RMSNorm(nn.Module):

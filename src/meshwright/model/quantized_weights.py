@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix, cut
-from meshwright.spec.boxes import Box
-from meshwright.spec.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
-from meshwright.spec.inventory import parameters
-from meshwright.spec.quantization_schemes import Scheme, Size
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.quantization_schemes import Scheme, Size
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
+from meshwright.spec.weights.inventory import parameters
 
 RUN = "quantized.run"
 """End of a parameter's name that marks bytes of codes."""

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.spec.shape import ModelShape, RopeScaling, temperature
+from meshwright.spec.model.shape import ModelShape, RopeScaling, temperature
 
 
 def frequencies(shape: ModelShape) -> Tensor:

@@ -28,8 +28,8 @@ from meshwright.model.quantized_weights import put_quantized
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.model.seams import Seams
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import Scheme
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.quantization_schemes import Scheme
+from meshwright.spec.model.shape import ModelShape
 
 
 class Block(nn.Module):

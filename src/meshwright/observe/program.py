@@ -22,12 +22,12 @@ from meshwright.parallel.group import Group
 from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.held import WIDTHS, written_bytes
-from meshwright.spec.layout import Layout
-from meshwright.spec.objective_traits import most_answers
-from meshwright.spec.places import place_of
-from meshwright.spec.sampling_memory import cache_bytes
-from meshwright.spec.schedule import schedule
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import place_of
+from meshwright.spec.layout.schedule import schedule
+from meshwright.spec.memory.held import WIDTHS, written_bytes
+from meshwright.spec.memory.sampling import cache_bytes
+from meshwright.spec.recipe.objectives import most_answers
 from meshwright.store.staging import Staging, copied_bytes
 from meshwright.training.batches import Batch, Share, split, to_batch, to_columns
 from meshwright.training.distillation import LIKELIEST, LOGS

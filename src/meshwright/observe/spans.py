@@ -14,7 +14,7 @@ import torch
 
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.pipeline import Passes
-from meshwright.spec.schedule import Action
+from meshwright.spec.layout.schedule import Action
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import MicroPass
 

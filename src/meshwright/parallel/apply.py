@@ -33,15 +33,15 @@ from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
 from meshwright.parallel.sequence import SequenceSlices
 from meshwright.parallel.tensor import apply_tensor_parallel
-from meshwright.spec.boxes import Box, boxes
-from meshwright.spec.compiled_blocks import can_be_compiled, experts_stay_apart
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.held import adds_gradients, common
-from meshwright.spec.held import held as held_by
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import shares_tied_ends
-from meshwright.spec.places import own_stages
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import own_stages
+from meshwright.spec.memory.held import adds_gradients, common
+from meshwright.spec.memory.held import held as held_by
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.compiled_blocks import can_be_compiled, experts_stay_apart
+from meshwright.spec.rules.legal import shares_tied_ends
+from meshwright.spec.weights.boxes import Box, boxes
 
 
 def build_engine(

@@ -18,11 +18,11 @@ from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.group import Group
 from meshwright.parallel.recompute import block_call
-from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.errors import PlanError
-from meshwright.spec.frozen_code_rules import holds_codes
-from meshwright.spec.layout import Layout, Recompute
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout, Recompute
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.compiled_blocks import keeps_no_norms
+from meshwright.spec.rules.frozen_codes import holds_codes
 
 VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training, evaluation, packed, plain, windows, numbers of rows.

@@ -20,7 +20,7 @@ from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask
 from meshwright.kernels.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout import known_word
+from meshwright.spec.layout.layout import known_word
 
 
 @dataclass(frozen=True, slots=True)

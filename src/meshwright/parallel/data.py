@@ -39,8 +39,8 @@ from meshwright.model.moe import MoE
 from meshwright.model.quantized_weights import QuantizedWeight, is_run
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, device_mesh
-from meshwright.spec.boxes import Box, shard, sharded_dim
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.purpose import takes
+from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 
 FIRST, LAST = ("embed", "positions"), ("norm", "head")
 """Modules before and behind the blocks."""

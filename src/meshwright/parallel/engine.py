@@ -20,8 +20,8 @@ from meshwright.parallel.pass_graphs import Capturable, PassGraphs
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.replicas import Replicas
-from meshwright.spec.boxes import Box
-from meshwright.spec.held import Common
+from meshwright.spec.memory.held import Common
+from meshwright.spec.weights.boxes import Box
 
 P = TypeVar("P", bound=Pass)
 

@@ -35,8 +35,8 @@ from meshwright.model.seams import Dispatch
 from meshwright.parallel import operators
 from meshwright.parallel.group import Group
 from meshwright.parallel.row_exchange import Route, Sorting, Way, arrive, depart, home, turn
-from meshwright.spec.purpose import takes
-from meshwright.spec.shape import MoEShape
+from meshwright.spec.memory.purpose import takes
+from meshwright.spec.model.shape import MoEShape
 
 
 def whole(rows: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.parallel.traffic import Traffic
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.purpose import takes
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

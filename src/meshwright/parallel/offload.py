@@ -28,7 +28,7 @@ from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.saved_tensors import SavedTensorHooks, saving_by
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.purpose import takes
 
 
 class Lane:

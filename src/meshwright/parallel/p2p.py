@@ -1,8 +1,8 @@
 """Tensors that pipeline ranks send each other in one step, and when each send and receive is started.
 
-Each link (spec/replay.py: a kind, a sender, a receiver) has a process group of its own, so that nothing waits behind an
-unrelated transfer. A send is started as soon as its tensor is made. A receive is started before the action that reads
-it, up to AHEAD of its kind earlier, so that it travels while the rank computes.
+Each link (spec/layout/replay.py: a kind, a sender, a receiver) has a process group of its own, so that nothing waits
+behind an unrelated transfer. A send is started as soon as its tensor is made. A receive is started before the action
+that reads it, up to AHEAD of its kind earlier, so that it travels while the rank computes.
 
 On a GPU an open receive is a kernel that runs until the tensor arrives. The first launch of another kernel may wait
 until nothing runs: CUDA loads code lazily, and compiled code is loaded when it is made. So any action may have to wait
@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.group import Group
-from meshwright.spec.purpose import takes
-from meshwright.spec.replay import StageLink, Transfer, numbered, transfers
-from meshwright.spec.schedule import Action, Actions
+from meshwright.spec.layout.replay import StageLink, Transfer, numbered, transfers
+from meshwright.spec.layout.schedule import Action, Actions
+from meshwright.spec.memory.purpose import takes
 
 AHEAD = 1
 """Receives of a kind that are started early. Each takes the memory of a tensor."""

@@ -23,8 +23,8 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.replicas import Bucket, Replicas
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
 
 _log = logging.getLogger("meshwright")
 

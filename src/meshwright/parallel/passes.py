@@ -13,9 +13,9 @@ from meshwright.parallel import data
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Pipeline, Stage, WarmUp
 from meshwright.parallel.replicas import Replicas
-from meshwright.spec.layout import Layout
-from meshwright.spec.places import layers_of_stages
-from meshwright.spec.schedule import Action, last_of
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import layers_of_stages
+from meshwright.spec.layout.schedule import Action, last_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -1,4 +1,4 @@
-"""One executor for all pipeline schedules (spec/schedule.py): it follows this rank's list, action by action.
+"""One executor for all pipeline schedules (spec/layout/schedule.py): it follows this rank's list, action by action.
 
     F    the stage's forward pass on the output of the stage before; its own output goes to the next stage
     B    gradients of the stage's input, norms and biases; the input's gradient goes to the stage before
@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from meshwright.kernels.weight_gradients import WeightGradients, splitting, whole
 from meshwright.parallel.group import Group
 from meshwright.parallel.p2p import Kind, PointToPoint, RankProgram, program
-from meshwright.spec.replay import StageLink
-from meshwright.spec.schedule import Action, forward_only, schedule, stage_rank, stages_of
+from meshwright.spec.layout.replay import StageLink
+from meshwright.spec.layout.schedule import Action, forward_only, schedule, stage_rank, stages_of
 
 Stage = Callable[[Tensor | None, Any], tuple[Tensor | None, Tensor | None]]
 """(output of the stage before or None, micro-batch) -> (output, unread on the last; part of the loss () or None)."""

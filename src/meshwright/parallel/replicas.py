@@ -1,8 +1,8 @@
 """ZeRO-0: every rank holds every parameter, and gradients are summed over the ranks once a step.
 
 A bucket is a block; embedding, and norm with head, are one each. Without a pipeline small neighbours form one bucket
-(spec/gradient_buckets.py); with one, a rank holds several models. Micro-batches are added up in one buffer for each
-bucket, of which the gradients are views. When the last backward pass has made the last gradient of a bucket, its
+(spec/memory/gradient_buckets.py); with one, a rank holds several models. Micro-batches are added up in one buffer for
+each bucket, of which the gradients are views. When the last backward pass has made the last gradient of a bucket, its
 all-reduce begins, in place, while the backward pass goes on (Li et al. 2020, arXiv:2006.15704).
 
 If a step has only one micro-batch, gradients stay as they are made until a bucket has all. Then they are copied into
@@ -31,8 +31,8 @@ from meshwright.model.moe import MoE
 from meshwright.parallel.data import meeting
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.gradient_buckets import bucket_counts
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.gradient_buckets import bucket_counts
+from meshwright.spec.memory.purpose import takes
 
 
 @dataclass(slots=True, eq=False)

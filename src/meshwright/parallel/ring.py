@@ -28,7 +28,7 @@ from meshwright.kernels.target import device_kind
 from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
 from meshwright.parallel.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.purpose import takes
 
 MOST_HIDDEN = 2**20
 """Elements, queries times keys of a window, of a mask within a piece: 4 MiB."""

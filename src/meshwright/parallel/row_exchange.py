@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.group import Group, Pending
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.purpose import takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from meshwright.parallel.column_parallel import ColumnParallelProducts
 from meshwright.parallel.group import Group
 from meshwright.parallel.row_parallel import RowParallelProducts
 from meshwright.parallel.sequence import SequenceSlices, gather, scatter
-from meshwright.spec.boxes import share
+from meshwright.spec.weights.boxes import share
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp. One rank adds the bias."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import MeshwrightError, PlanError
-from meshwright.spec.lora import NONE
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.lora import NONE
+from meshwright.spec.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

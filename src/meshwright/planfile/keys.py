@@ -5,7 +5,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 from meshwright.spec.presets import nearest
 
 SHORTHAND = {

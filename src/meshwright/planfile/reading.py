@@ -32,8 +32,8 @@ from meshwright.planfile.text import OVERRIDE, Node, parse_file, parse_override,
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.hub_names import download_hint, missing, shape_alone
-from meshwright.spec.layout import AXES
-from meshwright.spec.plan import RANDOM, Plan
+from meshwright.spec.layout.layout import AXES
+from meshwright.spec.plan.plan import RANDOM, Plan
 
 DEFAULT_MODEL = "llama-tiny"
 FOLDERS = "a preset, a run folder, or a Hugging Face directory"

@@ -21,7 +21,7 @@ from meshwright.planfile.paths import written
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import Plan, as_document
+from meshwright.spec.plan.plan import Plan, as_document
 
 WIDTH = 120
 COMMENT_COLUMN = 34

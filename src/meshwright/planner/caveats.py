@@ -11,8 +11,8 @@ from meshwright.planner.cost.engine_speeds import takes_flash_4
 from meshwright.planner.kernels.chips import REACHED
 from meshwright.planner.step.predict import predict
 from meshwright.planner.step.prediction import Prediction
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 from meshwright.spec.units import gib
 
 BEST_MFU: dict[str, tuple[float, str]] = {

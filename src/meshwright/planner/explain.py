@@ -17,11 +17,11 @@ from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.error_ranges import LIKELY, ranges, relative_range
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec.frozen_code_rules import holds_codes
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import divisors
-from meshwright.spec.plan import SAMPLES, Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import SAMPLES, Plan
+from meshwright.spec.rules.frozen_codes import holds_codes
+from meshwright.spec.rules.legal import divisors
 from meshwright.spec.units import GIB, count, duration, many, short_gib, step_time
 
 SHOWN = 3

@@ -9,7 +9,7 @@ from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.time.timeline import StepTime
-from meshwright.spec.plan import as_document
+from meshwright.spec.plan.plan import as_document
 
 
 def document(prediction: Prediction) -> dict[str, Any]:

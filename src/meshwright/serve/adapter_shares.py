@@ -1,7 +1,8 @@
 """The part of an adapter on each rank. Rank 0 reads the adapter, and broadcasts each tensor whole.
 
-The cuts are those of training (spec/boxes.py): A is split like its matrix's inputs, B like the outputs, and experts
-like their stacks. First come integers: the adapter's number, its rank, and which of its possible tensors it has.
+The cuts are those of training (spec/weights/boxes.py): A is split like its matrix's inputs, B like the outputs, and
+experts like their stacks. First come integers: the adapter's number, its rank, and which of its possible tensors it
+has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.group import Group
-from meshwright.spec.boxes import boxes_of
-from meshwright.spec.inventory import Parameter, parameters
-from meshwright.spec.layout import Layout
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import boxes_of
+from meshwright.spec.weights.inventory import Parameter, parameters
 
 
 def adapter_words(number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, shape: ModelShape) -> list[int]:

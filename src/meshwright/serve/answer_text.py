@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from meshwright.data.text_stream import TextStream
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.text_stream import TextStream
+from meshwright.data.tokens.tokenizer import Tokenizer
 
 THOUGHTS: Final = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 """Marks around a thought: of Qwen, DeepSeek and others; of Mistral."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from meshwright.serve.scheduler import check_budget
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.serving_defaults import (
+from meshwright.spec.execution.serving_defaults import (
     BESIDE_ANSWERS,
     CACHE_FORMS,
     CPU_CACHE_BYTES,
@@ -70,7 +70,8 @@ class EngineOptions:
     most_tokens: int = 0
     """Tokens per step: new tokens of all sequences, and chunks of prompts.
 
-    0 = 512 on a CPU, and on a GPU as many as its products need to reach 90 % of their rate (spec/serving_defaults.py).
+    0 = 512 on a CPU, and on a GPU as many as its products need to reach 90 % of their rate
+    (spec/execution/serving_defaults.py).
     """
     prompt_tokens: int = 0
     """Most prompt tokens in a step in which answers grow. Fewer slow long prompts down and keep those answers steady.

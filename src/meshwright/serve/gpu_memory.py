@@ -23,8 +23,8 @@ from meshwright.serve.sampler import DrawnTokens, SampledRow, draw
 from meshwright.serve.scheduler import StepPlan
 from meshwright.serve.step_graphs import StepMemory, reason_without
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.graph_sizes import GRAPH_POOLS
-from meshwright.spec.serving_defaults import CACHE_FORMS
+from meshwright.spec.execution.graph_sizes import GRAPH_POOLS
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS
 from meshwright.spec.units import gib
 
 SMALLER = "a smaller longest, most_tokens or most_sequences, or quantized weights"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serve.grammar_limits import check_regex, schema_text
 from meshwright.serve.request_options import RequestOptions
 from meshwright.spec.errors import ArgumentError

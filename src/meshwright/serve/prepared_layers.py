@@ -23,7 +23,7 @@ from meshwright.model.seams import compute
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serve.fused_blocks import FusedBlocks
 from meshwright.serve.request_adapters import LayerAdapters
-from meshwright.spec.serving_defaults import HeadForm
+from meshwright.spec.execution.serving_defaults import HeadForm
 
 
 @final

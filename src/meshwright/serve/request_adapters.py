@@ -26,7 +26,7 @@ from meshwright.serve.expert_adapters import ExpertAdapters
 from meshwright.serve.host_copies import to_device
 from meshwright.serve.low_rank_product import LowRankProduct, Rows
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
 
 LORA = ".lora."
 """Marker in names of tensors beside a layer."""

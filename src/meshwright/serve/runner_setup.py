@@ -17,7 +17,7 @@ from meshwright.serve.runner import Runner
 from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.serve.step_graphs import step_graphs
 from meshwright.serve.step_words import StepReader
-from meshwright.spec.serving_defaults import CACHE_FORMS, HEADS
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS, HEADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

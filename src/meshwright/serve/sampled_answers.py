@@ -8,7 +8,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.sampling_memory import BLOCK, MOST_BYTES
+from meshwright.spec.memory.sampling import BLOCK, MOST_BYTES
 
 
 def sampled_answers(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.answer_text import AnswerText

@@ -20,9 +20,9 @@ from meshwright.parallel.group import is_lost_connection
 from meshwright.parallel.mesh import Mesh
 from meshwright.serve.adapter_shares import AdapterRoom, adapter_words
 from meshwright.serve.request_adapters import RequestAdapters
-from meshwright.spec.boxes import share
 from meshwright.spec.errors import RunError, is_out_of_memory
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.boxes import share
 
 T = TypeVar("T")
 FIRST_NUMBERS = 1024

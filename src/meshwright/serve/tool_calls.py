@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.chat.template import ChatTemplate
 from meshwright.serve.answer_text import behind_thought, partial_length
 from meshwright.spec.errors import ArgumentError
 

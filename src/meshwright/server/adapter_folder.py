@@ -8,7 +8,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from meshwright.model.hub.adapter_config import CONFIG, WEIGHTS
+from meshwright.formats.hub.adapter_config import CONFIG, WEIGHTS
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.api_error import ApiError, bad_request, internal_error

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from string import ascii_letters, digits
 from typing import Any, Final
 
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serve.tool_calls import ToolCall
 from meshwright.server.answering import AnswerPart
 from meshwright.server.completion_shape import spell

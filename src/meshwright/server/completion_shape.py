@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from meshwright.data.text_stream import TextStream
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.text_stream import TextStream
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.server.answering import AnswerPart
 from meshwright.server.engine_task import EngineTask
 

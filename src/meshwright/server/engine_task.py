@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple, Protocol, final
 
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serve.answer_text import AnswerText
 from meshwright.serve.request_options import RequestOptions
 from meshwright.server.engine_messages import Top

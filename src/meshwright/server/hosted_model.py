@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_adapters import ServedAdapter

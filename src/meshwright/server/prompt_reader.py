@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.worker import read_frame, write_frame
+from meshwright.data.corpus.worker import read_frame, write_frame
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.server.api_error import ApiError, bad_request
 
 _START = (

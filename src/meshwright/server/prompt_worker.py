@@ -12,9 +12,9 @@ import sys
 from array import array
 from typing import IO
 
-from meshwright.data.chat_prompt import chat_prompt, template_of
-from meshwright.data.tokenizer import Tokenizer
-from meshwright.data.worker import read_frame, write_frame
+from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.corpus.worker import read_frame, write_frame
+from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec.errors import DataError
 
 MOST_BYTES = 2**32

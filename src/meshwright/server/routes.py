@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from meshwright.data.chat_prompt import template_of
+from meshwright.data.chat.prompt import template_of
 from meshwright.serve.answer_text import opened_thought
 from meshwright.server.access import Tenant
 from meshwright.server.answer_document import AnswerDocument

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.chat.template import ChatTemplate
 from meshwright.serve.tool_calls import (
     ForcedCall,
     ToolCall,

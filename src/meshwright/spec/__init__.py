@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from meshwright.spec.cluster import Cluster, Device
-    from meshwright.spec.inventory import Parameter, num_active_parameters, num_parameters, parameters
-    from meshwright.spec.layout import Layout
-    from meshwright.spec.plan import Data, Plan
-    from meshwright.spec.recipe import BatchStage, Recipe
-    from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+    from meshwright.spec.layout.cluster import Cluster, Device
+    from meshwright.spec.layout.layout import Layout
+    from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+    from meshwright.spec.plan.plan import Data, Plan
+    from meshwright.spec.recipe.recipe import BatchStage, Recipe
+    from meshwright.spec.weights.inventory import Parameter, num_active_parameters, num_parameters, parameters
 
 __all__ = [
     "BatchStage",
@@ -30,9 +30,23 @@ __all__ = [
     "parameters",
 ]
 
-__getattr__ = lazy_names(__name__, {
-    "BatchStage": "recipe", "Cluster": "cluster", "Data": "plan", "Device": "cluster", "Layout": "layout",
-    "MLAShape": "shape", "MoEShape": "shape", "ModelShape": "shape", "Parameter": "inventory", "Plan": "plan",
-    "Recipe": "recipe", "RopeScaling": "shape", "num_active_parameters": "inventory", "num_parameters": "inventory",
-    "parameters": "inventory",
-})  # fmt: skip
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "BatchStage": "recipe.recipe",
+        "Cluster": "layout.cluster",
+        "Data": "plan.plan",
+        "Device": "layout.cluster",
+        "Layout": "layout.layout",
+        "MLAShape": "model.shape",
+        "MoEShape": "model.shape",
+        "ModelShape": "model.shape",
+        "Parameter": "weights.inventory",
+        "Plan": "plan.plan",
+        "Recipe": "recipe.recipe",
+        "RopeScaling": "model.shape",
+        "num_active_parameters": "weights.inventory",
+        "num_parameters": "weights.inventory",
+        "parameters": "weights.inventory",
+    },
+)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import text_of
 from meshwright.stacks.launch_scripts import by_hand, slurm

@@ -1,7 +1,7 @@
 """Scripts that start a run on its nodes: by hand with torchrun or the launcher of the trainer, or as a job of Slurm."""
 
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.cluster import Cluster
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.software import LaunchCommand
 
 TORCHRUN = "--nnodes $NNODES --nproc_per_node $GPUS --node_rank $NODE_RANK --master_addr $HEAD --master_port $PORT"

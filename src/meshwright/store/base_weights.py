@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.formats.hub import HubFolder
+from meshwright.formats.hub.weight_names import tensor_sizes
+from meshwright.formats.hub.weights import check_weights, stored_weights
+from meshwright.formats.quantized.detection import is_quantized
+from meshwright.formats.quantized.folder import base_of, decoded_weights, open_folder, open_quantized
+from meshwright.formats.quantized.interface import QuantizedModel, every
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub import HubFolder
-from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.hub.weights import check_weights, stored_weights
 from meshwright.model.init import fill_initial
-from meshwright.model.quantized_formats.folder_format import QuantizedModel, every
-from meshwright.model.quantized_formats.folder_quantization import is_quantized
-from meshwright.model.quantized_formats.quantized_folder import base_of, decoded_weights, open_folder, open_quantized
 from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan.plan import RANDOM
 
 OTHERWISE = "or model.init=random for new weights"
 

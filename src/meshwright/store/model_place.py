@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Literal
 
-from meshwright.model.gguf.gguf_header import is_gguf
-from meshwright.model.hub import adapter_config
+from meshwright.formats.gguf.header import is_gguf
+from meshwright.formats.hub import adapter_config
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
-from meshwright.spec.recipe import PRECISIONS
+from meshwright.spec.recipe.recipe import PRECISIONS
 from meshwright.store import checkpoint_folder
 from meshwright.store.run_folder import no_model
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from meshwright.model.low_rank import merged
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError
-from meshwright.spec.inventory import adapter_parts
+from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint, base_weights

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from meshwright import planfile
 from meshwright.data import Tokenizer
-from meshwright.model.hub.folder_config import GENERATION, read_json
+from meshwright.formats.hub.json_files import GENERATION, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
 from meshwright.spec.hub_names import missing

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from meshwright import compat
-from meshwright.spec.boxes import Box
+from meshwright.spec.weights.boxes import Box
 
 
 class Piece(Tensor):

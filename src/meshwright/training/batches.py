@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from meshwright.data import Sequences
-    from meshwright.data.numbered_rows import NumberedRows
+    from meshwright.data.sequences.numbered_rows import NumberedRows
 
 
 PADDING: Final = "padding"

@@ -19,13 +19,13 @@ from meshwright.kernels.compiled import training_library
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
-from meshwright.spec.attention_kernels import LEAST_POSITIONS, attention_call
-from meshwright.spec.cluster import Cluster, Device
-from meshwright.spec.compiled_blocks import leaves_compiler_out
 from meshwright.spec.errors import PlanError
-from meshwright.spec.frozen_code_rules import holds_codes
+from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, attention_call
+from meshwright.spec.layout.cluster import Cluster, Device
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
+from meshwright.spec.rules.compiled_blocks import leaves_compiler_out
+from meshwright.spec.rules.frozen_codes import holds_codes
 from meshwright.spec.units import GIB
 from meshwright.training.precision import DTYPES, reduce_dtype
 

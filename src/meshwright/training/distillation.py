@@ -17,7 +17,7 @@ from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, K
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Recipe
-from meshwright.spec.objective_traits import TAUGHT
+from meshwright.spec.recipe.objectives import TAUGHT
 from meshwright.training.batches import Batch
 
 LIKELIEST, LOGS = "teacher likeliest", "teacher log-probabilities"

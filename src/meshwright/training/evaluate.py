@@ -14,11 +14,11 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from meshwright.data.corpus import MixedStream, Stream
-from meshwright.data.mixed_rows import MixedRows, limits
-from meshwright.data.numbered_rows import NumberedRows
-from meshwright.data.rendering import ROLES
-from meshwright.data.sample_rows import SampleRows, trained_roles
+from meshwright.data.chat.rendering import ROLES
+from meshwright.data.corpus.corpus import MixedStream, Stream
+from meshwright.data.sequences.mixed_rows import MixedRows, limits
+from meshwright.data.sequences.numbered_rows import NumberedRows
+from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.training.batches import WHOLE, AnswerReader, Batch, Share, forms, held_out_batches, valid_tokens

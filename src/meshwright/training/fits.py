@@ -2,10 +2,10 @@
 
 A lower bound: no plan that could run is refused.
 
-Counted are weights, gradients and optimizer states (spec/held.py), and what the layers keep of one micro-batch: their
-inputs with full recomputation, else also inputs and outputs of matrix products. On a CPU also the tokens of a step and
-the copy from which a thread writes checkpoints. All are of the largest step. A real step needs more. Gradients of a
-single micro-batch appear as its activations go, so the two are not added.
+Counted are weights, gradients and optimizer states (spec/memory/held.py), and what the layers keep of one micro-batch:
+their inputs with full recomputation, else also inputs and outputs of matrix products. On a CPU also the tokens of a
+step and the copy from which a thread writes checkpoints. All are of the largest step. A real step needs more. Gradients
+of a single micro-batch appear as its activations go, so the two are not added.
 
 Ranks on CPUs share the memory of their machine. Their needs are added up and compared with what is available.
 """
@@ -18,11 +18,11 @@ import torch
 
 from meshwright.spec import Plan, parameters
 from meshwright.spec.errors import DoesNotFit, RunError
-from meshwright.spec.held import COUNTER_BYTES, TOKEN_BYTES, WIDTHS, master_bytes, memory, written_bytes
-from meshwright.spec.layout import Layout
-from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks, place_of
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import layers_of_stages, own_stages, pipeline_ranks, place_of
+from meshwright.spec.memory.held import COUNTER_BYTES, TOKEN_BYTES, WIDTHS, master_bytes, memory, written_bytes
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.units import MIB, gib, many
 from meshwright.store import checkpoint_folder
 from meshwright.store.durable import free_bytes

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Mapping
 
-from meshwright.data.corpus import MixedStream, Stream, TokenStream
-from meshwright.data.mixed_rows import limits
+from meshwright.data.corpus.corpus import MixedStream, Stream, TokenStream
+from meshwright.data.sequences.mixed_rows import limits
 from meshwright.spec import Data
 from meshwright.training.watch import EvalMetrics, RoleLoss, SourceScore
 

@@ -11,7 +11,7 @@ import torch
 from meshwright import __version__, planfile
 from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
-from meshwright.data.numbered_rows import NumberedRows, numbered_rows
+from meshwright.data.sequences.numbered_rows import NumberedRows, numbered_rows
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.agree import RankZero, check_same
 from meshwright.parallel.compiling import missing_anywhere
@@ -21,7 +21,7 @@ from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pass_graphs import check_device
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.recipe import UNREAD
+from meshwright.spec.recipe.recipe import UNREAD
 from meshwright.store import checkpoint_folder, default_folders
 from meshwright.store.run_folder import RunFolder
 from meshwright.training import device as devices

@@ -1,6 +1,6 @@
 """Memory that a rank really holds for parameters, gradients and optimizer states, summed over its tensors.
 
-spec/held.py computes the same from shape and layout alone; a test compares them to the byte.
+spec/memory/held.py computes the same from shape and layout alone; a test compares them to the byte.
 """
 
 from collections.abc import Iterable

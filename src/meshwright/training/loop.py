@@ -10,17 +10,17 @@ import torch
 
 from meshwright import planfile
 from meshwright.data import Corpus
-from meshwright.data.advice import advice
-from meshwright.data.numbered_rows import NumberedRows
-from meshwright.data.run_reading import announced
+from meshwright.data.report.advice import advice
+from meshwright.data.report.run_reading import announced
+from meshwright.data.sequences.numbered_rows import NumberedRows
 from meshwright.parallel import Mesh, build_engine
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.rounding import round_weights
 from meshwright.spec import Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.held import shards_are_masters
-from meshwright.spec.plan import RANDOM
-from meshwright.spec.recipe import NO_SCHEME, DataRead
+from meshwright.spec.memory.held import shards_are_masters
+from meshwright.spec.plan.plan import RANDOM
+from meshwright.spec.recipe.recipe import NO_SCHEME, DataRead
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder

@@ -2,7 +2,7 @@
 
     m <- m + (1 - momentum) (g - m)          mean of the gradient, each rank of its piece
     d  = g + momentum (m - g)                Nesterov: one step ahead
-    O  = Newton-Schulz(d)                    of the whole matrix, by its owner (spec/matrix_exchange.py)
+    O  = Newton-Schulz(d)                    of the whole matrix, by its owner (spec/memory/matrix_exchange.py)
     w <- w - rate decay w - rate 0.2 sqrt(max(rows, columns)) O
 
 The factor gives an update the root mean square of AdamW's, so AdamW's learning rate and decay carry over (Liu et al.,
@@ -24,8 +24,8 @@ from meshwright.kernels.triton.narrow_piece import NarrowPiece
 from meshwright.parallel import Engine
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_group
-from meshwright.spec.matrix_exchange import ExchangeRound, HeldPart, OwnedPart, rounds, stage_ranks
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.memory.matrix_exchange import ExchangeRound, HeldPart, OwnedPart, rounds, stage_ranks
+from meshwright.spec.recipe.recipe import Recipe
 
 AT_ONCE = 2**22
 """Elements that are updated together. Temporaries in fp32 take 16 MiB each."""

@@ -21,7 +21,7 @@ from meshwright.data import Corpus
 from meshwright.model import Transformer
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
-from meshwright.spec.sampling_memory import at_once
+from meshwright.spec.memory.sampling import at_once
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.batches import Batch, Share
 from meshwright.training.evaluate import evaluating

@@ -21,10 +21,10 @@ from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
-from meshwright.spec.boxes import Box
-from meshwright.spec.inventory import parameters as inventory
-from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.inventory import parameters as inventory
+from meshwright.spec.weights.optimizer_states import FP32_STATES, MomentFormat
 from meshwright.training.muon import MatrixUpdate, Muon, StepNumbers, muon_of
 from meshwright.training.narrow_moments import Held, NarrowStates
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.parallel.group import Group
 from meshwright.spec import Plan
-from meshwright.spec.flop import token_flop
+from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device, step_clock
 from meshwright.training.rate import learning_rate
 from meshwright.training.skipping import REASONS

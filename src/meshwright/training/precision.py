@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe.recipe import Recipe
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Weights and gradients. Below fp32 the optimizer keeps fp32 masters: 2 + 2 + 4 + 4 + 4 bytes per parameter."""

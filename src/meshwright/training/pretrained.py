@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.data.chat_prompt import turn_end_ids
+from meshwright.data.chat.prompt import turn_end_ids
+from meshwright.formats.hub import HubFolder
+from meshwright.formats.hub.json_files import GENERATION, TEMPLATE
+from meshwright.formats.hub.weight_names import tensor_sizes
+from meshwright.formats.quantized.detection import is_quantized
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import coded as codes_of
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub import HubFolder
-from meshwright.model.hub.folder_config import GENERATION, TEMPLATE
-from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local, take_codes
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import RANDOM, SAMPLES
+from meshwright.spec.plan.plan import RANDOM, SAMPLES
 from meshwright.store.base_weights import OTHERWISE, folder_of_weights
 from meshwright.store.durable import replace_file
 from meshwright.store.run_folder import ids_of

@@ -2,7 +2,7 @@
 
 import math
 
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe.recipe import Recipe
 
 _NO_JUMP = 0.01
 """Share of a rate by which two schedules may differ without a note."""

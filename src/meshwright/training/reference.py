@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.corpus import Stream
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.corpus.corpus import Stream
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.agree import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.objective_traits import most_answers
+from meshwright.spec.recipe.objectives import most_answers
 from meshwright.spec.units import duration
 from meshwright.store import checkpoint
 from meshwright.training import reference_store as store

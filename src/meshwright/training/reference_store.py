@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshwright.data import Corpus
-from meshwright.data.cache_folder import read_json, write_json
+from meshwright.data.corpus.cache_folder import read_json, write_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.lora import SAME
-from meshwright.spec.plan import RANDOM
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.lora import SAME
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.user_cache import default_root
 from meshwright.store import commit
 from meshwright.store.durable import replace_file

@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.data import Corpus
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError
-from meshwright.spec.recipe import UNREAD, DataRead
+from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder

@@ -10,7 +10,7 @@ from meshwright import __version__
 from meshwright.parallel.agree import broadcast_object
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
-from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.layout.places import pipeline_ranks
 from meshwright.training import device
 from meshwright.training.kept_bytes import memory
 from meshwright.training.state import TrainState

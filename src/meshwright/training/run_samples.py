@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.chat_prompt import template_of
-from meshwright.data.corpus import TokenStream
-from meshwright.data.sample_encoder import TRAINED
+from meshwright.data.chat.encoder import TRAINED
+from meshwright.data.chat.prompt import template_of
+from meshwright.data.corpus.corpus import TokenStream
 from meshwright.model.predictions import Predictions
 from meshwright.model.prompt_batch import greedy
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
-from meshwright.spec.boxes import share
 from meshwright.spec.errors import RunError
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 from meshwright.spec.units import many
+from meshwright.spec.weights.boxes import share
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training.batches import Batch, Share, forms, select
 from meshwright.training.evaluate import evaluating

@@ -3,13 +3,13 @@
 import torch
 
 from meshwright.data import Corpus
-from meshwright.data.run_reading import plainly_written, unscored
-from meshwright.model.hub import unwritable
+from meshwright.data.report.run_reading import plainly_written, unscored
+from meshwright.formats.hub import unwritable
 from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.spec import Plan, num_parameters
-from meshwright.spec.compiled_blocks import can_be_compiled
-from meshwright.spec.recipe import DataRead
+from meshwright.spec.recipe.recipe import DataRead
+from meshwright.spec.rules.compiled_blocks import can_be_compiled
 from meshwright.spec.units import many
 from meshwright.training import device as devices
 from meshwright.training.watch import Forecast, RunInfo

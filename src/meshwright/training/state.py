@@ -8,8 +8,8 @@ from torch import Tensor
 
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
-from meshwright.spec.plan import Data
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.plan.plan import Data
+from meshwright.spec.recipe.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state
 from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.noise_scale import NoiseScale

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
+from meshwright.formats.hub import HubFolder
+from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, TeacherHead
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.model.hub import HubFolder
-from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.predictions import Predictions
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
@@ -25,8 +25,8 @@ from meshwright.parallel.agree import digest
 from meshwright.parallel.data import local, take_codes
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.objective_rules import teacher_layout
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan.plan import RANDOM
+from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.store.base_weights import BaseFolder, open_weights
 from meshwright.store.commit import NAME
 from meshwright.store.model_weights import final_weights, locate

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cache_folder import read_json, write_json
+from meshwright.data.corpus.cache_folder import read_json, write_json
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import GB
 from meshwright.spec.user_cache import default_root

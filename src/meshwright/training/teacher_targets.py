@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.numbered_rows import numbered_rows
-from meshwright.data.sample_rows import SampleRows
-from meshwright.data.windows import Sampler
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows
+from meshwright.data.sequences.windows import Sampler
 from meshwright.kernels.linear_divergence import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
 from meshwright.parallel.agree import RankZero, gather_objects
 from meshwright.spec import Plan
-from meshwright.spec.recipe import DataRead
+from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.units import GB, duration
 from meshwright.store.durable import one_line
 from meshwright.training.batches import Batch, RowReader, Share, to_batch

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from meshwright.data import Corpus
-from meshwright.data.corpus import TokenStream
-from meshwright.data.numbered_rows import numbered_rows
+from meshwright.data.corpus.corpus import TokenStream
+from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
-from meshwright.spec.recipe import DataRead
+from meshwright.spec.recipe.recipe import DataRead
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver

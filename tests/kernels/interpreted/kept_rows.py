@@ -7,7 +7,7 @@ import torch
 
 from meshwright.kernels.kept_numbers import PagedStore, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.triton import keeping, paged
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution.serving_defaults import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 BLOCKS, SIZE = 5, 4

@@ -14,7 +14,7 @@ from meshwright.model.generate import generate
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.spec.serving_defaults import CacheForm
+from meshwright.spec.execution.serving_defaults import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 from tests.model.shrunk import model, shrink
 

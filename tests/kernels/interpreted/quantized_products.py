@@ -14,7 +14,7 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.triton import few_rows, int8_product, narrowing, packed_product
 from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 FP16, BF16 = torch.float16, torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.kernels import chooser
 from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 FOUR = [name for name, scheme in SCHEMES.items() if scheme.bits == 4]

@@ -24,8 +24,8 @@ from meshwright.observe.doctor.findings import Finding, failure, merge_ranks, ok
 from meshwright.observe.doctor.network import NetworkLink
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.group import Group
-from meshwright.spec.cluster import Device
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.cluster import Device
+from meshwright.spec.layout.layout import Layout
 from meshwright.store import random_state
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 from meshwright.spec.units import GIB, count, duration, many
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
@@ -40,7 +40,7 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
 
 def _data(info: RunInfo) -> str:
     """Describe the text, its tokens, and how often the run reads it."""
-    from meshwright.data.advice import how_often
+    from meshwright.data.report.advice import how_often
 
     data = info.plan.data
     name = many(len(data.mixture), "source") if data.mixture else data.path

@@ -12,7 +12,7 @@ from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.error_ranges import LIKELY, ranges
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 from meshwright.spec.units import GIB, MIB, count, short_gib, step_time
 
 RANGE = "    90%      "

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.cli.terminal.screen_text import coloured, folded, plus_minus
-from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.units import many
+from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 
 if TYPE_CHECKING:
     from meshwright.api.quantizing import QuantizeAnswer

@@ -111,6 +111,6 @@ def plus_minus(text: str) -> str:
 
 def printable(text: str) -> str:
     """Replace everything that could steer a terminal. Line ends and tabs stay."""
-    from meshwright.data.text_stream import UNFINISHED
+    from meshwright.data.tokens.text_stream import UNFINISHED
 
     return "".join(letter if letter.isprintable() or letter in "\n\t" else UNFINISHED for letter in text)

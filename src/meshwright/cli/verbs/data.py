@@ -22,12 +22,12 @@ from meshwright.api.documents import check_page, write_page
 from meshwright.api.plan_reading import read_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
-from meshwright.data.advice import named_columns
 from meshwright.data.preparation import form_of
-from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, heading, view
+from meshwright.data.report.advice import named_columns
+from meshwright.data.report.figures import DataView, SampleFigures, StreamFigures, Token, heading, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
-from meshwright.spec.plan import SAMPLES, STDLIB
+from meshwright.spec.plan.plan import SAMPLES, STDLIB
 from meshwright.spec.units import count, many, text_size
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")

@@ -8,8 +8,8 @@ import typer
 
 from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.spec.errors import UnsafeCommunication
-from meshwright.spec.ledger import KINDS
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.schedule import phase_words
+from meshwright.spec.memory.ledger import KINDS
 from meshwright.spec.units import gib, many
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import typer
 
 from meshwright.cli.inputs.model_arguments import Checkpoint
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan.plan import RANDOM
 
 WEIGHT_FILES = (".bin", ".pt", ".pth", ".safetensors")
 """Endings of weight files, which no folder should have."""
@@ -110,10 +110,10 @@ def write_directory(
     """
     import torch
 
-    from meshwright.model.hub import export_folder
-    from meshwright.model.hub.adapter import export_adapter
-    from meshwright.model.hub.directory import PromptFiles
-    from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
+    from meshwright.formats.hub import export_folder
+    from meshwright.formats.hub.adapter import export_adapter
+    from meshwright.formats.hub.directory import PromptFiles
+    from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
     from meshwright.store.durable import one_line
     from meshwright.store.model_place import check_dtype
     from meshwright.store.model_weights import final_weights, locate, weights

@@ -96,7 +96,7 @@ def generate(
 def stream_answer(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Generated]") -> None:
     """Print the prompt, dimmed on a terminal, and the answer as it comes."""
     from meshwright.cli.terminal.output import console
-    from meshwright.data.text_stream import TextStream
+    from meshwright.data.tokens.text_stream import TextStream
     from meshwright.model.generate import check_prompt
 
     check_prompt(opened.model, ids)

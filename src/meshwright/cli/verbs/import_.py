@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.data import Tokenizer
-    from meshwright.model.hub import HubFolder
+    from meshwright.formats.hub import HubFolder
 
 
 def import_(
@@ -45,15 +45,15 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     and checked before the folder is made. Raises HubError, DataError, and PlanError when `run` is taken.
     """
     from meshwright.data import Tokenizer
-    from meshwright.model.hub.folder_config import read_config
-    from meshwright.model.quantized_formats.folder_quantization import quantization
+    from meshwright.formats.hub.json_files import read_config
+    from meshwright.formats.quantized.detection import quantization
     from meshwright.store.durable import refuse_taken, refuse_unwritable
 
     refuse_taken(run, "RUN ")
     if not quantization(folder):  # the reader of quantized folders checks their config
         read_config(folder)
     refuse_unwritable(run, "RUN ")
-    from meshwright.model.quantized_formats.quantized_folder import open_numbers  # loads torch
+    from meshwright.formats.quantized.folder import open_numbers  # loads torch
 
     opened = open_numbers(folder)
     if opened.tokenizer is None:

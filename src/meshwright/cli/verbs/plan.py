@@ -32,7 +32,7 @@ from meshwright.cli.verbs.plan_stack import (
 )
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
-from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
+from meshwright.spec.plan.plan import RANDOM, SAMPLES, STDLIB
 
 PLANS = (".yaml", ".yml")
 MOST_SHOWN = 1000

@@ -11,9 +11,9 @@ from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.process.launch import joined, nodes, processes, rank
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.schedule import phase_words
+from meshwright.spec.plan.worlds import world_violation
 from meshwright.spec.units import MIB, count, gib, many
-from meshwright.spec.worlds import world_violation
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,8 +7,8 @@ import typer
 
 from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.gguf_schemes import GGUF_SCHEMES
-from meshwright.spec.quantization_schemes import CALIBRATED, SCHEMES
+from meshwright.spec.model.quantization_schemes import CALIBRATED, SCHEMES
+from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 
 
 def _names(*, calibrated: bool) -> str:

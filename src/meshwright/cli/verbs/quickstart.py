@@ -188,7 +188,7 @@ def _longer(plan: "Plan", steps: int) -> str:
 
 
 def _opening(plan: "Plan") -> str:
-    from meshwright.data.sources import Source
+    from meshwright.data.text.sources import Source
 
     sources = [Source(data) for data in plan.data.sources or (plan.data,)]
     size = sum(path.stat().st_size for source in sources for path in source.files)

@@ -14,8 +14,8 @@ from meshwright.cli.inputs import engine_arguments as asked
 from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath, ServedDtype, named_adapters
 from meshwright.cli.terminal.server_settings import in_full, in_short
 from meshwright.cli.verbs.chat import warn_of_missing_template
+from meshwright.spec.execution.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 from meshwright.spec.extras import require
-from meshwright.spec.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import TrainedModel

@@ -16,8 +16,8 @@ from meshwright.cli.process.invocation import command, launched
 from meshwright.cli.process.launch import joined, nodes, processes, rank, refuse_unnumbered
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.extras import require
-from meshwright.spec.plan import SAMPLES
-from meshwright.spec.worlds import world_violation
+from meshwright.spec.plan.plan import SAMPLES
+from meshwright.spec.plan.worlds import world_violation
 
 if TYPE_CHECKING:
     from meshwright.spec import Plan

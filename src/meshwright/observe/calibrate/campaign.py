@@ -36,12 +36,12 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates
 from meshwright.planner.machine.overheads import fit_overheads
-from meshwright.spec.cluster import CORES, Device
-from meshwright.spec.head_chunk import CHUNK_BYTES
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.shape import ModelShape, MoEShape
+from meshwright.spec.layout.cluster import CORES, Device
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.memory.head_chunk import CHUNK_BYTES
+from meshwright.spec.model.shape import ModelShape, MoEShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
 from meshwright.training import device as train_device
 
 LIMIT_S = 600.0

@@ -10,7 +10,7 @@ from meshwright.observe.shared_document import SharedDocument
 from meshwright.planner.machine.clusterfile import ClusterFile
 from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec.errors import RunError
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 
 WARMING = 2
 """First steps of a run, which take longer: memory is new, kernels are chosen."""

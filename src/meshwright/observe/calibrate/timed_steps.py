@@ -20,11 +20,11 @@ from meshwright.parallel.mesh import Made
 from meshwright.planner.cost.host_time import Host, Triple
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.machine.clusterfile import ClusterFile
-from meshwright.spec.held import shards_are_masters
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.shape import ModelShape, MoEShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.memory.held import shards_are_masters
+from meshwright.spec.model.shape import ModelShape, MoEShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
 from meshwright.training import device as train_device
 from meshwright.training.batches import Batch, Share, select, split
 from meshwright.training.optimizer import Optimizer

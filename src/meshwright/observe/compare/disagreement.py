@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from meshwright.observe.compare.judge import ComparedRow, Comparison
 from meshwright.observe.compare.sources_of_columns import Column
 from meshwright.observe.shared_document import RankRecord
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
 
 NAMED = 3

@@ -13,7 +13,7 @@ from meshwright.observe.compare.metric_records import records
 from meshwright.observe.shared_document import SharedDocument, TimePart, parse_document, read, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan.plan import RANDOM
 from meshwright.store.run_folder import RunFolder
 
 DRYRUN, PROFILE = "dryrun.json", "profile.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.observe.compare.disagreement import TITLES, explanation
 from meshwright.observe.compare.judge import ComparedRow, Comparison, room_of_small_parts
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import GIB
 
 KEYS = ("planned", "dryrun", "measured")

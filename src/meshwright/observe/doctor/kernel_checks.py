@@ -19,8 +19,8 @@ from meshwright.kernels.product_contest import ProductContest
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.observe.calibrate.rates import synchronize
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
-from meshwright.spec.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.device import known_device
 
 BARS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -20,12 +20,12 @@ from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify.feature_matrix import DENSE, Trial, from_arrays, outcomes_of, trial
 from meshwright.observe.verify.one_device import BANDS, first_difference, outcome
 from meshwright.parallel.group import Group
-from meshwright.spec.flop import token_flop
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule_kinds import NAMES
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.schedule_kinds import NAMES
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.weights.flop import token_flop
 from meshwright.store import checkpoint
 from meshwright.store.random_state import rng_state, set_rng_state
 from meshwright.training import device as train_device

@@ -13,9 +13,9 @@ from meshwright.parallel.traffic import Counts
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.prediction import usable_bytes
-from meshwright.spec.places import pipeline_ranks, place_of
-from meshwright.spec.plan import Plan, as_document
-from meshwright.spec.schedule import phase_words
+from meshwright.spec.layout.places import pipeline_ranks, place_of
+from meshwright.spec.layout.schedule import phase_words
+from meshwright.spec.plan.plan import Plan, as_document
 from meshwright.spec.units import gib
 from meshwright.training.available_memory import PROCESS_BYTES, machine_memory
 from meshwright.training.fits import capacity_bytes, shared_bytes

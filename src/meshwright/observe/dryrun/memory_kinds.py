@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.data import local
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 from meshwright.training.kept_bytes import codes, tensors_by_kind
 from meshwright.training.state import TrainState
 

@@ -20,8 +20,8 @@ from meshwright.parallel.data import local
 from meshwright.parallel.graph_capture import NoCapture
 from meshwright.parallel.pass_graphs import PassGraphs
 from meshwright.parallel.traffic import Counts
-from meshwright.spec.ledger import KINDS
-from meshwright.spec.purpose import takes
+from meshwright.spec.memory.ledger import KINDS
+from meshwright.spec.memory.purpose import takes
 from meshwright.training.teacher import teacher_tensors
 
 LISTED = 20

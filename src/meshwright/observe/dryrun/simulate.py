@@ -31,12 +31,12 @@ from meshwright.parallel.traffic import Counts
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
-from meshwright.spec.boxes import Box
-from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered
-from meshwright.spec.held import HeldParameter, held
-from meshwright.spec.optimizer_states import StateStorage
-from meshwright.spec.places import check_ranks, pipeline_ranks, place_of
-from meshwright.spec.purpose import takes
+from meshwright.spec.layout.places import check_ranks, pipeline_ranks, place_of
+from meshwright.spec.memory.held import HeldParameter, held
+from meshwright.spec.memory.purpose import takes
+from meshwright.spec.rules.compiled_blocks import compiles_blocks, is_lowered
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.optimizer_states import StateStorage
 from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.device import resident_peak_bytes
 
@@ -188,8 +188,8 @@ def assigned_of(plan: Plan, rank: int, tensors: Mapping[str, Tensor]) -> set[str
     """Return the names of tensors that this rank writes among the ranks of its pipeline stage.
 
     Of identical pieces one rank writes each. torch assigns them over all ranks' lists, which exist only where ranks are
-    real. The others' lists are made from their boxes (spec/held.py), and torch's own planner assigns. The answer equals
-    store.checkpoint.assigned. None = the stage has more than MOST ranks.
+    real. The others' lists are made from their boxes (spec/memory/held.py), and torch's own planner assigns. The answer
+    equals store.checkpoint.assigned. None = the stage has more than MOST ranks.
 
     Args:
         tensors: Tensors that this rank offers. Others of the stage offer the same names.

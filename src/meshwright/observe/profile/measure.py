@@ -43,8 +43,8 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Counts
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
-from meshwright.spec.compiled_blocks import can_be_compiled
-from meshwright.spec.flop import token_flop
+from meshwright.spec.rules.compiled_blocks import can_be_compiled
+from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits
 

@@ -8,7 +8,7 @@ import torch
 from meshwright import __version__
 from meshwright.observe.dryrun.dryrun_document import kinds, largest, traffic
 from meshwright.observe.profile.measure import Profile, RankProfile
-from meshwright.spec.plan import as_document
+from meshwright.spec.plan.plan import as_document
 
 
 def profile_document(profile: Profile) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, final
 from lm_eval.api.model import LM
 
 from meshwright.data import Tokenizer
-from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.chat.template import ChatTemplate
 from meshwright.model import Transformer
 from meshwright.model.prompt_batch import ContinuationScore, score
 from meshwright.serve.engine_options import EngineOptions

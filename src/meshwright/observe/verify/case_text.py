@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher
 from meshwright.observe.verify.one_device import Case
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import layout_violations
-from meshwright.spec.objective_rules import distillation_violations
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.presets import PARTS, suggested
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.rules.legal import layout_violations
+from meshwright.spec.rules.objectives import distillation_violations
 
 BASE: Mapping[str, Any] = {
     "vocab": 61, "layers": 2, "hidden": 24, "heads": 4, "ffn": 40, "max_positions": 64, "compile": "off",

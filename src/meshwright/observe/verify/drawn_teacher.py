@@ -8,10 +8,10 @@ from torch import nn
 from meshwright.kernels.linear_divergence import Divergence
 from meshwright.parallel import Engine, Mesh
 from meshwright.parallel.data import local
-from meshwright.spec.layout import Layout
-from meshwright.spec.lora import NONE, SAME, LoRAShape
-from meshwright.spec.objective_rules import teacher_layout
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.lora import NONE, SAME, LoRAShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.training.distillation import Distillation
 from meshwright.training.step import CROSS_ENTROPY, Objective
 from meshwright.training.teacher import beside, lay_out

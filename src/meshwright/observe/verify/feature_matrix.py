@@ -13,8 +13,8 @@ from meshwright.observe.verify.feature_names import ALL, FEATURES, LARGEST_WORLD
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import layout_violations
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.rules.legal import layout_violations
 
 BATCH = 8
 """Layouts that one set of processes runs."""

@@ -21,14 +21,14 @@ from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.rounding import round_weights
-from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
-from meshwright.spec.held import shards_are_masters
-from meshwright.spec.layout import Layout
-from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
-from meshwright.spec.quantization_schemes import SCHEMES
-from meshwright.spec.recipe import NO_SCHEME, Recipe
-from meshwright.spec.shape import ModelShape, MoEShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.memory.held import shards_are_masters
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.shape import ModelShape, MoEShape
+from meshwright.spec.recipe.objectives import CROSS_ENTROPY, DISTILL
+from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
+from meshwright.spec.weights.boxes import Box
 from meshwright.training.batches import Batch, Share, select, split, to_device
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler

@@ -14,10 +14,10 @@ from typing import Any
 from meshwright.kernels.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import DrawnCase, build_case
 from meshwright.spec.errors import PlanError
-from meshwright.spec.fake_quantization_rules import learnable
-from meshwright.spec.layout import OFFLOADED, RECOMPUTE
-from meshwright.spec.quantization_schemes import SCHEMES
-from meshwright.spec.schedule_kinds import KINDS, NAMES, SPLIT
+from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE
+from meshwright.spec.layout.schedule_kinds import KINDS, NAMES, SPLIT
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.rules.fake_quantization import learnable
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """Weights with which each number of processes is drawn."""

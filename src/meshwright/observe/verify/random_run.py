@@ -27,7 +27,7 @@ from meshwright.observe.verify.one_device import (
     outcome,
 )
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 
 NEAR_TIE = 1e-5
 """Near tie of scores that sum to 1. Layouts differ by less than a tenth of it in fp32."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from meshwright.planner.accuracy.published_run import number, plan_of
-from meshwright.spec.inventory import num_active_parameters
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.weights.inventory import num_active_parameters
 
 Count = Callable[[ModelShape, int], float]
 """FLOP of a token, from shape and sequence."""

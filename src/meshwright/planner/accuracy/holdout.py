@@ -16,7 +16,7 @@ from typing import NamedTuple
 from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, ClusterFit, fit
 from meshwright.planner.accuracy.published import PublishedRow
 from meshwright.planner.accuracy.source_families import cluster_of
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 
 class CalibrationRows(NamedTuple):

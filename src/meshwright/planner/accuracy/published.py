@@ -18,7 +18,7 @@ from meshwright.planner.accuracy.published_stacks import RUN_TWICE
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.step.predict import predict
 from meshwright.spec.errors import DataError, MeshwrightError
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 
 UNITS = {"GiB": 2.0**30, "GB": 2.0**30, "%": 0.01}
 """Unit -> bytes. Published peaks are torch's, printed with either name and meaning 2**30."""

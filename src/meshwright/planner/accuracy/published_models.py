@@ -8,9 +8,9 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from meshwright.spec.inventory import num_parameters
+from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
 from meshwright.spec.presets import model
-from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.weights.inventory import num_parameters
 
 PRESETS = (
     (r"deepseek-?v3", "deepseek-v3"),

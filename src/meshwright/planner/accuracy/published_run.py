@@ -8,14 +8,14 @@ from math import lcm
 from meshwright.planner.accuracy.published_models import gpt, shape_named, tied_by_count
 from meshwright.planner.accuracy.published_stacks import HAI_LLM, NANOTRON, run_of_sweep, stack_of
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.cluster import Cluster
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.schedule import stage_layers
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.plan.plan import Plan
 from meshwright.spec.presets import device
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import stage_layers
-from meshwright.spec.shape import ModelShape
-from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.spec.recipe.recipe import Recipe
 
 DEVICES = (
     (r"a100.?(sxm.?)?-?40", "a100-40"), (r"a100", "a100-80"), (r"h100-sxm-96", "h100-96"), (r"gb200", "gb200"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from meshwright.planner.accuracy.megatron_bridge import as_recipe_ran
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 
 MEGATRON_2022 = Stack(
     name="megatron-2022",

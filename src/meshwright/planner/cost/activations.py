@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.cost import state_layers
 from meshwright.planner.cost.work import KeptBytes
-from meshwright.spec.aligned_products import padded_columns
-from meshwright.spec.frozen_code_rules import holds_codes
-from meshwright.spec.head_chunk import ADDED_AT_ONCE
+from meshwright.spec.execution.aligned_products import padded_columns
+from meshwright.spec.memory.head_chunk import ADDED_AT_ONCE
+from meshwright.spec.rules.frozen_codes import holds_codes
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

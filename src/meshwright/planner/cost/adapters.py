@@ -13,7 +13,7 @@ from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
 from meshwright.planner.cost.states import largest_coded
 from meshwright.planner.cost.work import KeptBytes, LayerOperation, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.spec.quantization_schemes import PIECE
+from meshwright.spec.model.quantization_schemes import PIECE
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

@@ -12,7 +12,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.work import Exchange, LayerOperation, Work
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 
 
 def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:

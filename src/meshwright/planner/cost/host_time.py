@@ -6,7 +6,7 @@ kernels plus everything that calls them. `calibrate` measures that with layers t
 
 from dataclasses import dataclass, fields
 
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 Triple = tuple[float, float, float]
 """Seconds (forward, backward, the most that selective recomputation adds where it repeats anything)."""

@@ -35,7 +35,10 @@ class LayerWork:
     tail: int = 0
     """Number of last operations whose outputs are not kept. Recomputation ends before them."""
     keeps_norms: bool = True
-    """Outputs of norms are kept if nothing is recomputed. Compiled code recomputes them (spec/compiled_blocks.py)."""
+    """Outputs of norms are kept if nothing is recomputed.
+
+    Compiled code recomputes them (spec/rules/compiled_blocks.py).
+    """
 
     @property
     def keeps_core(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import comb, log2
 
 from meshwright.planner.cost.curves import LinkCurves
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.layout.cluster import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

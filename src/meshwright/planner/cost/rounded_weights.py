@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from meshwright.planner.cost.activations import HeadWidths
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.work import Exchange, Exchanges, KeptBytes, LayerOperation, MemoryPass
-from meshwright.spec.boxes import Box, boxes_of
-from meshwright.spec.inventory import Parameter
-from meshwright.spec.layout import Layout
-from meshwright.spec.quantization_schemes import PIECE, Scheme
-from meshwright.spec.shape import ModelShape
-from meshwright.spec.shared_scales import rounded_matrices, shared_scales
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.quantization_schemes import PIECE, Scheme
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import Box, boxes_of
+from meshwright.spec.weights.inventory import Parameter
+from meshwright.spec.weights.shared_scales import rounded_matrices, shared_scales
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

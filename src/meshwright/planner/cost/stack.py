@@ -7,8 +7,8 @@ measurements were made with them. Every field says what it counts, and each stac
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from meshwright.spec.head_chunk import CHUNK_BYTES
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.memory.head_chunk import CHUNK_BYTES
 
 TUNING_BYTES = 60 * 2**20
 """Buffer that flushes an H200's L2 cache while the first call of a compiled kernel is tuned."""
@@ -30,7 +30,7 @@ class Stack:
     flash: Literal[1, 2, 3] = 2
     """Generation of the flash kernel. 3 stands for all that were written for Hopper and later, cuDNN's too.
 
-    Meshwright takes the faster of 2 and cuDNN's (spec/attention_kernels.py).
+    Meshwright takes the faster of 2 and cuDNN's (spec/execution/attention_kernels.py).
     """
     merges: Literal["fused", "eager"] = "fused"
     """Merging of partial attention outputs under context parallelism.

@@ -14,9 +14,9 @@ from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import LayerOperation
-from meshwright.spec.layout import RECOMPUTE, Layout
-from meshwright.spec.schedule import ranges
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import RECOMPUTE, Layout
+from meshwright.spec.layout.schedule import ranges
+from meshwright.spec.model.shape import ModelShape
 
 
 def policy_costs(block: LayerWork, time: BlockTime, local: LocalShape) -> "Policies":

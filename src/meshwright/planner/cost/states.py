@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer states of a pipeline rank, in bytes.
 
-Counts like spec/held.py without walking every layer, since all layers of a kind are alike. Tests check that both agree
-to the byte.
+Counts like spec/memory/held.py without walking every layer, since all layers of a kind are alike. Tests check that both
+agree to the byte.
 """
 
 from collections import Counter
@@ -11,14 +11,14 @@ from functools import cache
 from math import prod
 
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.boxes import boxes, sharded_dim
-from meshwright.spec.code_cuts import bytes_of_codes, lines_of_codes, share_bytes
-from meshwright.spec.frozen_code_rules import shares_codes
-from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
-from meshwright.spec.inventory import PREDICTOR, parameters
-from meshwright.spec.layout import Layout
-from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.memory.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.weights.boxes import boxes, sharded_dim
+from meshwright.spec.weights.code_cuts import bytes_of_codes, lines_of_codes, share_bytes
+from meshwright.spec.weights.inventory import PREDICTOR, parameters
+from meshwright.spec.weights.optimizer_states import FP32_STATES, MomentFormat, StateStorage
 
 Size = tuple[tuple[int, ...], bool, MomentFormat, bool, int, int]
 """Sizes and storage of a parameter.
@@ -214,7 +214,7 @@ def states(
     *,
     storage: StateStorage = FP32_STATES,
 ) -> States:
-    """Return the table of spec/held.py with the stack's widths.
+    """Return the table of spec/memory/held.py with the stack's widths.
 
     `micro_batches` counts those of a step on a rank. `count` must be computed with the same `storage`.
     """

@@ -17,8 +17,8 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import CostsByPolicy
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
-from meshwright.spec.layout import RECOMPUTE, Layout
-from meshwright.spec.legal import divisors, layout_violations
+from meshwright.spec.layout.layout import RECOMPUTE, Layout
+from meshwright.spec.rules.legal import divisors, layout_violations
 
 FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
@@ -63,7 +63,7 @@ class Degrees:
     def every(self) -> "tuple[Degrees, ...]":
         """These degrees, also with context parallelism, and if no other axis cuts a layer, with a pipeline.
 
-        Compiled blocks of one device are counted in another way (spec/compiled_blocks.py).
+        Compiled blocks of one device are counted in another way (spec/rules/compiled_blocks.py).
         """
         pipelined = (replace(self, pp=2),) if self.tp == self.ep == 1 else ()
         return self, replace(self, cp=2), *pipelined

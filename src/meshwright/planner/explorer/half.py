@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 
 FileSettings = Mapping[str, Mapping[str, str]]
 """File -> option -> its text, as `--tensor-model-parallel-size 8`."""

@@ -1,5 +1,5 @@
 // Which states are legal: looked up in tables that Python made by its own rules (planner/explorer/legal_tables.py).
-// A layout has the fields of spec/layout.py; a recipe here is {sequence, global_batch}.
+// A layout has the fields of spec/layout/layout.py; a recipe here is {sequence, global_batch}.
 
 // The answer that a table has for these values of its axes.
 function look({nodes}, root, values) {

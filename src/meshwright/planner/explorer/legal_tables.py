@@ -1,6 +1,6 @@
 """Tables of the legal states of the explorer's page, and of how a step's sequences become micro-batches.
 
-They are made by the rules of spec/legal.py, for all values that the page's controls can have.
+They are made by the rules of spec/rules/legal.py, for all values that the page's controls can have.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,11 +10,11 @@ from typing import Any
 from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.explorer.decision_tables import Domain, Relation, Tables, TracedReads, Unread, Values, template
 from meshwright.planner.step.predict import Estimator
-from meshwright.spec.layout import RECOMPUTE, Layout
-from meshwright.spec.legal import RULES, batch_refusals, divisors, position_refusals
-from meshwright.spec.schedule import refusal
-from meshwright.spec.schedule_kinds import KINDS, stage_numbers
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import RECOMPUTE, Layout
+from meshwright.spec.layout.schedule import refusal
+from meshwright.spec.layout.schedule_kinds import KINDS, stage_numbers
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.legal import RULES, batch_refusals, divisors, position_refusals
 
 SEQUENCES = tuple(2**n for n in range(9, 18))
 """Lengths of the control, beside the recipe's own."""
@@ -79,8 +79,8 @@ def legal_tables(
 ) -> dict[str, Any]:
     """Return the tables of refusals and micro-batches.
 
-    `rules`: for each rule of spec/legal.py, and of another software, the table of its sentences. `size` and `count`: of
-    a rank's micro-batches, 0 = they do not come out even.
+    `rules`: for each rule of spec/rules/legal.py, and of another software, the table of its sentences. `size` and
+    `count`: of a rank's micro-batches, 0 = they do not come out even.
     """
     tables = Tables(domain(estimator, values))
     shape, recipe = estimator.shape, estimator.recipe

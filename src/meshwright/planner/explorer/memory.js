@@ -36,7 +36,7 @@ function memoryOf(data, recipe, layout) {
   });
 }
 
-// Whether any gradient is a sum: spec/held.py.
+// Whether any gradient is a sum: spec/memory/held.py.
 const addsGradients = (layout, m) =>
   m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
 
@@ -67,7 +67,7 @@ function stateBytes({elements}, table, count) {
   return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
 }
 
-// Codes that ZeRO-3 shares: spec/code_cuts.py.
+// Codes that ZeRO-3 shares: spec/weights/code_cuts.py.
 const LINE_BYTES = 16;
 
 // Ranks over which ZeRO cuts a parameter, and an expert's.
@@ -114,13 +114,13 @@ function countOf(data, layout, layers, first, last, alone = false) {
   return count;
 }
 
-// Of a piece of a parameter: spec/optimizer_states.py.
+// Of a piece of a parameter: spec/weights/optimizer_states.py.
 function momentBytes(sizes, [element, scale, block]) {
   const row = sizes[sizes.length - 1], all = numel(sizes);
   return element * all + (scale ? scale * all / row * Math.ceil(row / block) : 0);
 }
 
-// The dim along which ZeRO cuts a tensor: spec/boxes.py, for experts too few for all ranks one inside them.
+// The dim along which ZeRO cuts a tensor: spec/weights/boxes.py, for experts too few for all ranks one inside them.
 function shardedDim(sizes, ranks) {
   if (sizes.length < 3 || Math.ceil(sizes[0] / ranks) * (ranks - 1) < sizes[0]) return 0;
   return Math.max(0, sizes.findIndex((size, dim) => dim > 0 && size % ranks === 0));

@@ -15,9 +15,9 @@ from meshwright.planner.explorer.decision_tables import Domain, Relation, Tables
 from meshwright.planner.explorer.half import SoftwareRules
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import divisors
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.rules.legal import divisors
 
 BASES = 24
 """Layouts at which controls are turned."""

@@ -20,10 +20,10 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.planner.time.matrix_costs import UPDATED_AT_ONCE_BYTES
 from meshwright.planner.time.update_passes import GradientSums, update_seconds
-from meshwright.spec.held import WIDTHS
-from meshwright.spec.layout import RECOMPUTE, Layout, Recompute
-from meshwright.spec.legal import divisors
-from meshwright.spec.matrix_exchange import ROUND_ELEMENTS
+from meshwright.spec.layout.layout import RECOMPUTE, Layout, Recompute
+from meshwright.spec.memory.held import WIDTHS
+from meshwright.spec.memory.matrix_exchange import ROUND_ELEMENTS
+from meshwright.spec.rules.legal import divisors
 
 TOKENS = (1 / 16, 1 / 4, 1 / 2, 1, 4, 16)
 """Sizes at which passes are timed, times the recipe's sequence, closer where the host begins to wait."""

@@ -91,7 +91,7 @@ const EXPLAIN = {
   ep: ["Expert parallelism", "Ranks share the experts; tokens travel to them and back. Borrows ranks from dp_shard x cp x tp.",
     "2 all-to-alls of tokens x top_k x hidden a layer, in each direction", "Lepikhin et al. 2020, arXiv:2006.16668"],
   schedule: ["Schedule", "Order of the pipeline's forward and backward passes: it decides the bubble and how many micro-batches are in flight.",
-    "see the timelines below", "src/meshwright/spec/schedule_kinds.py"],
+    "see the timelines below", "src/meshwright/spec/layout/schedule_kinds.py"],
   vp: ["Virtual stages", "Stages that one pipeline rank holds. More of them make the bubble smaller and send more often.",
     "bubble of interleaved: (p - 1) / (v m)", "Narayanan et al. 2021, arXiv:2104.04473, section 2.2"],
   recompute: ["Recomputation", "norms repeats what norms make; selective the attention core, where it stores S x S weights, else nothing; all-but-attention all but the attention core; full the whole forward pass. This page recomputes all layers; `meshwright plan` takes as few as fit.",
@@ -99,8 +99,8 @@ const EXPLAIN = {
 
   ...Object.fromEntries(Object.entries((PAGE.halves?.[0] ?? PAGE).schedules).map(
     ([name, {title, meaning, formula, source}]) => [name, [title, meaning, formula, source]])),
-  bubble: ["Bubble", "Waiting, over the work of the busiest rank.", "(total - work) / work", "lectures; spec/replay.py"],
-  in_flight: ["In flight", "Most micro-batches whose activations a rank keeps, each as a share of all its stages: 5.5 of interleaved with v=2 are 11 of one stage.", "peak over time / v, largest rank", "spec/replay.py"],
+  bubble: ["Bubble", "Waiting, over the work of the busiest rank.", "(total - work) / work", "lectures; spec/layout/replay.py"],
+  in_flight: ["In flight", "Most micro-batches whose activations a rank keeps, each as a share of all its stages: 5.5 of interleaved with v=2 are 11 of one stage.", "peak over time / v, largest rank", "spec/layout/replay.py"],
   timeline_p: ["Pipeline ranks", "Of the timelines; follows the layout's pp.", "", ""],
   timeline_m: ["Micro-batches", "Of the timelines; follows the layout's.", "global_batch / (dp x micro_batch)", ""],
   timeline_v: ["Virtual stages", "Of the interleaved timeline; the V-placed ones have two, the others one.", "", ""],

@@ -6,7 +6,7 @@ stas00/ml-engineering for most; clocks are the highest boost clocks, recalled).
 
 from typing import NamedTuple
 
-from meshwright.spec.cluster import Device
+from meshwright.spec.layout.cluster import Device
 
 REACHED, LOW_REACHED = 0.8, 0.72
 """Best measured product over the data sheet's peak, bf16 and fp8, for devices without a measurement.

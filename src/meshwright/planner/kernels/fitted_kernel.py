@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.planner.kernels.chips import Chip, chip_of, silicon_of
 from meshwright.planner.kernels.rate_grid import RateGrid
-from meshwright.spec.cluster import Device
+from meshwright.spec.layout.cluster import Device
 
 FLAT = RateGrid((), (1.0,))
 """A curve that changes nothing."""

@@ -13,7 +13,7 @@ from meshwright.planner.kernels.kernel_operations import (
     Prefill,
     Product,
 )
-from meshwright.spec.cluster import Device
+from meshwright.spec.layout.cluster import Device
 
 KINDS = tuple(collective.ROUNDS)
 

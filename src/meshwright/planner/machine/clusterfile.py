@@ -29,9 +29,9 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import presets
-from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import ArgumentError, PlanError
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.cluster import Cluster, Device
+from meshwright.spec.plan.plan import Plan
 
 MENDING = "`meshwright calibrate --out FILE.toml` writes a whole one"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")

@@ -9,7 +9,7 @@ from math import log
 
 from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates
 from meshwright.planner.machine.fitting import Adjustment, Scalar, adjusted, changes_at, minimize
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 
 SCALARS = (
     Scalar("speeds.product_share", "times", 0.4),

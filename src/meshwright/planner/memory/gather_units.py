@@ -8,8 +8,8 @@ from operator import sub
 from typing import NamedTuple
 
 from meshwright.planner.cost.states import ElementCounts, States, counts, cut_over, expert_counts, largest_cut_stack
-from meshwright.spec.layout import Layout
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
 
 
 class GatherUnit(NamedTuple):

@@ -8,7 +8,7 @@ from functools import cache
 from operator import le
 from typing import Literal, NamedTuple
 
-from meshwright.spec.schedule import last_of, schedule
+from meshwright.spec.layout.schedule import last_of, schedule
 
 What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights", "reduce"]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from meshwright.planner.rent.prices import Price, Prices
 from meshwright.spec import presets
-from meshwright.spec.cluster import Cluster, Device
-from meshwright.spec.legal import divisors
+from meshwright.spec.layout.cluster import Cluster, Device
+from meshwright.spec.rules.legal import divisors
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Node counts that are tried by default."""

@@ -12,8 +12,8 @@ from meshwright.planner.rent.simulation import SimulatedRuns, simulate
 from meshwright.planner.step.budget import critical
 from meshwright.planner.step.error_ranges import fit_probability
 from meshwright.planner.step.prediction import Prediction
-from meshwright.spec.held import written_bytes
-from meshwright.spec.plan import Plan
+from meshwright.spec.memory.held import written_bytes
+from meshwright.spec.plan.plan import Plan
 from meshwright.spec.units import count, many
 
 SHOWN = 0.05

@@ -23,8 +23,8 @@ from meshwright.planner.search.ranking import search
 from meshwright.planner.search.regions import Cell, Fixed, RegionFamily
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec.legal import divisors
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.rules.legal import divisors
 
 LONG = 32_768
 """Tokens of a sequence from which context parallelism is searched."""

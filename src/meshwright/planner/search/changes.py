@@ -14,9 +14,9 @@ from meshwright.planner.search.regions import Fixed, batches
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.worlds import differences
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.plan.worlds import differences
 
 AXES = ("tp", "cp", "pp", "ep")
 DOUBLINGS = 5

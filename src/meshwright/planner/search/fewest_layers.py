@@ -11,7 +11,7 @@ from math import ceil, inf
 from meshwright.planner.search.ranking import fullest_rank, ranking_key
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout.layout import Layout
 
 WORTH = 0.005
 """Least share of a step to gain from partial recomputation. Below it all layers recompute, which leaves memory free."""

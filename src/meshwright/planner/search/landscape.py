@@ -20,9 +20,9 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.schedule_kinds import KINDS
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.plan.plan import Plan
 
 MOST = 4000
 """Points on the map. A larger space has three quarters drawn uniformly, the rest from the search for the front."""

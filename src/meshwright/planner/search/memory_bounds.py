@@ -18,12 +18,12 @@ from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import Cell, Region, RegionFamily, batches
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.timeline import Unhidden
-from meshwright.spec.compiled_blocks import compiles_blocks
-from meshwright.spec.frozen_code_rules import shares_codes
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.schedule import ranges, stage_layers, stages_of_ranks
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.rules.compiled_blocks import compiles_blocks
+from meshwright.spec.rules.frozen_codes import shares_codes
 
 Split = tuple[int, int, int]
 FIRST = 2

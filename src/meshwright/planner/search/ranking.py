@@ -40,10 +40,10 @@ from meshwright.planner.search.regions import (
 )
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec.capturing_rules import left_to_auto
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.rules.capturing import left_to_auto
 
 LISTED = 20
 """Layouts listed by default."""

@@ -13,7 +13,7 @@ from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.error_ranges import likely_share
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 
 
 def is_bold(prediction: Prediction) -> bool:

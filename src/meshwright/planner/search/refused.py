@@ -10,10 +10,10 @@ from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout import AXES, Layout
-from meshwright.spec.legal import divisors
-from meshwright.spec.plan import Plan
-from meshwright.spec.schedule_kinds import V_PLACED
+from meshwright.spec.layout.layout import AXES, Layout
+from meshwright.spec.layout.schedule_kinds import V_PLACED
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.rules.legal import divisors
 
 MOST = 20_000
 """Most layouts examined."""

@@ -1,6 +1,6 @@
 """Legal regions of the layout space: everything that a rank's computation depends on, except the split of dp.
 
-A family is the set of regions that differ only in their pipeline schedule. The rules are those of spec/legal.py,
+A family is the set of regions that differ only in their pipeline schedule. The rules are those of spec/rules/legal.py,
 evaluated once per degree instead of once per layout, so that 10^6 layouts take about a second.
 """
 
@@ -10,15 +10,15 @@ from functools import cache
 from math import gcd
 from typing import Any, NamedTuple
 
-from meshwright.spec.capturing_rules import CAPTURED
-from meshwright.spec.layout import Layout
-from meshwright.spec.legal import divisors, layout_violations
-from meshwright.spec.objective_rules import SAMPLES_UNDER
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import refusal
-from meshwright.spec.schedule_kinds import KINDS, V_PLACED, stage_numbers
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.schedule import refusal
+from meshwright.spec.layout.schedule_kinds import KINDS, V_PLACED, stage_numbers
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.rules.capturing import CAPTURED
+from meshwright.spec.rules.legal import divisors, layout_violations
+from meshwright.spec.rules.objectives import SAMPLES_UNDER
 
 Fixed = dict[str, tuple[Any, ...]]
 """Values allowed for a field of Layout (or dp). An absent field is free."""
@@ -180,7 +180,7 @@ def offered_splits(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[tuple[int, int
 def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
     """Return the micro-batch sizes that divide every rank's share of the batch in each stage of a ramp.
 
-    A size beyond a rank's share means the whole share (spec/layout.py).
+    A size beyond a rank's share means the whole share (spec/layout/layout.py).
     """
     sizes = {batch // cell.dp for batch in batches(plan.recipe)}
     divisors_of_shares = {d for size in sizes for d in divisors(size)}
@@ -271,7 +271,7 @@ def _pipelines(
 def splits(cell: Cell, fixed: Fixed) -> tuple[tuple[int, int, int], ...]:
     """Return (dp_replicate, dp_shard, zero) of a cell.
 
-    Under a pipeline ZeRO 2 and 3 equal ZeRO 1 (spec/held.py), so they are left out unless fixed.
+    Under a pipeline ZeRO 2 and 3 equal ZeRO 1 (spec/memory/held.py), so they are left out unless fixed.
     """
     piped = cell.pp > 1 and not {2, 3} & set(fixed.get("zero", ()))
     legal = _splits(cell.dp, cell.cp, cell.tp, cell.ep, piped)

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
 
 
 class CachedLayers(NamedTuple):
@@ -13,7 +13,7 @@ class CachedLayers(NamedTuple):
     window: int = 0
     """Most positions that are kept. 0 = all."""
     state_elements: int = 0
-    """Elements of a state of constant size in place of keys and values (spec/linear_attention.py)."""
+    """Elements of a state of constant size in place of keys and values (spec/model/linear_attention.py)."""
 
 
 class ServedModel(NamedTuple):

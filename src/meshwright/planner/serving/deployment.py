@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from meshwright.planner.serving.cached_layers import ServedModel
 from meshwright.planner.serving.frameworks import Framework
 from meshwright.planner.serving.number_formats import WeightFormats
-from meshwright.spec.cluster import Device
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.layout.cluster import Device
+from meshwright.spec.model.lora import LoRAShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from meshwright.planner.serving.number_formats import NumberFormat
-from meshwright.spec.shape import MLAShape
+from meshwright.spec.model.shape import MLAShape
 
 
 class KernelTimes(Protocol):

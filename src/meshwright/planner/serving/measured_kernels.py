@@ -7,7 +7,7 @@ from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.serving.number_formats import NumberFormat
-from meshwright.spec.shape import MLAShape
+from meshwright.spec.model.shape import MLAShape
 
 GATHERED = 2.0
 """Times that keys and values are moved for one read: blocks are gathered into one piece, which attention reads."""

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 
 
 class NumberFormat(NamedTuple):

@@ -7,9 +7,9 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.frameworks import MESHWRIGHT
-from meshwright.spec.graph_sizes import GRAPH_POOLS, SPLIT, WIDEST, position_numbers
-from meshwright.spec.inventory import Parameter, parameters
-from meshwright.spec.serving_defaults import GPU_SEQUENCES
+from meshwright.spec.execution.graph_sizes import GRAPH_POOLS, SPLIT, WIDEST, position_numbers
+from meshwright.spec.execution.serving_defaults import GPU_SEQUENCES
+from meshwright.spec.weights.inventory import Parameter, parameters
 
 LANES = 16
 """Columns of a panel of Meshwright's compiled loops."""

@@ -10,9 +10,9 @@ from meshwright.planner.serving.frameworks import Framework
 from meshwright.planner.serving.number_formats import WeightFormats
 from meshwright.planner.serving.serving_memory import ServingMemory, serving_memory
 from meshwright.planner.serving.step_times import StepTimes
-from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.layout.cluster import Cluster
+from meshwright.spec.model.lora import LoRAShape
 
 SHARED: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 """GPUs of an engine that are tried."""

@@ -8,8 +8,8 @@ D^0.28. Both are fits on other texts and tokenizers, so they give an order of ma
 
 from dataclasses import dataclass
 
-from meshwright.spec.inventory import num_active_parameters
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.inventory import num_active_parameters
 
 TOKENS_PER_PARAMETER = 20.0
 """Default budget (Hoffmann et al. 2022)."""

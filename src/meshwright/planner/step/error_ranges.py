@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 
 FILE = "data/error_quantiles.json"
 """Path beside this module."""

@@ -12,10 +12,10 @@ from typing import Any
 
 from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.time.timeline import StepTime
-from meshwright.spec.capturing_rules import hindrances, left_to_auto
-from meshwright.spec.compiled_blocks import can_be_compiled, leaves_compiler_out
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.rules.capturing import hindrances, left_to_auto
+from meshwright.spec.rules.compiled_blocks import can_be_compiled, leaves_compiler_out
 from meshwright.spec.units import short_gib, step_time
 
 COMPILE_S = 40.0

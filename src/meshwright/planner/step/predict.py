@@ -38,16 +38,16 @@ from meshwright.planner.time.timeline import (
     unhidden,
 )
 from meshwright.planner.time.update_passes import optimizer_seconds
-from meshwright.spec.frozen_code_rules import shares_codes
-from meshwright.spec.held import TOKEN_BYTES, written_bytes
-from meshwright.spec.layout import Layout
-from meshwright.spec.matrix_exchange import WORK_BYTES
-from meshwright.spec.optimizer_states import WORK_BYTES as NARROW_BYTES
-from meshwright.spec.places import own_stages
-from meshwright.spec.plan import Plan
-from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule_kinds import V_PLACED
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import own_stages
+from meshwright.spec.layout.schedule_kinds import V_PLACED
+from meshwright.spec.memory.held import TOKEN_BYTES, written_bytes
+from meshwright.spec.memory.matrix_exchange import WORK_BYTES
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.weights.optimizer_states import WORK_BYTES as NARROW_BYTES
 
 Kinds = tuple[tuple[str, int], ...]
 """Layers of each kind: states.number_of_kinds."""

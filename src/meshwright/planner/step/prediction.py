@@ -7,8 +7,8 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
 from meshwright.planner.step.execution import Executions
 from meshwright.planner.time.collectives import SentCalls, traffic
 from meshwright.planner.time.timeline import StepTime
-from meshwright.spec.flop import token_flop
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
+from meshwright.spec.weights.flop import token_flop
 
 
 def usable_bytes(plan: Plan) -> float:

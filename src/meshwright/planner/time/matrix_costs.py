@@ -1,6 +1,6 @@
 """Cost of Muon in a step beside reading and writing its states: products, traffic, buffers.
 
-In closed form, since the search needs thousands of layouts. spec/matrix_exchange.py distributes the matrices
+In closed form, since the search needs thousands of layouts. spec/memory/matrix_exchange.py distributes the matrices
 themselves, and tests compare both.
 """
 
@@ -13,10 +13,8 @@ from typing import NamedTuple
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.spec.boxes import boxes_of, sharded_dim
-from meshwright.spec.inventory import Parameter, parameters, tp_holders
-from meshwright.spec.layout import Layout
-from meshwright.spec.matrix_exchange import (
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.memory.matrix_exchange import (
     ITERATIONS,
     ROUND_ELEMENTS,
     WORK_BYTES,
@@ -24,7 +22,9 @@ from meshwright.spec.matrix_exchange import (
     rounds,
     stage_ranks,
 )
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import boxes_of, sharded_dim
+from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders
 
 UPDATED_AT_ONCE_BYTES = 4 * 16 * 2**20
 """Temporaries of elementwise work: several of 2**22 fp32 elements (training/muon.py)."""

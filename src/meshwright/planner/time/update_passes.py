@@ -5,8 +5,8 @@ from typing import NamedTuple
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import ElementCounts, States
-from meshwright.spec.layout import Layout
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.recipe.recipe import Recipe
 
 GRADIENT_BYTES = 4.0
 """Bytes of a gradient as the optimizer of other software reads it."""

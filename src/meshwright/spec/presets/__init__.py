@@ -15,12 +15,12 @@ from math import ceil
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
-from meshwright.spec.linear_attention import LinearAttention
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
-from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.spec.layout.cluster import Cluster, Device
+from meshwright.spec.model.linear_attention import LinearAttention
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+from meshwright.spec.model.unbuilt_parts import UnbuiltParts
 
 T = TypeVar("T")
 PARTS: dict[str, type] = {

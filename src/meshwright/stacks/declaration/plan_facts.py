@@ -6,9 +6,9 @@ from typing import Any
 
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.lora import LoRAShape
-from meshwright.spec.objective_traits import DISTILL
-from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.recipe.objectives import DISTILL
 from meshwright.stacks.declaration.hub_models import hub_name
 from meshwright.stacks.declaration.option import Facts
 

@@ -8,9 +8,9 @@ from typing import Any
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.search.regions import FULL_ROUNDS, PIPELINE_RULES, SPLIT_RULES, Fixed
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts
 from meshwright.stacks.declaration.plan_facts import facts_of
 from meshwright.stacks.text.option_text import Entry

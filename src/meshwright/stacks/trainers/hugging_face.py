@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.hub_models import hub_name
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.trainers import peft_adapters as adapters

@@ -6,9 +6,9 @@ from meshwright.planner.accuracy.megatron_bridge import COUNTS_S
 from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, MEGATRON_DEEPSPEED
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers.megatron_models import MODEL, model_facts, model_of

@@ -3,8 +3,8 @@
 import re
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
 from meshwright.stacks.declaration.hub_models import likely_preset
 from meshwright.stacks.declaration.option import Facts, Option
 

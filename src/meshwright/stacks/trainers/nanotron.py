@@ -7,9 +7,9 @@ from meshwright.planner.accuracy.published_stacks import NANOTRON as AS_PUBLISHE
 from meshwright.planner.accuracy.published_stacks import NANOTRON_GATHERED, NANOTRON_GATHERED_PIPELINE
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from meshwright.spec.shape import ModelShape
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 

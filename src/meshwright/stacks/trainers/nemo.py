@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.text.option_text import Called, Entry

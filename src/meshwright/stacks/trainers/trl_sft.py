@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.text.shell_text import SCRIPT

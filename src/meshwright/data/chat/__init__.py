@@ -1,0 +1,1 @@
+"""Conversations: samples, chat templates, and the tokens that are trained on."""

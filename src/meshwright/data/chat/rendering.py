@@ -1,0 +1,297 @@
+"""Rendering: a sample as text, with its trained spans and the role that says each part.
+
+Trained characters, by the first rule that applies:
+- a prompt with an answer: the answer
+- a template with `{% generation %}`: the marked spans
+- any other: from the end of the words that ask for an answer (`add_generation_prompt`) to the end of the turn
+
+Some templates render a turn differently once others follow it (thoughts are dropped from earlier turns). They give one
+sample per answer, as the model will see it.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from meshwright.data.chat.completeness import IncompleteRendering, check_complete, without_thoughts
+from meshwright.data.chat.samples import Continuation, Conversation, Message
+from meshwright.data.chat.template import THOUGHTS, ChatTemplate, Rendered, Span
+from meshwright.spec.errors import DataError, MalformedRowError
+from meshwright.spec.plan import plan
+
+ROLES = ("other", *plan.ROLES)
+"""Roles of tokens. The index of a role is its number on disk."""
+_SAME_ROLE = {"developer": "system", "function": "tool", "ipython": "tool", "model": "assistant"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked:
+    """A text and its spans. Text outside all spans is not trained, or belongs to no role."""
+
+    text: str
+    trained: tuple[Span, ...]
+    roles: tuple[tuple[Span, str], ...] = ()
+    """(span, role). Where two overlap, the later one counts."""
+    ends: bool = True
+    """The template ends the text. Others get an end-of-text token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Choice of what is trained."""
+
+    train_on: str = "auto"
+    """`auto`; `last` = the last answer; `all`; or roles, such as `assistant,tool`."""
+    thinking: str = "keep"
+    """`keep` = as the template writes them, which must include the thoughts of trained answers; `drop` = removed
+    first."""
+
+
+def continuation(sample: Continuation, policy: Policy) -> Marked:
+    """Return a prompt and its completion as one text."""
+    border = 0 if policy.train_on == "all" else len(sample.prompt)
+    text = sample.prompt + sample.completion
+    return Marked(text=text, trained=((border, len(text)),), ends=False)
+
+
+def conversation(sample: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
+    """Return the rendered conversation, or one text per answer. Raises DataError if the template drops content."""
+    template = template.with_tools if sample.tools else template
+    messages = [template.joined(message) for message in sample.messages]
+    messages = [_thoughtless(message) for message in messages] if policy.thinking == "drop" else messages
+    opened = [_opened(message) for message in messages]
+    try:
+        return _conversation(opened, sample, template, policy)
+    except DataError as error:
+        if opened == messages:
+            raise
+        try:
+            return _conversation(messages, sample, template, policy)  # some templates write JSON as they are given it
+        except DataError as other:  # the form that could be written says more than the one that could not
+            raise error if isinstance(error, IncompleteRendering) else other from None
+
+
+def _conversation(
+    messages: Sequence[Message], sample: Conversation, template: ChatTemplate, policy: Policy
+) -> list[Marked]:
+    full = template.render(messages, sample.tools)
+    trained = _trained(messages, sample, full, template, policy)
+    if trained is None:
+        return _by_answer(messages, sample, template, policy)
+    answers = _trained_turns(messages, sample, policy) or [len(messages) - 1]
+    check_complete(messages, sample.tools, answers, full.text, template)
+    _check_roles(messages, template)
+    spans = tuple(span for span, _ in trained)
+    named = (part for part in trained if part[1])  # includes tool calls and the end-of-turn token
+    return [Marked(text=full.text, trained=spans, roles=(*_content_spans(messages, full.text), *named))]
+
+
+def prompt(messages: Sequence[Message], tools: Any, template: ChatTemplate) -> str:
+    """Return the text that a model gets before it answers."""
+    return template.render(messages, tools, prompt=True).text
+
+
+def role_of(message: Message) -> str:
+    """Return the role of a message, one of ROLES."""
+    name = str(message["role"])
+    name = _SAME_ROLE.get(name, name)
+    return name if name in ROLES else "other"
+
+
+Trained = tuple[Span, str]
+"""(trained span, role). An empty role = several."""
+
+
+def _trained(
+    messages: Sequence[Message], sample: Conversation, full: Rendered, template: ChatTemplate, policy: Policy
+) -> list[Trained] | None:
+    """Return the trained spans. None = the template renders earlier turns in another form."""
+    if policy.train_on == "all":
+        return [((0, len(full.text)), "")]
+    wanted = _trained_turns(messages, sample, policy)
+    if policy.train_on == "auto" and sample.prompt and wanted == list(range(sample.prompt, len(messages))):
+        begin = _prompt_end(messages[: sample.prompt], sample, full.text, template)
+        return None if begin is None else [((begin, len(full.text)), "assistant")]
+    if not wanted:
+        return []
+    if template.marks and all(role_of(messages[turn]) == "assistant" for turn in wanted):
+        marked = _marked_turns(messages, sample, full, wanted, template)
+        return None if marked is None else [(span, "assistant") for span in marked]
+    spans = [(_turn_span(messages, turn, sample, full.text, template), role_of(messages[turn])) for turn in wanted]
+    return None if any(span is None for span, _ in spans) else [(span, role) for span, role in spans if span]
+
+
+def _trained_turns(messages: Sequence[Message], sample: Conversation, policy: Policy) -> list[int]:
+    """Return the trained turns, without those of a prompt and those with `train: false` or `weight: 0`."""
+    roles = {"auto": {"assistant"}, "last": {"assistant"}}.get(policy.train_on) or set(policy.train_on.split(","))
+    named = [number for number, message in enumerate(messages) if role_of(message) in roles]
+    turns = [turn for turn in named if turn >= sample.prompt or role_of(messages[turn]) != "assistant"]
+    turns = turns[-1:] if policy.train_on == "last" else turns
+    return [turn for turn in turns if _trains(messages[turn])]
+
+
+def _trains(message: Message) -> bool:
+    """Return whether a message itself allows training. Raises MalformedRowError for neither yes nor no."""
+    for key in ("train", "weight"):
+        if message.get(key, 1) not in (None, False, True, 0, 1):
+            raise MalformedRowError(
+                f"a message has {key}={message[key]!r}: a turn is trained (1, true) or not (0, false)"
+            )
+    return all(message.get(key, 1) in (None, True, 1) for key in ("train", "weight"))
+
+
+def _marked_turns(
+    messages: Sequence[Message], sample: Conversation, full: Rendered, wanted: Sequence[int], template: ChatTemplate
+) -> list[Span] | None:
+    """Return the template's own spans within these turns. None = earlier turns are rendered in another form."""
+    ends = {
+        turn: template.render(messages[: turn + 1], sample.tools).text for turn in wanted if turn + 1 < len(messages)
+    }
+    if not all(full.text.startswith(until) for until in ends.values()):
+        return None
+    if list(wanted) == [number for number, message in enumerate(messages) if role_of(message) == "assistant"]:
+        return list(full.generated)
+    spans = []
+    for turn in wanted:
+        before, until = template.render(messages[:turn], sample.tools).text if turn else "", ends.get(turn, full.text)
+        if not until.startswith(before):
+            return None
+        spans += [span for span in full.generated if len(before) <= span[0] and span[1] <= len(until)]
+    return spans
+
+
+def _turn_span(
+    messages: Sequence[Message], turn: int, sample: Conversation, text: str, template: ChatTemplate
+) -> Span | None:
+    """Return the span of a turn's own words. That of an answer follows the words that ask for it."""
+    until = template.render(messages[: turn + 1], sample.tools).text
+    if not text.startswith(until):
+        return None
+    if role_of(messages[turn]) != "assistant":
+        before = template.render(messages[:turn], sample.tools).text if turn else ""
+        return (len(before), len(until)) if until.startswith(before) else None
+    begin = (
+        _prompt_end(messages[:turn], sample, until, template)
+        if turn
+        else _unprompted_start(messages[0], sample, until, template)
+    )
+    return None if begin is None else (begin, max(begin, len(until.rstrip())))
+
+
+def _prompt_end(messages: Sequence[Message], sample: Conversation, text: str, template: ChatTemplate) -> int | None:
+    """Return the position where the words that ask for an answer end.
+
+    A template may ask with more than it later shows, such as an empty thought. The position is then where both texts
+    part, behind the earlier turns.
+    """
+    asked = prompt(messages, sample.tools, template)
+    if text.startswith(asked):
+        return len(asked)
+    earlier = template.render(messages, sample.tools).text
+    common = _common(asked, text)
+    if not text.startswith(earlier) or common < len(earlier):
+        return None
+    tag = asked.rfind("<", len(earlier), common)  # both may go on with a tag, `<think>` and `<tool_call>`
+    return tag if tag >= 0 and ">" not in asked[tag:common] else common
+
+
+def _unprompted_start(message: Message, sample: Conversation, text: str, template: ChatTemplate) -> int:
+    """Return the position of an answer that opens a conversation, behind the text that precedes any answer."""
+    return _common(template.render([{**message, "content": "\ufdd2"}], sample.tools).text, text)
+
+
+def _common(first: str, second: str) -> int:
+    """Return the length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _by_answer(
+    messages: Sequence[Message], sample: Conversation, template: ChatTemplate, policy: Policy
+) -> list[Marked]:
+    """Return one sample per trained answer: the conversation up to it."""
+    turns = _trained_turns(messages, sample, policy)
+    _check_roles(messages, template)
+    marked_texts = []
+    for turn in turns:
+        until = messages[: turn + 1]
+        full = template.render(until, sample.tools)
+        spans = _last_turn(until, sample, full, template)
+        if spans is None:
+            raise DataError(
+                f"the chat template writes turn {turn + 1} in two forms, so its trained part is not known. Put "
+                "{% generation %} around the answers in the template, or take "
+                "data.train_on=all"
+            )
+        check_complete(until, sample.tools, [turn], full.text, template)
+        roles = (*_content_spans(until, full.text), *((span, role_of(messages[turn])) for span in spans))
+        marked_texts.append(Marked(text=full.text, trained=tuple(spans), roles=roles))
+    return marked_texts
+
+
+def _last_turn(
+    messages: Sequence[Message], sample: Conversation, full: Rendered, template: ChatTemplate
+) -> list[Span] | None:
+    """Return the spans of the last turn's own words. None = unknown."""
+    if template.marks and role_of(messages[-1]) == "assistant":
+        before = template.render(messages[:-1], sample.tools).generated if len(messages) > 1 else ()
+        return list(full.generated[len(before) :])
+    span = _turn_span(messages, len(messages) - 1, sample, full.text, template)
+    return None if span is None else [span]
+
+
+def _content_spans(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...]:
+    """Return the span of each turn's content, in order. Contents that the template changed are skipped."""
+    contents, begin = [], 0
+    for message in messages:
+        content = str(message.get("content") or "").strip()
+        start = text.find(content, begin) if content else -1
+        if start >= 0:
+            begin = start + len(content)
+            contents.append(((start, begin), role_of(message)))
+    return tuple(contents)
+
+
+def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
+    """Raise MalformedRowError for an unknown role: most templates write any, and a misspelled answer is masked."""
+    for number, message in enumerate(messages, start=1):
+        role = str(message["role"])
+        if role_of(message) == "other" and role not in template.source:
+            raise MalformedRowError(
+                f"message {number} has the role {role!r}, which the chat template does not know: take system, "
+                "user, assistant or tool, or another data.template"
+            )
+
+
+def _thoughtless(message: Message) -> Message:
+    """Return an answer without its thoughts."""
+    if role_of(message) != "assistant":
+        return message
+    remaining: dict[str, Any] = {name: part for name, part in message.items() if name not in THOUGHTS}
+    if isinstance(remaining.get("content"), str):
+        remaining["content"] = without_thoughts(remaining["content"]).lstrip("\n")
+    return remaining
+
+
+def _opened(message: Message) -> Message:
+    """Return a message whose calls have their JSON arguments as objects, as a server gives them to templates.
+
+    Templates write arguments as JSON, which would turn a text into a quoted text.
+    """
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_opened_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _opened_call(call: Any) -> Any:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(arguments, str):
+        return call
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments.strip() or "{}")
+        if isinstance(parsed, Mapping):
+            opened = {**inner, "arguments": parsed}
+            return {**call, "function": opened} if "function" in call else opened
+    return call

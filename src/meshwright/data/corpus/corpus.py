@@ -1,0 +1,164 @@
+"""Corpus: the tokens of a text on disk, memory-mapped, with counts made during encoding."""
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.text.rows import MalformedRows
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.spec.errors import DataError
+
+_SMALL_BYTES = 2**26
+
+
+@final
+class TokenFile:
+    """Reader of parts of a file, without mapping it.
+
+    Touching a page through a mapping can make 2 MiB resident (Linux maps large folios whole), so random windows would
+    make the process as large as the corpus. Reading them is also ten times faster.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._path, self._dtype = path, dtype
+        self._descriptor: Final = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        try:  # noqa: SIM105  # contextlib may be gone by then
+            os.close(self._descriptor)
+        except (AttributeError, OSError, TypeError):  # it may never have been opened
+            pass
+
+    def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return tokens [begin, end). Raises DataError when the file has become shorter."""
+        size = self._dtype.itemsize
+        data = os.pread(self._descriptor, (end - begin) * size, begin * size)
+        if len(data) != (end - begin) * size:
+            raise DataError(f"{self._path} was truncated during reading: rerun to rebuild the cache")
+        return np.frombuffer(data, dtype=self._dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStream:
+    """Documents end to end."""
+
+    tokens: NDArray[np.unsignedinteger[Any]]
+    """[num_tokens] uint16 or uint32, read-only, begin and end marks included."""
+    starts: NDArray[np.int64]
+    """[num_documents] index of the first token of each document."""
+    num_tokens: int
+    num_bytes: int
+    """UTF-8 bytes of the text, without marks."""
+    num_documents: int
+    file: TokenFile | None = None
+    """The tokens' file, if the system can read at an offset."""
+    marks: NDArray[np.uint8] | None = None
+    """One byte per token of samples: its role, and whether it is trained (sample_encoder.TRAINED). `num_tokens` and
+    `num_bytes` then count trained tokens. None = text, all of which is trained."""
+    pairs: bool = False
+    """Documents come in pairs: a preference, the better answer first."""
+    same_pairs: int = 0
+    """Number of pairs with two equal answers."""
+    first: int = 0
+    """In a mixture, the documents of earlier sources, which keeps numbers of answers unique."""
+    rows: NDArray[np.int64] | None = None
+    """[num_documents] row of the file of each sample. A conversation may give several samples. None = text."""
+
+    def read(self, begin: int, end: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return tokens [begin, end), leaving nothing of the file resident."""
+        return self.tokens[begin:end] if self.file is None else self.file.read(begin, end)
+
+    @property
+    def parts(self) -> tuple["TokenStream", ...]:
+        """The stream itself, as the only source."""
+        return (self,)
+
+    @property
+    def size(self) -> int:
+        """Tokens that are read, trained or not."""
+        return len(self.tokens)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per trained token."""
+        return self.num_bytes / max(1, self.num_tokens)
+
+    def release(self) -> None:
+        """Release the resident pages of a long list of starts. They stay in the system's cache."""
+        advice, mapped = getattr(mmap, "MADV_DONTNEED", None), self._mapping()
+        if advice is not None and mapped is not None and self.starts.nbytes > _SMALL_BYTES:
+            mapped.madvise(advice)
+
+    def _mapping(self) -> mmap.mmap | None:
+        base: object = self.starts.base
+        return base if isinstance(base, mmap.mmap) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStream:
+    """Streams of the sources of a mixture. Its counts are their sums."""
+
+    parts: tuple[TokenStream, ...]
+    weights: tuple[float, ...]
+    """Weight of each source, above 0, with any sum."""
+
+    @property
+    def size(self) -> int:
+        """Tokens read in one pass over every source, trained or not."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sum of TokenStream.num_tokens."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Sum of TokenStream.num_bytes."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def num_documents(self) -> int:
+        """Sum of TokenStream.num_documents."""
+        return sum(part.num_documents for part in self.parts)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes per token, averaged by weight."""
+        return self.mean([part.bytes_per_token for part in self.parts])
+
+    def mean(self, values: Sequence[float]) -> float:
+        """Return the weighted mean of a value per part, over parts with a token to predict. 0 without any."""
+        weighted = [
+            (weight, value)
+            for part, weight, value in zip(self.parts, self.weights, values, strict=True)
+            if part.num_tokens > 1
+        ]
+        whole = sum(weight for weight, _ in weighted)
+        return sum(weight / whole * value for weight, value in weighted)
+
+
+Stream = TokenStream | MixedStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Training and held-out data."""
+
+    train: Stream
+    validation: Stream
+    tokenizer: Tokenizer
+    fingerprint: str
+    """Hash of texts, tokenizer, split and format: equal fingerprints mean equal tokens."""
+    key: str
+    """Name of its folder in the cache. A mixture's is derived from its fingerprint."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Column that samples do not use -> number of rows that have it. Empty for text."""
+    malformed: MalformedRows = field(default_factory=MalformedRows)
+    """Rows that data.malformed=skip left out. They are in no stream."""

@@ -1,0 +1,259 @@
+"""Cache of tokens: texts are encoded once and stored by content. Later runs map the tokens and start at once."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from meshwright.data.corpus.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.corpus.corpus import Corpus, TokenFile, TokenStream
+from meshwright.data.corpus.pool import Batch, Pool, batched
+from meshwright.data.text import split
+from meshwright.data.text.rows import MalformedRows
+from meshwright.data.text.sources import Source
+from meshwright.data.tokens.tokenizer import Tokenizer, choose, trained_vocab
+from meshwright.spec import Data
+from meshwright.spec.errors import DataError
+from meshwright.spec.user_cache import writable_root
+
+FORMAT: Final = 1
+"""Version of the cache, raised whenever the same text would be stored differently."""
+
+STREAMS: Final = ("train", "validation")
+_BATCH_CHARACTERS: Final = 2**18
+_ALONE_BYTES: Final = 2**20
+"""Largest text that is encoded in this process, which takes less time than starting others."""
+TRAINING_CHARACTERS: Final = 2**25
+"""Text for training a tokenizer. More no longer changes the merges, and a trainer holds every distinct word."""
+
+
+def prepare(
+    data: Data, *, cache_root: Path | None = None, processes: int | None = None, progress: Progress | None = None
+) -> Corpus:
+    """Return the tokens of `data`, encoded now or read from the cache.
+
+    `processes` is by default one per core. Memory stays below 1 GiB in all. `progress` is called only while text is
+    encoded. Concurrent callers do the work once, and a damaged cache is rebuilt. Raises DataError for text that cannot
+    be encoded.
+    """
+    source, root = Source(data), cache_root or writable_root()
+    try:
+        return _prepare(data, source, root, processes, progress)
+    except OSError as error:
+        where = error.filename or root
+        raise DataError(f"token cache: {where}: {error.strerror}; set XDG_CACHE_HOME to a folder with room") from error
+
+
+def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
+    index = root / "index" / f"{source.signature()}.json"
+    counted, known = None, read_json(index)
+    stale = data.malformed == "skip" and "malformed" not in known  # of an older version
+    if not known.get("content") or stale:
+        counted, known = _count(data, source, index)
+    digest, malformed = known["content"], MalformedRows(**known.get("malformed", {}))
+    tokenizer = _tokenizer(data, source, digest, root)
+    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
+    fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
+    folder = root / "tokens" / fingerprint[:24]
+    if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
+        return replace(corpus, malformed=malformed)  # files with the same texts share a folder, and differ in this
+    with lock(folder):  # another process may have written it meanwhile
+        if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
+            return replace(corpus, malformed=malformed)
+        if counted is None:
+            counted, now = _count(data, source, index)
+            if now["content"] != digest:
+                raise DataError(_changed(data))
+        build = _Build(data, source, tokenizer, counted, processes, progress)
+        build.into(folder, fingerprint)
+    if (corpus := load(folder, tokenizer, fingerprint, _stream)) is None:
+        raise DataError(f"token cache: {folder} was damaged while it was made: run again")
+    return corpus
+
+
+def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, dict[str, Any]]:
+    """Read all documents once, and store digest and malformed rows for as long as the files look unchanged."""
+    malformed = MalformedRows()
+    counted = split.survey(source.documents(malformed))
+    if malformed.malformed and (data.malformed == "refuse" or not counted.num_bytes):
+        raise malformed.refusal("texts")
+    if not counted.num_bytes:
+        raise DataError(f"data.path={data.path} holds no text: every document is empty")
+    index.parent.mkdir(parents=True, exist_ok=True)
+    known = {"content": counted.digest, "malformed": asdict(malformed) if malformed.malformed else {}}
+    write_json(index, known)
+    return counted, known
+
+
+def _changed(data: Data) -> str:
+    return f"data.path={data.path} changed while it was read: run again when nothing writes there"
+
+
+def _tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer:
+    """Return the requested tokenizer. A trained one is stored by the content it was trained on."""
+    if not data.tokenizer.startswith("bpe:"):
+        return choose(data.tokenizer, source.folder, iter(()))
+    return Tokenizer.load(trained_folder(data.tokenizer, digest, root, beginning(source, TRAINING_CHARACTERS)))
+
+
+def trained_folder(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
+    """Return the folder of a tokenizer that is trained on texts with this digest, now or earlier."""
+    folder = root / "tokenizers" / f"{digest}-{trained_vocab(setting)}"
+    with contextlib.suppress(DataError):
+        Tokenizer.load(folder)
+        return folder
+    tokenizer = choose(setting, None, texts)
+    with new_folder(folder) as new:
+        tokenizer.save(new)
+    return folder
+
+
+def beginning(source: Source, characters: int) -> Iterator[str]:
+    """Yield pieces from the beginning of a source, about this many characters."""
+    for document in source.documents():
+        for piece in document.pieces:
+            yield piece
+            characters -= len(piece)
+            if characters <= 0:
+                return
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """One encoding of all text into a new cache folder."""
+
+    data: Data
+    source: Source
+    tokenizer: Tokenizer
+    counted: split.Survey
+    processes: int | None
+    progress: Progress | None
+
+    def into(self, folder: Path, fingerprint: str) -> None:
+        """Create the complete folder, or leave nothing."""
+        with new_folder(folder) as new, contextlib.ExitStack() as open_files:
+            streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in STREAMS]
+            malformed = self._encode(streams)
+            meta = {name: stream.counts() for name, stream in zip(STREAMS, streams, strict=True)}
+            open_files.close()
+            files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
+            origin = {"source": self.source.title, "tokenizer": self.tokenizer.fingerprint}
+            content = {"fingerprint": fingerprint, "files": files, "streams": meta, **origin}
+            write_json(new / "meta.json", content | malformed_entry(malformed))
+
+    def _encode(self, streams: list["_Writer"]) -> MalformedRows:
+        """Write the streams and return the rows that were left out."""
+        reading, done, total = split.Reading(), 0, self.counted.num_bytes
+        chosen = split.choose(self.counted, self.data.validation)
+        waiting: list[list[split.SplitPart]] = []
+        malformed = MalformedRows()
+        parts = split.parts(self.source.documents(malformed), chosen, reading)
+        processes = 1 if total <= _ALONE_BYTES else self.processes
+        with Pool(self.tokenizer, processes) as pool:
+            for ids in pool.map(_remember(batched(parts, lambda part: len(part.text), _BATCH_CHARACTERS), waiting)):
+                for part, tokens in zip(waiting.pop(0), ids, strict=True):
+                    streams[part.stream].write(part, tokens)
+                    done += len(part.text.encode())
+                if self.progress is not None:
+                    self.progress(done, total)
+        if reading.survey().digest != self.counted.digest:
+            raise DataError(_changed(self.data))
+        return malformed
+
+
+def _remember(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:
+    """Yield the batches for the pool. Their parts wait for the ids."""
+    for batch in batches:
+        waiting.append(batch)
+        yield bytes(not part.first for part in batch), [part.text for part in batch]
+
+
+@final
+class _Writer:
+    """Writer of one stream: ids to NAME.tokens, document starts to NAME.starts."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        dtype = tokenizer.dtype
+        self._path, self._width = path, dtype.itemsize
+        self._before, self._after = (np.array(ids, dtype).tobytes() for ids in tokenizer.document_marks)
+        self._size = self._documents = self._text = 0
+
+    def __enter__(self) -> "_Writer":
+        self._tokens = self._path.with_suffix(".tokens").open("wb", buffering=2**20)
+        self._starts = self._path.with_suffix(".starts").open("wb", buffering=2**16)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in (self._tokens, self._starts):
+            try:
+                if error[0] is None:
+                    sync(file)
+            finally:
+                file.close()
+
+    def write(self, part: split.SplitPart, ids: bytes) -> None:
+        """Append the ids of one piece, with the marks of its document."""
+        if part.first:
+            self._starts.write(np.int64(self._size // self._width).tobytes())
+            self._documents += 1
+        written = (self._before if part.first else b"") + ids + (self._after if part.last else b"")
+        self._tokens.write(written)
+        self._size += len(written)
+        self._text += len(part.text.encode())
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts for meta.json."""
+        tokens = self._size // self._width
+        return {"num_tokens": tokens, "num_bytes": self._text, "num_documents": self._documents}
+
+
+def malformed_entry(malformed: MalformedRows) -> dict[str, Any]:
+    """Return the entry of meta.json for rows that were left out. Empty = there are none."""
+    return {"malformed": asdict(malformed)} if malformed.malformed else {}
+
+
+def load(
+    folder: Path,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    stream: Callable[[Path, dict[str, int], Tokenizer], TokenStream],
+) -> Corpus | None:
+    """Return the corpus in a folder. None = it is missing or differs from its meta.json.
+
+    `stream` opens the files of a stream, given their name and counts.
+    """
+    meta = read_json(folder / "meta.json")
+    try:
+        whole = meta["fingerprint"] == fingerprint and all(
+            (folder / name).stat().st_size == size for name, size in meta["files"].items()
+        )
+        if not whole:
+            return None
+        train, validation = (stream(folder / name, meta["streams"][name], tokenizer) for name in STREAMS)
+        malformed = MalformedRows(**meta.get("malformed", {}))
+    except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
+        return None
+    return Corpus(
+        train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name,
+        malformed=malformed,
+    )  # fmt: skip
+
+
+def _stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+    file = path.with_suffix(".tokens")
+    tokens = mapped(file, tokenizer.dtype, counts["num_tokens"])
+    starts = mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
+    return TokenStream(
+        tokens=tokens,
+        starts=starts,
+        num_tokens=counts["num_tokens"],
+        num_bytes=counts["num_bytes"],
+        num_documents=counts["num_documents"],
+        file=TokenFile(file, tokenizer.dtype) if hasattr(os, "pread") else None,
+    )

@@ -1,0 +1,1 @@
+"""Reports on the text of a run, for people."""

@@ -1,0 +1,1 @@
+"""Sequences: numbered windows and packed samples, in a shuffled order."""

@@ -1,0 +1,169 @@
+"""Windows: a token stream as numbered sequences with their targets, document numbers and positions.
+
+Window i of length S reads tokens [i S, i S + S) and predicts [i S + 1, i S + S]. Every token of the windows except the
+very first is a target once. Letters: B sequences, S tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.corpus.corpus import TokenStream
+from meshwright.data.sequences.order import shuffled
+from meshwright.spec.errors import DataError
+
+IGNORED: Final = -100
+"""Target that is not predicted, as in torch's cross entropy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """A batch. Arrays are [B, S]."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    """Next token, or IGNORED."""
+    documents: NDArray[np.int32]
+    """Number of the document within the row, from 0."""
+    positions: NDArray[np.int32]
+    """Position of the token within its document, from 0 at the row's start."""
+    packed: bool
+    """Some row contains a document's border."""
+    answers: NDArray[np.int64] | None = None
+    """[B, A] for pairs, the sample number of each document of a row, the better one of a pair first. Numbers count over
+    all sources of a mixture. -1 = none. None = there are no pairs."""
+    roles: NDArray[np.uint8] | None = None
+    """Role of each target, as its index in rendering.ROLES. None = text without roles."""
+
+    @property
+    def document_tokens(self) -> float:
+        """Average length of a token's document, which decides the cost of attention. Long ones hold more tokens."""
+        squares = sum(int((np.unique(row, return_counts=True)[1] ** 2).sum()) for row in self.documents)
+        return squares / max(1, self.documents.size)
+
+    def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
+        """Return some of the rows. `packed` stays that of all, so ranks that share them act alike."""
+        return Sequences(
+            tokens=self.tokens[which],
+            targets=self.targets[which],
+            documents=self.documents[which],
+            positions=self.positions[which],
+            packed=self.packed,
+            answers=None if self.answers is None else self.answers[which],
+            roles=None if self.roles is None else self.roles[which],
+        )
+
+
+class NumberedRows(Protocol):
+    """Rows of tokens, each one sample of a run."""
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+
+    def take(self, cursor: int, count: int) -> Sequences:
+        """Return rows [cursor, cursor + count) of the run."""
+
+    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
+        """Yield all rows once, `count` at a time, or `limit` > 0 of them, spread evenly."""
+
+
+@final
+class Sampler:
+    """Training order: sample number c of a run is window `permute(c mod n)` of epoch c div n, n = len(self)."""
+
+    def __init__(
+        self, stream: TokenStream, *, sequence: int, tokenizer_separator: bool, seed: int, shuffle: bool = True
+    ) -> None:
+        """Take a stream. `tokenizer_separator`: one token begins and ends documents, and is predicted at their borders.
+
+        Raises DataError when the stream is shorter than one window. Without `shuffle` only `take` raises it, because
+        `windows_in_order` pads a short window.
+        """
+        self._stream, self._sequence, self._separator = stream, sequence, tokenizer_separator
+        self._seed, self._shuffle = seed, shuffle
+        if shuffle:
+            self._check_length()
+
+    def __len__(self) -> int:
+        """Windows of one epoch, without the tokens behind the last whole window."""
+        return max(0, self._stream.num_tokens - 1) // self._sequence
+
+    def take(self, cursor: int, count: int) -> Sequences:
+        """Return samples [cursor, cursor + count) of the run. They depend on the arguments, stream and seed alone."""
+        self._check_length()
+        return self.rows_of(self.windows(cursor, count))
+
+    def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
+        """Return the windows of these numbers."""
+        return _gather(self._stream, numbers * self._sequence, self._sequence, self._separator)
+
+    def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
+        """Return the numbers of the windows of these samples, [count]."""
+        return shuffled(cursor, count, len(self), self._seed if self._shuffle else None)
+
+    def _check_length(self) -> None:
+        if not len(self):
+            needed, there = self._sequence + 1, self._stream.num_tokens
+            raise DataError(
+                f"recipe.sequence={self._sequence} needs {needed} tokens and the data has {there}: take "
+                f"recipe.sequence={max(1, there - 1)} or less, or more text in data.path"
+            )
+
+    def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
+        """Yield all windows for evaluation, `count` at a time (fewer at the end): every token is scored exactly once.
+
+        The last, short window is padded with ignored targets. `limit` > 0 takes this many windows, spread evenly. A
+        stream of fewer than two tokens gives nothing.
+        """
+        total = max(0, -(-(self._stream.num_tokens - 1) // self._sequence))
+        chosen = np.arange(total, dtype=np.int64)
+        if 0 < limit < total:
+            chosen = np.arange(limit, dtype=np.int64) * total // limit
+        for first in range(0, len(chosen), count):
+            windows = chosen[first : first + count]
+            yield _gather(self._stream, windows * self._sequence, self._sequence, self._separator)
+
+
+def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separator: bool) -> Sequences:
+    """Return the windows that begin at these tokens, padded behind the stream's end."""
+    read, length = _read(stream, begins, sequence + 1)
+    border = _borders(stream, begins, sequence + 1)
+    tokens, targets = read[:, :-1], read[:, 1:].copy()
+    inside = np.arange(1, sequence + 1) < length[:, None]
+    targets[~inside] = IGNORED
+    if not separator:
+        targets[border[:, 1:]] = IGNORED
+    border[np.arange(len(begins)), np.minimum(length, sequence)] |= length <= sequence  # padding is a document
+    here = border[:, :-1].copy()
+    here[:, 0] = False
+    places = np.arange(sequence, dtype=np.int32)
+    return Sequences(
+        tokens=np.ascontiguousarray(tokens),
+        targets=targets,
+        documents=np.cumsum(here, axis=1, dtype=np.int32),
+        positions=places - np.maximum.accumulate(np.where(here, places, np.int32(0)), axis=1),
+        packed=bool(here.any()),
+    )
+
+
+def _read(stream: TokenStream, begins: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return [B, size] tokens, 0 behind the stream's end, and [B] numbers of real ones."""
+    tokens = np.zeros((len(begins), size), dtype=np.int64)
+    lengths = np.minimum(size, stream.num_tokens - begins)
+    for row, begin, length in zip(tokens, begins.tolist(), lengths.tolist(), strict=True):
+        row[:length] = stream.read(begin, begin + length)
+    return tokens, lengths
+
+
+def _borders(stream: TokenStream, begins: NDArray[np.int64], size: int) -> NDArray[np.bool_]:
+    """Return [B, size] flags of the first tokens of documents."""
+    borders = np.zeros((len(begins), size), dtype=bool)
+    first = np.searchsorted(stream.starts, begins, side="left").tolist()
+    behind = np.searchsorted(stream.starts, begins + size, side="left").tolist()
+    for row, begin, low, high in zip(borders, begins.tolist(), first, behind, strict=True):
+        row[stream.starts[low:high] - begin] = True
+    stream.release()
+    return borders

@@ -1,0 +1,218 @@
+"""Rows: records with fields in .jsonl, .json and .parquet files and in hub datasets, streamed with their location."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.text.encodings import BEGINNING, check_begins_as_utf8, not_utf8
+from meshwright.data.text.json_array import MOST_CHARACTERS
+from meshwright.data.text.json_array import objects as json_array_objects
+from meshwright.spec.errors import DataError, MalformedRowError
+from meshwright.spec.extras import require
+from meshwright.spec.units import many
+
+_BUFFER_BYTES = 2**20
+"""Bytes of a column read at a time. Arrow would otherwise read whole row groups."""
+_BATCH_ROWS = 64
+"""Rows decoded at a time, since a row may hold a whole book."""
+
+_OF_SAMPLES = frozenset({"messages", "conversations", "completion", "output", "chosen", "input_ids"})
+"""Columns of rows for fine-tuning (data/chat/samples.py)."""
+
+_NAMED = 20
+"""Most malformed rows that are named. The others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stand-in for the fields of an unreadable row, so that the following rows can be read."""
+
+    complaint: str
+    """Message with file and line."""
+
+
+Row = tuple[str, Mapping[str, Any] | Malformed]
+"""(`FILE:LINE`, fields)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MalformedRows:
+    """Number of malformed rows among all rows read, and the complaints about the first of them."""
+
+    rows: int = 0
+    """All rows read."""
+    malformed: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, complaint: str) -> None:
+        """Count a row, and store the complaint if it is among the first."""
+        self.malformed += 1
+        if len(self.first) < _NAMED:
+            self.first.append(complaint)
+
+    @property
+    def named(self) -> str:
+        """Complaints about the first rows, and the number of others, on one line."""
+        more = self.malformed - len(self.first)
+        return "; ".join(self.first) + (f"; and {more:,} more" if more else "")
+
+    def refusal(self, kind: str) -> MalformedRowError:
+        """Return an error for rows that are not `kind` (samples, texts)."""
+        if self.malformed == 1:
+            return MalformedRowError(self.named)
+        all_are = self.malformed == self.rows
+        remedy = "" if all_are else " (data.malformed=skip leaves them out)"
+        return MalformedRowError(f"{self.malformed:,} of {self.rows:,} rows are no {kind}{remedy}: {self.named}")
+
+    @property
+    def note(self) -> str:
+        """Sentence for the log about rows that were left out."""
+        be = "is" if self.malformed == 1 else "are"
+        return f"{self.malformed:,} of {many(self.rows, 'row')} {be} left out as malformed: {self.named}"
+
+
+def all_malformed(counts: Iterable[MalformedRows]) -> MalformedRows:
+    """Add up the counts of several sources."""
+    counts = list(counts)
+    return MalformedRows(
+        rows=sum(count.rows for count in counts),
+        malformed=sum(count.malformed for count in counts),
+        first=[complaint for count in counts for complaint in count.first][:_NAMED],
+    )
+
+
+def texts(records: Iterator[Row], field: str) -> Iterator[tuple[str, str | Malformed]]:
+    """Yield (location, text) of one field of every row."""
+    for where, row in records:
+        try:
+            yield where, row if isinstance(row, Malformed) else text_of(row, field, readable_location(where))
+        except MalformedRowError as error:
+            yield where, Malformed(str(error))
+
+
+def readable_location(where: str) -> str:
+    """Return a location in words: `FILE, line 3`."""
+    path, _, number = where.rpartition(":")
+    return f"{path}, {'line' if path.endswith('.jsonl') else 'row'} {number}"
+
+
+def jsonl(path: Path) -> Iterator[Row]:
+    """Yield every line except blank ones."""
+    try:
+        with path.open("rb") as file:
+            check_begins_as_utf8(path, file.read(BEGINNING))
+            file.seek(0)
+            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), b""), start=1):
+                where = f"{path}, line {number}"
+                if len(line) > MOST_CHARACTERS:
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MOST_CHARACTERS)
+                    complaint = f"{where} has more than {MOST_CHARACTERS:,} bytes: one row a line"
+                    yield f"{path}:{number}", Malformed(complaint)
+                elif line.strip():
+                    yield f"{path}:{number}", _line(line, where)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def json_array(path: Path) -> Iterator[Row]:
+    """Yield every object of a .json array, streamed. Raises DataError for broken JSON, which hides later rows."""
+    for number, row, complaint in json_array_objects(path):
+        yield f"{path}:{number}", Malformed(f"{path}, row {number}: {complaint}") if complaint else row
+
+
+def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield every row, streamed, since a row group may exceed memory. `columns` = only these. Needs pyarrow."""
+    require("parquet", str(path), error=DataError)
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
+            for column in columns or ():
+                _require_field(column, file.schema_arrow.names, str(path))
+            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns and list(columns))
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}:{number}", _filled(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from error
+
+
+def hub(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Yield (hub:NAME:ROW, fields) of every row of a loaded hub dataset. `columns` = only these."""
+    for column in columns or ():
+        _require_field(column, dataset.column_names, name)
+    chosen = dataset.select_columns(list(columns)) if columns else dataset
+    for number, row in enumerate(chosen, start=1):
+        yield f"{name}:{number}", _filled(row)
+
+
+def require_hub(name: str) -> None:
+    """Raise DataError unless the library that loads hub datasets is installed."""
+    require("hf", f"data.path={name}", error=DataError)
+
+
+def load_hub(name: str) -> Any:
+    """Load the `train` split of `hub:NAME` or `hub:NAME:CONFIG` with the datasets library. Needs a network once."""
+    require_hub(name)
+    import datasets
+
+    parts = name.removeprefix("hub:").split(":")
+    try:
+        return datasets.load_dataset(*parts, split="train")
+    except Exception as error:  # the library raises whatever its transports raise
+        raise DataError(f"data.path={name} cannot be loaded from the hub: {' '.join(str(error).split())}") from error
+
+
+def _filled(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of a table without the null fields that its objects share with other rows."""
+    return {name: _without_null(value) for name, value in row.items()}
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_null(part) for name, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, list) else value
+
+
+def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
+    """Return one field as text. Raises MalformedRowError when it is missing or not text."""
+    _require_field(field, list(row), where)
+    text = row[field]
+    if not isinstance(text, str):
+        raise MalformedRowError(
+            f"{where}: field {field!r} is {_kind(text)}, not text; set data.text_field or correct the row"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise MalformedRowError(
+            f"{where}: field {field!r} holds half a surrogate pair, which is not valid Unicode: remove it"
+        ) from None
+    return text
+
+
+def _line(line: bytes, where: str) -> Mapping[str, Any] | Malformed:
+    try:
+        row = json.loads(line.rstrip())
+    except UnicodeDecodeError:
+        return Malformed(f"{where}: {not_utf8(line)}")
+    except json.JSONDecodeError as error:
+        return Malformed(f"{where}, column {error.colno}: broken JSON, {error.msg}")
+    except (ValueError, RecursionError) as error:
+        return Malformed(f"{where}: broken JSON, {error}")
+    return row if isinstance(row, dict) else Malformed(f"{where}: a row is an object with fields, not {_kind(row)}")
+
+
+def _require_field(field: str, present: list[str], where: str) -> None:
+    if field not in present:
+        has = ", ".join(map(str, present)) or "no fields"
+        hint = "set data.text_field" if _OF_SAMPLES.isdisjoint(present) else "`meshwright tune` trains on such rows"
+        raise MalformedRowError(f"{where}: no field {field!r}, it has: {has}; {hint}")
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__

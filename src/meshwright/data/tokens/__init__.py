@@ -1,0 +1,1 @@
+"""Tokenizers: text becomes tokens."""

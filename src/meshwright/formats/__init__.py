@@ -1,0 +1,1 @@
+"""Files of other software: Hugging Face folders, GGUF, quantized folders, safetensors."""

@@ -1,0 +1,111 @@
+"""Tensors of a model's files under Hugging Face's names, and their order. A format decides how a matrix is stored."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.formats.hub.transforms import SAME, STACKED
+from meshwright.formats.hub.weight_names import IGNORED, Binding, bindings
+from meshwright.formats.hub.weights import HEAD, check_tied
+from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights
+from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.spec.errors import HubError
+from meshwright.spec.model.quantization_schemes import Scheme
+from meshwright.spec.model.shape import ModelShape
+
+PlanMatrix = Callable[[str, tuple[int, ...], Scheme], list[Planned]]
+"""Function (their name, size, scheme) -> tensors that stand for a matrix."""
+EncodeMatrix = Callable[[str, Binding, QuantizedMatrix], Iterator[tuple[str, Tensor]]]
+"""Function (our name, its binding, matrix) -> those tensors."""
+DecodeMatrix = Callable[[Mapping[str, Stored], str, tuple[int, ...], Scheme], dict[str, Tensor]]
+"""Function (stored tensors, their name, size, scheme) -> parts of a QuantizedMatrix."""
+
+
+def planned_tensors(model: QuantizedModel, plan_matrix: PlanMatrix) -> list[Planned]:
+    """List every tensor of the files, in order. A router's correction stays in fp32."""
+    planned = []
+    for binding in bindings(model.shape):
+        scheme = model.schemes.get(next(iter(binding.ours)))
+        for name, size in binding.theirs.items():
+            if scheme is not None:
+                planned += plan_matrix(name, size, scheme)
+                continue
+            dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
+            planned.append(Planned(name=name, size=size, dtype=dtype))
+    return planned
+
+
+def tensors_of_model(
+    folder: Path, shape: ModelShape, planned: Sequence[Planned], stored: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """Return the stored tensors without redundant ones.
+
+    These are tables of rotary positions, biases of zeros, which GPTQ's writers put beside every matrix, and a tied
+    head. Raises HubError when such a bias is not zero, or when such a head differs from its embedding.
+    """
+    names, tensors = {tensor.name for tensor in planned}, {}
+    for name, tensor in stored.items():
+        if name in names:
+            tensors[name] = tensor
+        elif name == HEAD and shape.tied:
+            check_tied(folder, bindings(shape), lambda part: stored[part].read())
+        elif name.endswith(".bias") and tensor.dtype.is_floating_point and not IGNORED.fullmatch(name):
+            if bool(tensor.read().any()):
+                raise HubError(
+                    f"{folder}: {name} is not zero, but config.json gives a {shape.family} no bias there: set "
+                    "attention_bias or mlp_bias in config.json, or copy the right file"
+                )
+        elif not IGNORED.fullmatch(name):
+            tensors[name] = tensor
+    return tensors
+
+
+def restored_parts(
+    binding: Binding, matrices_of_theirs: Sequence[dict[str, Tensor]], shape: ModelShape
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield our matrices by name from parts of theirs. Where rows are cut apart, parts for columns go to each."""
+    rows = [size[0] for size in binding.ours.values()]
+    ours_by_name: list[dict[str, Tensor]] = [{} for _ in binding.ours]
+    for part in matrices_of_theirs[0]:
+        theirs = [parts[part] for parts in matrices_of_theirs]
+        cut = part == "order" and binding.transform not in (SAME, STACKED)
+        ours = [theirs[0]] * len(rows) if cut else binding.transform.restore(theirs, rows, shape)
+        for matrix, tensor in zip(ours_by_name, ours, strict=True):
+            matrix[part] = tensor.contiguous()
+    yield from zip(binding.ours, ours_by_name, strict=True)
+
+
+def decoded_tensors(
+    folder: Path, model: QuantizedModel, wanted: Wanted, decode_matrix: DecodeMatrix
+) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+    """Yield parameters by our names, layer after layer, with the parts of quantized matrices."""
+    stored = stored_tensors(folder)
+    for binding in bindings(model.shape):
+        if not any(map(wanted, binding.ours)):
+            continue
+        name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
+        if name not in model.schemes:
+            theirs = [stored[their].read() for their in binding.theirs]
+            yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
+            continue
+        scheme = model.schemes[name]
+        matrices = [decode_matrix(stored, their, size, scheme) for their, size in binding.theirs.items()]
+        yield from restored_parts(binding, matrices, model.shape)
+
+
+def encoded_tensors(
+    model: QuantizedModel, weights: Weights, encode_matrix: EncodeMatrix
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yield the tensors of the files as weights arrive. A tied head is in no file."""
+    binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
+    for name, weight in weights:
+        if model.shape.tied and name == "head.weight":
+            continue
+        binding = binding_of[name]
+        if isinstance(weight, QuantizedMatrix):
+            yield from encode_matrix(name, binding, weight)
+        else:
+            yield from zip(binding.theirs, binding.transform.export([weight], model.shape), strict=True)

@@ -1,0 +1,1 @@
+"""Safetensors files, read tensor by tensor."""

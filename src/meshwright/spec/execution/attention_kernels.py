@@ -1,0 +1,144 @@
+"""Choice of the attention kernel on a GPU in 16 bits: the fastest one that supports the call, by measured rates.
+
+The engine chooses by these rules, and the planner takes its rates from them. Context parallelism always uses
+FlashAttention 2, the only kernel that returns the log-sum-exp needed to merge partial results.
+"""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from meshwright.spec.extras import install
+from meshwright.spec.plan.plan import Plan
+
+Case = Literal["rows", "documents", "window", "cache"]
+"""Form of a call. rows: whole causal rows. documents: several documents in a row, masked from each other. window: a
+sliding window. cache: the last queries of sequences over cached keys, without gradients."""
+
+
+class AttentionCall(NamedTuple):
+    """Properties of a causal attention call that decide which kernels support it."""
+
+    case: Case
+    positions: int
+    """Positions in a row."""
+    width: int
+    """Width of a query or key head."""
+    value_width: int
+    dropout: float = 0.0
+    deterministic: bool = False
+    gradients: bool = True
+    """A backward pass follows."""
+
+
+class GpuLibraries(NamedTuple):
+    """Attention libraries available on a GPU."""
+
+    major: int
+    """Major number of the compute capability. 0 = no GPU."""
+    cudnn: int = 0
+    """Version of cuDNN, such as 91900. 0 = torch cannot call its attention."""
+    flash_4: bool = False
+    """flash-attn-4 is installed."""
+
+
+class KernelChoice(NamedTuple):
+    """A kernel and the reason for choosing it."""
+
+    kernel: str
+    """cudnn, flash-4 or flash (FlashAttention 2)."""
+    reason: str
+
+
+class AttentionRates(NamedTuple):
+    """Measured rates of one kernel, as shares of the data sheet's peak, for long rows and heads of 128."""
+
+    forward: float
+    backward: float
+    half: float
+    """Positions at which the kernel reaches half of its rate."""
+    narrow: float
+    """Factor on the rate for heads of 64."""
+
+
+FLASH_4_GAIN = 1.92
+"""Speedup over FlashAttention 2 on Hopper, both passes of 40,320 positions with 16 heads of 128: 74.1 instead of 142.3
+ms (github.com/ecmwf/anemoi-core/pull/959, 2026-03-09). Documents are assumed to gain as much, as they do with version
+3: 104 of 108 TFLOP/s for rows of 2,048 on H20 (github.com/Dao-AILab/flash-attention/issues/1310)."""
+HOPPER = {
+    "flash": AttentionRates(0.333, 0.266, 500.0, 1.0),
+    "cudnn": AttentionRates(0.626, 0.465, 500.0, 0.86),
+    "flash-4": AttentionRates(FLASH_4_GAIN * 0.333, FLASH_4_GAIN * 0.266, 500.0, 0.77),
+}
+"""Rates from steps on one H200, torch 2.11, cuDNN 9.19, 2026-11-27. Flash: 1,024 to 32,768 positions. cuDNN: 8,192
+positions with heads of 128 (0.94 and 3.17 ms for a layer of 8B; flash 1.84 and 5.47), and 32,768 with heads of 64.
+flash-4 is flash times its gain, not measured. Its factor for heads of 64 is that of version 3, 497 of 648 TFLOP/s
+(arXiv:2407.08608, figure 5)."""
+MAJORS = (9, 10)
+"""Compute capabilities on which cuDNN and flash-4 are used: Hopper and Blackwell. Flash has no kernel written for
+either."""
+LEAST_CUDNN = 91900
+"""Oldest cuDNN that is used, the version that was measured. torch disabled older ones because of errors."""
+LEAST_POSITIONS = 1024
+"""Shortest rows for which cuDNN is used. Shorter ones are bound by launches, whichever the kernel."""
+WIDEST = 128
+"""Widest heads for which both kernels have a backward pass on both generations."""
+LATENT = (192, 128)
+"""Key and value widths of latent attention that flash-4 supports."""
+
+
+def attention_call(plan: Plan) -> AttentionCall:
+    """Describe the attention of a training step."""
+    shape, recipe, mla = plan.model, plan.recipe, plan.model.mla
+    width, value_width = (shape.head_dim,) * 2 if mla is None else (mla.nope_dim + mla.rope_dim, mla.v_dim)
+    case: Case = "window" if 0 < shape.window < recipe.sequence else "documents" if recipe.document_mask else "rows"
+    return AttentionCall(case, recipe.sequence, width, value_width, recipe.dropout, recipe.deterministic)
+
+
+def attention_kernel(call: AttentionCall, gpu: GpuLibraries) -> KernelChoice:
+    """Choose the kernel for heads of at most 256. The reason names the obstacle to a faster kernel, if any."""
+    if gpu.major not in MAJORS:
+        return KernelChoice("flash", "no faster kernel is known for this GPU")
+    faster, refuses = ("cudnn", _cudnn_refuses) if call.case == "rows" else ("flash-4", _flash_4_refuses)
+    if reason := _both_refuse(call) or refuses(call, gpu):
+        return KernelChoice("flash", reason)
+    rate, plain = HOPPER[faster], HOPPER["flash"]
+    gain = (1 / plain.forward + 2.5 / plain.backward) / (1 / rate.forward + 2.5 / rate.backward)
+    source = "measured on an H200" if faster == "cudnn" else "by published figures"
+    return KernelChoice(faster, f"{gain:.1f} times FlashAttention 2, {source}")
+
+
+def _both_refuse(call: AttentionCall) -> str:
+    """Return why neither cuDNN nor flash-4 is used: in torch only FlashAttention 2 has dropout and determinism."""
+    if call.dropout:
+        return "dropout"
+    if call.deterministic:
+        return "deterministic"
+    return "" if call.width % 8 == 0 and call.value_width % 8 == 0 else "head widths are not multiples of 8"
+
+
+def _cudnn_refuses(call: AttentionCall, gpu: GpuLibraries) -> str:
+    if not call.gradients:  # lengths then change from batch to batch, and cuDNN plans each one anew
+        return "no gradients"
+    if call.positions < LEAST_POSITIONS:
+        return f"rows below {LEAST_POSITIONS:,} positions"
+    if call.width > WIDEST or call.value_width != call.width:
+        return f"heads wider than {WIDEST}, or values of another width"
+    oldest = f"{LEAST_CUDNN // 10_000}.{LEAST_CUDNN % 10_000 // 100}"
+    return "" if gpu.cudnn >= LEAST_CUDNN else f"cuDNN is missing or older than {oldest}"
+
+
+def _flash_4_refuses(call: AttentionCall, gpu: GpuLibraries) -> str:
+    widths = call.width, call.value_width
+    if widths != LATENT and max(widths) > WIDEST:
+        return f"heads wider than {WIDEST}"
+    return "" if gpu.flash_4 else f"flash-attn-4 is not installed: {install('gpu')}"
+
+
+@cache
+def has_flash_4() -> bool:
+    """Return whether flash-attn-4 is installed, without importing it. Other packages share its top folder."""
+    package = importlib.util.find_spec("flash_attn")
+    folders = (package and package.submodule_search_locations) or ()
+    return any(Path(folder, "cute", "interface.py").is_file() for folder in folders)

@@ -1,0 +1,1 @@
+"""Layout of a run over devices: degrees, ranks, clusters and pipeline schedules."""

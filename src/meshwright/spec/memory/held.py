@@ -1,0 +1,298 @@
+"""Memory of a rank for parameters, gradients and optimizer states, counted from shape, layout and precision alone.
+
+Two moments of a step are counted. "step" is between two micro-batches (under a pipeline: before the first stage's
+gradients are reduced). "update" is when the optimizer runs, after all reductions:
+
+    zero   step: parameters      gradients   update: parameters, gradients   always: masters, moments
+    0      whole                 whole       whole                           whole
+    1      whole + own shard     whole       1 / n                           1 / n
+    2      whole + own shard     1 / n       1 / n                           1 / n
+    3      1 / n                 1 / n       1 / n                           1 / n
+
+n ranks share a parameter: dp_shard x cp, and for experts those of them that hold the same ones. fully_shard keeps a
+rank's shard beside the whole copy ("shards"). For 16-bit weights this shard is their fp32 masters
+(`shards_are_masters`). All ranks get equally many rows, the last ones padded. Experts fewer than n are cut inside
+instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 act as ZeRO 1 within the step (docs/parallel.md).
+
+Frozen matrices that are codes and scales (spec/model/lora.py) count as parameters. Ranks shard them under ZeRO-3
+without a pipeline (frozen_code_rules.shares_codes). Otherwise they are whole.
+
+Gradients of 16-bit weights are 4 bytes wide when anything is added to them, and 2 otherwise
+(docs/decisions/0005-gradient-precision.md).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import (
+    expert_place,
+    expert_replicas,
+    layers_of_stages,
+    own_stages,
+    place_of,
+    ranks_along,
+)
+from meshwright.spec.layout.schedule import stage_rank
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.weights.boxes import Box, boxes_of, shard
+from meshwright.spec.weights.code_cuts import bytes_of_codes
+from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders, tp_parts
+from meshwright.spec.weights.optimizer_states import FP32_STATES, StateStorage
+
+Phase = Literal["step", "update"]
+PHASES: tuple[Phase, ...] = ("step", "update")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementWidths:
+    """Bytes per element of each kind."""
+
+    parameter: int
+    gradient: int
+    master: int
+    shard: int = 0
+    """Bytes per element of a shard. 0 = as a parameter."""
+
+
+WIDTHS = {
+    "fp32": ElementWidths(parameter=4, gradient=4, master=0),
+    "bf16": ElementWidths(parameter=2, gradient=2, master=4),
+    "fp16": ElementWidths(parameter=2, gradient=2, master=4),
+}
+"""Widths by recipe.precision. With fp32 moments a parameter takes 16 bytes either way: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4.
+A gradient that is a sum is `gradient_bytes` wide. Moments: spec/weights/optimizer_states.py."""
+COUNTER_BYTES = 4
+TOKEN_BYTES = 16
+"""A token and its target, int64."""
+LATE = ("pp", "tp")
+"""Axes along which gradients are summed after data parallelism, in this order."""
+
+
+def master_bytes(precision: str, storage: StateStorage) -> int:
+    """Return the bytes per element of a master weight."""
+    return WIDTHS[precision].master if storage.masters else 0
+
+
+def shards_are_masters(precision: str, layout: Layout, storage: StateStorage, reduce_dtype: str = "fp32") -> bool:
+    """Return whether the shards of 16-bit weights are their fp32 masters, rounded when they are gathered."""
+    return layout.zero > 0 and reduce_dtype == "fp32" and master_bytes(precision, storage) > 0
+
+
+def adds_gradients(layout: Layout, micro_batches: int) -> bool:
+    """Return whether any gradient is a sum over micro-batches, or over ranks that read other tokens.
+
+    Experts may be spread over fewer ranks than the tp group that they borrow. The remaining ranks hold the same ones.
+    """
+    return micro_batches > 1 or layout.dp * layout.cp > 1 or 1 < layout.ep < layout.tp
+
+
+def gradient_bytes(precision: str, layout: Layout, *, micro_batches: int = 1, reduce_dtype: str = "fp32") -> int:
+    """Return the bytes per element of a gradient, for steps of at most `micro_batches` on a rank."""
+    wide = reduce_dtype == "fp32" and adds_gradients(layout, micro_batches)
+    return 4 if wide else WIDTHS[precision].gradient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """One parameter on one rank: the box that tensor and expert parallelism leave, which `ranks` share under ZeRO."""
+
+    parameter: Parameter
+    box: Box
+    ranks: int = 1
+    index: int = 0
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of its codes and scales, if it is quantized."""
+        return bytes_of_codes(self.parameter.scheme, self.box, self.ranks)
+
+    @property
+    def owned_box(self) -> Box:
+        """Part that this rank updates."""
+        return shard(self.box, self.ranks, self.index)
+
+    @property
+    def owned(self) -> int:
+        """Elements that this rank updates."""
+        return self.owned_box.numel
+
+    @property
+    def padded(self) -> int:
+        """Elements of a shard with its padding, equal on all ranks: those of the first rank."""
+        return shard(self.box, self.ranks, 0).numel
+
+
+def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
+    """List every parameter that a rank holds any part of. A tied head's matrix is also on the last stage."""
+    return held_of(parameters_of(shape, layout, rank), shape, layout, rank)
+
+
+def held_of(selected: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
+    """List the selected parameters as a rank holds them."""
+    held_boxes = boxes_of(selected, shape, layout, rank)
+    coordinates = place_of(layout, rank)
+    sharers = (layout.dp_shard * layout.cp, coordinates["dp_shard"] * layout.cp + coordinates["cp"])
+    _, expert_index, copies = expert_place(layout, rank)
+    expert_sharers = (copies, expert_index) if layout.ep > 1 else sharers
+    held_parameters = []
+    for parameter in selected:
+        ranks, index = expert_sharers if parameter.group == "expert" else sharers
+        shared = shares_codes(layout) if parameter.scheme else layout.zero > 0
+        ranks, index = (ranks, index) if shared else (1, 0)
+        held_parameters.append(
+            HeldParameter(parameter=parameter, box=held_boxes[parameter.name], ranks=ranks, index=index)
+        )
+    return held_parameters
+
+
+def parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Parameter]:
+    """List the parameters of a rank's stages. The last stage also has a tied head's matrix."""
+    stages, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
+    layers = {layer for stage in stages for layer in ranges[stage]}
+    first, last = 0 in stages, len(ranges) - 1 in stages
+    outside = {"embedding"} if first else set()
+    outside |= {"norm", "head"} if last else set()
+    return [
+        parameter
+        for parameter in parameters(shape)
+        if (parameter.layer in layers if parameter.layer >= 0 else parameter.group in outside)
+        or (parameter.name == "embed.weight" and shape.tied and last)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """Parameters of which `ranks`, which differ along one axis, hold the very same elements."""
+
+    axis: str
+    """pp (both ends of a tied model), tp, or a group of data-parallel ranks (data, replicate, expert_data)."""
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    partial: bool
+    """Each rank's gradient is only a part: the whole gradient is the sum over `ranks`."""
+
+    @property
+    def late(self) -> bool:
+        """The sum over `ranks` remains to be taken after data parallelism."""
+        return self.partial and self.axis in LATE
+
+
+def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
+    """Return the parameters that a rank holds in common with others, each sum of gradients once per axis."""
+    # Grouped by ranks, so that each sum is one call for many parameters.
+    groups: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
+    ends, coordinates = _tied_ends(shape, layout, rank), place_of(layout, rank)
+    for parameter in parameters_of(shape, layout, rank):
+        if parameter.scheme:  # no parameter of the engine
+            continue
+        n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
+        first = rank - coordinates["tp"] % n
+        for axis, ranks, partial in (
+            ("pp", ends if parameter.name == "embed.weight" else (), True),
+            ("tp", tuple(range(first, first + n)), parts > 1),
+            (*_replicas(parameter, layout, rank), True),
+        ):
+            if len(ranks) > 1:
+                groups.setdefault((axis, ranks, partial), []).append(parameter.name)
+    in_order = sorted(groups.items(), key=lambda group: (*LATE, group[0][0]).index(group[0][0]))
+    return tuple(
+        Common(axis=axis, ranks=ranks, names=tuple(names), partial=partial)
+        for (axis, ranks, partial), names in in_order
+    )
+
+
+def _replicas(parameter: Parameter, layout: Layout, rank: int) -> tuple[str, tuple[int, ...]]:
+    """Return (axis, data-parallel ranks that hold the same elements), with ZeRO's cut included."""
+    if layout.zero:
+        return "replicate", ranks_along(layout, ("dp_replicate",), rank)
+    if layout.ep > 1 and parameter.group == "expert":
+        return "expert_data", expert_replicas(layout, rank)
+    return "data", ranks_along(layout, ("dp_replicate", "dp_shard", "cp"), rank)
+
+
+def _tied_ends(shape: ModelShape, layout: Layout, rank: int) -> tuple[int, ...]:
+    """Return the first and last rank of this pipeline when both hold a tied matrix and this rank is one of them."""
+    if not shape.tied or layout.pp == 1:
+        return ()
+    places, pipeline = stage_rank(layout.schedule, layout.pp, layout.vp), ranks_along(layout, ("pp",), rank)
+    ends = (pipeline[places[0]], pipeline[places[-1]])
+    return ends if rank in ends and ends[0] != ends[1] else ()
+
+
+def memory(
+    shape: ModelShape,
+    layout: Layout,
+    precision: str,
+    rank: int = 0,
+    *,
+    micro_batches: int = 1,
+    reduce_dtype: str = "fp32",
+    storage: StateStorage = FP32_STATES,
+) -> dict[Phase, dict[str, int]]:
+    """Return the bytes of one rank by phase ("step" and "update") and kind (ledger.STATES), without empty kinds."""
+    gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
+    width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
+    if shards_are_masters(precision, layout, storage, reduce_dtype):
+        width = replace(width, master=0, shard=width.master)
+    held_parameters = held(shape, layout, rank)
+    moments = sum(moment_bytes(held_parameter, storage) for held_parameter in held_parameters)
+    return {
+        phase: {kind: size for kind, size in _sizes(held_parameters, layout, phase, width, moments).items() if size}
+        for phase in PHASES
+    }
+
+
+def moment_bytes(held_parameter: HeldParameter, storage: StateStorage) -> int:
+    """Return the bytes of the moments of this rank's part. 0 for a frozen parameter."""
+    if not held_parameter.parameter.trained:
+        return 0
+    return storage.format_of(held_parameter.parameter).nbytes(held_parameter.owned_box.sizes)
+
+
+def written_bytes(
+    shape: ModelShape, layout: Layout, precision: str, rank: int = 0, *, storage: StateStorage = FP32_STATES
+) -> int:
+    """Return the bytes of weights and optimizer states that a rank writes to a checkpoint.
+
+    Identical pieces are written by one rank, and all ranks write equally much. torch decides which rank writes a
+    tensor, so the real number may differ by a tensor.
+    """
+    bytes_each = WIDTHS[precision].parameter + master_bytes(precision, storage)
+    ranks, total = layout.world // layout.pp, 0.0
+    for held_parameter in held(shape, layout, rank):
+        if not held_parameter.parameter.trained:
+            continue
+        copies = ranks * held_parameter.box.numel / held_parameter.parameter.numel / held_parameter.ranks
+        total += (held_parameter.owned * bytes_each + moment_bytes(held_parameter, storage)) / max(1.0, copies)
+    return round(total)
+
+
+def _sizes(
+    parts: list[HeldParameter], layout: Layout, phase: Phase, width: ElementWidths, moments: int
+) -> dict[str, int]:
+    """Return the bytes of each kind.
+
+    Weight gradients of a pipeline may follow the backward pass. Nothing is reduced and no parameter resharded before
+    the last gradient of the stage.
+    """
+    # Codes stay as they are in both moments. The rest depends on what ZeRO has gathered.
+    codes = sum(part.code_bytes for part in parts)
+    parts = [part for part in parts if not part.parameter.scheme]
+    zero, late, inside = layout.zero, layout.pp > 1, phase == "step"
+    whole = inside and zero > 0 and (zero < 3 or late)
+    whole_gradients = zero == 0 or (inside and (zero == 1 or late))
+    trained = [part for part in parts if part.parameter.trained]
+    padded, learns = sum(part.padded for part in parts), sum(part.padded for part in trained)
+    shards = learns * (width.shard or width.parameter) + (padded - learns) * width.parameter
+    gathered = sum(part.padded * part.ranks for part in parts)
+    return {
+        "parameters": (gathered * width.parameter if whole else shards) + codes,
+        "shards": shards if whole else 0,
+        "gradients": (sum(part.box.numel for part in trained) if whole_gradients else learns) * width.gradient,
+        "masters": sum(part.owned for part in trained) * width.master,
+        "moments": moments,
+        "counters": len(trained) * COUNTER_BYTES,
+    }

@@ -1,0 +1,1 @@
+"""Shapes of models, adapters, and forms of their weights."""

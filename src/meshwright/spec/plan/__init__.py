@@ -1,0 +1,1 @@
+"""Plan: model, recipe, layout, cluster and data of one run."""

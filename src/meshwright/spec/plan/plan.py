@@ -1,0 +1,276 @@
+"""Plan: model, recipe, layout and cluster, together with the data and the run folder."""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal
+
+from meshwright.spec.errors import IllegalLayout, PlanError, printable
+from meshwright.spec.layout.cluster import Cluster
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.layout.places import layers_of_stages
+from meshwright.spec.model.lora import NONE as NO_TARGETS
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.rules.legal import batch_refusals, divisors, layout_violations, position_refusals
+from meshwright.spec.rules.objectives import distillation_violations, preference_violations
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Speakers of a conversation."""
+RANDOM = "random"
+"""Value of `Plan.init` for a run with random initial weights."""
+
+
+STDLIB = "stdlib"
+"""Value of `Data.path` for the source of the Python standard library."""
+TEXT: Final = "text"
+SAMPLES: Final = "samples"
+"""Values of `Data.form`."""
+LEAST_SHARE = 1 / 2**16
+"""Smallest share in a mixture: shares are rounded to this fraction (data/sequences/interleaving.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureSource:
+    """One of several sources in a mixture."""
+
+    path: str
+    """A path as in data.path."""
+    weight: float
+    """Its share of the trained tokens, or of the pairs, relative to the other weights: 7 and 3 are 70 % and 30 %."""
+    text_field: str = ""
+    """Field of its .jsonl and .parquet rows; empty = data.text_field."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise PlanError("data.mixture: a path is empty: give a file, a folder, a glob, or stdlib")
+        if not 0 < self.weight < math.inf:
+            raise PlanError(
+                f"data.mixture: weight={self.weight:g} of {self.path} must be above 0: leave the source out, or give "
+                "it a share"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Location of the text, and its conversion to tokens."""
+
+    path: str = STDLIB
+    """A file, folder or glob; `stdlib` = the source of this machine's Python standard library; `hub:NAME` = a hub
+    dataset."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Several sources in place of `path`: {path, weight} each. Weights are shares of trained tokens, or of pairs."""
+    tokenizer: str = "auto"
+    """`auto` = tokenizer.json beside the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
+    text_field: str = "text"
+    """Field of .jsonl and .parquet rows."""
+    validation: float = 0.02
+    """Share of the text held out for evaluation."""
+    limit_bytes: int = 0
+    """Read at most this many bytes of text; 0 = all."""
+    malformed: Literal["refuse", "skip"] = "refuse"
+    """Treatment of rows that cannot be read, such as broken JSON or a missing field: `refuse` names them and stops,
+    `skip` leaves them out and counts them."""
+    form: Literal["text", "samples"] = TEXT
+    """`text`: train on whole texts, in windows; `samples`: rows with messages or prompts, whose answers are trained."""
+    template: str = "auto"
+    """Fine-tuning: the chat template; `auto` = the one beside the tokenizer, else headings; `chatml`, `llama-3`,
+    `llama-2`, `mistral`, `mistral-v1`, `deepseek-v3`; or a Jinja file."""
+    train_on: str = "auto"
+    """Fine-tuning: `auto` = answers; `last` = the last answer of a conversation; `all`; or roles, such as
+    `assistant,tool`."""
+    thinking: Literal["keep", "drop"] = "keep"
+    """Fine-tuning: `keep` the thoughts before an answer as the template writes them, or `drop` them first."""
+    packing: Literal["best-fit", "off"] = "best-fit"
+    """Fine-tuning: `best-fit` = several samples share a row without seeing each other; `off` = a row for each
+    sample."""
+    overlong: Literal["truncate", "drop", "refuse"] = "truncate"
+    """Fine-tuning: for a sample longer than recipe.sequence: cut off its end, leave it out, or stop."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise PlanError(f"data.validation={self.validation} is a share: it must lie in [0, 1)")
+        if self.mixture:
+            self._check_mixture()
+        elif not self.path:
+            raise PlanError("data.path is empty: give a file, a folder, a glob, or stdlib")
+        roles = self.train_on.split(",")
+        if self.train_on not in ("auto", "last", "all") and (unknown := [name for name in roles if name not in ROLES]):
+            raise PlanError(
+                f"data.train_on={printable(self.train_on)}: {unknown[0]!r} is not a role: take auto, last, all, "
+                f"or roles among {', '.join(ROLES)}, as assistant,tool"
+            )
+        if self.limit_bytes < 0:
+            raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
+        if self.form == SAMPLES and self.limit_bytes:
+            raise PlanError(
+                f"data.limit_bytes={self.limit_bytes} cuts text, and data.form=samples reads whole rows: leave it out, "
+                "and give a shorter file"
+            )
+        if self.form == SAMPLES and self.tokenizer.startswith("bpe:"):
+            raise PlanError(
+                f"data.tokenizer={self.tokenizer} is trained on text, and samples take their model's tokenizer: "
+                "leave it out, or give a tokenizer.json"
+            )
+
+    def _check_mixture(self) -> None:
+        if self.path not in ("", STDLIB):
+            raise PlanError(f"data.path={self.path} and data.mixture: give one of them")
+        object.__setattr__(self, "path", "")
+        whole = sum(source.weight for source in self.mixture)
+        for source in self.mixture:
+            share = source.weight / whole
+            if share < LEAST_SHARE:
+                raise PlanError(
+                    f"data.mixture: weight={source.weight:g} of {source.path} is too small: its share is {share:.2g}, "
+                    f"and the smallest is 1/{round(1 / LEAST_SHARE):,}. Leave the source out, or raise its weight"
+                )
+
+    @property
+    def title(self) -> str:
+        """Name in reports: the path, or the sources of a mixture as `a.jsonl:0.7,b.jsonl:0.3`."""
+        return self.path or ",".join(f"{source.path}:{source.weight:g}" for source in self.mixture)
+
+    @property
+    def sources(self) -> "tuple[Data, ...]":
+        """The same settings for each source of a mixture by itself."""
+        return tuple(
+            replace(self, path=source.path, mixture=(), text_field=source.text_field or self.text_field)
+            for source in self.mixture
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run: model, data, recipe and layout on a cluster."""
+
+    model: ModelShape
+    """The transformer: a preset's name, a Hugging Face folder, or its sizes."""
+    data: Data = Data()
+    """The text: a path, or a path with more settings."""
+    run: str = "runs/auto"
+    """The run folder, where everything is written; `auto` as its last part = a new one, `runs/DATE-MODEL`."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """Settings that may change the loss curve."""
+    layout: Layout = field(default_factory=Layout)
+    """Settings that must not change the loss curve."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """The hardware: a name such as h100x8, or figures."""
+    init: str = RANDOM
+    """The initial weights: `random`, or the Hugging Face folder to read them from."""
+    teacher: ModelShape | None = None
+    """recipe.objective=distill: the model to learn from, given like `model`, or the folder of a run."""
+    teacher_init: str = RANDOM
+    """Location of the teacher's weights: a Hugging Face folder, or a run; `random` is enough for planning."""
+
+    def __post_init__(self) -> None:
+        if not self.run:
+            raise PlanError("run is empty: give the folder of the run, as run=runs/first")
+        if not self.init:
+            raise PlanError("model.init is empty: give random, or a Hugging Face folder with weights")
+
+    def violations(self) -> list[str]:
+        """List why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
+        settings = self.model, self.recipe, self.layout
+        violations = [*layout_violations(*settings), *batch_refusals(*settings), *self._noise_scale()]
+        if refusal := self.cluster.device.without(self.recipe.precision):
+            violations.append(refusal)
+        if self.model.lora is not None and self.model.lora.targets == NO_TARGETS:
+            violations.append(
+                f"model.lora.targets={NO_TARGETS} is for teachers and leaves nothing to train: take "
+                "model.lora.targets=all, or leave model.lora out"
+            )
+        violations += preference_violations(
+            self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
+        )
+        violations += distillation_violations(
+            self.recipe, self.model, self.teacher, self.layout, drawn=self.init == RANDOM, mixed=bool(self.data.mixture)
+        )
+        paths = [source.path for source in self.data.mixture]
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            violations.append(f"data.mixture has {twice} twice: give it once, with the sum of both weights")
+        if self.data.form == SAMPLES and self.data.packing != "off" and not self.recipe.document_mask:
+            violations.append(
+                "recipe.document_mask=false lets the samples of a row see one another: take recipe.document_mask=true, "
+                "or data.packing=off"
+            )
+        if self.data.form == SAMPLES and self.data.packing == "off" and self.model.moe:
+            violations.append(
+                "data.packing=off pads rows, and a mixture of experts would route the padding: take "
+                "data.packing=best-fit"
+            )
+        violations += position_refusals(*settings)
+        return violations
+
+    @property
+    def online_teacher(self) -> ModelShape | None:
+        """Teacher that runs beside the model in every step. None = none, or one that is asked once, before the run."""
+        return self.teacher if self.recipe.traits.teacher and not self.recipe.distillation_top_k else None
+
+    @property
+    def beyond_positions(self) -> str:
+        """Note on a sequence longer than rotary positions are meant for. Empty = it is not."""
+        if self.model.positions != "rope" or self.recipe.sequence <= self.model.max_positions:
+            return ""
+        return (
+            f"sequences of {self.recipe.sequence:,} tokens exceed the {self.model.max_positions:,} positions the model "
+            "is meant for"
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """The most forward passes of one rank in a step (gradient accumulation, the batch ramp included)."""
+        return max(map(self.layout.micro_batches, self.recipe.global_batches))
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the layers that recompute."""
+        sizes = [len(layers) for layers in layers_of_stages(self.model.layers, self.layout)]
+        return sum(map(self.layout.recomputed, sizes)) / sum(sizes)
+
+    def copies_state(self, device: str) -> bool:
+        """Return whether a run on a kind of device copies its state to host memory to write checkpoints from there."""
+        return self.layout.saves_behind(device) and self.recipe.saves_between
+
+    def _noise_scale(self) -> list[str]:
+        batches = self.recipe.global_batches
+        if not self.recipe.noise_scale_every or any(self.layout.micro_batch_of(batch) < batch for batch in batches):
+            return []
+        largest = max(batches)
+        advice = "recipe.global_batch=2 and layout.micro_batch=1"
+        if largest > 1:
+            advice = f"layout.micro_batch={divisors(largest)[-2]}"
+        return [
+            f"recipe.noise_scale_every={self.recipe.noise_scale_every} needs at least two micro-batches a step, and "
+            f"recipe.global_batch={largest} is one: take {advice}, or recipe.noise_scale_every=0"
+        ]
+
+    @property
+    def plan_only(self) -> str:
+        """Reason why this plan cannot be trained, without a final period. Empty = it can."""
+        device = self.cluster.device.plan_only
+        return self.model.plan_only or (self.teacher.plan_only if self.teacher else "") or (
+            f"plan only: {device}" if device else "")  # fmt: skip
+
+    def check_runs(self) -> None:
+        """Raise PlanError if the engine lacks a part of the model or does not run on the device, else as `check`."""
+        if self.plan_only:
+            raise PlanError(f"{self.model.name}: {self.plan_only}; `meshwright plan` answers for it")
+        self.check()
+
+    def check(self) -> None:
+        """Raise IllegalLayout with the first violation and the number of others."""
+        violations = self.violations()
+        if violations:
+            more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+            raise IllegalLayout(violations[0] + more)
+
+
+def as_document(plan: Plan) -> dict[str, Any]:
+    """Return the plan in the form of a plan file, without random origins of weights and a missing teacher."""
+    document = asdict(plan)
+    if plan.teacher is None:
+        document.pop("teacher")
+    for section, init in (("model", document.pop("init")), ("teacher", document.pop("teacher_init"))):
+        if init != RANDOM and section in document:
+            document[section] = {**document[section], "init": init}
+    return document

@@ -1,0 +1,1 @@
+"""Recipe of a run: everything that may change its loss."""

@@ -1,0 +1,1 @@
+"""Rules that a plan must obey, each with the nearest legal change."""

@@ -1,0 +1,61 @@
+"""Rules for rounding weights in every product (recipe.fake_quantize). Each refusal names the nearest legal change."""
+
+from collections.abc import Iterator
+
+from meshwright.spec.errors import printable
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
+from meshwright.spec.weights.shared_scales import rounded_matrices, shared_scales
+
+
+def learnable() -> tuple[str, ...]:
+    """Return the schemes that a model can be trained for: whole numbers or nf4, without calibration text.
+
+    Schemes with outlier columns in 16 bits are excluded, because the columns would change as weights move.
+    """
+    return tuple(
+        name
+        for name, scheme in SCHEMES.items()
+        if not scheme.calibrated and scheme.outliers == "none" and scheme.codes != "e4m3"
+    )
+
+
+def fake_quantization_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Yield why a plan cannot round weights in its products.
+
+    A matrix is rounded anew in each product, exactly as it will be when written, whichever ranks hold its parts.
+    """
+    if recipe.fake_quantize == NO_SCHEME:
+        return
+    setting, off = f"recipe.fake_quantize={printable(recipe.fake_quantize)}", f"recipe.fake_quantize={NO_SCHEME}"
+    if recipe.fake_quantize not in learnable():
+        yield f"{setting} is no scheme that weights are trained for: take one of {', '.join(learnable())}, or {off}"
+        return
+    yield from _cut_groups(shape, recipe.fake_quantize, layout, setting)
+    if shape.lora is not None:
+        beside = SCHEMES[recipe.fake_quantize].trains_beside
+        held = f"model.lora.base={recipe.fake_quantize}, which holds them as codes beside the adapters, or "
+        yield f"{setting} trains the matrices that are rounded, and model.lora freezes them: take {held * beside}{off}"
+    if recipe.products != "same":
+        yield f"{setting} and recipe.products={recipe.products} both round weights: take recipe.products=same, or {off}"
+    if layout.compile == "on":
+        yield f"{setting} rounds matrices in each product, which is not compiled: take layout.compile=off, or {off}"
+    if layout.cuda_graphs == "on":
+        yield f"{setting} makes new weights in each pass: take layout.cuda_graphs=off, or {off}"
+
+
+def _cut_groups(shape: ModelShape, name: str, layout: Layout, setting: str) -> Iterator[str]:
+    """Yield a refusal when real zeros need all numbers of a group and a rank has only a part of it."""
+    scheme = SCHEMES[name]
+    if scheme.zeros != "real" or layout.tp == 1:
+        return
+    for matrix in rounded_matrices(shape):
+        if shared_scales(matrix, shape, scheme, layout.tp, layout.ep).within_groups:
+            inputs = matrix.shape[-1]
+            yield (
+                f"{setting} finds zeros of {scheme.group} inputs together, and layout.tp={layout.tp} cuts the {inputs} "
+                f"inputs of {matrix.name} within these: take recipe.fake_quantize=int4-rtn, or layout.tp=1"
+            )
+            return

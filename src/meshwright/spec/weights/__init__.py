@@ -1,0 +1,1 @@
+"""Parameters of a shape: names, sizes, parts on a rank, codes, and FLOP."""

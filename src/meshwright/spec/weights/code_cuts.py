@@ -1,0 +1,116 @@
+"""Part of a quantized matrix (codes and scales) that tensor parallelism, expert parallelism and ZeRO-3 leave on a rank.
+
+Experts and outputs are cut as plain numbers are. Inputs share scales by groups, and a cut may fall within a group. A
+rank then holds the codes of its first group from the start of that group and drops `before` of them when it restores.
+Scales that are codes themselves (double quantization) share outer scales in runs through the whole matrix. A rank holds
+the outer scales of all runs, and knows the position of its own scales in the matrix.
+
+ZeRO-3 shards the rest without knowing its structure: all tensors of a matrix form one run of lines of bytes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.spec.model.quantization_schemes import WIDTHS, Scheme, Size
+from meshwright.spec.model.scheme_names import scheme_named
+from meshwright.spec.weights.boxes import Box
+
+BYTE_OF_CODES = 8
+"""Codes after which a byte is complete, for any number of bits per code."""
+LINE_BYTES = 16
+"""Bytes of a line of the sharded run. Each tensor in it starts on a new line, which aligns it for any dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalePlaces:
+    """Position of a rank's scales in the whole matrix."""
+
+    row: int
+    """First row."""
+    group: int
+    """First group of a row."""
+    groups: int
+    """Groups of a whole row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodesCut:
+    """Codes and scales behind a box of a matrix, or of a stack of matrices."""
+
+    scheme: Scheme
+    box: Box
+
+    @property
+    def first_code(self) -> int:
+        """First held code of a row."""
+        unit = self.scheme.group or (BYTE_OF_CODES if self.scheme.packed else 1)
+        return self.box.offsets[-1] // unit * unit
+
+    @property
+    def before(self) -> int:
+        """Held codes of a row in front of the box, needed to complete a group or a byte."""
+        return self.box.offsets[-1] - self.first_code
+
+    @property
+    def width(self) -> int:
+        """Held codes of a row."""
+        return self.before + self.box.sizes[-1]
+
+    @property
+    def groups(self) -> slice:
+        """Groups of a row whose scales are held."""
+        first = self.first_code // self.scheme.group if self.scheme.group else 0
+        return slice(first, first + self.scheme.groups(self.width))
+
+    @property
+    def places(self) -> ScalePlaces:
+        """Position of the held scales."""
+        return ScalePlaces(
+            row=self.box.offsets[-2], group=self.groups.start, groups=self.scheme.groups(self.box.whole[-1])
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whole matrices are held, though perhaps not all of a stack."""
+        return self.box.sizes[-2:] == self.box.whole[-2:]
+
+    def sizes(self) -> dict[str, Size]:
+        """Return the sizes of the held tensors, as Scheme.sizes does."""
+        *stack, rows, _ = self.box.sizes
+        sizes = self.scheme.sizes(rows, self.width, stack)
+        if "outer" in sizes:
+            rows, columns = self.box.whole[-2:]
+            sizes["outer"] = self.scheme.sizes(rows, columns, stack)["outer"]
+        return sizes
+
+
+def bytes_of_codes(name: str, box: Box, ranks: int = 1) -> int:
+    """Return the bytes that a rank holds of a quantized matrix shared by `ranks`. 0 for an empty scheme name."""
+    scheme = scheme_named(name)
+    if scheme is None:
+        return 0
+    if ranks > 1:
+        return share_bytes(lines_of_codes(name, box), ranks)
+    return nbytes(CodesCut(scheme=scheme, box=box).sizes().values())
+
+
+def lines_of_codes(name: str, box: Box) -> int:
+    """Return the lines of a matrix's run."""
+    scheme = scheme_named(name)
+    return 0 if scheme is None else lines(CodesCut(scheme=scheme, box=box).sizes().values())
+
+
+def lines(sizes: Iterable[Size]) -> int:
+    """Return the lines of a run of tensors."""
+    return sum(-(-nbytes((size,)) // LINE_BYTES) for size in sizes)
+
+
+def share_bytes(count: int, ranks: int) -> int:
+    """Return the bytes of each rank's share of a run. The last share is padded."""
+    return -(-count // ranks) * LINE_BYTES
+
+
+def nbytes(sizes: Iterable[Size]) -> int:
+    """Return the bytes of tensors of these sizes."""
+    return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in sizes)
