@@ -42,8 +42,8 @@ from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
 from meshwright.compress.sensitivity import measured_groups
 from meshwright.formats.quantized.interface import QuantizedModel
-from meshwright.kernels.quantized_matrix import QuantizedMatrix, nearest
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix, nearest
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.attention import Mask, attend
+from meshwright.kernels.attention.attend import Mask, attend
 from meshwright.parallel.context import mask_maker, places, take_at
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright
 from meshwright import compat
 from meshwright.kernels import chooser
-from meshwright.kernels.paged_attention import RowsCall
+from meshwright.kernels.attention.paged import RowsCall
 from meshwright.model.quantized_weights import put_quantized, quantizable
 from meshwright.model.transformer import Transformer, shrink, skeleton
 from meshwright.planner.serving.device_kernels import DeviceKernels

@@ -23,8 +23,8 @@ from meshwright.api.quantization_text import quantization_text
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.original import open_original
 from meshwright.compress.quality import compare
-from meshwright.kernels.block_decoding import decode
-from meshwright.kernels.block_encoding import encode
+from meshwright.kernels.quantized.gguf_decoding import decode
+from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 from tests.compress.test_gguf import SHAPES, model_of, written
 from tests.compress.test_llama_cpp import logits, opened, their_codes, their_file, tokens

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
-from meshwright.kernels.varlen import borders_of
+from meshwright.kernels.attention.varlen import borders_of
 from meshwright.parallel import make_mesh
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import Data, Layout, Plan, Recipe, presets

@@ -1,4 +1,4 @@
-"""fp32 matrix products of this processor by torch's BLAS library and by oneDNN (kernels/cpu_product.py).
+"""fp32 matrix products of this processor by torch's BLAS library and by oneDNN (kernels/linear/cpu_product.py).
 
     python -m benchmarks.product_rates [--json] [--rounds 9]
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from meshwright import compat
-from meshwright.kernels import cpu_product
+from meshwright.kernels.linear import cpu_product
 
 SIZES = ((4096, 384, 384), (4096, 384, 1024), (2048, 768, 768), (2048, 768, 2048), (2048, 2048, 768), (512, 768, 32000))
 """(rows, in, out)."""

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.train_shapes import batch_of, shape_of
 from benchmarks.train_speed import make_ours
-from meshwright.kernels import cpu_product as cpu_product  # registers its operator
 
 aten = torch.ops.aten
 PRODUCTS = {

@@ -29,9 +29,9 @@ import meshwright as mw
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.quality import compare
-from meshwright.kernels.quantization import Quantized, Share, absmax, product, zero_point
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.rounding import Quantized, Share, absmax, product, zero_point
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable

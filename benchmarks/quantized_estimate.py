@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.kernels.device_products import E4M3_ROWS, FUSED_ROWS, slab_rows
+from meshwright.kernels.quantized.device_products import E4M3_ROWS, FUSED_ROWS, slab_rows
 from meshwright.kernels.triton import few_rows, int8_product, packed_product
 from meshwright.planner.kernels import product_times
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.linear import products
-from meshwright.kernels.quantized_linear import quantized_linears
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.linear.linear import products
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import quantized_linears
 from meshwright.spec.model.quantization_schemes import SCHEMES
 
 OWN = ("int8", "llm-int8", "int4-rtn")

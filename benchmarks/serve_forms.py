@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.kernels.compiled import library
+from meshwright.kernels.c import serving_library
 from meshwright.model import Transformer
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.engine_options import EngineOptions
@@ -58,7 +58,7 @@ def trained(folder: Path, steps: int) -> tuple[Transformer, list[list[int]]]:
 @torch.no_grad()
 def logits(model: Transformer, tokens: Sequence[int], form: CacheForm) -> Tensor:
     """(S, V) behind each token, over a cache of a form: each row reads what is kept."""
-    cache = PagedCache(model, -(-len(tokens) // 16), 16, form=form, loops=library.compiled())
+    cache = PagedCache(model, -(-len(tokens) // 16), 16, form=form, loops=serving_library.compiled())
     sequence = CachedSequence(number=0, tokens=list(tokens), limit=len(tokens), first=b"")
     sequence.table = list(range(cache.number))
     packed = RowPacker(cache, len(tokens), exact=True, copies_bytes=0).pack(

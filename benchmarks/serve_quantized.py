@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.serve_speed import peer_of
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_weights import QuantizedWeight, quantizable, quantized_name
 from meshwright.model.transformer import build_quantized

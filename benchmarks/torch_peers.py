@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.parallel_work import CLIP, Work, adamw
 from meshwright.kernels import Kernels
-from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
-from meshwright.kernels.linear import SummedProduct, linear_reference, linears_reference
+from meshwright.kernels.linear.linear import SummedProduct, linear_reference, linears_reference
+from meshwright.kernels.loss.cross_entropy import linear_cross_entropy_reference
 from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.parallel.passes import cut

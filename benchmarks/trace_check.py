@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.linear import linear
+from meshwright.kernels.linear.linear import linear
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.check.events import RankTrace
 from meshwright.observe.check.recorder import TraceRecorder

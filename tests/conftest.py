@@ -41,12 +41,12 @@ def code_of_this_cpu() -> None:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Caches of a test session never meet those of the user. C loops are compiled here, so that no test meets the line
     that says so."""
-    from meshwright.kernels.compiled import library, training_library
+    from meshwright.kernels.c import serving_library, training_library
 
     patch = pytest.MonkeyPatch()
     cache = tmp_path_factory.mktemp("cache")
     patch.setenv("XDG_CACHE_HOME", str(cache))
-    library.compiled()
+    serving_library.compiled()
     training_library.is_compiled()
     yield cache
     patch.undo()

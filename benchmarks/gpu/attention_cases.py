@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import exact_forms
 from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, Run, implementations, taken
 from meshwright import compat
-from meshwright.kernels import attention as ours
-from meshwright.kernels.varlen import borders_of
+from meshwright.kernels.attention import attend as ours
+from meshwright.kernels.attention.varlen import borders_of
 from meshwright.spec.execution.attention_kernels import has_flash_4
 
 BACKENDS = {

@@ -10,13 +10,14 @@ from benchmarks.gpu import exact_forms
 from benchmarks.gpu.case import EIGHT_BITS, ROWS, Case, Count, Leaf, Run, implementations, taken
 from benchmarks.gpu.product_cases import Routing
 from meshwright import compat
-from meshwright.kernels import experts, fp8, fp8_experts
-from meshwright.kernels.linear import weight_product
-from meshwright.kernels.narrow_states import narrow_adamw
-from meshwright.kernels.quantization import unpack
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.experts import experts, fp8_experts
+from meshwright.kernels.linear import fp8
+from meshwright.kernels.linear.linear import weight_product
+from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, euclidean_norm, in_one_pass
+from meshwright.kernels.optimizer.narrow_adamw import narrow_adamw
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.rounding import unpack
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
-from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, euclidean_norm, in_one_pass
 from meshwright.spec.model.quantization_schemes import NF4, SCHEMES
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.optimizer_states import BLOCK, MomentFormat

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from benchmarks.gpu import exact_forms, liger
 from benchmarks.gpu.case import HEAD, ROWS, Case, Count, Leaf, Run, implementations, taken
-from meshwright.kernels import chooser, cross_entropy, experts
-from meshwright.kernels.cross_entropy import IGNORED
+from meshwright.kernels import chooser
+from meshwright.kernels.experts import experts
+from meshwright.kernels.loss import cross_entropy
+from meshwright.kernels.loss.cross_entropy import IGNORED
 
 
 def _targets(rows: int, vocab: int, device: torch.device) -> Tensor:

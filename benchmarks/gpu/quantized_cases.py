@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.case import EIGHT_BITS, ROWS, Case, Count, Leaf, Run, implementations, taken
-from meshwright.kernels import device_products, fp8
-from meshwright.kernels.product_contest import ProductWay
-from meshwright.kernels.quantized_linear import quantized_linears, quantized_linears_reference
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.linear import fp8
+from meshwright.kernels.quantized import device_products
+from meshwright.kernels.quantized.contest import ProductWay
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import quantized_linears, quantized_linears_reference
 from meshwright.spec.model.quantization_schemes import SCHEMES
 
 BF16 = torch.bfloat16

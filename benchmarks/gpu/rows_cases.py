@@ -8,8 +8,11 @@ from torch import Tensor
 
 from benchmarks.gpu import exact_forms, liger
 from benchmarks.gpu.case import ROWS, Case, Count, Leaf, Run, implementations, taken
-from meshwright.kernels import chooser, norm, rope, swiglu
-from meshwright.kernels.partial import LOWEST
+from meshwright.kernels import chooser
+from meshwright.kernels.attention import rope
+from meshwright.kernels.attention.partial import LOWEST
+from meshwright.kernels.linear import swiglu
+from meshwright.kernels.norm import norms
 
 EPS = 1e-5
 
@@ -19,8 +22,8 @@ def rms_norm(rows: int, width: int, *, dtype: torch.dtype, device: torch.device)
     stream = rows * width * dtype.itemsize
     return Case(
         operation="RMSNorm", size=f"{rows:,} x {width:,}", dtype=dtype, leaves=(Leaf((rows, width)), Leaf((width,))),
-        exact=exact_forms.rms_norm, eager=partial(norm.rms_norm_reference, eps=EPS),
-        ours=implementations("rms_norm", partial(norm.rms_norm, eps=EPS), device, dtype),
+        exact=exact_forms.rms_norm, eager=partial(norms.rms_norm_reference, eps=EPS),
+        ours=implementations("rms_norm", partial(norms.rms_norm, eps=EPS), device, dtype),
         chosen=taken("rms_norm", device, dtype),
         rivals={"torch": lambda x, w: F.rms_norm(x, (width,), w, EPS)} | liger.offered("rms_norm", eps=EPS),
         counts={"forward": Count(2 * stream), "backward": Count(3 * stream)}, kinds=(ROWS,) * 3,
@@ -33,8 +36,8 @@ def add_rms_norm(rows: int, width: int, *, dtype: torch.dtype, device: torch.dev
     return Case(
         operation="add + RMSNorm", size=f"{rows:,} x {width:,}", dtype=dtype,
         leaves=(Leaf((rows, width)), Leaf((rows, width)), Leaf((width,))),
-        exact=exact_forms.add_rms_norm, eager=partial(norm.add_rms_norm_reference, eps=EPS),
-        ours=implementations("add_rms_norm", partial(norm.add_rms_norm, eps=EPS), device, dtype),
+        exact=exact_forms.add_rms_norm, eager=partial(norms.add_rms_norm_reference, eps=EPS),
+        ours=implementations("add_rms_norm", partial(norms.add_rms_norm, eps=EPS), device, dtype),
         chosen=taken("add_rms_norm", device, dtype), rivals=liger.offered("add_rms_norm", eps=EPS),
         counts={"forward": Count(4 * stream), "backward": Count(4 * stream)}, kinds=(ROWS,) * 5,
     )  # fmt: skip
@@ -46,8 +49,8 @@ def layer_norm(rows: int, width: int, *, dtype: torch.dtype, device: torch.devic
     return Case(
         operation="LayerNorm", size=f"{rows:,} x {width:,}", dtype=dtype,
         leaves=(Leaf((rows, width)), Leaf((width,)), Leaf((width,))),
-        exact=exact_forms.layer_norm, eager=partial(norm.layer_norm_reference, eps=EPS),
-        ours=implementations("layer_norm", partial(norm.layer_norm, eps=EPS), device, dtype),
+        exact=exact_forms.layer_norm, eager=partial(norms.layer_norm_reference, eps=EPS),
+        ours=implementations("layer_norm", partial(norms.layer_norm, eps=EPS), device, dtype),
         chosen=taken("layer_norm", device, dtype), rivals=liger.offered("layer_norm", eps=EPS),
         counts={"forward": Count(2 * stream), "backward": Count(3 * stream)}, kinds=(ROWS,) * 4,
     )  # fmt: skip
@@ -112,9 +115,9 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Te
 
 
 def _merge_in_triton(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    from meshwright.kernels.triton import merging
+    from meshwright.kernels.triton import merge_partial
 
-    merging.merge(out, lse, part, part_lse, part_lse)
+    merge_partial.merge(out, lse, part, part_lse, part_lse)
     return out, lse
 
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu.errors import reason
 from benchmarks.gpu.timing import Timer
 from benchmarks.serve_peers import vllm_engine
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_weights import quantizable, quantized_name
 from meshwright.model.transformer import build_quantized

@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.api.serve_planning import engine_times
 from meshwright.api.serving_calibration import QUICK, _fit_prompts, engine_rates
 from meshwright.api.serving_load import columns, dry
-from meshwright.kernels.compiled import library
+from meshwright.kernels.c import serving_library
 from meshwright.model import build
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
@@ -129,7 +129,7 @@ def test_a_measured_machine_is_planned_and_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [4, 2])
 def test_copies_of_matrices_are_planned(width: int) -> None:
     """Sizes are whole panels. Numbers stored in bf16 take half as much."""
-    assert library.compiled() is not None, "the tests need a C compiler"
+    assert serving_library.compiled() is not None, "the tests need a C compiler"
     shape = presets.model("llama-tiny")
     model = build(shape)
     if width == 2:

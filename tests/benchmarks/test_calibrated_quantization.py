@@ -10,7 +10,7 @@ import torch
 from benchmarks import calibrated_quantization as bench
 from meshwright.cli.main import main
 from meshwright.compress import gptq
-from meshwright.kernels.weight_codes import scales_of
+from meshwright.kernels.quantized.quantize import scales_of
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.benchmarks.test_quantization_table import SHAPE
 from tests.cli.toy import train, write_texts

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 
 from benchmarks import quantized_estimate as estimate
-from meshwright.kernels.device_products import FUSED_ROWS
+from meshwright.kernels.quantized.device_products import FUSED_ROWS
 
 LARGE = "llama-3.1-8b"
 

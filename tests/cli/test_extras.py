@@ -121,7 +121,7 @@ def test_each_package_of_an_extra_is_asked_for(extra: str, package: str, monkeyp
 
 
 def test_a_choice_on_a_gpu_names_the_extra_that_it_lacks() -> None:
-    from meshwright.kernels import device_products  # loads torch
+    from meshwright.kernels.quantized import device_products  # loads torch
 
     choice = attention_kernel(AttentionCall("documents", 4096, 128, 128, 0.0, False), GpuLibraries(9, 91900))
     assert "meshwright[gpu]" in choice.reason

@@ -15,7 +15,7 @@ from meshwright.cli.main import main
 from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, chosen, ladder
 from meshwright.compress.quality import compare
 from meshwright.compress.sensitivity import measured_groups
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import build
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, PlanError

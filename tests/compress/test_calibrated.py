@@ -28,8 +28,8 @@ from meshwright.compress.original import OriginalModel, open_original
 from meshwright.formats.hub import export_folder
 from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.safetensors.files import stored_tensors
-from meshwright.kernels import quantized_matrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized import matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import MLAShape, ModelShape
@@ -205,7 +205,7 @@ def tensors(what: Any) -> list[Tensor]:
 
 def test_memory_holds_one_matrix_beside_the_block_that_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a block that is read back as codes."""
-    monkeypatch.setattr(quantized_matrix, "PIECE", 256)
+    monkeypatch.setattr(matrix, "PIECE", 256)
     source, _ = original(SHAPES["llama"])
     text = BlockModel(source.shape, torch.float32, TEXT)
     weights = {name: entry for name, entry in source.weights(torch.float32) if name.startswith("layers.0.")}

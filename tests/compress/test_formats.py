@@ -20,7 +20,7 @@ from meshwright.formats.hub.weight_names import bindings, tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.quantized.table import FORMATS
 from meshwright.formats.safetensors.files import stored_tensors
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import HubError, PlanError

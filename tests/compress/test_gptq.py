@@ -8,8 +8,8 @@ from torch import Tensor
 
 from meshwright.compress import gptq
 from meshwright.compress.gptq import DAMPING, quantize_columns
-from meshwright.kernels.quantized_matrix import assembled, nearest
-from meshwright.kernels.weight_codes import scales_of
+from meshwright.kernels.quantized.matrix import assembled, nearest
+from meshwright.kernels.quantized.quantize import scales_of
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 
 WHOLE, REAL = SCHEMES["int4-gptq"], SCHEMES["int3-gptq"]

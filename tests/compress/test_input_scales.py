@@ -9,9 +9,9 @@ from torch import Tensor
 from meshwright.compress.clipping import LEAST, SHARES, clipped_scales, group_products
 from meshwright.compress.input_scales import EXPONENTS, awq_scales, smooth_scales
 from meshwright.compress.input_statistics import InputStatistics
-from meshwright.kernels.quantization import absmax
-from meshwright.kernels.quantized_matrix import assembled, nearest
-from meshwright.kernels.weight_codes import quantize_matrix, scales_of
+from meshwright.kernels.quantized.matrix import assembled, nearest
+from meshwright.kernels.quantized.quantize import quantize_matrix, scales_of
+from meshwright.kernels.quantized.rounding import absmax
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES
 

@@ -22,8 +22,8 @@ from meshwright.data import Tokenizer
 from meshwright.data.tokens.tokenizer import SEPARATOR
 from meshwright.formats.gguf.header import read_gguf_header
 from meshwright.formats.gguf.words import RULES, SAMPLE, split_by
-from meshwright.kernels.block_decoding import decode
-from meshwright.kernels.block_encoding import encode
+from meshwright.kernels.quantized.gguf_decoding import decode
+from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.model.block_types import BLOCK_TYPES
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES, GGUFScheme

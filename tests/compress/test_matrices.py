@@ -7,11 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import quantized_matrix
-from meshwright.kernels.quantization import absmax, zero_point
-from meshwright.kernels.quantized_linear import quantized_expert_linear, quantized_linears, quantized_linears_reference
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix, relative_error
+from meshwright.kernels.quantized import matrix as quantized_matrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix, relative_error
+from meshwright.kernels.quantized.quantized_linear import (
+    quantized_expert_linear,
+    quantized_linears,
+    quantized_linears_reference,
+)
+from meshwright.kernels.quantized.rounding import absmax, zero_point
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from tests.counting import Alive

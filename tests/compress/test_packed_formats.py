@@ -17,7 +17,7 @@ from meshwright.formats.quantized.gptq import GPTQFiles
 from meshwright.formats.quantized.packed_linears import Codes
 from meshwright.formats.quantized.table import FORMATS
 from meshwright.formats.safetensors.files import stored_tensors
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES

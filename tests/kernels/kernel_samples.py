@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.triton import (
+    cache_write,
     few_rows,
     flash,
     gated,
     grouped,
     int8_product,
-    keeping,
     likeliest,
     loss_rows,
     many_tensors,
-    merging,
+    merge_partial,
     narrow_update,
-    narrowing,
     packed_product,
     paged,
     permute,
-    restoring,
+    restore_codes,
     root_norm,
     rotary,
+    row_rounding,
 )
 from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
@@ -117,7 +117,7 @@ def rotation(*, interleaved: bool, in_place: bool) -> Row:
 
 def merge() -> None:
     sizes = (1, HEADS, TOKENS, HEAD)
-    merging.merge(
+    merge_partial.merge(
         empty(*sizes, dtype=FP32), empty(*sizes[:3], dtype=FP32), empty(*sizes), empty(*sizes[:3], dtype=FP32),
         empty(*sizes[:3], dtype=FP32),
     )  # fmt: skip
@@ -203,7 +203,7 @@ def matrix_of_codes(
 
 def restored(zeros: str, *, inner: int = WIDTH, table: bool = False, codes: torch.dtype = UINT8) -> Row:
     matrix = matrix_of_codes(64, zeros, inner, codes, table=table)
-    return Row(partial(restoring.restore, matrix, empty(WIDTH, inner)))
+    return Row(partial(restore_codes.restore, matrix, empty(WIDTH, inner)))
 
 
 def packed(
@@ -225,20 +225,20 @@ def rounded_rows_product(rows: int) -> Row:
 
 def rounded(dtype: torch.dtype, *, skips: bool) -> Row:
     marks = empty(WIDTH, dtype=UINT8) if skips else None
-    return Row(partial(narrowing.rounded, empty(TOKENS, WIDTH), dtype, marks))
+    return Row(partial(row_rounding.rounded, empty(TOKENS, WIDTH), dtype, marks))
 
 
 def turned(*, placed: bool) -> Row:
     if placed:
-        return Row(partial(narrowing.turned, empty(TOKENS, WIDTH), TOKENS + 128, empty(TOKENS, dtype=INT64)))
-    return Row(partial(narrowing.turned, empty(8, FFN, WIDTH), FFN))
+        return Row(partial(row_rounding.turned, empty(TOKENS, WIDTH), TOKENS + 128, empty(TOKENS, dtype=INT64)))
+    return Row(partial(row_rounding.turned, empty(8, FFN, WIDTH), FFN))
 
 
 def whole_product(rows: int, *, outliers: bool, bias: bool) -> Row:
     inner = FFN if rows < 1000 else WIDTH
     apart = (empty(7, dtype=INT32), empty(WIDTH, 7)) if outliers else (None, None)
     matrix = int8_product.Int8Matrix(empty(WIDTH, inner, dtype=INT8), empty(WIDTH, 1), *apart)
-    narrow = narrowing.NarrowRows(empty(rows, inner, dtype=INT8), empty(rows, 1, dtype=FP32))
+    narrow = row_rounding.NarrowRows(empty(rows, inner, dtype=INT8), empty(rows, 1, dtype=FP32))
     added = empty(WIDTH) if bias else None
     launch = partial(int8_product.int8_linear, empty(rows, inner), narrow, matrix, added)
     return Row(launch, ("int8_rows",), whole=True)
@@ -265,9 +265,9 @@ def kept_rows(codes: torch.dtype = BF16, *, norms: bool, interleaved: bool = Fal
     scales = None if codes == BF16 else empty(*size[:3], dtype=FP32)
     stores = (paged.BlockStore(empty(*size, dtype=codes), scales) for _ in range(2))
     tables = (empty(5, HEAD // 2, dtype=FP32) for _ in range(2))
-    normed = keeping.HeadNorms(empty(HEAD), empty(HEAD), EPS) if norms else None
+    normed = cache_write.HeadNorms(empty(HEAD), empty(HEAD), EPS) if norms else None
     slots = empty(5, dtype=INT64)
-    launch = partial(keeping.turn_and_keep, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
+    launch = partial(cache_write.turn_and_keep, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
     return Row(launch)
 
 

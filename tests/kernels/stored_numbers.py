@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from meshwright.kernels.kept_numbers import PagedStore
+from meshwright.kernels.attention.store import PagedStore
 from meshwright.spec.execution.serving_defaults import CacheForm
 
 

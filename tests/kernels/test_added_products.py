@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import compat
-from meshwright.kernels import cpu_product, fast, gradient_sums
-from meshwright.kernels.fp8 import FP8_ALL
-from meshwright.kernels.gradient_sums import GradientSum
-from meshwright.kernels.linear import WeightProduct
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels import fast
+from meshwright.kernels.linear import cpu_product, gradient_sums
+from meshwright.kernels.linear.fp8 import FP8_ALL
+from meshwright.kernels.linear.gradient_sums import GradientSum
+from meshwright.kernels.linear.linear import WeightProduct
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from tests.counting import Operations
 from tests.kernels.exactness import tensors
 

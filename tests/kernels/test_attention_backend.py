@@ -9,8 +9,9 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from meshwright import compat
-from meshwright.kernels import attention, gpu_attention
-from meshwright.kernels.attention import Mask, attend, backend, causal_mask
+from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import gpu
+from meshwright.kernels.attention.attend import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
@@ -57,8 +58,8 @@ def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> Non
 
 def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors of a GPU, which this build of torch has no gradients of; what is not whole rows stays with flash."""
-    monkeypatch.setattr(gpu_attention, "installed", lambda device: GpuLibraries(9, LEAST_CUDNN))
-    monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
+    monkeypatch.setattr(gpu, "installed", lambda device: GpuLibraries(9, LEAST_CUDNN))
+    monkeypatch.setattr(gpu, "problem", lambda *about: "")
 
     def ran(length: int = 1024, dim: int = 64, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
         q = torch.empty(2, length, 8, dim, dtype=dtype, device="cuda")
@@ -73,14 +74,14 @@ def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) 
         assert kernels == [backend(q, k, k, chosen_mask, scale=0.1)]
         return kernels[0]
 
-    gpu_attention.choose.cache_clear()
+    gpu.choose.cache_clear()
     with compat.fake_tensors():
         assert ran() == ran(4096, 128) == ran(dtype=torch.float16) == "cudnn"
-        gpu_attention.choose.cache_clear()
-        monkeypatch.setattr(gpu_attention, "problem", lambda *about: "its trial was off by 0.2")
+        gpu.choose.cache_clear()
+        monkeypatch.setattr(gpu, "problem", lambda *about: "its trial was off by 0.2")
         q = torch.empty(2, 1024, 8, 64, dtype=torch.bfloat16, device="cuda")
         assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash"
-    gpu_attention.choose.cache_clear()
+    gpu.choose.cache_clear()
 
 
 def test_cudnn_keeps_the_tensors_that_flash_keeps() -> None:

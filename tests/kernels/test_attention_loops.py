@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import PagedStore
-from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.c import serving_library
 from meshwright.spec.execution.serving_defaults import CACHE_FORMS, CacheForm
 
 BLOCKS, SIZE, KEYS, HEADS = 9, 4, 2, 6
@@ -16,7 +16,7 @@ BLOCKS, SIZE, KEYS, HEADS = 9, 4, 2, 6
 @pytest.mark.parametrize("window", [0, 7])
 def test_loops_attend_as_the_reference(form: CacheForm, width: int, window: int) -> None:
     """Rows of zeros and numbers far smaller than their row's largest included: codes of 8 bits have subnormals."""
-    loops = library.compiled()
+    loops = serving_library.compiled()
     assert loops is not None, "the tests need a C compiler"
     torch.manual_seed(0)
     stores = [PagedStore((BLOCKS, SIZE, KEYS, width), torch.zeros(1), form) for _ in range(2)]

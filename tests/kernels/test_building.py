@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.kernels.compiled import building, library
-from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.compiled.panels import Panels
+from meshwright.kernels.c import build, serving_library
+from meshwright.kernels.c.panels import Panels
+from meshwright.kernels.c.serving_library import Loops
 
 SOURCES = ("rows.c", "block.c", "attention.c", "panels.c")
-START = "from meshwright.kernels.compiled import library, training_library\nprint(library.compiled() is not None)"
+START = """
+from meshwright.kernels.c import serving_library, training_library
+print(serving_library.compiled() is not None)"""
 
 
 @pytest.fixture
@@ -44,16 +46,16 @@ def process() -> subprocess.Popen[str]:
 def test_the_second_process_starts_no_compiler(counted: Path) -> None:
     text, notes = process().communicate()
     assert text == "True\n" and "compiling C loops for this processor, once" in notes
-    assert starts(counted) == len(library.STEPS) + 1, "each source, and the link"
+    assert starts(counted) == len(serving_library.STEPS) + 1, "each source, and the link"
     text, notes = process().communicate()
     assert (text, notes) == ("True\n", "")
-    assert starts(counted) == len(library.STEPS) + 1
+    assert starts(counted) == len(serving_library.STEPS) + 1
 
 
 def test_processes_that_start_at_once_compile_once(counted: Path) -> None:
     processes = [process() for _ in range(3)]
     assert [process.communicate()[0] for process in processes] == ["True\n"] * 3
-    assert starts(counted) == len(library.STEPS) + 1
+    assert starts(counted) == len(serving_library.STEPS) + 1
     (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
     assert [left.name for left in path.parent.iterdir() if not left.name.endswith(".lock")] == [path.name]
 
@@ -64,19 +66,19 @@ def test_a_damaged_library_is_made_again(counted: Path) -> None:
     (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
     path.write_bytes(b"\x7fELF and nothing more")
     assert process().communicate()[0] == "True\n"
-    assert starts(counted) == 2 * (len(library.STEPS) + 1) and path.stat().st_size > 10_000
+    assert starts(counted) == 2 * (len(serving_library.STEPS) + 1) and path.stat().st_size > 10_000
 
 
 def test_another_source_option_compiler_or_processor_is_another_library(
     counted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert building.built("rows.c") is not None
-    assert building.built("rows.c", threads=building.THREADS[1:]) is not None
-    monkeypatch.setattr(building, "processor", lambda: "another one")
-    assert building.built("rows.c") is not None
+    assert build.built("rows.c") is not None
+    assert build.built("rows.c", threads=build.THREADS[1:]) is not None
+    monkeypatch.setattr(build, "processor", lambda: "another one")
+    assert build.built("rows.c") is not None
     wrapper = counted.parent / "bin" / "cc"
     os.utime(wrapper, (1, 1))
-    assert building.built("rows.c") is not None
+    assert build.built("rows.c") is not None
     assert starts(counted) == 8
 
 
@@ -90,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", no_home)
-    assert building.built("rows.c") is not None
+    assert build.built("rows.c") is not None
     assert "C loops are compiled at each start" in caplog.text and "XDG_CACHE_HOME" in caplog.text
     assert "Errno" not in caplog.text
 
@@ -100,13 +102,13 @@ def no_home() -> Path:
 
 
 def test_a_cache_that_may_be_read_alone_is_used(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert building.built("rows.c") is not None
+    assert build.built("rows.c") is not None
 
     def refused(_: Path) -> None:
         raise PermissionError("Read-only file system")
 
-    monkeypatch.setattr(building.user_cache, "lock", refused)
-    assert building.built("rows.c") is not None and starts(counted) == 2
+    monkeypatch.setattr(build.user_cache, "lock", refused)
+    assert build.built("rows.c") is not None and starts(counted) == 2
 
 
 def test_where_nothing_may_be_run_a_copy_is_loaded(
@@ -121,20 +123,20 @@ def test_where_nothing_may_be_run_a_copy_is_loaded(
             raise OSError("failed to map segment from shared object")
         return loaded(name)
 
-    monkeypatch.setattr(building.ctypes, "CDLL", run_elsewhere)
-    monkeypatch.setattr(building, "_runs_nothing", lambda folder: folder.is_relative_to(cache))
-    assert building.built("rows.c") is not None and building.built("rows.c") is not None
+    monkeypatch.setattr(build.ctypes, "CDLL", run_elsewhere)
+    monkeypatch.setattr(build, "_runs_nothing", lambda folder: folder.is_relative_to(cache))
+    assert build.built("rows.c") is not None and build.built("rows.c") is not None
     assert starts(counted) == 2, "the copy costs no compiler"
-    monkeypatch.setattr(building.tempfile, "tempdir", str(cache))
-    assert building.built("rows.c") is None
+    monkeypatch.setattr(build.tempfile, "tempdir", str(cache))
+    assert build.built("rows.c") is None
     assert f"nothing may be run from {cache}" in caplog.text and "TMPDIR" in caplog.text
 
 
 def test_a_compiler_that_takes_nothing_is_quoted(
     counted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(building, "FLAGS", ("-DWIDE=this is no number",))
-    assert building.built("panels.c") is None
+    monkeypatch.setattr(build, "FLAGS", ("-DWIDE=this is no number",))
+    assert build.built("panels.c") is None
     assert "C loops are left out" in caplog.text and "error" in caplog.text
 
 
@@ -145,7 +147,7 @@ def test_vectors_are_as_wide_as_registers(source: str, tmp_path: Path) -> None:
     it: 216,000 bytes of panels.c, 251,000 of attention.c."""
     program = shutil.which("cc") or shutil.which("gcc")
     made = tmp_path / "made.o"
-    words = [str(program), *building.FLAGS, "-fopenmp", "-march=x86-64-v3", "-c", str(building.FOLDER / source)]
+    words = [str(program), *build.FLAGS, "-fopenmp", "-march=x86-64-v3", "-c", str(build.FOLDER / source)]
     subprocess.run([*words, "-o", str(made)], check=True, capture_output=True)
     assert made.stat().st_size < (110_000 if source == "attention.c" else 40_000)
 
@@ -155,10 +157,10 @@ def test_a_serving_step_in_vectors_of_other_processors(
     narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products have the same bits, since a lane of a vector is one sum. Attention adds lanes up in another order."""
-    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *narrow))
-    made = building.built(*library.STEPS)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *narrow))
+    made = build.built(*serving_library.STEPS)
     assert made is not None
-    loops, widest = Loops(made), library.compiled()
+    loops, widest = Loops(made), serving_library.compiled()
     assert widest is not None
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(80, 96, generator=generator)  # five panels: one has no partner

@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import norm, prepared_product, rope, swiglu
-from meshwright.kernels.compiled import building, library, training_library
-from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.kept_numbers import PagedStore
-from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.prepared_product import Int8Product, int8_product
-from meshwright.kernels.quantized_linear import row_codes
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.attention import rope
+from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.c import build, serving_library, training_library
+from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.linear import swiglu
+from meshwright.kernels.norm import norms
+from meshwright.kernels.quantized import prepared_product
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.prepared_product import Int8Product, int8_product
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.spec.execution.serving_defaults import CacheForm
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.kernels.stored_numbers import stored
@@ -28,7 +31,7 @@ ROWS = (1, 2, 3, 5, 16, 33)
 
 @pytest.fixture
 def loops() -> Loops:
-    actual = library.compiled()
+    actual = serving_library.compiled()
     assert actual is not None, "the tests need a C compiler"
     return actual
 
@@ -47,10 +50,10 @@ def drawn(*size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("width", [1, 48, 100])
 def test_norms(loops: Loops, rows: int, width: int) -> None:
     x, added, weight = drawn(1, rows, width), drawn(1, rows, width, seed=1), drawn(width, seed=2)
-    with library.used(loops):
-        assert torch.allclose(norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), atol=1e-5)
-        actual, total = norm.add_rms_norm(x, added, weight, 1e-5)
-    right, sums = norm.add_rms_norm_reference(x, added, weight, 1e-5)
+    with serving_library.used(loops):
+        assert torch.allclose(norms.rms_norm(x, weight, 1e-5), norms.rms_norm_reference(x, weight, 1e-5), atol=1e-5)
+        actual, total = norms.add_rms_norm(x, added, weight, 1e-5)
+    right, sums = norms.add_rms_norm_reference(x, added, weight, 1e-5)
     assert torch.equal(total, sums) and torch.allclose(actual, right, atol=1e-5)
 
 
@@ -60,7 +63,7 @@ def test_rotation_of_parts_of_one_product(loops: Loops, in_place: bool, apart: i
     both, angles = drawn(1, 5, 6 * 16 + apart), drawn(1, 5, 1, 8)
     q, k = both[..., :64].unflatten(-1, (4, 16)), both[..., 64 + apart :].unflatten(-1, (2, 16))
     right = rope.rotate_pair_reference(q, k, angles.cos(), angles.sin())
-    with library.used(loops):
+    with serving_library.used(loops):
         actual = rope.rotate_pair(q, k, angles.cos(), angles.sin(), in_place=in_place)
     assert (actual[0].data_ptr() == both.data_ptr()) == in_place
     for a, b in zip(actual, right, strict=True):
@@ -70,7 +73,7 @@ def test_rotation_of_parts_of_one_product(loops: Loops, in_place: bool, apart: i
 def test_swiglu_over_its_whole_range(loops: Loops) -> None:
     both = torch.cat((torch.linspace(-120, 120, 999).expand(3, -1), drawn(3, 999)), dim=1)
     gate, up = both.split(999, dim=1)
-    with library.used(loops):
+    with serving_library.used(loops):
         actual = swiglu.swiglu(gate, up)
     assert torch.allclose(actual, swiglu.swiglu_reference(gate, up), rtol=1e-6, atol=1e-30)
     assert actual.isfinite().all()
@@ -81,15 +84,15 @@ def test_what_is_no_number_stays_none(loops: Loops) -> None:
     x[1, 5], x[2, 6] = torch.nan, torch.inf
     _, scales = loops.round_rows(x)
     assert scales.isfinite()[:, 0].tolist() == [True, False, False]
-    with library.used(loops):
-        for actual in (swiglu.swiglu(x, x), norm.rms_norm(x, torch.ones(64), 1e-5), int8_product(drawn(64, 64))(x)):
+    with serving_library.used(loops):
+        for actual in (swiglu.swiglu(x, x), norms.rms_norm(x, torch.ones(64), 1e-5), int8_product(drawn(64, 64))(x)):
             assert actual[0].isfinite().all() and not actual[1].isfinite().all() and not actual[2].isfinite().all()
 
 
 def test_gradients_are_those_of_torch(loops: Loops) -> None:
     x = drawn(2, 8).requires_grad_()
-    with torch.enable_grad(), library.used(loops):
-        norm.rms_norm(x, torch.ones(8), 1e-5).sum().backward()
+    with torch.enable_grad(), serving_library.used(loops):
+        norms.rms_norm(x, torch.ones(8), 1e-5).sum().backward()
     assert x.grad is not None
 
 
@@ -126,7 +129,7 @@ def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bo
     assert product is not None
     for rows in ROWS:
         x = drawn(rows, 128, seed=rows)
-        with library.used(loops if with_loops else None):
+        with serving_library.used(loops if with_loops else None):
             actual = product(x)
         assert torch.allclose(actual, prepared_product.reference(matrices, biases, x), rtol=1e-4, atol=1e-3)
 
@@ -134,7 +137,7 @@ def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bo
 def test_rows_of_floats_do_not_depend_on_others(loops: Loops) -> None:
     product, x = prepared_product.prepared_product([drawn(48, 100)], [drawn(48)]), drawn(70, 100)
     assert isinstance(product, prepared_product.PanelProduct)
-    with library.used(loops):
+    with serving_library.used(loops):
         actual = product(x[:64])
         for rows in ROWS:
             assert torch.equal(product(x[:rows]), actual[:rows])
@@ -151,7 +154,7 @@ def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> N
     matrix, x = coded("int8", 48), drawn(33, 128)
     product = prepared_product.prepared_product([matrix], [None])
     assert isinstance(product, Int8Product)
-    with library.used(loops):
+    with serving_library.used(loops):
         actual = product(x)
         for rows in ROWS:
             assert torch.equal(product(x[:rows]), actual[:rows])
@@ -169,7 +172,7 @@ def test_columns_that_are_kept(loops: Loops) -> None:
     product = prepared_product.prepared_product([matrix], [None])
     assert isinstance(product, Int8Product)
     assert product.panels is None, "they are no part of the panels"
-    with library.used(loops):
+    with serving_library.used(loops):
         actual = product(x)
     assert torch.allclose(actual, prepared_product.reference([matrix], [None], x), atol=1e-3)
     assert (actual - F.linear(x, weight)).abs().max() < (int8_product(weight)(x) - F.linear(x, weight)).abs().max()
@@ -238,6 +241,6 @@ def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: 
     single = tmp_path / "cc"
     single.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp\\ *) exit 1;; esac\nexec {named} "$@"\n')
     single.chmod(0o755)
-    monkeypatch.setattr(building, "COMPILERS", (str(single),))
+    monkeypatch.setattr(build, "COMPILERS", (str(single),))
     assert training_library._library.__wrapped__() is None
-    assert building.built(*library.STEPS) is not None, "the loops of serving run on one thread too"
+    assert build.built(*serving_library.STEPS) is not None, "the loops of serving run on one thread too"

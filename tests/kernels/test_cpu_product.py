@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import compat
 from meshwright.compat import onednn_products
-from meshwright.kernels import cpu_product, fast
-from meshwright.kernels.linear import linears_reference
+from meshwright.kernels import fast
+from meshwright.kernels.linear import cpu_product
+from meshwright.kernels.linear.linear import linears_reference
 from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.observe.profile.cpu_allocator import watching

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cross_entropy, fast, logit_rows, reference
-from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows
+from meshwright.kernels import fast, reference
+from meshwright.kernels.c import logit_rows
+from meshwright.kernels.loss import cross_entropy
+from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary, chunk_rows
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
 

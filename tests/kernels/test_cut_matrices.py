@@ -5,8 +5,8 @@ from random import Random
 import pytest
 import torch
 
-from meshwright.kernels.quantized_matrix import cut, experts
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.matrix import cut, experts
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.spec.model.scheme_names import scheme_named
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.code_cuts import CodesCut, bytes_of_codes

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from meshwright.kernels.quantized_linear import AT_ONCE, exact_product, in_steps, weights_in_steps
+from meshwright.kernels.quantized.quantized_linear import AT_ONCE, exact_product, in_steps, weights_in_steps
 
 
 @pytest.mark.parametrize("columns", [1, 3, 47, AT_ONCE, AT_ONCE + 70])

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import fast, fp8, in_form, reference
-from meshwright.kernels.linear import FP8, FP8_ALL, SAME
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels import fast, in_form, reference
+from meshwright.kernels.linear import fp8
+from meshwright.kernels.linear.linear import FP8, FP8_ALL, SAME
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel import build_engine
 from meshwright.planner.step.predict import predict

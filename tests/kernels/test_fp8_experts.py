@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import fast, fp8_experts, in_form, reference
-from meshwright.kernels.linear import FP8_ALL, SAME
+from meshwright.kernels import fast, in_form, reference
+from meshwright.kernels.experts import fp8_experts
+from meshwright.kernels.linear.linear import FP8_ALL, SAME
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.kernels.target import simulate_device
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from tests.kernels.exactness import tensors
 from tests.kernels.test_fp8 import distance
 
@@ -124,7 +125,7 @@ def test_gradients_of_a_stack_can_wait() -> None:
 
 def test_as_an_operator_of_compiled_code() -> None:
     """What it is made of, called as the compiler would."""
-    from meshwright.kernels.experts import expert_product
+    from meshwright.kernels.experts.experts import expert_product
 
     leaves, counts = expert_operands(COUNTS[0]), torch.tensor(COUNTS[0])
     right = outcome(fp8_experts.expert_linear, counts, leaves)

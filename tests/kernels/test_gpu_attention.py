@@ -14,9 +14,11 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import flash4
-from meshwright.kernels import attention, gpu_attention, varlen
-from meshwright.kernels.attention import DocumentSpans, Mask, attend_reference, causal_mask
-from meshwright.kernels.paged_attention import prompt_kernel
+from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import gpu as gpu_attention
+from meshwright.kernels.attention import varlen
+from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend_reference, causal_mask
+from meshwright.kernels.attention.paged import prompt_kernel
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.doctor import kernel_checks
 from meshwright.observe.dryrun.workspaces import workspace_bytes

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.kernels import cross_entropy, fast, head_matrix, logit_rows, reference
-from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
-from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
-from meshwright.kernels.linear_divergence import Divergence, TeacherHead
+from meshwright.kernels import fast, reference
+from meshwright.kernels.c import logit_rows
+from meshwright.kernels.loss import cross_entropy, head_matrix
+from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary
+from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
+from meshwright.kernels.loss.linear_divergence import Divergence, TeacherHead
 from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape

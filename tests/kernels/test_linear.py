@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cpu_product, fast, reference
+from meshwright.kernels import fast, reference
+from meshwright.kernels.linear import cpu_product
 from tests.counting import Alive, saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.operation_recorder import Recording

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cpu_product, cross_entropy, linear_divergence
-from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
-from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, KnownTop, TeacherHead
+from meshwright.kernels.linear import cpu_product
+from meshwright.kernels.loss import cross_entropy, linear_divergence
+from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary
+from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergence, KnownTop, TeacherHead
 from meshwright.planner.step import teacher_costs
 from tests.counting import Alive, Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import weight_codes
-from meshwright.kernels.matrix_parts import MatrixPart, part_of_rows
-from meshwright.kernels.quantized_linear import row_codes
-from meshwright.kernels.weight_codes import coded
+from meshwright.kernels.quantized import quantize
+from meshwright.kernels.quantized.parts import MatrixPart, part_of_rows
+from meshwright.kernels.quantized.quantize import coded
+from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.model.fake_quantized import straight_through
 from meshwright.spec import presets
 from meshwright.spec.layout.layout import Layout
@@ -90,7 +90,7 @@ def test_parts_are_those_of_the_rounded_whole(shape: ModelShape, name: str, monk
     counted = 0
     for tp in (2, 4, 8):
         for matrix in rounded_matrices(shape):
-            monkeypatch.setattr(weight_codes, "PIECE", random.choice((300, 2**22)))
+            monkeypatch.setattr(quantize, "PIECE", random.choice((300, 2**22)))
             weight = drawn(random, matrix.shape, random.choice((torch.float32, torch.bfloat16)))
             whole = coded(weight, scheme).restored(weight.dtype)
             for box, part in parts(weight, matrix, shape, scheme, tp):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import fast, norm, reference
+from meshwright.kernels import fast, reference
+from meshwright.kernels.norm import norms
 from tests.counting import saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, tensors
 
@@ -40,7 +41,7 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> N
 
 def test_first_derivatives_in_fp64() -> None:
     inputs = [tensor.double().requires_grad_() for tensor in tensors((2, 3, 8), (8,))]
-    assert torch.autograd.gradcheck(lambda x, weight: norm._RmsNorm.apply(x, weight, EPS), inputs)
+    assert torch.autograd.gradcheck(lambda x, weight: norms._RmsNorm.apply(x, weight, EPS), inputs)
     assert torch.autograd.gradcheck(lambda x, weight: fast().rms_norm(x, weight, EPS), inputs)
 
 

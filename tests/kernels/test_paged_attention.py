@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshwright import compat
-from meshwright.kernels import paged_attention
-from meshwright.kernels.paged_attention import (
+from meshwright.kernels.attention import paged as paged_attention
+from meshwright.kernels.attention.paged import (
     HIDDEN,
     DenseCall,
     PagedCall,

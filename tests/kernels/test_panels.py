@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import prepared_product
-from meshwright.kernels.compiled import library
-from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.compiled.panels import BF16, CODES, FLOATS, LANES, Panels, fits_bf16
-from meshwright.kernels.prepared_product import CodeProduct
-from meshwright.kernels.quantized_linear import quantized_linears
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.c import serving_library
+from meshwright.kernels.c.panels import BF16, CODES, FLOATS, LANES, Panels, fits_bf16
+from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.quantized import prepared_product
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.prepared_product import CodeProduct
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import quantized_linears
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 
@@ -30,7 +30,7 @@ FEW_BITS = [
 
 @pytest.fixture
 def loops() -> Loops:
-    actual = library.compiled()
+    actual = serving_library.compiled()
     assert actual is not None, "the tests need a C compiler"
     return actual
 
@@ -67,7 +67,7 @@ def test_codes(coded: Loops, scheme: Scheme, rows: int, columns: int) -> None:
     assert torch.equal(coded.restored(product.panels), whole)
     x = drawn(max(ROWS), columns, seed=2)
     right = F.linear(x.double(), whole.double(), bias.double())
-    with library.used(coded):
+    with serving_library.used(coded):
         actual = product(x)
         assert (actual - right).abs().max() <= 2e-6 * (x.abs().double() @ whole.abs().double().t()).max()
         for count in ROWS:
@@ -81,7 +81,7 @@ def test_codes_of_several_matrices_and_many_rows(coded: Loops, scheme: Scheme) -
     product, x = product_of(*matrices), drawn(prepared_product.LOOKED_UP_ROWS + 1, 64)
     right = torch.cat([F.linear(x, matrix.dequantized()) for matrix in matrices], -1)
     for rows in (7, prepared_product.LOOKED_UP_ROWS + 1):
-        with library.used(coded):
+        with serving_library.used(coded):
             assert torch.allclose(product(x[:rows]), right[:rows], atol=1e-4)
     assert product.bytes == product.panels.bytes < right.shape[1] * 64 * (1.1 if scheme.group in (0, 128) else 1.6)
 
@@ -89,7 +89,7 @@ def test_codes_of_several_matrices_and_many_rows(coded: Loops, scheme: Scheme) -
 def test_codes_of_rows_that_are_no_numbers(coded: Loops) -> None:
     product, x = product_of(quantize_matrix("w", drawn(32, 64), SCHEMES["int4-rtn"])), drawn(4, 64)
     x[1, 5], x[2, 7] = float("nan"), float("inf")
-    with library.used(coded):
+    with serving_library.used(coded):
         actual = product(x)
     assert actual[1].isnan().all() and not actual[2].isfinite().any()
     assert actual[[0, 3]].isfinite().all()

@@ -17,9 +17,9 @@ from triton.runtime.jit import JITFunction
 
 import meshwright
 from meshwright.kernels import chooser
-from meshwright.kernels.quantized_linear import quantized_linears
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import quantized_linears
 from meshwright.spec.model.quantization_schemes import SCHEMES
 
 CALLS = {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from meshwright.compat import int4_layouts
-from meshwright.kernels import device_products
-from meshwright.kernels.product_contest import CHECKED, CLASSES, ProductContest, ProductWay
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized import device_products
+from meshwright.kernels.quantized.contest import CHECKED, CLASSES, ProductContest, ProductWay
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.observe.doctor import kernel_checks
 from meshwright.serve import engine_start
 from meshwright.serve.engine_options import EngineOptions

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.quantization import (
+from meshwright.kernels.quantized.rounding import (
     Quantized,
     Share,
     absmax,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import fast, reference, rope
+from meshwright.kernels import fast, reference
+from meshwright.kernels.attention import rope
 from tests.counting import saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, tensors
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import strips
-from meshwright.kernels.attention import DocumentSpans, attend, causal_mask
+from meshwright.kernels.attention import strips
+from meshwright.kernels.attention.attend import DocumentSpans, attend, causal_mask
+from meshwright.kernels.attention.varlen import varlen_attention
 from meshwright.kernels.target import simulate_device
-from meshwright.kernels.varlen import varlen_attention
 from tests.kernels.exactness import tensors
 
 SCALE = 0.2
@@ -184,7 +184,7 @@ def test_dropout_by_blocks_drops_a_share_of_what_is_seen_and_gives_its_gradients
 
 def test_compiled_code_makes_dropout_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator says that it draws, so that a graph that makes it again sets the random state back."""
-    from meshwright.kernels.varlen import varlen_dropout
+    from meshwright.kernels.attention.varlen import varlen_dropout
 
     q, k, v = tensors((1, 40, 2, 8), (1, 40, 2, 8), (1, 40, 2, 8), dtype=torch.float32)
     arguments = (None, None, None, 9, SCALE, "blocks", 0.2)

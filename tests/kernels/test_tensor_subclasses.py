@@ -13,8 +13,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshwright import compat
-from meshwright.kernels import attention, linear, norm, rope, swiglu
-from meshwright.kernels.compiled import library
+from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import rope
+from meshwright.kernels.c import serving_library
+from meshwright.kernels.linear import linear, swiglu
+from meshwright.kernels.norm import norms
 
 ROWS, WIDTH = 1024, 256
 """Large enough for the compiled loops and for products of oneDNN."""
@@ -34,7 +37,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "norm": (lambda x, weight: norm.rms_norm(x, weight, 1e-5), (drawn(ROWS, WIDTH), drawn(WIDTH))),
+    "norm": (lambda x, weight: norms.rms_norm(x, weight, 1e-5), (drawn(ROWS, WIDTH), drawn(WIDTH))),
     "gate": (lambda gate, up: swiglu.swiglu(gate, up), (drawn(ROWS, WIDTH), drawn(ROWS, WIDTH))),
     "rotation": (turned, (drawn(1, ROWS, 4, 64), drawn(1, ROWS, 1, 32), drawn(1, ROWS, 1, 32))),
     "attention": (attended, tuple(drawn(1, ROWS, 4, 64) for _ in range(3))),
@@ -63,18 +66,23 @@ def test_a_dtensor_gives_what_its_numbers_give(name: str) -> None:
 
 def test_loops_of_a_server_leave_a_dtensor_alone() -> None:
     x, weight = drawn(4, WIDTH), drawn(WIDTH)
-    with torch.no_grad(), library.used(library.compiled()), compat.fake_world(0, 1), implicit_replication():
+    with (
+        torch.no_grad(),
+        serving_library.used(serving_library.compiled()),
+        compat.fake_world(0, 1),
+        implicit_replication(),
+    ):
         held = DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
-        actual = norm.rms_norm(held, weight, 1e-5)
+        actual = norms.rms_norm(held, weight, 1e-5)
     assert isinstance(actual, DTensor)
-    torch.testing.assert_close(actual.to_local(), norm.rms_norm_reference(x, weight, 1e-5))
+    torch.testing.assert_close(actual.to_local(), norms.rms_norm_reference(x, weight, 1e-5))
 
 
 def test_the_negative_bit_is_read() -> None:
     x, weight = drawn(ROWS, WIDTH), drawn(WIDTH)
     with torch.no_grad():
-        actual = norm.rms_norm(torch._neg_view(-x), weight, 1e-5)
-        torch.testing.assert_close(actual, norm.rms_norm_reference(x, weight, 1e-5))
+        actual = norms.rms_norm(torch._neg_view(-x), weight, 1e-5)
+        torch.testing.assert_close(actual, norms.rms_norm_reference(x, weight, 1e-5))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of all that it cannot record
@@ -105,8 +113,8 @@ def test_a_tangent_goes_through(name: str) -> None:
 def test_wrappers_of_torch_func_are_not_read_by_loops() -> None:
     rows, weight = drawn(4, ROWS, WIDTH), drawn(WIDTH)
     with torch.no_grad():
-        actual = torch.func.vmap(lambda x: norm.rms_norm(x, weight, 1e-5))(rows)
-        torch.testing.assert_close(actual, norm.rms_norm_reference(rows, weight, 1e-5))
+        actual = torch.func.vmap(lambda x: norms.rms_norm(x, weight, 1e-5))(rows)
+        torch.testing.assert_close(actual, norms.rms_norm_reference(rows, weight, 1e-5))
 
 
 def test_what_lies_in_memory() -> None:

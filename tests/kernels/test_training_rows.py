@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import norm, rope, swiglu, training_rows
-from meshwright.kernels.compiled import training_library
-from meshwright.kernels.linear import linear_reference
+from meshwright.kernels.attention import rope
+from meshwright.kernels.c import training_library, training_rows
+from meshwright.kernels.linear import swiglu
+from meshwright.kernels.linear.linear import linear_reference
+from meshwright.kernels.norm import norms
 from tests.kernels.exactness import Function, assert_not_worse, assert_single, tensors
 
 pytestmark = pytest.mark.skipif(
-    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
+    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
 )
 EPS = 1e-5
 SIZES = [(3, 16), (2, 5, 48), (70, 384), (1, 1008)]
@@ -55,7 +57,7 @@ def test_rms_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = tensors(size, size[-1:], dtype=dtype)
     with torch.no_grad():
         assert training_rows.takes(*inputs)
-    compare(partial(norm.rms_norm, eps=EPS), plain_norm, inputs)
+    compare(partial(norms.rms_norm, eps=EPS), plain_norm, inputs)
 
 
 @pytest.mark.usefixtures("threads")
@@ -101,7 +103,9 @@ def test_extreme_inputs_are_as_torch_has_them(size: float) -> None:
     gate, up = (x * size for x in tensors((4, 64), (4, 64)))
     torch.testing.assert_close(training_rows.swiglu(gate, up), torch.nn.functional.silu(gate) * up)
     weight = torch.ones(64)
-    torch.testing.assert_close(training_rows.rms_norm(gate, weight, EPS)[0], norm.rms_norm_reference(gate, weight, EPS))
+    torch.testing.assert_close(
+        training_rows.rms_norm(gate, weight, EPS)[0], norms.rms_norm_reference(gate, weight, EPS)
+    )
 
 
 def test_what_is_no_number_stays_in_its_row() -> None:
@@ -143,7 +147,7 @@ def test_second_derivatives_are_those_of_torch_or_refused() -> None:
         return list(actual)
 
     wanted = again(plain_norm, [x.double(), weight.double()])
-    actual = again(partial(norm.rms_norm, eps=EPS), [x, weight])
+    actual = again(partial(norms.rms_norm, eps=EPS), [x, weight])
     for tensor, right in zip(actual, wanted, strict=True):
         torch.testing.assert_close(tensor.double(), right, rtol=1e-3, atol=1e-3)
     for refused, inputs in ((swiglu.swiglu_linear, tensors((8, 32), (8, 32), (4, 32))), (rope.rotate, rotated())):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.data import Sequences
-from meshwright.kernels import attention, varlen
-from meshwright.kernels import partial as partial_attention
-from meshwright.kernels.attention import DocumentSpans, Mask, attend, attend_reference, causal_mask
+from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import partial as partial_attention
+from meshwright.kernels.attention import varlen
+from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend, attend_reference, causal_mask
 from meshwright.kernels.target import simulate_device
 from meshwright.training.batches import Share, select, split, to_batch
 from tests.counting import Operations

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import compat
 from meshwright.kernels import fast
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splits, splitting
 from meshwright.kernels.target import simulate_device, simulated_kind
-from meshwright.kernels.weight_gradients import WeightGradients, splits, splitting
 from meshwright.parallel.recompute import block_call
 from meshwright.spec.layout.layout import RECOMPUTE
 from tests.counting import Operations
@@ -106,7 +106,7 @@ def _compare_experts(inputs: list[Tensor]) -> None:
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped products")
 def test_experts_in_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, in the loop that torch has for a CPU."""
-    module = sys.modules["meshwright.kernels.experts"]
+    module = sys.modules["meshwright.kernels.experts.experts"]
     monkeypatch.setattr(module, "groups_on_device", lambda rows, weights: True)
     inputs = tensors((2, 5, 16), (3, 8, 16), (3, 16, 8), (8,), dtype=torch.bfloat16)
     _compare_experts(inputs)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA, merged

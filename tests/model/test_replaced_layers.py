@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import fast
-from meshwright.kernels.cross_entropy import linear_cross_entropy
+from meshwright.kernels.loss.cross_entropy import linear_cross_entropy
 from meshwright.model.linear import Linear, read
 from meshwright.model.seams import Border
 from meshwright.spec.errors import IllegalLayout

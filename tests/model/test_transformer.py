@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import attention, varlen
-from meshwright.kernels.varlen import AttentionForm
+from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import varlen
+from meshwright.kernels.attention.varlen import AttentionForm
 from meshwright.model import Transformer
 from tests.model.shrunk import KINDS, model, packed, tokens
 

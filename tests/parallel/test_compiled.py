@@ -18,8 +18,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import torch_compile
-from meshwright.kernels import cpu_product
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear import cpu_product
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink

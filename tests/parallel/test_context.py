@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.data import Sequences
-from meshwright.kernels import partial
-from meshwright.kernels.attention import Mask, attend_reference, causal_mask
+from meshwright.kernels.attention import partial
+from meshwright.kernels.attention.attend import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import ring

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.linear import linear
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.linear import linear
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.kernels import attention
+from meshwright.kernels.attention import attend as attention
 from meshwright.model import Transformer, build
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device

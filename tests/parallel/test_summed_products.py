@@ -1,5 +1,7 @@
-"""Sums of gradients that take products (kernels/gradient_sums.py), in every layout: on a CPU, told to do as a GPU does,
-to the bit what it makes of rounded gradients; and how much is moved for them in a step."""
+"""Sums of gradients that take products (kernels/linear/gradient_sums.py), in every layout.
+
+A CPU that is told to work as a GPU gives the bits of rounded gradients. The bytes moved for the sums are counted.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright import compat
-from meshwright.kernels import cpu_product, gradient_sums
-from meshwright.kernels.gradient_sums import GradientSum
+from meshwright.kernels.linear import cpu_product, gradient_sums
+from meshwright.kernels.linear.gradient_sums import GradientSum
 from meshwright.model import Transformer
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks

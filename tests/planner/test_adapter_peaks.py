@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.kernels.linear import WeightProduct
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.linear import WeightProduct
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.cost.adapters import queued

@@ -7,8 +7,8 @@ from weakref import ref
 import pytest
 import torch
 
-from meshwright.kernels.linear import WeightProduct
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.linear import WeightProduct
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.program import probe_counts

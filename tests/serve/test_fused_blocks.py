@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.serve_quantized import quantized
-from meshwright.kernels.compiled.library import Loops, compiled
+from meshwright.kernels.c.serving_library import Loops, compiled
 from meshwright.model import Transformer, build
 from meshwright.model.seams import compute
 from meshwright.model.transformer import Block

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.serve_quantized import quantized
-from meshwright.kernels.prepared_product import joined_product, reference
+from meshwright.kernels.quantized.prepared_product import joined_product, reference
 from meshwright.model import Transformer, build
 from meshwright.model.generate import generate
 from meshwright.serve.engine_options import EngineOptions

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
-from meshwright.kernels.experts import expert_linear_reference
+from meshwright.kernels.experts.experts import expert_linear_reference
 from meshwright.model import Transformer
 from meshwright.model.generate import generate
 from meshwright.model.linear import Linear

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
-from meshwright.kernels import experts
-from meshwright.kernels.kept_numbers import PagedStore
-from meshwright.kernels.paged_attention import RowsCall, attend_rows_reference
+from meshwright.kernels.attention.paged import RowsCall, attend_rows_reference
+from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.experts import experts
 from meshwright.kernels.target import simulate_device
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import QuantizedWeight

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.kernels import chooser
-from meshwright.kernels.compiled import training_library
+from meshwright.kernels.c import training_library
 from meshwright.spec import Cluster, Device, Layout, Plan, Recipe, presets
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.training import device, run_start

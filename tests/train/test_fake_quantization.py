@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.cli.verbs.export import write_directory
 from meshwright.formats.quantized.interface import fill
-from meshwright.kernels.weight_codes import quantize_matrix
-from meshwright.kernels.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
 from meshwright.model.linear import Linear

@@ -13,7 +13,7 @@ from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.formats.hub import export_folder, import_folder
 from meshwright.formats.hub.weights import stored_weights
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import frozen_codes, frozen_schemes
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh

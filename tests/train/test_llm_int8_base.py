@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.kernels import reference
-from meshwright.kernels.quantized_linear import quantized_linears
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import quantized_linears
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import predict

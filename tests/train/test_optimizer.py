@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import fake_tensors
-from meshwright.kernels.wide_states import euclidean_norm
+from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.spec import num_parameters
 from meshwright.training import optimizer as module

@@ -15,8 +15,8 @@ from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.formats.hub import export_folder
 from meshwright.formats.quantized.detection import is_quantized
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix, relative_error
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix, relative_error
 from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, quantized_name
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.kernels import varlen
+from meshwright.kernels.attention import varlen
 from meshwright.spec import Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
     monkeypatch.setattr("meshwright.training.plot.loss_plot", lambda records, path, **options: None)
     # Which rows nobody scores a CPU may ask, and no other device is asked.
-    monkeypatch.setattr("meshwright.kernels.cross_entropy.counted_rows", lambda valid, vocabulary: None)
+    monkeypatch.setattr("meshwright.kernels.loss.cross_entropy.counted_rows", lambda valid, vocabulary: None)
 
 
 class Functions(TorchFunctionMode):

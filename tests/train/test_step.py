@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from meshwright.kernels.wide_states import euclidean_norm
+from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.parallel import on_one_device
 from meshwright.training.batches import split
 from meshwright.training.precision import LossScaler

@@ -14,9 +14,9 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from meshwright.kernels.compiled import library
-from meshwright.kernels.linear import linear
-from meshwright.kernels.prepared_product import PreparedProduct, prepared_product
+from meshwright.kernels.c import serving_library
+from meshwright.kernels.linear.linear import linear
+from meshwright.kernels.quantized.prepared_product import PreparedProduct, prepared_product
 from meshwright.model import build
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
@@ -137,13 +137,13 @@ def _products(effort: ServingEffort, clock: Clock) -> RateGrid:
     """
     rates = dict[tuple[float, ...], float]()
     numbers = torch.randn(max(effort.pools))
-    with torch.no_grad(), library.used(library.compiled()):
+    with torch.no_grad(), serving_library.used(serving_library.compiled()):
         call_s = _least(partial(_product(numbers[:256].view(16, 16)), torch.randn(1, 16)), effort, clock)
         for k, n in product(effort.dims, effort.dims):
             weights = numbers[: max(1, numbers.numel() // int(k * n)) * int(k * n)].view(-1, int(n), int(k))
             ready = [_product(weight) for weight in weights]
             for m in effort.rows:
-                beside_s = call_s if m <= library.ROWS else 0.0
+                beside_s = call_s if m <= serving_library.ROWS else 0.0
                 rates.update(_rates_by_pool(ready, torch.randn(int(m), int(k)), (m, k, n), effort, clock, beside_s))
     grid_points = product((4.0 * pool for pool in effort.pools), effort.rows, effort.dims, effort.dims)
     return RateGrid(

@@ -11,7 +11,7 @@ from typing import final
 import torch
 
 from meshwright.api.serving_calibration import Clock
-from meshwright.kernels.compiled.panels import fits_bf16
+from meshwright.kernels.c.panels import fits_bf16
 from meshwright.model import Transformer, build
 from meshwright.model.transformer import skeleton
 from meshwright.planner.serving.cached_layers import sequence_bytes

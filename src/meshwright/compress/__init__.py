@@ -3,7 +3,7 @@
     stream            weights of a model, one matrix at a time -> a folder with codes
     calibrated_model  methods that need text, block by block (block_model, calibrated_block, finished_blocks):
                       gptq; input_scales (AWQ, SmoothQuant), folded into the model by input_folds; input_statistics
-    clipping          narrower ranges of groups. Methods without data are in kernels/weight_codes.py
+    clipping          narrower ranges of groups. Methods without data are in kernels/quantized/quantize.py
     layer_inputs      activations of a model on text, and which columns are outliers
     bit_budget        bits of each matrix under a budget of bytes, chosen by sensitivity
     quality           predictions before and after, compared on held-out text

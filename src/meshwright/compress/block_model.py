@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compress.layer_inputs import reading
-from meshwright.kernels.experts import Counts
+from meshwright.kernels.experts.experts import Counts
 from meshwright.model.rope import frequencies
 from meshwright.model.transformer import Block, shrink, skeleton
 from meshwright.spec.model.shape import ModelShape

@@ -17,8 +17,8 @@ from meshwright.compress.input_folds import Fold, fold, folds, input_groups
 from meshwright.compress.input_scales import awq_scales, smooth_scales
 from meshwright.compress.input_statistics import Inputs, Wanted
 from meshwright.compress.stream import QuantizedLayer, layer_of
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import relative_error
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import relative_error
 from meshwright.spec.model.quantization_schemes import Scheme
 
 Parts = dict[str, Tensor | QuantizedMatrix]

@@ -6,9 +6,9 @@ from torch import Tensor
 from meshwright.compress import gptq
 from meshwright.compress.clipping import clipped_scales
 from meshwright.compress.input_statistics import Inputs, InputStatistics
-from meshwright.kernels.quantized_linear import quantized_linears_reference
-from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
-from meshwright.kernels.weight_codes import check_finite, check_scales, scales_of
+from meshwright.kernels.quantized.matrix import QuantizedMatrix, assembled, nearest
+from meshwright.kernels.quantized.quantize import check_finite, check_scales, scales_of
+from meshwright.kernels.quantized.quantized_linear import quantized_linears_reference
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import Scheme
 

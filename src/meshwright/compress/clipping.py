@@ -8,8 +8,8 @@ weights and H the mean products of the group's inputs.
 import torch
 from torch import Tensor
 
-from meshwright.kernels.quantization import grouped
-from meshwright.kernels.quantized_matrix import nearest_codes, numbers_of
+from meshwright.kernels.quantized.matrix import nearest_codes, numbers_of
+from meshwright.kernels.quantized.rounding import grouped
 from meshwright.spec.model.quantization_schemes import Scheme
 
 LEAST, SHARES = 0.7, 12

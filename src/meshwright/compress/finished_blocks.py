@@ -22,7 +22,7 @@ from meshwright.compress.stream import QuantizedLayer
 from meshwright.formats.hub.directory import fresh_folder
 from meshwright.formats.hub.json_files import read_json
 from meshwright.formats.safetensors.files import SINGLE, Planned, ShardWriter, pieces, stored_tensors
-from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
+from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import GB

@@ -17,8 +17,8 @@ from meshwright.formats.gguf.names import FREQUENCIES, architecture_of, gguf_bin
 from meshwright.formats.gguf.vocabulary import vocabulary_keys
 from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
 from meshwright.formats.hub.weight_names import Binding
-from meshwright.kernels.block_decoding import FLOAT_DTYPES, decode
-from meshwright.kernels.block_encoding import encode
+from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES, decode
+from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.block_types import BLOCK_TYPES
 from meshwright.spec.model.shape import ModelShape

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.kernels.quantized_matrix import nearest_codes, numbers_of
+from meshwright.kernels.quantized.matrix import nearest_codes, numbers_of
 from meshwright.spec.model.quantization_schemes import Scheme
 
 DAMPING = 0.01

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from meshwright.kernels.quantized_linear import row_codes
-from meshwright.kernels.weight_codes import coded
+from meshwright.kernels.quantized.quantize import coded
+from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.spec.model.quantization_schemes import Scheme
 
 Tied = Callable[[Tensor], Tensor]

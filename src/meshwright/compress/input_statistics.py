@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshwright.kernels.experts import Counts
+from meshwright.kernels.experts.experts import Counts
 from meshwright.spec.errors import PlanError
 
 Wanted = Literal["products", "sample"]

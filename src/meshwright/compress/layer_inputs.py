@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.kernels.experts import Counts
+from meshwright.kernels.experts.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.moe import Experts

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.compress.layer_inputs import reading, run
-from meshwright.kernels.experts import Counts
+from meshwright.kernels.experts.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.training.batches import Batch

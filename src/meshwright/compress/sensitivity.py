@@ -16,7 +16,7 @@ from meshwright.compress.bit_budget import BitChoice
 from meshwright.compress.input_folds import input_groups
 from meshwright.compress.layer_inputs import run
 from meshwright.compress.quality import token_rows
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import skeleton

@@ -12,20 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.kernels import (
-    attention,
-    cross_entropy,
-    experts,
-    fp8,
-    fp8_experts,
-    linear,
-    linear_divergence,
-    norm,
-    quantized_linear,
-    rope,
-    swiglu,
-)
-from meshwright.kernels.linear_divergence import DistillationLoss, KnownTop
+from meshwright.kernels.attention import attend as attention
+from meshwright.kernels.attention import rope
+from meshwright.kernels.experts import experts, fp8_experts
+from meshwright.kernels.linear import fp8, linear, swiglu
+from meshwright.kernels.loss import cross_entropy, linear_divergence
+from meshwright.kernels.loss.linear_divergence import DistillationLoss, KnownTop
+from meshwright.kernels.norm import norms
+from meshwright.kernels.quantized import quantized_linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +56,9 @@ def reference() -> Kernels:
         attend=attention.attend_reference,
         linear=linear.linear_reference,
         linears=linear.linears_reference,
-        rms_norm=norm.rms_norm_reference,
-        add_rms_norm=norm.add_rms_norm_reference,
-        layer_norm=norm.layer_norm_reference,
+        rms_norm=norms.rms_norm_reference,
+        add_rms_norm=norms.add_rms_norm_reference,
+        layer_norm=norms.layer_norm_reference,
         rotate=rope.rotate_reference,
         rotate_pair=rope.rotate_pair_reference,
         swiglu=swiglu.swiglu_reference,
@@ -91,9 +85,9 @@ def fast(prefer: str = "auto") -> Kernels:
         attend=preferring(attention.attend),
         linear=linear.linear,
         linears=linear.linears,
-        rms_norm=preferring(norm.rms_norm),
-        add_rms_norm=preferring(norm.add_rms_norm),
-        layer_norm=preferring(norm.layer_norm),
+        rms_norm=preferring(norms.rms_norm),
+        add_rms_norm=preferring(norms.add_rms_norm),
+        layer_norm=preferring(norms.layer_norm),
         rotate=rope.rotate,
         rotate_pair=preferring(rope.rotate_pair),
         swiglu=preferring(swiglu.swiglu),

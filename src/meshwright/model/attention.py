@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.compat import is_hooked
 from meshwright.kernels import Kernels
-from meshwright.kernels.attention import Mask
-from meshwright.kernels.linear import product_dtype
+from meshwright.kernels.attention.attend import Mask
+from meshwright.kernels.linear.linear import product_dtype
 from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, held_rows, is_plain, read, write
 from meshwright.model.norm import RMSNorm

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.matrix_parts import Largest, MatrixPart, part_of_rows
-from meshwright.kernels.quantized_linear import row_codes
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import coded
-from meshwright.kernels.weight_gradients import stand_for
+from meshwright.kernels.linear.weight_gradients import stand_for
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.parts import Largest, MatrixPart, part_of_rows
+from meshwright.kernels.quantized.quantize import coded
+from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
 from meshwright.model.quantized_weights import quantizable

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention import Mask
+from meshwright.kernels.attention.attend import Mask
 
 Norms = tuple[Tensor, Tensor, float]
 """Norms of queries and keys: the weights (E,) of each, and the epsilon."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshwright import compat
 from meshwright.kernels import Kernels
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.model.seams import Border
 from meshwright.spec.errors import IllegalLayout

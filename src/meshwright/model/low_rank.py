@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.kernels.dropout import dropout
-from meshwright.kernels.linear import product_dtype
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.linear.linear import product_dtype
+from meshwright.kernels.norm.dropout import dropout
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
 from meshwright.model.quantized_weights import frozen_schemes, put_quantized

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.kernels.dropout import dropout
-from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
-from meshwright.kernels.quantized_linear import quantized_expert_linear
-from meshwright.kernels.quantized_matrix import QuantizedMatrix, experts
+from meshwright.kernels.experts.experts import Counts, combine, keeps_counts, spread
+from meshwright.kernels.norm.dropout import dropout
+from meshwright.kernels.quantized.matrix import QuantizedMatrix, experts
+from meshwright.kernels.quantized.quantized_linear import quantized_expert_linear
 from meshwright.model.linear import Weight
 from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
 from meshwright.model.seams import Seams, same

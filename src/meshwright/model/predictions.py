@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import Kernels
-from meshwright.kernels.linear_divergence import FORWARD, DistillationLoss, Divergence, KnownTop, TeacherHead
+from meshwright.kernels.loss.linear_divergence import FORWARD, DistillationLoss, Divergence, KnownTop, TeacherHead
 from meshwright.model.seams import Seams
 
 Output = TypeVar("Output")

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix, cut
+from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix, cut
 from meshwright.spec.model.quantization_schemes import Scheme, Size
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.boxes import Box

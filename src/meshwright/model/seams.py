@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.attention import Mask, causal_mask
-from meshwright.kernels.linear import SummedProduct
-from meshwright.kernels.linear_divergence import DistillationLoss, KnownTop
+from meshwright.kernels.attention.attend import Mask, causal_mask
+from meshwright.kernels.linear.linear import SummedProduct
+from meshwright.kernels.loss.linear_divergence import DistillationLoss, KnownTop
 
 BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
 """Function that runs a block, its first argument. The other arguments and the results are those of Block.compute."""

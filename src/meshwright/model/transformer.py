@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose, in_form
-from meshwright.kernels.attention import UNKNOWN, DocumentSpans
-from meshwright.kernels.dropout import dropout
-from meshwright.kernels.gradient_sums import use_alias
-from meshwright.kernels.linear import SAME
+from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans
+from meshwright.kernels.linear.gradient_sums import use_alias
+from meshwright.kernels.linear.linear import SAME
+from meshwright.kernels.norm.dropout import dropout
 from meshwright.model.attention import Attention, AttentionMetadata, LatentAttention
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past

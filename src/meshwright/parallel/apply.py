@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 
 from meshwright import compat
-from meshwright.kernels.linear import SAME
+from meshwright.kernels.linear.linear import SAME
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.target import simulated_kind
-from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.init import fill_initial
 from meshwright.model.linear import Linear

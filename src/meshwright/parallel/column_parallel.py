@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.linear import (
+from meshwright.kernels.linear.linear import (
     SAME,
     in_halves,
     input_gradient,
@@ -28,7 +28,7 @@ from meshwright.kernels.linear import (
     products,
     products_of_pieces,
 )
-from meshwright.kernels.weight_gradients import Leaf, as_leaf, leaf_at, waits
+from meshwright.kernels.linear.weight_gradients import Leaf, as_leaf, leaf_at, waits
 from meshwright.parallel.group import Group, Pending, find_group
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 

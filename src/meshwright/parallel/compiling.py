@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import torch_compile
+from meshwright.kernels.linear.weight_gradients import splits, traced
 from meshwright.kernels.target import simulated_kind
-from meshwright.kernels.weight_gradients import splits, traced
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.moe import MoE, RoutedTokens, begin, finish

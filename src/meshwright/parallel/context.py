@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask
-from meshwright.kernels.partial import COLUMNS, ROWS, Tile
+from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans, Mask
+from meshwright.kernels.attention.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import known_word

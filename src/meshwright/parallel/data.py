@@ -32,8 +32,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
-from meshwright.kernels.gradient_sums import GradientSum, sum_of
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.linear.gradient_sums import GradientSum, sum_of
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model import Transformer
 from meshwright.model.moe import MoE
 from meshwright.model.quantized_weights import QuantizedWeight, is_run

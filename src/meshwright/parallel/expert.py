@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.experts import Counts, groups_on_device
+from meshwright.kernels.experts.experts import Counts, groups_on_device
 from meshwright.model.moe import Experts, ExpertStack, MoE
 from meshwright.model.seams import Dispatch
 from meshwright.parallel import operators

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
-from meshwright.kernels.experts import keeps_counts
-from meshwright.kernels.gradient_sums import gradient_dtype, sum_of
+from meshwright.kernels.experts.experts import keeps_counts
+from meshwright.kernels.linear.gradient_sums import gradient_dtype, sum_of
 from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.parallel.graph_capture import CudaCapture, FormGraphs, Launch, NoCapture, Repeatable

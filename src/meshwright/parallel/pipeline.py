@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from meshwright.kernels.weight_gradients import WeightGradients, splitting, whole
+from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting, whole
 from meshwright.parallel.group import Group
 from meshwright.parallel.p2p import Kind, PointToPoint, RankProgram, program
 from meshwright.spec.layout.replay import StageLink

@@ -21,9 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.compat.fakes import storage_key
-from meshwright.kernels.attention import Mask
-from meshwright.kernels.blockwise import random_state
-from meshwright.kernels.weight_gradients import same_split
+from meshwright.kernels.attention.attend import Mask
+from meshwright.kernels.attention.blockwise import random_state
+from meshwright.kernels.linear.weight_gradients import same_split
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.norm import LayerNorm, RMSNorm

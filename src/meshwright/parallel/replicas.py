@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.gradient_sums import GradientSum
+from meshwright.kernels.linear.gradient_sums import GradientSum
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.moe import MoE

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.kernels.attention import Mask
-from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile, can_fuse
-from meshwright.kernels.row_tiles import STRETCH
+from meshwright.kernels.attention.attend import Mask
+from meshwright.kernels.attention.partial import PartialAttention, PartialGradients, Tile, can_fuse
+from meshwright.kernels.attention.tiles import STRETCH
 from meshwright.kernels.target import device_kind
 from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
 from meshwright.parallel.group import Group, find_group

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from meshwright.kernels.matrix_parts import MatrixPart
+from meshwright.kernels.quantized.parts import MatrixPart
 from meshwright.model.fake_quantized import FakeQuantized, put_fake_quantization
 from meshwright.parallel.engine import Engine
 from meshwright.spec.model.quantization_schemes import SCHEMES

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels import fp8
-from meshwright.kernels.cpu_product import pays
-from meshwright.kernels.linear import (
+from meshwright.kernels.linear import fp8
+from meshwright.kernels.linear.cpu_product import pays
+from meshwright.kernels.linear.linear import (
     SAME,
     EarlySave,
     input_gradient,
@@ -24,7 +24,7 @@ from meshwright.kernels.linear import (
     parameter_gradients,
     products_of_pieces,
 )
-from meshwright.kernels.weight_gradients import as_leaf, leaf_at, waits
+from meshwright.kernels.linear.weight_gradients import as_leaf, leaf_at, waits
 from meshwright.parallel.group import Group, find_group
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 

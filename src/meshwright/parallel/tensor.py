@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
-from meshwright.kernels.linear_divergence import linear_divergence, linear_top
+from meshwright.kernels.loss.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
+from meshwright.kernels.loss.linear_divergence import linear_divergence, linear_top
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA

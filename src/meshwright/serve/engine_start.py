@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshwright.kernels import device_products
+from meshwright.kernels.quantized import device_products
 from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.gpu_memory import CudaMemory, DeviceMemory, check_room, measured_room

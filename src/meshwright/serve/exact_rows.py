@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention import Mask
+from meshwright.kernels.attention.attend import Mask
 from meshwright.model.kv_cache import Cache
 from meshwright.model.moe import Experts
 from meshwright.model.transformer import Transformer

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from meshwright.kernels.experts import Counts
+from meshwright.kernels.experts.experts import Counts
 from meshwright.model.moe import Experts, ExpertStack
 from meshwright.model.transformer import Transformer
 from meshwright.serve.low_rank_product import LowRankProduct, Rows

@@ -1,4 +1,4 @@
-"""Blocks of a step that compiled loops compute in one call (kernels/fused_block.py).
+"""Blocks of a step that compiled loops compute in one call (kernels/attention/block.py).
 
 These are blocks of grouped-query attention with rotary positions, RMSNorm and a gated feed-forward, in fp32 on a CPU.
 The whole block must be on this rank, without hooks on its parts. Keys and values are plain numbers or int8. Steps must
@@ -12,10 +12,10 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.compiled.library import INT8_ROWS, Loops, takes
-from meshwright.kernels.compiled.panels import INT8, Panels
-from meshwright.kernels.fused_block import PARTS, BlockParts, FusedBlock, FusedStep, LowRankFields, Norm
-from meshwright.kernels.prepared_product import PreparedProduct
+from meshwright.kernels.attention.block import PARTS, BlockParts, FusedBlock, FusedStep, LowRankFields, Norm
+from meshwright.kernels.c.panels import INT8, Panels
+from meshwright.kernels.c.serving_library import INT8_ROWS, Loops, takes
+from meshwright.kernels.quantized.prepared_product import PreparedProduct
 from meshwright.model.attention import Attention, AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, held_rows

@@ -6,11 +6,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshwright.kernels.compiled import library
-from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.compiled.panels import LANES, Panels
-from meshwright.kernels.fused_block import LowRankFields
-from meshwright.kernels.linear import product_dtype
+from meshwright.kernels.attention.block import LowRankFields
+from meshwright.kernels.c import serving_library
+from meshwright.kernels.c.panels import LANES, Panels
+from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.linear.linear import product_dtype
 from meshwright.serve.exact_rows import ORDERS, TILE
 
 Rows = slice | Tensor
@@ -26,7 +26,7 @@ class LowRankProduct:
         self._dtype, inner = a.dtype, product_dtype(a)
         a, b = a.to(inner), b.to(inner)
         self._a, self._b = a.t().contiguous(), b.t().contiguous()
-        self._panels = _panels(a, b) if library.takes(a, b) else None
+        self._panels = _panels(a, b) if serving_library.takes(a, b) else None
         self._addresses = None if self._panels is None else [addressof(panels.fields) for panels in self._panels]
         self._tile = self._checked_tile() if exact else 0
 
@@ -35,8 +35,8 @@ class LowRankProduct:
         return self._multiply(rows.to(self._a.dtype)).to(rows.dtype)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        loops = library.loops()
-        if loops is not None and self._panels is not None and loops.few(len(rows)) and library.takes(rows):
+        loops = serving_library.loops()
+        if loops is not None and self._panels is not None and loops.few(len(rows)) and serving_library.takes(rows):
             return loops.multiply(loops.multiply(rows, self._panels[0]), self._panels[1])
         if not self._tile:
             return self._plain(rows)

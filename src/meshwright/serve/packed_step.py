@@ -1,6 +1,6 @@
 """The rows of a step: tokens of many sequences in one row, where they are kept, and which are attended together.
 
-Two ways of grouping rows into calls of attention (kernels/paged_attention.py):
+Two ways of grouping rows into calls of attention (kernels/attention/paged.py):
 
     fast    new tokens of all decoding sequences, in one call per length out of a few; a chunk of a prompt is a call
     exact   each row is a sequence of one query over a number of keys that follows from its position alone
@@ -18,7 +18,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, RowsCall, SeenBand
+from meshwright.kernels.attention.paged import HIDDEN, DenseCall, PagedCall, RowsCall, SeenBand
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import CopyPlan, DenseCopies
 from meshwright.serve.host_copies import to_device

@@ -10,11 +10,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention import Mask
-from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.compiled.library import Loops, takes
-from meshwright.kernels.kept_numbers import PagedStore, turn_and_keep
-from meshwright.kernels.paged_attention import (
+from meshwright.kernels.attention.attend import Mask
+from meshwright.kernels.attention.paged import (
     DenseCall,
     PagedCall,
     RowsCall,
@@ -24,6 +21,9 @@ from meshwright.kernels.paged_attention import (
     prompt_kernel,
     row_kernel,
 )
+from meshwright.kernels.attention.store import PagedStore, turn_and_keep
+from meshwright.kernels.c.serving_library import Loops, takes
+from meshwright.kernels.chooser import uses_triton
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer

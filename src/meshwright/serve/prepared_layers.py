@@ -1,4 +1,4 @@
-"""The layers of a model whose matrices an engine has prepared (kernels/prepared_product.py).
+"""The layers of a model whose matrices an engine has prepared (kernels/quantized/prepared_product.py).
 
 The model's own code runs: at the borders of attention and of MLPs it calls `Border.prepared` first. Layers that read
 one input are one product. A layer with hooks or with an adapter of its own is left alone, and so are stacks of experts.
@@ -12,10 +12,16 @@ from typing import final
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.compiled import library
-from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.linear import SAME
-from meshwright.kernels.prepared_product import Matrix, PreparedProduct, int8_product, joined_product, prepared_product
+from meshwright.kernels.c import serving_library
+from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.linear.linear import SAME
+from meshwright.kernels.quantized.prepared_product import (
+    Matrix,
+    PreparedProduct,
+    int8_product,
+    joined_product,
+    prepared_product,
+)
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, held_rows, is_ours
@@ -93,7 +99,7 @@ class PreparedLayers:
         if calls is not None and not (isinstance(calls, DeferredSums) and calls.is_hooked()):
             seams.call = calls
         try:
-            with library.used(self._loops):
+            with serving_library.used(self._loops):
                 yield
         finally:
             seams.dense.prepared = seams.shared.prepared = None

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from meshwright.kernels.compiled import library
+from meshwright.kernels.c import serving_library
 from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.paged_cache import PagedCache
@@ -75,7 +75,7 @@ class RunnerSetup:
             return self._runner(model, adapters, ranks)
 
     def _runner(self, model: Transformer, adapters: RequestAdapters | None, ranks: ServingRanks | None) -> Runner:
-        loops = library.compiled() if self.compiled else None
+        loops = serving_library.compiled() if self.compiled else None
         if self.exact and loops is not None:
             loops = loops.for_any_rows()
         cache = PagedCache(model, self.blocks, self.block, form=CACHE_FORMS[self.form], loops=loops, slots=self.slots)

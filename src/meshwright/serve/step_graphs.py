@@ -14,7 +14,7 @@ from typing import Self, final
 import torch
 from torch import Tensor
 
-from meshwright.kernels.paged_attention import RowsCall
+from meshwright.kernels.attention.paged import RowsCall
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.graph_capture import Capture, CudaCapture, FormGraphs

@@ -13,8 +13,8 @@ from meshwright.formats.hub.weights import check_weights, stored_weights
 from meshwright.formats.quantized.detection import is_quantized
 from meshwright.formats.quantized.folder import base_of, decoded_weights, open_folder, open_quantized
 from meshwright.formats.quantized.interface import QuantizedModel, every
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.init import fill_initial
 from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention import DocumentSpans
+from meshwright.kernels.attention.attend import DocumentSpans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

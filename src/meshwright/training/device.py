@@ -13,11 +13,13 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.compat.onednn_cache import keep_few_products
-from meshwright.kernels import chooser, fp8, gpu_attention
-from meshwright.kernels.attention import Mask, backend, causal_mask, triton_obstacle, wants_loops
-from meshwright.kernels.compiled import training_library
-from meshwright.kernels.linear import SAME
-from meshwright.kernels.partial import can_fuse
+from meshwright.kernels import chooser
+from meshwright.kernels.attention import gpu
+from meshwright.kernels.attention.attend import Mask, backend, causal_mask, triton_obstacle, wants_loops
+from meshwright.kernels.attention.partial import can_fuse
+from meshwright.kernels.c import training_library
+from meshwright.kernels.linear import fp8
+from meshwright.kernels.linear.linear import SAME
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, attention_call
@@ -158,7 +160,7 @@ def attention_notes(plan: Plan, device: torch.device) -> list[str]:
     if layout.cp > 1:
         return [f"attention: {layout.context} of flash parts (context parallelism)"]
     group = 1 if plan.model.mla else plan.model.heads // plan.model.kv_heads
-    choice = gpu_attention.choose(device, dtype, attention_call(plan), group)
+    choice = gpu.choose(device, dtype, attention_call(plan), group)
     version = f"; flash-attn-4 {compat.flash_4_version()}" if choice.kernel == "flash-4" else ""
     return [f"attention: {choice.kernel} ({choice.reason}{version})"]
 

@@ -1,7 +1,7 @@
 """Distillation as an objective: a student learns the distributions of a teacher, token by token.
 
-The loss is the divergence of kernels/linear_divergence.py, summed over valid targets. The teacher is a model beside the
-student (teacher.py), or stored log-probabilities (teacher_store.py) in `Batch.more`.
+The loss is the divergence of kernels/loss/linear_divergence.py, summed over valid targets. The teacher is a model
+beside the student (teacher.py), or stored log-probabilities (teacher_store.py) in `Batch.more`.
 
 Letters: B rows, S positions of this rank, K stored log-probabilities.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, KnownTop
+from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergence, KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Recipe

@@ -1,9 +1,9 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decay groups, master weights, one fused pass.
 
-The update is one pass over the matrices and one over the vectors (kernels/wide_states.py). Below fp32 it runs on fp32
-master weights: 2 + 2 + 4 + 4 + 4 bytes per parameter. On a GPU a Triton kernel reads gradients of any dtype. Elsewhere
-torch's fused kernel needs fp32, so 16-bit gradients are widened in buckets, few of which exist twice at any time. Of
-sharded parameters only this rank's part is updated, as plain tensors that share the part's memory.
+The update is one pass over the matrices and one over the vectors (kernels/optimizer/adamw.py). Below fp32 it runs on
+fp32 master weights: 2 + 2 + 4 + 4 + 4 bytes per parameter. On a GPU a Triton kernel reads gradients of any dtype.
+Elsewhere torch's fused kernel needs fp32, so 16-bit gradients are widened in buckets, few of which exist twice at any
+time. Of sharded parameters only this rank's part is updated, as plain tensors that share the part's memory.
 
 training/narrow_moments.py has moments narrower than fp32, and bf16 weights without masters. With recipe.optimizer=muon
 hidden matrices are updated by training/muon.py, and only the rest by AdamW.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import compat
+from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
-from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.recipe.recipe import Recipe

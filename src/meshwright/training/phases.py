@@ -9,7 +9,7 @@ PHASES = {
     "meshwright.training.step:MicroPass.__call__": "forward",
     "meshwright.parallel.pipeline:Passes._forward": "forward",
     "meshwright.parallel.pipeline:Passes._backward": "backward",
-    "meshwright.kernels.weight_gradients:WeightGradients.run": "backward",
+    "meshwright.kernels.linear.weight_gradients:WeightGradients.run": "backward",
     "torch._tensor:Tensor.backward": "backward",
     "meshwright.parallel.engine:Engine.finish_gradients": "gradients",
     "meshwright.parallel.engine:Engine.gradient_norm": "gradients",
@@ -27,7 +27,7 @@ PHASES = {
 READS = frozenset(
     {
         "meshwright.model.seams:counts_on_host",
-        "meshwright.kernels.experts:_on_host",
+        "meshwright.kernels.experts.experts:_on_host",
         "meshwright.training.evaluate:evaluate",
         "meshwright.training.reference:_add_to_table",
         "meshwright.training.run_samples:RunSamples._answer_over_ranks",

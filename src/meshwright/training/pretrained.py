@@ -15,9 +15,9 @@ from meshwright.formats.hub import HubFolder
 from meshwright.formats.hub.json_files import GENERATION, TEMPLATE
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.formats.quantized.detection import is_quantized
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import coded as codes_of
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import coded as codes_of
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local, take_codes

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from meshwright.kernels.wide_states import euclidean_norm
+from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine

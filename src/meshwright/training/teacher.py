@@ -15,9 +15,9 @@ from torch import Tensor
 from meshwright.data import Tokenizer
 from meshwright.formats.hub import HubFolder
 from meshwright.formats.hub.weight_names import tensor_sizes
-from meshwright.kernels.linear_divergence import DistillationLoss, Divergence, TeacherHead
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergence, TeacherHead
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.predictions import Predictions
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh

@@ -23,7 +23,7 @@ from meshwright.data import Corpus
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.data.sequences.windows import Sampler
-from meshwright.kernels.linear_divergence import KnownTop
+from meshwright.kernels.loss.linear_divergence import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
 from meshwright.parallel.agree import RankZero, gather_objects

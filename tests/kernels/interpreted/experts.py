@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import experts
-from meshwright.kernels.fp8 import SAME
+from meshwright.kernels.experts import experts
+from meshwright.kernels.linear.fp8 import SAME
 from meshwright.kernels.triton import grouped, permute
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture

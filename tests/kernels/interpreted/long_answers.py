@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.kernels.kept_numbers import PagedStore
-from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.attention.store import PagedStore
 from meshwright.model import build
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cross_entropy
-from meshwright.kernels.cross_entropy import IGNORED, LossForm, Vocabulary
+from meshwright.kernels.loss import cross_entropy
+from meshwright.kernels.loss.cross_entropy import IGNORED, LossForm, Vocabulary
 from meshwright.kernels.triton import loss_rows
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder
 
+from meshwright.kernels.optimizer.adamw import WideStates, adamw, euclidean_norm, in_one_pass
 from meshwright.kernels.triton import many_tensors, trials
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
-from meshwright.kernels.wide_states import WideStates, adamw, euclidean_norm, in_one_pass
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.update_passes import update_passes
 from meshwright.spec import Recipe

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import device_products
-from meshwright.kernels.fp8 import narrow, narrow_columns
-from meshwright.kernels.quantized_linear import quantized_linears, quantized_linears_reference
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.triton import few_rows, int8_product, narrowing, packed_product
+from meshwright.kernels.linear.fp8 import narrow, narrow_columns
+from meshwright.kernels.quantized import device_products
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantized_linear import quantized_linears, quantized_linears_reference
+from meshwright.kernels.triton import few_rows, int8_product, packed_product, row_rounding
 from meshwright.kernels.triton.code_words import PackedMatrix
-from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -70,7 +70,7 @@ def test_groups_and_zeros(group: int, zeros: str, rows: int) -> None:
 def test_fp8_of_few_rows_is_the_product_of_rounded_rows(size: tuple[int, int, int]) -> None:
     rows, outputs, inputs = size
     matrix, bias, x = made(SCHEMES["fp8"], outputs, inputs), numbers(outputs).to(FP16), numbers(rows, inputs).to(FP16)
-    rounded = narrowing.rounded(x, FP16)
+    rounded = row_rounding.rounded(x, FP16)
     assert torch.equal(rounded.codes.float() * rounded.scales, narrow(x).wide())
     actual = few_rows.packed_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
     right = exact(narrow(x).wide(), matrix.dequantized(), bias)
@@ -171,7 +171,7 @@ def test_columns_are_rounded_as_plain_code_does(size: tuple[int, ...]) -> None:
         ours, plain = narrow_columns(x, "triton"), narrow_columns(x)
         assert torch.equal(ours.scales, plain.scales) and torch.equal(ours.wide(), plain.wide())
         places = 3 * torch.arange(size[0]) + 1
-        apart = narrowing.turned(x, 3 * size[0] + 5, places)
+        apart = row_rounding.turned(x, 3 * size[0] + 5, places)
         wide = apart.codes.float() * apart.scales
         assert torch.equal(wide[:, places], plain.wide()[:, : size[0]])
         assert wide.count_nonzero() == wide[:, places].count_nonzero()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.kernels import chooser
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 

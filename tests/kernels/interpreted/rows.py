@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import norm, rope, swiglu
-from meshwright.kernels import partial as partial_attention
-from meshwright.kernels.triton import gated, merging, root_norm, rotary
+from meshwright.kernels.attention import partial as partial_attention
+from meshwright.kernels.attention import rope
+from meshwright.kernels.linear import swiglu
+from meshwright.kernels.norm import norms
+from meshwright.kernels.triton import gated, merge_partial, root_norm, rotary
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -34,7 +36,7 @@ def test_rms_norm(size: tuple[int, ...]) -> None:
 def test_rms_norm_of_16_bit(wide: bool) -> None:
     x, weight = tensors((9, 65), (65,), dtype=FP16)
     weight = weight.float() if wide else weight
-    plain = partial(norm.rms_norm_reference, eps=EPS)
+    plain = partial(norms.rms_norm_reference, eps=EPS)
     assert_not_worse(partial(root_norm.rms_norm, eps=EPS), plain, rms_exact, [x, weight])
 
 
@@ -51,7 +53,7 @@ def test_add_rms_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
     inputs = tensors(size, size, size[-1:], dtype=dtype)
     exact = partial(both, lambda x, y, w: (rms_exact(x + y, w), x + y))
     fast = partial(both, partial(root_norm.add_rms_norm, eps=EPS))
-    plain = partial(both, partial(norm.add_rms_norm_reference, eps=EPS))
+    plain = partial(both, partial(norms.add_rms_norm_reference, eps=EPS))
     assert_single(fast, exact, inputs) if dtype == torch.float32 else assert_not_worse(fast, plain, exact, inputs)
 
 
@@ -72,7 +74,7 @@ def test_layer_norm(size: tuple[int, ...]) -> None:
 
 def test_layer_norm_of_16_bit() -> None:
     inputs = tensors((9, 65), (65,), (65,), dtype=FP16)
-    plain = partial(norm.layer_norm_reference, eps=EPS)
+    plain = partial(norms.layer_norm_reference, eps=EPS)
     assert_not_worse(partial(root_norm.layer_norm, eps=EPS), plain, layer_exact, inputs)
 
 
@@ -183,7 +185,7 @@ def test_merge(dtype: torch.dtype) -> None:
     right, right_lse = out.double(), lse.double()
     here = slice(2, 2 + queries)
     partial_attention._merge(right[:, :, here], right_lse[:, :, here], part.transpose(1, 2).double(), part_lse, shift)
-    merging.merge(out[:, :, here], lse[:, :, here], part.transpose(1, 2), part_lse, shift)
+    merge_partial.merge(out[:, :, here], lse[:, :, here], part.transpose(1, 2), part_lse, shift)
     torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meshwright.cli.main import main
 from meshwright.cli.verbs.doctor import lines
-from meshwright.kernels import experts as expert_kernels
 from meshwright.kernels import fast
+from meshwright.kernels.experts import experts as expert_kernels
 from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.observe.doctor.examine import Examination, examine
 from meshwright.observe.doctor.findings import Finding, failure, merge_ranks, ok, run_check, verdict, warning

@@ -32,8 +32,8 @@ from meshwright.formats.quantized.tensors import (
     tensors_of_model,
 )
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
-from meshwright.kernels.quantization import DYNAMIC, dynamic_table, undoubled
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.rounding import DYNAMIC, dynamic_table, undoubled
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import DOUBLED, SCHEMES, TABLES, Codes, Scheme

@@ -30,8 +30,8 @@ from meshwright.formats.quantized.tensors import (
     tensors_of_model,
 )
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
-from meshwright.kernels.quantization import pack, unpack
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.kernels.quantized.rounding import pack, unpack
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import BITS, GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros

@@ -11,7 +11,7 @@ from meshwright.formats.hub.directory import HubFolder, import_folder
 from meshwright.formats.hub.weights import check_numbers
 from meshwright.formats.quantized.detection import NUMBERS, is_quantized, quant_method, quantization
 from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel, Wanted, every
-from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
+from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import Scheme

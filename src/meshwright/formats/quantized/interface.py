@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.formats.safetensors.files import Planned
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable, quantized_name
 from meshwright.model.transformer import Transformer
 from meshwright.spec.model.quantization_schemes import Scheme

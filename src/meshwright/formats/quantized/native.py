@@ -1,6 +1,6 @@
 """Our own layout: every scheme and family, with tensors under the names of the model.
 
-layers.0.mlp.up.weight.codes, .scales, .zeros, .columns, .kept     as kernels/quantized_matrix.py has them
+layers.0.mlp.up.weight.codes, .scales, .zeros, .columns, .kept     as kernels/quantized/matrix.py has them
 embed.weight                                                        everything else, unchanged
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights, every
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
-from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
+from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme

@@ -11,7 +11,7 @@ from meshwright.formats.hub.weight_names import IGNORED, Binding, bindings
 from meshwright.formats.hub.weights import HEAD, check_tied
 from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
-from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.model.shape import ModelShape

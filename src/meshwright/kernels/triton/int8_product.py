@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, ceil_div, interpreted, power_of_two, programs, rows_of, wide_products
 from meshwright.kernels.triton.few_rows import LEAST_WORDS, MOST_ROWS
-from meshwright.kernels.triton.narrowing import NarrowRows
 from meshwright.kernels.triton.packed_product import ProgramTile, parts_of
+from meshwright.kernels.triton.row_rounding import NarrowRows
 
 OUTLIER_BLOCK = 32
 """Outlier columns that are multiplied at a time."""

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.triton import (
+    cache_write,
     flash,
     gated,
     grouped,
     int8_product,
-    keeping,
     likeliest,
     loss_rows,
     many_tensors,
-    merging,
+    merge_partial,
     narrow_piece,
     narrow_update,
-    narrowing,
     packed_product,
     paged,
     permute,
-    restoring,
+    restore_codes,
     root_norm,
     rotary,
+    row_rounding,
 )
 from meshwright.kernels.triton.code_words import PackedMatrix
 
@@ -55,7 +55,7 @@ def _restored_error(make: Made, inputs: int, real: bool) -> float:
     groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
     scales, zeros, out = make(5, groups).float(), make(6, groups)[:5].float(), make(5, inputs)
     codes = (torch.arange(5 * row_bytes, device=out.device) * 37 % 256).view(5, -1).to(torch.uint8)
-    weight = restoring.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
+    weight = restore_codes.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
     wide = [x.double().repeat_interleave(32, 1)[:, :inputs] for x in (scales, zeros)]
     exact = (nibbles - (wide[1] if real else 8)) * wide[0]
@@ -66,9 +66,9 @@ def _restored_error(make: Made, inputs: int, real: bool) -> float:
 def narrowed(make: Made) -> float:
     """Try rounding to fp8: rows, and columns in several runs with gaps between their rows."""
     x = make(700, 90)
-    rows, columns = narrowing.rounded(x, torch.float8_e4m3fn), narrowing.turned(x, 704)
+    rows, columns = row_rounding.rounded(x, torch.float8_e4m3fn), row_rounding.turned(x, 704)
     places = torch.arange(700, device=x.device) + 3
-    apart = narrowing.turned(x, 720, places)
+    apart = row_rounding.turned(x, 720, places)
     exact = _rounded(x), _rounded(x.t())
     pairs = (
         (rows.codes.double() * rows.scales, exact[0]),
@@ -123,7 +123,7 @@ def _int8_error(make: Made, rows: int, inputs: int) -> float:
     columns = torch.tensor([5, 500], dtype=torch.int32, device=x.device)
     marks = torch.zeros(inputs, dtype=torch.uint8, device=x.device)
     marks[columns.long()] = 1
-    narrow = narrowing.rounded(x, torch.int8, marks)
+    narrow = row_rounding.rounded(x, torch.int8, marks)
     plain = x.double().index_fill(1, columns.long(), 0.0)
     exact = plain @ (codes.double() * scales.double()).t() + x[:, columns.long()].double() @ weights.double().t()
     product = int8_product.int8_linear(x, narrow, int8_product.Int8Matrix(codes, scales, columns, weights), None)
@@ -185,8 +185,8 @@ def _stored_error(make: Callable[..., Tensor], form: str, normed: bool) -> float
     cos, sin = (turn.double().cos()[:, None], turn.double().sin()[:, None])
     exact = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     plain = v.double()
-    norms = keeping.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
-    keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
+    norms = cache_write.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
+    cache_write.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
     errors = [_relative_error(x[:, :4], exact[:, :4])]
     for store, numbers in ((keys, exact[:, 4:]), (values, plain)):
         ours, theirs = _numbers(store)[slots], _plainly_rounded(numbers.to(x.dtype), form)
@@ -318,7 +318,7 @@ def _merge(make: Made) -> float:
     (first, second), (first_values, second_values) = scores.split(4, -1), values.float().split(4, 2)
     out, lse = first.softmax(-1) @ first_values, first.logsumexp(-1)
     part_lse = second.logsumexp(-1)
-    merging.merge(out, lse, second.softmax(-1) @ second_values, part_lse, part_lse)
+    merge_partial.merge(out, lse, second.softmax(-1) @ second_values, part_lse, part_lse)
     exact = scores.softmax(-1) @ values.float()
     error: float = ((out - exact).norm() / exact.norm()).item()
     return error

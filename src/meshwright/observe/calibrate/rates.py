@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from meshwright.kernels import cpu_product, fast
-from meshwright.kernels.attention import Mask
+from meshwright.kernels import fast
+from meshwright.kernels.attention.attend import Mask
+from meshwright.kernels.linear import cpu_product
 from meshwright.parallel.group import Group
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.work import MemoryPass

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.kernels.compiled import training_library
+from meshwright.kernels.c import training_library
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.training.device import known_device
 

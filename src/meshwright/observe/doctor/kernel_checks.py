@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import Kernels, device_products, fast, gpu_attention
-from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask, attend_reference, causal_mask
-from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
-from meshwright.kernels.experts import expert_linear_reference, groups_on_device
-from meshwright.kernels.product_contest import ProductContest
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels import Kernels, fast
+from meshwright.kernels.attention import gpu
+from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans, Mask, attend_reference, causal_mask
+from meshwright.kernels.experts.experts import expert_linear_reference, groups_on_device
+from meshwright.kernels.loss.cross_entropy import linear_cross_entropy_reference
+from meshwright.kernels.quantized import device_products
+from meshwright.kernels.quantized.contest import ProductContest
+from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.observe.calibrate.rates import synchronize
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
@@ -262,8 +264,8 @@ def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
 def _flash_2_reasons(device: torch.device, dtype: torch.dtype) -> str:
     """Return why FlashAttention 2 runs where a faster kernel is known. Empty = it does not."""
     cases_by_reason: dict[str, list[Case]] = {}
-    for case in get_args(Case) if gpu_attention.installed(device).major in MAJORS else ():
-        kernel, reason = gpu_attention.choose(device, dtype, AttentionCall(case, LEAST_POSITIONS, 128, 128), 4)
+    for case in get_args(Case) if gpu.installed(device).major in MAJORS else ():
+        kernel, reason = gpu.choose(device, dtype, AttentionCall(case, LEAST_POSITIONS, 128, 128), 4)
         if kernel == "flash":
             cases_by_reason.setdefault(reason, []).append(case)
     return "".join(f"; FlashAttention 2 for {', '.join(cases)}: {why}" for why, cases in cases_by_reason.items())

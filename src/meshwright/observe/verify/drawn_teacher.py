@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from meshwright.kernels.linear_divergence import Divergence
+from meshwright.kernels.loss.linear_divergence import Divergence
 from meshwright.parallel import Engine, Mesh
 from meshwright.parallel.data import local
 from meshwright.spec.layout.layout import Layout

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.linear import SAME
+from meshwright.kernels.linear.linear import SAME
 from meshwright.model.init import fill_initial, width_deviation
 from meshwright.model.moe import Router
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher, case_objective

@@ -11,7 +11,7 @@ from math import gcd
 from random import Random
 from typing import Any
 
-from meshwright.kernels.fp8 import MULTIPLE
+from meshwright.kernels.linear.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import DrawnCase, build_case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from time import monotonic
 
-from meshwright.kernels.linear import SAME
+from meshwright.kernels.linear.linear import SAME
 from meshwright.observe.ranks import RankError
 from meshwright.observe.verify.case_text import DrawnCase, Settings, build_case, settings_of
 from meshwright.observe.verify.feature_matrix import BATCH, run_on_ranks

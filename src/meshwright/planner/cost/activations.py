@@ -126,7 +126,10 @@ def _chunk_bytes(local: "LocalShape", logits: float, matrix: float) -> tuple[flo
 
 
 def head_columns(local: "LocalShape") -> float:
-    """Return the logits of a token on a rank as stored. Meshwright pads those of a GPU (kernels/head_matrix.py)."""
+    """Return the logits of a token on a rank as stored.
+
+    Meshwright pads those of a GPU (kernels/loss/head_matrix.py).
+    """
     vocab = local.shape.vocab / local.tp
     return float(padded_columns(ceil(vocab), local.width)) if local.stack.pads_head and local.gpu else vocab
 
@@ -233,7 +236,7 @@ def _attention_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptByt
 
 
 def _scores_kept(local: "LocalShape", widths: HeadWidths, read: Sequence[KeptBytes]) -> Iterator[KeptBytes]:
-    """Yield what Meshwright's plain fp32 attention keeps (kernels/attention.py, attend_reference).
+    """Yield what Meshwright's plain fp32 attention keeps (kernels/attention/attend.py, attend_reference).
 
     It keeps its weights, the hidden pairs, and copies of the core's inputs (`read`), one per query head. Compiled code
     recomputes these copies.

@@ -73,7 +73,7 @@ def _without_gradient(op: LayerOperation) -> LayerOperation:
 
 
 RESTORING_PASSES = 5
-"""Operations that restore some rows of a matrix from codes (kernels/quantized_matrix.py).
+"""Operations that restore some rows of a matrix from codes (kernels/quantized/matrix.py).
 
 Codes as indices, the numbers they name, zeros, scales, and the rounding into place.
 """

@@ -1,6 +1,6 @@
 """Attention core of Meshwright's engine: its kernel under masks and context parallelism, and memory passes around it.
 
-Sources: kernels/attention.py, kernels/partial.py, parallel/ring.py. Letters as in block.py.
+Sources: kernels/attention/attend.py, kernels/attention/partial.py, parallel/ring.py. Letters as in block.py.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 BACKWARD = 2.5
 """FLOP of a fused kernel's backward pass relative to its forward pass: five products to two."""
 ROWS, COLUMNS = 64, 2048
-"""Rows and columns of a tile of the plain form (kernels/partial.py, parallel/context.py)."""
+"""Rows and columns of a tile of the plain form (kernels/attention/partial.py, parallel/context.py)."""
 STRIP = 512
-"""Queries per strip (kernels/strips.py)."""
+"""Queries per strip (kernels/attention/strips.py)."""
 MERGED_BYTES = 18
 """Bytes moved per element of a partial output when it is merged: the fp32 sum read and written twice, the part read."""
 ADDED_BYTES = 10
@@ -78,7 +78,7 @@ def fused(local: "LocalShape", queries: float, values: float, parts: float) -> C
 
 
 def _masked(local: "LocalShape", queries: float, values: float) -> Core:
-    """Return the work of strips of queries (kernels/strips.py).
+    """Return the work of strips of queries (kernels/attention/strips.py).
 
     Each strip attends to the keys up to its last query. Keys and values are repeated for each head, and a mask hides
     pairs, in both passes.

@@ -80,7 +80,7 @@ def _mlp(local: "LocalShape") -> float:
     """Return the bytes of an MLP's gradients.
 
     Gated: the gradient of the product, that of the other gate, and the recomputed product exist together. The first
-    becomes the gradient of a gate (kernels/swiglu.py).
+    becomes the gradient of a gate (kernels/linear/swiglu.py).
     """
     return (local.gates + 1) * _gate(local)
 
@@ -177,10 +177,10 @@ def _mlp_kept(local: "LocalShape", routed: Routed | None) -> float:
 def _attention(local: "LocalShape", widths: HeadWidths) -> float:
     """Return the bytes around the attention core.
 
-    With context parallelism (parallel/ring.py, kernels/partial.py) there are copies of the queries, the output and its
-    gradient, and their own gradient in fp32. For keys and values a ring holds those of two ranks and four fp32 sums. An
-    all-gather holds those of all ranks three times beside their fp32 gradients and the cut ones, or once beside the
-    reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
+    With context parallelism (parallel/ring.py, kernels/attention/partial.py) there are copies of the queries, the
+    output and its gradient, and their own gradient in fp32. For keys and values a ring holds those of two ranks and
+    four fp32 sums. An all-gather holds those of all ranks three times beside their fp32 gradients and the cut ones, or
+    once beside the reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
     """
     if local.linear:
         return state_layers.inside_bytes(local)
@@ -209,9 +209,10 @@ def _attention(local: "LocalShape", widths: HeadWidths) -> float:
 def _plain_attention(local: "LocalShape", widths: HeadWidths) -> float:
     """Return the bytes where the softmax is differentiated, beside the kept weights.
 
-    Source: kernels/attention.py, attend_reference. Uncompiled, the gradients of the weights and of the scores, S x S in
-    fp32, exist beside the gradient of the values of all heads. A forward pass stores as much: scores, scores without
-    hidden pairs, and the pairs. Compiled code writes the gradient of the scores in place of that of the weights.
+    Source: kernels/attention/attend.py, attend_reference. Uncompiled, the gradients of the weights and of the scores, S
+    x S in fp32, exist beside the gradient of the values of all heads. A forward pass stores as much: scores, scores
+    without hidden pairs, and the pairs. Compiled code writes the gradient of the scores in place of that of the
+    weights.
     """
     scores = local.tokens * local.sequence * local.shape.heads / local.tp
     pairs = (local.batch if local.documents else 1) * local.sequence**2 * MASK_BYTES

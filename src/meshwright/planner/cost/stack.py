@@ -76,9 +76,9 @@ class Stack:
     updates_at_once: bool = False
     """AdamW with fp32 states reads 16-bit gradients and writes masters and weights in one pass (GPU)."""
     sums_products: bool = False
-    """Products that are gradients of 16-bit weights accumulate in fp32 (kernels/gradient_sums.py, GPU)."""
+    """Products that are gradients of 16-bit weights accumulate in fp32 (kernels/linear/gradient_sums.py, GPU)."""
     pads_head: bool = False
-    """Logits whose rows would not start at 16 bytes lie in wider rows (kernels/head_matrix.py)."""
+    """Logits whose rows would not start at 16 bytes lie in wider rows (kernels/loss/head_matrix.py)."""
     rounds_in_place: bool = False
     """Operands are rounded to 8 bits without a scaled copy, in uncompiled code too."""
     gradient_bytes: float = 2.0
@@ -215,8 +215,8 @@ class Stack:
 def eager(stack: Stack) -> Stack:
     """Return Meshwright's engine with uncompiled blocks.
 
-    Activation, residual and rotation are separate kernels that store their outputs (kernels/swiglu.py,
-    kernels/rope.py). Measured machines were timed that way.
+    Activation, residual and rotation are separate kernels that store their outputs (kernels/linear/swiglu.py,
+    kernels/attention/rope.py). Measured machines were timed that way.
     """
     known = stack.passes == stack.rope_passes == 1.0
     return replace(stack, passes=1.67, rope_passes=5.0) if stack.is_meshwright and known else stack
@@ -225,8 +225,8 @@ def eager(stack: Stack) -> Stack:
 def plain_code(stack: Stack, layout: Layout, width: int, *, compiled: bool) -> Stack:
     """Return Meshwright's engine with its reference kernels, whose autograd keeps every intermediate tensor.
 
-    Attention within a rank stores its S x S weights (kernels/attention.py, attend_reference). The head keeps the fp32
-    log-softmax of all tokens, beside which its backward pass computes two more (kernels/cross_entropy.py).
+    Attention within a rank stores its S x S weights (kernels/attention/attend.py, attend_reference). The head keeps the
+    fp32 log-softmax of all tokens, beside which its backward pass computes two more (kernels/loss/cross_entropy.py).
     Tensor-parallel ranks share the chunked head. Uncompiled, a norm keeps its input in fp32 and the normed input before
     the gain, and a gated MLP keeps silu(gate) and the product. `width` is the bytes of an activation.
     """
@@ -282,5 +282,5 @@ MESHWRIGHT = Stack(
     ends_apart=True,
     update_bucket_bytes=16 * 2**20,
     reserve_bytes=96 * 2**20,
-    source="src/meshwright: kernels/swiglu.py, kernels/cross_entropy.py, parallel/",
+    source="src/meshwright: kernels/linear/swiglu.py, kernels/loss/cross_entropy.py, parallel/",
 )

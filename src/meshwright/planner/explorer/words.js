@@ -59,7 +59,7 @@ const EXPLAIN = {
   activations: ["Activations", "What the forward pass keeps for the backward pass, of all micro-batches in flight. Recomputation and sequence parallelism shrink it.",
     "bytes a layer and token x layers x tokens x micro-batches in flight", "Korthikanti et al. 2022, arXiv:2205.05198, section 4"],
   logits: ["Logits", "What head and loss keep until their backward pass. Made chunk by chunk, so that the whole matrix never exists.",
-    "tokens x vocab / tp x bytes, if not chunked", "src/meshwright/kernels/cross_entropy.py"],
+    "tokens x vocab / tp x bytes, if not chunked", "src/meshwright/kernels/loss/cross_entropy.py"],
   buffers: ["Gathered layers and exchange buffers", "Under ZeRO 3 a layer is whole while it computes, and the next one arrives; gradients of a layer or of the head are laid into a buffer to be reduced.",
     "two layers and a layer's gradients", "docs/parallel.md"],
   temporaries: ["Temporaries", "Alive only inside one layer's backward pass, or one chunk of the head, or the update of the optimizer.",

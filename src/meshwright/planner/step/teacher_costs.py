@@ -24,7 +24,7 @@ from meshwright.spec.rules.objectives import teacher_layout
 AFTER_PASSES = ("optimizer step", "evaluation")
 """Moments (rank_memory) at which no hidden states wait any more."""
 BUFFERS = 5
-"""fp32 tensors of a chunk's logits (kernels/linear_divergence.py)."""
+"""fp32 tensors of a chunk's logits (kernels/loss/linear_divergence.py)."""
 
 
 def teachers_recipe(recipe: Recipe) -> Recipe:

@@ -1,4 +1,4 @@
-"""Chunk sizes of the logits in losses (kernels/cross_entropy.py, kernels/linear_divergence.py)."""
+"""Chunk sizes of the logits in losses (kernels/loss/cross_entropy.py, kernels/loss/linear_divergence.py)."""
 
 CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """Bytes of fp32 logits in a chunk, by kind of device."""

@@ -1,0 +1,139 @@
+"""Causal attention by blocks of queries, for CPUs on which torch's fused kernel is slow.
+
+Each block multiplies only the keys that it may see (half of the whole square), in products large enough for the matrix
+library. Query heads that share a key head form one product. Nothing of size S x T is saved: the backward pass
+recomputes the weights of a block. Measured on an AVX2 machine: docs/benchmarks.md.
+
+Where a CPU multiplies 16-bit numbers, scores and weights of 16-bit queries have 16 bits too, as in plain code of that
+dtype, and sums over blocks are fp32. Dropout's factors would be rounded, so with dropout, and on other CPUs, all inner
+arithmetic is fp32.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.attention.tiles import RowTile
+
+
+def _weights(q: Tensor, k: Tensor, tile: RowTile, window: int) -> Tensor:
+    """Return softmax weights (B K, G R, T') of scaled queries q (B K, G, R, E) over keys k (B K, T', E)."""
+    scores = torch.bmm(q.flatten(1, 2), k.transpose(1, 2))
+    view = scores.view(*q.shape[:3], -1)
+    if window and tile.keys.start > tile.queries.stop - 1 - window:
+        window = 0  # every query sees all keys of the tile that come before it
+    shown = 0 if window else tile.queries.start - tile.keys.start
+    hidden = tile.hidden(window, q.device)[:, shown:]
+    view[..., shown:].masked_fill_(hidden, float("-inf"))
+    return scores.softmax(-1)
+
+
+def _grouped(x: Tensor, keys: int) -> Tensor:
+    """Group heads by key head: (B, S, H, E) -> (B K, G, S, E) with H = K G, contiguous."""
+    batch, length, heads, width = x.shape
+    split = x.view(batch, length, keys, heads // keys, width) if x.is_contiguous() else x.unflatten(2, (keys, -1))
+    return split.permute(0, 2, 3, 1, 4).reshape(batch * keys, heads // keys, length, width)
+
+
+def _ungrouped(x: Tensor, batch: int) -> Tensor:
+    """Undo `_grouped`: (B K, G, S, E) -> (B, S, H, E)."""
+    out: Tensor = x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out
+
+
+def _inner_dtype(q: Tensor, dropout: "AttentionDropout | None") -> torch.dtype:
+    narrow = q.dtype != torch.float32 and dropout is None and compat.cpu_multiplies(q.dtype)
+    return q.dtype if narrow and q.dtype.itemsize == 2 else torch.float32
+
+
+def _grouped_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scaled queries (B K, G, S, E), keys (B K, S, E) and values (B K, S, V) in a dtype."""
+    keys = k.shape[2]
+    queries = _grouped(q.to(dtype), keys) * scale
+    return queries, _grouped(k.to(dtype), keys)[:, 0], _grouped(v.to(dtype), keys)[:, 0]
+
+
+def _heads(rows: slice, keys: int) -> slice:
+    """Map rows of (B) to those of (B K)."""
+    return slice(rows.start * keys, rows.stop * keys)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's generator as bytes on the host, without waiting for the device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class AttentionDropout:
+    """Attention dropout: factors of the weights, 0 or 1 / (1 - rate), tile by tile.
+
+    The same generator state gives the same factors, so the backward pass draws them again and none is saved.
+    """
+
+    def __init__(self, rate: float, state: Tensor | None = None, device: torch.device | None = None) -> None:
+        """Draw from the device's own generator, or with `state` repeat what it drew from there on."""
+        self.rate = rate
+        self.generator: torch.Generator | None = None
+        if state is not None and not compat.is_fake(state):
+            self.generator = torch.Generator(device or "cpu")
+            self.generator.set_state(state)
+
+    def factors(self, weights: Tensor) -> Tensor:
+        """Return factors for the next tile's weights, in their shape."""
+        return torch.empty_like(weights).bernoulli_(1 - self.rate, generator=self.generator).div_(1 - self.rate)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], window: int, scale: float,
+    dropout: AttentionDropout | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V). Returns (B, S, H, V).
+
+    Where 16-bit inputs are widened inside, the result is rounded once.
+    """
+    batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
+    q, k, v = _grouped_inputs(q, k, v, scale, _inner_dtype(q, dropout))
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    for tile in tiles:
+        heads = _heads(tile.rows, keys)
+        block = q[heads, :, tile.queries]
+        weights = _weights(block, k[heads, tile.keys], tile, window)
+        if dropout is not None:
+            weights.mul_(dropout.factors(weights))
+        out[heads, :, tile.queries] = torch.bmm(weights, v[heads, tile.keys]).view(*block.shape[:3], -1)
+    return _ungrouped(out, batch).to(dtype)
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], window: int, scale: float,
+    dropout: AttentionDropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v. `dropout` starts from the same state as in the forward pass."""
+    batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
+    q, k, v = _grouped_inputs(q, k, v, scale, _inner_dtype(q, dropout))
+    gradients = _grouped(gradient.to(q.dtype), keys)
+    # A query is in one tile, so its gradient is written once. Keys are in many: their sums are fp32.
+    q_gradient, k_gradient, v_gradient = (
+        torch.empty_like(q),
+        *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v)),
+    )
+    for tile in tiles:
+        heads = _heads(tile.rows, keys)
+        block, seen_keys = q[heads, :, tile.queries], k[heads, tile.keys]
+        incoming = gradients[heads, :, tile.queries].flatten(1, 2)
+        weights = _weights(block, seen_keys, tile, window)
+        factors = dropout.factors(weights) if dropout is not None else None
+        dropped_weights = weights if factors is None else weights * factors
+        v_gradient[heads, tile.keys] += torch.bmm(dropped_weights.transpose(1, 2), incoming)
+        score_gradient = torch.bmm(incoming, v[heads, tile.keys].transpose(1, 2))
+        if factors is not None:
+            score_gradient.mul_(factors)
+        score_gradient = compat.softmax_backward(score_gradient, weights)
+        q_gradient[heads, :, tile.queries] = torch.bmm(score_gradient, seen_keys).view_as(block)
+        k_gradient[heads, tile.keys] += torch.bmm(score_gradient.transpose(1, 2), block.flatten(1, 2))
+    return (
+        _ungrouped(q_gradient.mul_(scale), batch).to(dtype),
+        _ungrouped(k_gradient.unsqueeze(1), batch).to(dtype),
+        _ungrouped(v_gradient.unsqueeze(1), batch).to(dtype),
+    )

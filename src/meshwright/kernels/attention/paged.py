@@ -1,0 +1,309 @@
+"""Attention of packed queries over keys and values that lie in blocks.
+
+Queries of many sequences are rows of one tensor. A call takes a run of rows: some sequences with as many queries each,
+over keys that are gathered block by block, or over the keys of the run itself.
+
+Letters: N packed rows, B sequences of a call, S queries of each, T keys of each, H query heads, K key heads, E and V
+widths of heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.attention.gpu import attend_past, choose_past
+from meshwright.kernels.attention.partial import can_fuse
+from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.chooser import NARROW, choice, uses_triton
+from meshwright.kernels.linear.linear import needs_wide
+from meshwright.kernels.target import device_kind
+from meshwright.spec.execution.graph_sizes import WIDEST
+
+HIDDEN = float("-inf")
+"""Number added to the score of a key that a query does not see."""
+LINE_BYTES = 64
+"""Alignment of allocated memory."""
+QUERIES = 4
+"""Multiple of which the queries of a key head are in one call on a CPU.
+
+Threads hold their scores one after the other. Sums have one order only if each thread's scores begin at a multiple of
+16 bytes.
+"""
+
+
+STRIP = 512
+"""Queries of a chunk whose mask is made at once, where no kernel takes borders as numbers.
+
+That is 256 MiB in fp32 over 131,072 keys, where a chunk of 8,192 queries would take 4 GiB.
+"""
+
+
+class SeenBand(NamedTuple):
+    """The last queries of a sequence, each of which sees the positions up to its own."""
+
+    keys: int
+    """Number of the call's keys that exist. The rest pads the last block."""
+    window: int
+    """Most keys that a query sees. 0 = all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """Rows that are attended in one call."""
+
+    begin: int
+    """First row."""
+    sequences: int
+    """B."""
+    queries: int
+    """S of each: rows begin + s + S b."""
+    blocks: Tensor | slice | None
+    """(B, T / block) of each sequence, (1, T / block) of all, or a run of blocks of all.
+
+    None = the rows are one sequence from its first position on, whose keys and values are the new ones.
+    """
+    bias: Tensor | None
+    """(B or 1, 1, S, T) fp32, added to scores: 0 or HIDDEN.
+
+    None = all keys are visible; of new keys, those up to the query.
+    """
+    band: SeenBand | None = None
+    """The mask as numbers, for one sequence: a chunk of a prompt, whose mask would be large."""
+
+    @property
+    def end(self) -> int:
+        """Index after the last row."""
+        return self.begin + self.sequences * self.queries
+
+
+@dataclass(frozen=True, slots=True)
+class DenseCall:
+    """One query each of several sequences, over keys in one piece for each sequence."""
+
+    rows: Tensor | None
+    """Row of R rows of keys that each query reads (B,). None = all, in order."""
+    bias: Tensor
+    """(R, 1, 1, T) fp32, added to scores: 0 or HIDDEN. A row that no query reads must see something too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCall:
+    """Rows that are attended one by one, each over its own sequence up to its own position."""
+
+    tables: Tensor
+    """Blocks of the sequences, one sequence after the other, 1D int64."""
+    offsets: Tensor
+    """Start of each row's sequence in the tables, (R,) int64."""
+    last: Tensor
+    """Position of each row, (R,) int64."""
+    longest: int
+    """Most positions that a row sees."""
+
+
+def attend_rows_reference(
+    q: Tensor, keys: Tensor, values: Tensor, call: RowsCall, *, width: int, window: int, scale: float
+) -> Tensor:
+    """Attend q (R, H, E) over paged keys and values. Returns (R, H, width).
+
+    keys (blocks, block, K, E); values (blocks, block, K, V or more), of which `width` are used; `window`: visible
+    positions, 0 = all.
+    """
+    size, group, outputs = keys.shape[1], q.shape[1] // keys.shape[2], []
+    for row, offset, last in zip(q, call.offsets.tolist(), call.last.tolist(), strict=True):
+        seen = torch.arange(max(0, last + 1 - window) if window else 0, last + 1)
+        blocks = call.tables[offset + seen // size]
+        seen_k, seen_v = keys[blocks, seen % size], values[blocks, seen % size][..., :width]
+        scores = torch.einsum("hke,tke->hkt", _per_key_head(row, group), seen_k.float()) * scale
+        summed = torch.einsum("hkt,tkv->hkv", scores.softmax(-1), seen_v.float())
+        outputs.append(summed.transpose(0, 1).flatten(0, 1).to(q.dtype))
+    return torch.stack(outputs)
+
+
+def row_kernel(like: Tensor, width: int, prefer: str) -> tuple[bool, str]:
+    """Return whether a kernel attends to blocks row by row, and the name of what attends, with the reason.
+
+    For tensors like this one and heads of at most `width`.
+    """
+    feature = f"heads are {width} wide, more than {WIDEST}" if width > WIDEST else ""
+    if not uses_triton("paged_attention", like, prefer=prefer, feature=feature) and like.device.type == "cpu":
+        return False, "torch (a CPU)"
+    chosen = choice("paged_attention", like.device, like.dtype, prefer=prefer, feature=feature)
+    return chosen.by == "triton", f"{chosen.by} ({chosen.reason})"
+
+
+def prompt_kernel(like: Tensor, width: int, value_width: int, group: int) -> str:
+    """Name the kernel for chunks of prompts, with the reason. Empty where there is no choice.
+
+    For tensors like this one. The kernel is tried at once, so no request waits for that.
+    """
+    if like.device.type != "cuda" or like.dtype not in NARROW or max(width, value_width) > WIDEST:
+        return ""
+    kernel, reason = choose_past(like.device, like.dtype, width, value_width, group)
+    return f"{kernel} ({reason})"
+
+
+def attend_rows(
+    loops: Loops | None, q: Tensor, keys: PagedStore, values: PagedStore, call: RowsCall, *, width: int, window: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Attend as the reference does: in fp32 by compiled loops, else by a Triton kernel.
+
+    A row's result depends on its own sequence alone.
+    """
+    if loops is None:
+        from meshwright.kernels.triton import paged
+
+        stores = paged.BlockStore(keys.codes, keys.scales), paged.BlockStore(values.codes, values.scales)
+        rows = paged.RowPlaces(call.tables, call.offsets, call.last, call.longest)
+        return paged.attend_rows(q, *stores, rows, width=width, window=window, scale=scale)
+    positions = call.tables, call.offsets, call.last, call.longest
+    scales = None if keys.scales is None or values.scales is None else (keys.scales, values.scales)
+    return loops.attend(q, keys.codes, values.codes, scales, *positions, width=width, window=window, scale=scale)
+
+
+def attend_paged_reference(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
+) -> Tensor:
+    """Attend q (N, H, E). Returns (N, H, V), zero for rows of no call.
+
+    k (N, K, E) and v (N, K, V) of the same rows are already written into keys (blocks, block, K, E) and values (blocks,
+    block, K, V).
+    """
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    group = q.shape[1] // k.shape[1]
+    for call in calls:
+        for row in range(call.begin, call.end):
+            sequence, query = divmod(row - call.begin, call.queries)
+            if call.blocks is None:
+                seen_k, seen_v, bias = k[call.begin : row + 1], v[call.begin : row + 1], None
+            else:
+                blocks = call.blocks
+                mine = blocks if isinstance(blocks, slice) else blocks[min(sequence, len(blocks) - 1)]
+                seen_k, seen_v, bias = keys[mine].flatten(0, 1), values[mine].flatten(0, 1), call.bias
+                if call.band is not None:
+                    end = call.band.keys - call.queries + query + 1
+                    begin = max(0, end - call.band.window) if call.band.window else 0
+                    seen_k, seen_v = seen_k[begin:end], seen_v[begin:end]
+            scores = torch.einsum("hke,tke->hkt", _per_key_head(q[row], group), seen_k.float()) * scale
+            if bias is not None:
+                scores = scores + bias[min(sequence, len(bias) - 1), 0, query]
+            summed = torch.einsum("hkt,tkv->khv", scores.softmax(-1), seen_v.float())
+            out[row] = summed.flatten(0, 1).to(q.dtype)
+    return out
+
+
+def _per_key_head(row: Tensor, group: int) -> Tensor:
+    """Reshape (H, E) to (H / K, K, E) fp32: query head h reads key head h // (H / K)."""
+    grouped: Tensor = row.float().unflatten(0, (-1, group))
+    return grouped.transpose(0, 1)
+
+
+def attend_paged(
+    q: Tensor, k: Tensor, v: Tensor, keys: PagedStore, values: PagedStore, calls: Sequence[PagedCall], *,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Attend as the reference does, by torch's fused attention.
+
+    A query's result depends on its own call's T, S and keys alone. With S = 1 it never depends on the number of
+    sequences.
+    """
+    width = v.shape[-1]
+    parts = [_attend(call, q, k, v, keys, values, scale)[..., :width] for call in calls]
+    end = calls[-1].end if calls else 0
+    if end < len(q):
+        parts.append(q.new_zeros(len(q) - end, q.shape[1], width))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, scale: float, width: int) -> Tensor:
+    """Attend q (B, H, E) over keys (R, T, K, E) and values (R, T, K, V or more). Returns (B, H, width).
+
+    Like `attend_paged` with one block of T positions for each sequence. A query's result depends on its own row alone.
+    """
+    rows, _, heads, _ = keys.shape
+    if call.rows is not None:
+        q = q.new_zeros(rows, *q.shape[1:]).index_copy_(0, call.rows, q)
+    seen_k, seen_v = (_padded_to_lines(x).transpose(1, 2) for x in (keys, values))
+    out = _one_query(q.unflatten(1, (heads, -1)), seen_k, seen_v, call.bias, scale)[..., :width]
+    return out if call.rows is None else out[call.rows]
+
+
+def _attend(
+    call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: PagedStore, values: PagedStore, scale: float
+) -> Tensor:
+    """Attend one call. Returns (B S, H, width of keys or values)."""
+    rows = slice(call.begin, call.end)
+    seen_k, seen_v = (_call_numbers(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
+    if call.queries == 1:
+        return _one_query(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
+    queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
+    band = SeenBand(call.queries, 0) if call.blocks is None else call.band
+    if band is not None and device_kind(q) == "cuda" and can_fuse(queries.transpose(1, 2), seen_k.transpose(1, 2)):
+        tensors = (x.transpose(1, 2) for x in (queries, seen_k[:, :, : band.keys], seen_v[:, :, : band.keys]))
+        return attend_past(*tensors, window=band.window, scale=scale).flatten(0, 1)
+    if call.band is not None:
+        return _in_strips(queries, seen_k, seen_v, call.band, scale).transpose(1, 2).flatten(0, 1)
+    return _fused(queries, seen_k, seen_v, call.bias, scale).transpose(1, 2).flatten(0, 1)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Attend one query of each sequence, q (B, K, H / K, E), as `_fused`. Returns (B, H, width of k)."""
+    group = q.shape[2]
+    more = -group % QUERIES if q.device.type == "cpu" else 0
+    out = _fused(F.pad(q, (0, 0, 0, more)) if more else q, k, v, bias, scale)
+    return out[:, :, :group].flatten(1, 2)
+
+
+def _in_strips(q: Tensor, k: Tensor, v: Tensor, band: SeenBand, scale: float) -> Tensor:
+    """Attend q (1, H, S, E) over k and v (1, K, T, width), with a mask for some queries at a time."""
+    count, parts = q.shape[2], list[Tensor]()
+    for begin in range(0, count, STRIP):
+        end = min(count, begin + STRIP)
+        query = torch.arange(begin, end, device=q.device)[:, None] + (band.keys - count)
+        key = torch.arange(k.shape[2], device=q.device)
+        hidden = (key > query) | (key <= query - band.window) if band.window else key > query
+        bias = q.new_zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
+        parts.append(_fused(q[:, :, begin:end], k, v, bias, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Attend q (B, heads, queries, E) over k and v (B, K, T, width), causal without a bias.
+
+    Returns (B, heads, queries, width of k). One query of a sequence comes as K heads with H / K queries each.
+    """
+    dtype, width = q.dtype, k.shape[-1]
+    q, v = (F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, v))
+    if needs_wide(q):
+        q, k, v = q.float(), k.float(), v.float()
+    bias = None if bias is None else bias.to(q.dtype)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, scale=scale, enable_gqa=grouped, attn_mask=bias, is_causal=bias is None
+    )
+    return out.to(dtype)
+
+
+def _call_numbers(call: PagedCall, new: Tensor, store: PagedStore) -> Tensor:
+    """Return a call's keys or values (B, K, T, width): the new ones (B S, K, width), or those of its blocks."""
+    if call.blocks is None:
+        return new.unsqueeze(0).transpose(1, 2)
+    if isinstance(call.blocks, slice):
+        numbers = store.read(call.blocks).unsqueeze(0)
+    else:
+        numbers = store.read(call.blocks.flatten()).view(*call.blocks.shape, *store.sizes[1:])
+    return _padded_to_lines(numbers).flatten(1, 2).transpose(1, 2).expand(call.sequences, -1, -1, -1)
+
+
+def _padded_to_lines(heads: Tensor) -> Tensor:
+    """Pad (..., width) with zeros to whole cache lines on a CPU.
+
+    MKL sums in another order where a head begins at another offset, which depends on what lies before it.
+    """
+    more = -heads.shape[-1] % (LINE_BYTES // heads.element_size())
+    return F.pad(heads, (0, more)) if more and heads.device.type == "cpu" else heads

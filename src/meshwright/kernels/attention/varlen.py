@@ -1,0 +1,340 @@
+"""Attention of packed documents and of sliding windows: only visible pairs are multiplied.
+
+On a CPU the compiled loops do both by tiles (compiled/sequence_attention.py). Without a C compiler each document is a
+call of its own, and a window goes over its queries in stretches. The blockwise form does both in blocks, and dropout.
+
+On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the window as a number (Dao 2023,
+arXiv:2307.08691). fp32 goes by strips (strips.py). No mask of S x S is made. Saved for the backward pass are queries,
+keys, values, the result and its log-sum-exp.
+
+Letters: B batch, S sequence, H query heads, K key heads, E and V widths.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.compat import torch_compile
+from meshwright.kernels.attention import blockwise, strips
+from meshwright.kernels.attention.blockwise import AttentionDropout, random_state
+from meshwright.kernels.attention.partial import fused_width, padded
+from meshwright.kernels.attention.tiles import RowTile, blocks, rows_of, stretches
+from meshwright.kernels.c import sequence_attention
+from meshwright.kernels.linear.linear import needs_wide
+from meshwright.kernels.target import device_kind, simulated_kind
+
+STATE_BYTES = {"cpu": 5056, "cuda": 16}
+"""Size of a generator's state, by kind of device."""
+
+
+class AttentionForm(NamedTuple):
+    """Hidden keys, and the kernel that runs."""
+
+    documents: Tensor | None
+    """Document of each position, (B, S), ascending along a row."""
+    borders: Tensor | None
+    """Starts of documents in the B S positions laid end to end, (N + 1,) int32, for a GPU; see `borders_of`."""
+    longest: Tensor | None
+    """Positions of the longest document, () int on the host. None = a row.
+
+    A tensor, because compiled code would make a constant of a number.
+    """
+    window: int
+    scale: float
+    way: str = "flash"
+    """Kernel that runs.
+
+    flash: fused, by documents or stretches, on a GPU by borders; flash-4: the same by FlashAttention 4; strips:
+    strips.py; blocks: blockwise.py; loops: compiled/sequence_attention.py.
+    """
+    dropout: float = 0.0
+    """Rate for the weights. Not supported by strips, flash-4 and a CPU's flash kernel."""
+
+
+def borders_of(documents: Tensor, number: int) -> Tensor:
+    """Return the starts of documents (B, S) among their B S positions, and B S at the end: (number + 1,) int32.
+
+    `number` of documents is known to the host, so the device need not be waited for. 0 = count them, which waits.
+    """
+    begins = F.pad(documents.diff(dim=1) != 0, (1, 0), value=True).flatten()
+    size = number or int(begins.sum())
+    borders = torch.nonzero_static(begins, size=size + 1, fill_value=begins.numel()).flatten().to(torch.int32)
+    if not simulated_kind():
+        torch_compile.let_vary(borders)
+    return borders
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V). Returns (B, S, H, V)."""
+    if torch.compiler.is_compiling():
+        operator = varlen_dropout if form.dropout else varlen_attention
+        compiled: Tensor = operator(q, k, v, *form)[0]
+        return compiled
+    out: Tensor = _Varlen.apply(q, k, v, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return out
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        out, lse, random = _forward(q, k, v, form)
+        ctx.save_for_backward(q, k, v, *((None, None) if form.way == "blocks" else (out, lse)))
+        ctx.form, ctx.random = form, random
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        form = ctx.form
+        if form.way == "loops" and torch.is_grad_enabled():  # a second derivative, which torch can take of blocks
+            form = form._replace(way="blocks")
+        return *_backward(gradient, q, k, v, out, lse, ctx.random, form), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, its log-sum-exp, and the random state with which dropout began.
+
+    The log-sum-exp has the kernel's layout: (B, H, S), for a GPU's flash kernel (H, B S), empty for blocks.
+    """
+    if form.way == "blocks":
+        random = random_state(q.device) if form.dropout else _no_state(q)
+        return blockwise.forward(q, k, v, *_block_arguments(q, form, None)), q.new_empty(0), random
+    if form.way == "strips":
+        return *strips.forward(q, k, v, form.documents, **_strip_options(form, q)), _no_state(q)
+    if form.way == "loops":
+        rows = rows_of(form.documents, q)
+        return *sequence_attention.attend(q, k, v, rows, window=form.window, scale=form.scale), _no_state(q)
+    if device_kind(q) != "cpu":
+        return _forward_by_borders(q, k, v, form)
+    return *_forward_by_stretches(q, k, v, form), _no_state(q)
+
+
+def _backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
+    form: AttentionForm,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v."""
+    if form.way == "blocks":
+        return blockwise.backward(gradient, q, k, v, *_block_arguments(q, form, random))
+    assert out is not None and lse is not None
+    if form.way == "strips":
+        return strips.backward(gradient, q, k, v, out, lse, form.documents, **_strip_options(form, q))
+    if form.way == "loops":
+        rows = rows_of(form.documents, q)
+        return sequence_attention.gradients(gradient, q, k, v, out, lse, rows, window=form.window, scale=form.scale)
+    if device_kind(q) != "cpu":
+        return _backward_by_borders(gradient, q, k, v, out, lse, random, form)
+    return _backward_by_stretches(gradient, q, k, v, out, lse, form)
+
+
+def _no_state(q: Tensor) -> Tensor:
+    """Return an empty random state."""
+    return q.new_empty(0, dtype=torch.int64)
+
+
+def _block_arguments(
+    q: Tensor, form: AttentionForm, state: Tensor | None
+) -> tuple[Iterator[RowTile], int, float, AttentionDropout | None]:
+    """Return the arguments of the blockwise form after its tensors."""
+    dropout = AttentionDropout(form.dropout, state, q.device) if form.dropout else None
+    return blocks(rows_of(form.documents, q), form.window, q), form.window, form.scale, dropout
+
+
+def _strip_options(form: AttentionForm, q: Tensor) -> dict[str, Any]:
+    """Return the arguments of the strips after their tensors."""
+    return {"longest": _longest(form, q), "window": form.window, "scale": form.scale}
+
+
+def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
+    out, lse = _output_like(q, v), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    for tile in stretches(rows_of(form.documents, q), form.window):
+        queries, keys, values = _read(q, k, v, tile)
+        part, sums = compat.flash_attention(
+            queries, keys, values, mask=_bias(tile, form.window, queries), causal=tile.is_causal(form.window),
+            scale=form.scale, device="cpu",
+        )  # fmt: skip
+        part = part.transpose(1, 2)[..., : v.shape[-1]]
+        if part.shape == out.shape:
+            return part.to(q.dtype).contiguous(), sums
+        out[tile.rows, tile.queries] = part
+        lse[tile.rows, :, tile.queries] = sums
+    return out, lse
+
+
+def _backward_by_stretches(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = _width(q, v)
+    of_q, of_k, of_v = q.new_empty(q.shape), _gradient_buffer(k, form.window), _gradient_buffer(v, form.window)
+    for tile in stretches(rows_of(form.documents, q), form.window):
+        queries, keys, values = _read(q, k, v, tile)
+        incoming, outcome = (_part(x, tile.rows, tile.queries, width) for x in (gradient, out))
+        gradients = compat.flash_attention_backward(
+            incoming, queries, keys, values, outcome, lse[tile.rows, :, tile.queries].contiguous(),
+            mask=_bias(tile, form.window, queries), causal=tile.is_causal(form.window), scale=form.scale, device="cpu",
+        )  # fmt: skip
+        of_q[tile.rows, tile.queries] = gradients[0].transpose(1, 2)[..., : q.shape[3]]
+        for sums, part in zip((of_k, of_v), gradients[1:], strict=True):
+            part, here = part.transpose(1, 2)[..., : sums.shape[-1]], sums[tile.rows, tile.keys]
+            here.add_(part) if form.window else here.copy_(part)
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def _gradient_buffer(x: Tensor, window: int) -> Tensor:
+    """Allocate the gradient of keys or values. A window's stretches share keys, so their parts are added."""
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device) if window else x.new_empty(x.shape)
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, tile: RowTile) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of a tile."""
+    width = _width(q, v)
+    keys, values = (_part(x, tile.rows, tile.keys, width) for x in (k, v))
+    return _part(q, tile.rows, tile.queries, width), keys, values
+
+
+def _part(x: Tensor, rows: slice, at: slice, width: int) -> Tensor:
+    """Slice (B, S, heads, E or V) to (rows, heads, positions, E), in a dtype that this CPU multiplies."""
+    part = x[rows, at].transpose(1, 2)
+    return padded(part.float() if needs_wide(part) else part, width)
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    """Return the common width of keys and values that fused kernels need, on a GPU in rows of 16 bytes."""
+    width = max(q.shape[3], v.shape[3])
+    return width if device_kind(q) == "cpu" else fused_width(width)
+
+
+def _output_like(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
+    """Return (queries, keys) of a stretch, -inf where hidden. None for a causal square."""
+    if tile.is_causal(window):
+        return None
+    return like.new_zeros(()).where(~tile.hidden(window, like.device), float("-inf"))
+
+
+def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
+    queries, keys, values = _packed(form, q, v, (q, k, v))
+    rows, random = (_borders(form, q), _longest(form, q)), _no_state(q)
+    if form.way == "flash-4":
+        out, lse = compat.flash_4_attention(queries, keys, values, *rows, window=form.window, scale=form.scale)
+    else:
+        out, lse, random = compat.varlen_attention(queries, keys, values, *rows, **_flash_options(form))
+    rows_out = out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2])
+    return rows_out, lse, random if form.dropout else _no_state(q)
+
+
+def _flash_options(form: AttentionForm) -> dict[str, Any]:
+    """Return the options of a GPU's flash kernel."""
+    return {"window": form.window, "scale": form.scale, "dropout": form.dropout}
+
+
+def _backward_by_borders(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, random: Tensor, form: AttentionForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    incoming, queries, keys, values, outcome = _packed(form, q, v, (gradient, q, k, v, out))
+    tensors, rows = (incoming, queries, keys, values, outcome, lse), (_borders(form, q), _longest(form, q))
+    if form.way == "flash-4":
+        gradients = compat.flash_4_attention_backward(*tensors, *rows, window=form.window, scale=form.scale)
+    else:
+        gradients = compat.varlen_attention_backward(
+            *tensors, *rows, **_flash_options(form), random=random if form.dropout else None
+        )
+    of_q, of_k, of_v = (
+        x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(gradients, (q, k, v), strict=True)
+    )
+    return of_q, of_k, of_v
+
+
+def _packed(form: AttentionForm, q: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Lay tensors (B, S, heads, E or V) end to end as (B S, heads, width). FlashAttention 2 needs one width."""
+    unequal = form.way == "flash-4"
+    return [padded(x.flatten(0, 1), fused_width(x.shape[3]) if unequal else _width(q, v)) for x in tensors]
+
+
+def _borders(form: AttentionForm, q: Tensor) -> Tensor:
+    """Return the borders of documents. Without any, rows are documents."""
+    if form.borders is not None:
+        return form.borders
+    rows, length = q.shape[:2]
+    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)
+
+
+def _longest(form: AttentionForm, q: Tensor) -> int:
+    """Return the longest document, at least 2: of one position the kernel takes heads for positions."""
+    if form.longest is None or compat.is_fake(form.longest):
+        return max(2, q.shape[1])
+    return max(2, int(form.longest))
+
+
+def _operator_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
+    window: int, scale: float, way: str, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attend as one operator of compiled code. Also returns the log-sum-exp, and the state of dropout."""
+    out, lse, random = _forward(q, k, v, AttentionForm(documents, borders, longest, window, scale, way, dropout))
+    return out.contiguous(), lse.contiguous(), random
+
+
+def _operator_shapes(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
+    window: int, scale: float, way: str, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, length, heads = q.shape[:3]
+    if way == "blocks":
+        state = torch.empty(STATE_BYTES[q.device.type], dtype=torch.uint8, device="cpu") if dropout else _no_state(q)
+        return _output_like(q, v), q.new_empty(0), state
+    size: tuple[int, ...] = (batch, heads, length) if q.device.type == "cpu" else (heads, batch * length)
+    if way == "strips":
+        size = (batch, heads, -(-length // strips.SUMS) * strips.SUMS)
+    random = q.new_empty(2, dtype=torch.uint64) if dropout else _no_state(q)
+    return _output_like(q, v), q.new_empty(size, dtype=torch.float32), random
+
+
+varlen_attention = torch.library.custom_op("meshwright::varlen_attention", _operator_forward, mutates_args=())
+varlen_dropout = torch.library.custom_op(
+    "meshwright::varlen_dropout", _operator_forward, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+"""Same operator with dropout: compiled code that recomputes it starts from the same random state."""
+
+
+@torch.library.custom_op("meshwright::varlen_attention_backward", mutates_args=())
+def varlen_attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
+    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
+    way: str, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v."""
+    form = AttentionForm(documents, borders, longest, window, scale, way, dropout)
+    of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, random, form)
+    return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
+
+
+@varlen_attention_backward.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
+    documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
+    way: str, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, documents, borders, longest, *ctx.options = inputs
+    saved = (None, None) if ctx.options[2] == "blocks" else output[:2]  # blocks recompute the weights
+    ctx.save_for_backward(q, k, v, *saved, output[2], documents, borders, longest)
+
+
+def _operator_backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+
+
+for _operator in (varlen_attention, varlen_dropout):
+    _operator.register_fake(_operator_shapes)
+    _operator.register_autograd(_operator_backward, setup_context=_save_for_backward)

@@ -1,0 +1,142 @@
+"""Attention of whole sequences on a CPU and its gradients, for training, by sequence_attention.c.
+
+Letters: B batch, S positions, H query heads, K key heads, E width of keys and V of values.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.c.panels import FLOAT, INT, POINTER
+from meshwright.kernels.c.training_library import DTYPES, VECTOR, library
+
+TILE = 64
+"""Queries and keys of a tile, as in sequence_attention.c."""
+WIDEST = 256
+"""Widest head that was tried."""
+Documents = list[tuple[slice, int, int]]
+"""Rows, first position, and position after the last, of each document."""
+
+
+class StridedFields(ctypes.Structure):
+    """Strided, of sequence_attention.c."""
+
+    _fields_ = (("at", POINTER), ("row", INT), ("position", INT), ("head", INT), ("narrow", INT))
+
+    @classmethod
+    def from_tensor(cls, x: Tensor) -> "StridedFields":
+        """Describe a tensor (B, S, heads, width) with contiguous rows."""
+        return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), x.dtype == torch.bfloat16)
+
+
+class SequenceFields(ctypes.Structure):
+    """Sequences, of sequence_attention.c."""
+
+    _fields_ = (
+        *((name, StridedFields) for name in ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v")),
+        ("sums", POINTER), ("room", POINTER), ("documents", POINTER),
+        *((name, INT) for name in (
+            "count", "length", "heads", "key_heads", "width", "value_width", "window", "parts", "threads", "each",
+            "pairs",
+        )),
+        ("scale", FLOAT),
+    )  # fmt: skip
+
+
+def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the loops support widths and dtype of q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V).
+
+    Also checks that the three fit each other: C would read past the end, where torch repeats a row or refuses.
+    """
+    fit = k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
+    known = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
+    fit = fit and known and compat.lies_in_memory(q, k, v)
+    return fit and all(x.shape[3] % VECTOR == 0 and x.shape[3] <= WIDEST for x in (q, v))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V): (B, S, H, V), and log-sum-exp (B, H, S) fp32."""
+    q, k, v = map(_side_by_side, (q, k, v))
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    widths, group = q.shape[3] + v.shape[3], q.shape[2] // k.shape[2]
+    each = TILE * (group * widths + widths + TILE + max(q.shape[3], v.shape[3]))
+    threads = torch.get_num_threads()
+    room = _room(q, threads * each)
+    if not compat.is_fake(q):
+        listed = _document_list(documents)
+        tensors = (StridedFields.from_tensor(x) for x in (q, k, v, out, *[out] * 4))
+        fields = SequenceFields(
+            *tensors, sums.data_ptr(), room.data_ptr(), listed.data_ptr(), *_sizes(q, k, v, listed), window, 1, threads,
+            each, compat.cpu_multiplies(q.dtype), scale,
+        )  # fmt: skip
+        if library().attend_sequences(ctypes.byref(fields)):
+            raise MemoryError(f"no memory for a list of {len(listed)} documents")
+    return out, sums
+
+
+def gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Documents, *, window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v from that of the result (B, S, H, V), the result and its log-sum-exp.
+
+    One thread has a document and key head, or some of its query heads where there are few.
+    """
+    gradient, q, k, v, out = map(_side_by_side, (gradient, q, k, v, out))
+    threads, group = torch.get_num_threads(), q.shape[2] // k.shape[2]
+    parts = _parts(len(q) * k.shape[2], group, threads)
+    of_q = q.new_empty(q.shape)
+    of_k, of_v = (_parted(x, parts) for x in (k, v))
+    longest = max(end - begin for _, begin, end in documents)
+    each = TILE * (4 * (q.shape[3] + v.shape[3]) + 5 * TILE // 2) + group // parts * longest * (q.shape[3] + 1)
+    room = _room(q, threads * each)
+    if not compat.is_fake(q):
+        listed = _document_list(documents)
+        tensors = (StridedFields.from_tensor(x) for x in (q, k, v, out, gradient, of_q, of_k, of_v))
+        fields = SequenceFields(
+            *tensors, sums.data_ptr(), room.data_ptr(), listed.data_ptr(), *_sizes(q, k, v, listed), window, parts,
+            threads, each, compat.cpu_multiplies(q.dtype), scale,
+        )  # fmt: skip
+        library().sequences_gradients(ctypes.byref(fields))
+    if parts > 1:
+        of_k, of_v = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (of_k, of_v))
+    return of_q, of_k, of_v
+
+
+def _parts(units: int, group: int, threads: int) -> int:
+    """Return into how many parts the `group` query heads of a unit, a row and key head, are cut.
+
+    Enough parts keep all threads busy to the end.
+    """
+    cuts = (n for n in range(1, group) if group % n == 0 and (threads == 1 or n * units >= 2 * threads))
+    return next(cuts, group)
+
+
+def _parted(x: Tensor, parts: int) -> Tensor:
+    """Allocate gradients of keys or values. Parts are added in fp32."""
+    size = (*x.shape[:2], x.shape[2] * parts, x.shape[3])
+    return x.new_empty(size, dtype=torch.float32 if parts > 1 else x.dtype)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _room(like: Tensor, count: int) -> Tensor:
+    """Allocate scratch memory in torch, where memory counters see it."""
+    return like.new_empty(count, dtype=torch.float32)
+
+
+def _document_list(documents: Documents) -> Tensor:
+    """List (row, begin, end) as (N, 3) int64."""
+    spans = [(row, begin, end) for rows, begin, end in documents for row in range(rows.start, rows.stop)]
+    return torch.tensor(spans, dtype=torch.int64, device="cpu")
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[int, ...]:
+    return len(documents), q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]

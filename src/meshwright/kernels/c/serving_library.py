@@ -1,0 +1,250 @@
+"""Library of the C loops for a step of serving on a CPU, called with tensors.
+
+Inside `used`, and without gradients, kernels call its functions for fp32 on a CPU in place of several operations of
+torch each. Without a C compiler `loops` returns None, and nothing else changes.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels.c.build import built
+from meshwright.kernels.c.panels import FLOAT, INT, POINTER, Panels, pointer
+
+STEPS = ("attention.c", "block.c", "panels.c", "rows.c")
+"""C sources of a step of serving."""
+ROWS, INT8_ROWS, ROWS_BESIDE_BF16 = 64, 32, 8
+"""Rows up to which `multiply` is faster than products of torch's libraries.
+
+With numbers and codes, with int8, and with bf16 where the CPU has units for it.
+"""
+
+
+class AttentionFields(ctypes.Structure):
+    """Attention, of rows.h."""
+
+    _fields_ = (
+        ("q", POINTER), ("q_row", INT), ("keys", POINTER), ("values", POINTER), ("key_scales", POINTER),
+        ("value_scales", POINTER), ("tables", POINTER), ("offsets", POINTER), ("last", POINTER), ("out", POINTER),
+        ("rows", INT), ("heads", INT), ("key_heads", INT), ("width", INT), ("value_width", INT),
+        ("value_stride", INT), ("block", INT), ("window", INT), ("e4m3", INT), ("scale", FLOAT),
+    )  # fmt: skip
+
+
+_ARGUMENTS: dict[str, list[type]] = {
+    "use_threads": [INT],
+    "rms_norm": [POINTER, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT],
+    "rotate": [POINTER, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT],
+    "swiglu": [POINTER, INT, POINTER, INT, POINTER, INT, INT],
+    "round_rows": [POINTER, INT, POINTER, POINTER, INT, INT],
+    "keep_floats": [POINTER, INT, INT, POINTER, POINTER, INT, INT, INT],
+    "keep_int8": [POINTER, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT],
+    "restore": [POINTER, POINTER],
+}
+
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+"""Types of tensors that loops take.
+
+The other checks of compat.lies_in_memory take as long as some of these loops, and a server makes no such tensors.
+"""
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Return whether tensors are torch's own, fp32 on a CPU, with contiguous rows."""
+    for x in tensors:
+        if type(x) not in PLAIN_TYPES or x.dtype != torch.float32 or x.device.type != "cpu" or x.stride(-1) != 1:
+            return False
+    return True
+
+
+def _floats(*size: int) -> Tensor:
+    """Allocate numbers that loops write: fp32 on a CPU, whatever torch's defaults are."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
+
+
+@final
+class Loops:
+    """The functions of the library. Tensors are as `takes` requires."""
+
+    def __init__(self, library: ctypes.CDLL, any_rows: bool = False) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        library.attend.argtypes, library.block.argtypes = [POINTER, INT], [POINTER] * 5
+        library.multiply.argtypes = [POINTER, INT, POINTER, POINTER, INT]
+        for name in ("attend", "block", "multiply", "has_int8", "has_codes"):
+            getattr(library, name).restype = INT
+        self._library, self._any_rows = library, any_rows
+        self.has_int8, self.has_codes = bool(library.has_int8()), bool(library.has_codes())
+        """Instructions of this processor: sums of 8-bit products, and table lookups."""
+
+    def use_threads(self, count: int) -> None:
+        """Set how many threads share a product or attention from now on, in this process. Initially one."""
+        self._library.use_threads(count)
+
+    def for_any_rows(self) -> "Loops":
+        """Return loops that multiply any number of rows, whose sums then have one order."""
+        return Loops(self._library, any_rows=True)
+
+    def few(self, rows: int, most: int = ROWS) -> bool:
+        """Return whether `multiply` takes products of so many rows. `most`: rows up to which it is no slower."""
+        return self._any_rows or rows <= most
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalize as kernels.rms_norm."""
+        x, out = x.contiguous(), _floats(*x.shape)
+        width = x.shape[-1]
+        rows = x.numel() // width
+        self._library.rms_norm(x.data_ptr(), None, weight.data_ptr(), eps, out.data_ptr(), None, rows, width)
+        return out
+
+    def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Add and normalize as kernels.add_rms_norm."""
+        x, added, out, total = x.contiguous(), added.contiguous(), _floats(*x.shape), _floats(*x.shape)
+        width = x.shape[-1]
+        self._library.rms_norm(
+            x.data_ptr(), added.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), total.data_ptr(),
+            x.numel() // width, width,
+        )  # fmt: skip
+        return out, total
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> Tensor:
+        """Rotate x (1, S, H, E), not interleaved, with cos and sin (1, S, 1, E / 2) contiguous."""
+        out = x if in_place else _floats(*x.shape)
+        self._library.rotate(
+            x.data_ptr(), x.stride(1), x.stride(2), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), out.stride(1),
+            out.stride(2), x.shape[1], x.shape[2], x.shape[3] // 2,
+        )  # fmt: skip
+        return out
+
+    def rotate_pair(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        """Rotate both, in one call where they lie side by side as parts of one product."""
+        heads = q.shape[2]
+        beside = q.data_ptr() + heads * q.stride(2) * q.itemsize == k.data_ptr() and q.stride() == k.stride()
+        if not in_place or not beside:
+            return self.rotate(q, cos, sin, in_place), self.rotate(k, cos, sin, in_place)
+        memory = q.data_ptr(), q.stride(1), q.stride(2)
+        self._library.rotate(
+            *memory, cos.data_ptr(), sin.data_ptr(), *memory, q.shape[1], heads + k.shape[2], q.shape[3] // 2
+        )
+        return q, k
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute kernels.swiglu of gate and up (..., F) with one stride from row to row."""
+        out = _floats(*gate.shape)
+        rows = gate.numel() // gate.shape[-1]
+        strides = gate.stride(-2), up.stride(-2)
+        self._library.swiglu(
+            gate.data_ptr(), strides[0], up.data_ptr(), strides[1], out.data_ptr(), rows, gate.shape[-1]
+        )
+        return out
+
+    def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Round rows (M, K) to codes (M, K) uint8, offset by 128, and scales (M, 1)."""
+        count, width = rows.shape
+        codes, scales = rows.new_empty(count, width, dtype=torch.uint8), _floats(count, 1)
+        self._library.round_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), scales.data_ptr(), count, width)
+        return codes, scales
+
+    def keep_floats(self, new: Tensor, slots: Tensor, store: Tensor) -> None:
+        """Write new (N, K, E) to slots (N,) of a store (blocks, block, K, E)."""
+        rows, heads, width = new.shape
+        self._library.keep_floats(
+            new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), store.data_ptr(), rows, heads, width
+        )
+
+    def keep_int8(self, new: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Write new (N, K, E) to slots (N,) of codes (blocks, block, K, E) int8 and scales (blocks, block, K)."""
+        rows, heads, width = new.shape
+        self._library.keep_int8(
+            new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), codes.data_ptr(), scales.data_ptr(), rows,
+            heads, width,
+        )  # fmt: skip
+
+    def multiply(self, rows: Tensor, panels: Panels) -> Tensor:
+        """Multiply rows (M, K) by a matrix (N, K) and add its bias. A sum's order is the same for any M."""
+        count = rows.shape[0]
+        out = _floats(count, panels.rows)
+        if self._library.multiply(rows.data_ptr(), rows.stride(0), ctypes.byref(panels.fields), out.data_ptr(), count):
+            raise MemoryError(f"no memory for {count} rows of {panels.width} codes")
+        return out
+
+    def restored(self, panels: Panels) -> Tensor:
+        """Return panels of codes as numbers (N, K) fp32."""
+        out = _floats(panels.rows, panels.width)
+        self._library.restore(ctypes.byref(panels.fields), out.data_ptr())
+        return out
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, tables: Tensor,
+        offsets: Tensor, last: Tensor, longest: int, *, width: int, window: int, scale: float,
+    ) -> Tensor:  # fmt: skip
+        """Attend as kernels.paged_attention.attend_rows: q (R, H, E) -> (R, H, width).
+
+        keys (blocks, block, K, E); values (blocks, block, K, V or more), of which `width` are used; scales (blocks,
+        block, K) of each.
+        """
+        out = _floats(q.shape[0], q.shape[1], width)
+        fields = AttentionFields(
+            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
+            *((None, None) if scales is None else map(pointer, scales)),
+            tables.data_ptr(), offsets.data_ptr(), last.data_ptr(), out.data_ptr(), q.shape[0], q.shape[1],
+            keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1], window, keys.dtype != torch.int8, scale,
+        )  # fmt: skip
+        if self._library.attend(ctypes.byref(fields), longest):
+            raise MemoryError(f"no memory for the scores of {longest} keys")
+        return out
+
+    def block(
+        self, fields: ctypes.Structure, step: ctypes.Structure, beside: ctypes.Structure | None, x: Tensor
+    ) -> Tensor:
+        """Run x (..., D), contiguous, through a block (kernels/attention/block.py). Returns the same shape."""
+        out = _floats(*x.shape)
+        low_rank = None if beside is None else ctypes.byref(beside)
+        if self._library.block(ctypes.byref(fields), ctypes.byref(step), low_rank, x.data_ptr(), out.data_ptr()):
+            raise MemoryError(f"no memory for {x.numel() // x.shape[-1]} rows of a block")
+        return out
+
+
+def compiled() -> Loops | None:
+    """Return the library of this process. None where no C compiler accepts it."""
+    return _compiled()
+
+
+@cache
+def _compiled() -> Loops | None:
+    library = built(*STEPS)
+    return None if library is None else Loops(library)
+
+
+_used: ContextVar[Loops | None] = ContextVar("used", default=None)
+
+
+def loops() -> Loops | None:
+    """Return the library, where it is `used` and no gradient is wanted.
+
+    Never in code that torch compiles, which cannot trace a context variable.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    library = _used.get()
+    return None if library is None or torch.is_grad_enabled() else library
+
+
+@contextmanager
+def used(library: Loops | None) -> Iterator[None]:
+    """Let kernels inside call the library, with as many threads as torch. None = they call torch."""
+    if library is not None:
+        library.use_threads(torch.get_num_threads())
+    token = _used.set(library)
+    try:
+        yield
+    finally:
+        _used.reset(token)

@@ -1,0 +1,106 @@
+"""Norms, rotation and the gate of an MLP on a CPU, forward and backward, for training, by training_rows.c.
+
+Rows of D numbers in fp32 or bf16. x (..., D) is contiguous, except for rotation.
+"""
+
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.c import training_library
+from meshwright.kernels.c.training_library import DTYPES, VECTOR, library
+from meshwright.kernels.target import device_kind
+
+LEAST = 2**17
+"""Least numbers of a tensor for which the loops pay off: below, a process would rather not wait for the C compiler."""
+BLOCK = 32
+"""Rows whose part of a weight's gradient is one sum. A sum of all rows in one order loses digits."""
+
+
+def takes(x: Tensor, *others: Tensor, width: int = 0) -> bool:
+    """Return whether the loops take x: large enough, with rows, or parts of them of `width`, of whole vectors.
+
+    The others must have x's dtype and shape, or, as weights, the shape of a row. Not where a second derivative is
+    wanted: the loops have no graph.
+    """
+    if x.numel() < LEAST or x.dtype not in DTYPES or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    alike = all(other.dtype == x.dtype and other.shape in (x.shape, x.shape[-1:]) for other in others)
+    fit = (
+        alike and device_kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and compat.lies_in_memory(x, *others)
+    )
+    return fit and training_library.is_compiled()
+
+
+def takes_tables(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether the loops take x (B, S, H, E) with tables (B or 1, S, 1, E / 2) in fp32."""
+    rows, positions, _, width = x.shape
+    fit = cos.shape == sin.shape == (len(cos), positions, 1, width // 2) and len(cos) in (1, rows)
+    fit = fit and cos.dtype == sin.dtype == torch.float32 and compat.lies_in_memory(cos, sin)
+    return fit and takes(x, width=width // 2)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm (..., D) of x (..., D) with weight (D,), and 1 / rms (..., 1) in fp32."""
+    x, weight = x.contiguous(), weight.contiguous()
+    out, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    if not compat.is_fake(x):
+        library().norm_rows(*_at(x, weight), eps, *_at(out, scales), *_sizes(x))
+    return out, scales
+
+
+def rms_norm_gradients(gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x (..., D) and weight (D,) from that of the norm (..., D)."""
+    gradient, x, weight = gradient.contiguous(), x.contiguous(), weight.contiguous()
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    of_x, sums = torch.empty_like(x), x.new_empty(-(-rows // BLOCK), width, dtype=torch.float32)
+    if not compat.is_fake(x):
+        count, wide, *rest = _sizes(x)
+        library().norm_gradients(*_at(gradient, x, weight, scales, of_x, sums), count, wide, BLOCK, *rest)
+    return of_x, sums.sum(0).to(weight.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, all (..., F)."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if not compat.is_fake(gate):
+        library().gate_rows(*_at(gate, up, out), *_sizes(gate))
+    return out
+
+
+def swiglu_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of gate and up, and the product if `again`; all (..., F).
+
+    The incoming gradient is overwritten where it is contiguous.
+    """
+    inner, gate, up = inner.contiguous(), gate.contiguous(), up.contiguous()
+    of_up, out = torch.empty_like(up), torch.empty_like(gate) if again else None
+    if not compat.is_fake(gate):
+        library().gate_gradients(
+            *_at(inner, gate, up, inner, of_up), None if out is None else out.data_ptr(), *_sizes(gate)
+        )
+    return inner, of_up, out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Rotate x (B, S, H, E) by `sign` times the angles of cos and sin (B or 1, S, 1, E / 2) fp32."""
+    rows, positions, heads, width = x.shape
+    x, cos, sin = x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    apart = positions * (width // 2) if len(cos) > 1 else 0
+    if not compat.is_fake(x):
+        library().turn_rows(
+            x.data_ptr(), *x.stride()[:3], *_at(cos, sin), apart, sign, out.data_ptr(), rows, positions, heads,
+            width // 2, x.dtype == torch.bfloat16, torch.get_num_threads(),
+        )  # fmt: skip
+    return out
+
+
+def _at(*tensors: Tensor) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+def _sizes(x: Tensor) -> tuple[int, int, bool, int]:
+    """Return rows, numbers of each, whether they have 16 bits, and threads."""
+    return x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.bfloat16, torch.get_num_threads()

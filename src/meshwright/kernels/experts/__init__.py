@@ -1,0 +1,1 @@
+"""Products of a mixture of experts, rows sorted by expert."""

@@ -1,0 +1,236 @@
+"""Gradients of weights that a backward pass defers, or adds to a sum directly.
+
+Pipelines fill their bubbles with deferred ones (Qi et al. 2023, arXiv:2401.10241). A backward pass under an open
+`WeightGradients` computes the gradients of inputs only, and leaves the other products to `run()`. Where sums take
+products (kernels/linear/gradient_sums.py), a product goes there, in the pass or in `run()`, and autograd gets nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.kernels.linear.gradient_sums import AddedProduct, GradientSum, add_gradient, direct_sum
+
+
+@dataclass(slots=True)
+class _Split:
+    """One `splitting` context, and the queue in which its backward passes leave products now."""
+
+    queue: "WeightGradients | None" = None
+
+
+_split: ContextVar[_Split | None] = ContextVar("split", default=None)
+"""Current context.
+
+Autograd runs a GPU's backward pass on other threads, which have another context. So a backward pass uses what its
+forward pass remembered (`Leaf`), and recomputation takes the context along (`same_split`).
+"""
+
+
+@contextmanager
+def splitting() -> Iterator[None]:
+    """Allow forward passes inside to be split. Their backward passes must be inside as well.
+
+    Elsewhere `linear` is torch's own, which cannot defer a product.
+    """
+    outer = _split.get()
+    with _inside(outer or _Split()):
+        yield
+    if outer is None:
+        _leaves.clear()
+
+
+def whole() -> AbstractContextManager[None]:
+    """Run forward passes inside as outside `splitting`: their backward passes are not split."""
+    return _inside(None)
+
+
+@contextmanager
+def _inside(split: _Split | None) -> Iterator[None]:
+    token = _split.set(split)
+    try:
+        yield
+    finally:
+        _split.reset(token)
+
+
+def same_split(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function to run in the current splitting context, wherever it is called."""
+    if torch.compiler.is_compiling():
+        return function
+    split = _split.get()
+
+    def call(*arguments: Any) -> Any:
+        with _inside(split):
+            return function(*arguments)
+
+    return call
+
+
+def splits() -> bool:
+    """Return whether a forward pass must be splittable."""
+    return _traced.splits if torch.compiler.is_compiling() else _split.get() is not None
+
+
+class WeightGradients:
+    """Queue of the products gradient^T x that a backward pass deferred.
+
+        with splitting():
+            loss = forward(x)
+            with WeightGradients() as queue:
+                loss.backward()    # gradients of inputs, norms, biases
+            queue.run()            # gradients of weight matrices
+
+    Until `run` it holds x and the output's gradient of each product. Only leaves are deferred. Gradients of computed
+    weights are made at once, unless the weights stand for a leaf (`stand_for`).
+    """
+
+    def __init__(self) -> None:
+        self._deferred: dict[Tensor, list[Callable[[], Tensor]]] = {}
+        self._split: _Split | None = None
+
+    def __enter__(self) -> "WeightGradients":
+        self._split = _split.get()
+        if self._split is not None:
+            assert self._split.queue is None, "one backward pass at a time can be split"
+            self._split.queue = self
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._split is not None:
+            self._split.queue = None
+
+    def __len__(self) -> int:
+        """Return the number of deferred products."""
+        return sum(map(len, self._deferred.values()))
+
+    def run(self) -> None:
+        """Add the products to the weights' `grad`, as autograd would: those of one weight are summed first.
+
+        Hooks on the accumulation of gradients are not called.
+        """
+        with torch.no_grad():
+            while self._deferred:
+                weight = next(iter(self._deferred))
+                products, direct = self._deferred.pop(weight), direct_sum(weight)
+                if direct is not None and _are_added(products):
+                    while products:
+                        direct.add_product(products.pop(0))
+                    direct.end_pass()
+                    continue
+                total = products.pop(0)()
+                while products:
+                    total = total + products.pop(0)()
+                add_gradient(weight, total)
+                del total  # or it would be in memory beside the next weight's
+
+    def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
+        """Hold a product that is a gradient of `weight`, with its operands, until `run`."""
+        self._deferred.setdefault(weight, []).append(product)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A weight whose gradient need not go through autograd, and where it may go."""
+
+    weight: Tensor
+    split: _Split | None = None
+    """Context whose queue may take the product."""
+    direct: GradientSum | None = None
+    """Sum that takes the product at once."""
+
+
+def as_leaf(weight: Tensor | None) -> Leaf | None:
+    """Return the weight as a leaf if its gradient may bypass autograd: in a splittable pass, or into a sum.
+
+    A function holds this beside what it saves: under recomputation saved tensors come back as copies.
+    """
+    if weight is None or torch.compiler.is_compiling():
+        return None
+    split, source = _split.get(), getattr(weight, STANDS_FOR, weight)
+    direct = direct_sum(source)
+    return Leaf(source, split, direct) if source.is_leaf and (split or direct) else None
+
+
+def is_direct(weight: Tensor) -> bool:
+    """Return whether a forward pass must let the product of the weight's gradient go to its sum."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return direct_sum(getattr(weight, STANDS_FOR, weight)) is not None
+
+
+STANDS_FOR = "stands_for"
+
+
+def stand_for(made: Tensor, weight: Tensor) -> Tensor:
+    """Mark `made` as standing for the weight that it was made of, whose gradient is the same.
+
+    A deferred gradient of `made` goes to the weight. Its own node in the graph then gets none.
+    """
+    setattr(made, STANDS_FOR, weight)
+    return made
+
+
+def is_taken(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
+    """Give the product that is a gradient of `leaf` (from `as_leaf`) to an open queue or a sum, if there is one.
+
+    Autograd then gets none. A pass that is recorded for a second derivative leaves the gradient to autograd.
+    """
+    if leaf is None:
+        return False
+    if leaf.split is not None and leaf.split.queue is not None:
+        leaf.split.queue.take(leaf.weight, product)
+        return True
+    if leaf.direct is None or torch.is_grad_enabled() or not _are_added(added := [product]):
+        return False
+    leaf.direct.add_product(added[0])
+    return True
+
+
+def _are_added(products: list[Callable[[], Tensor]]) -> TypeGuard[list[AddedProduct]]:
+    return all(hasattr(product, "add_to") for product in products)
+
+
+class _Traced:
+    """Switch that the compiler reads in place of a context variable."""
+
+    splits = False
+
+
+_traced = _Traced()
+_leaves: dict[int, Leaf] = {}
+"""Parameters of the blocks that call compiled code, by address.
+
+Compiled code does not get them: a tensor that needs no gradient reaches it as another tensor of the same memory.
+"""
+
+
+@contextmanager
+def traced(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Call compiled code whose backward pass will be split, deferring the products of these parameters."""
+    split = _split.get()
+    assert split is not None
+    _leaves.update({leaf.data_ptr(): Leaf(leaf, split) for leaf in parameters if type(leaf) is nn.Parameter})
+    _traced.splits = True
+    try:
+        yield
+    finally:
+        _traced.splits = False
+
+
+def waits(weight: Tensor) -> bool:
+    """Return whether the backward pass of code that is being compiled defers the product of the weight's gradient."""
+    return _traced.splits and isinstance(weight, nn.Parameter) and weight.requires_grad
+
+
+def leaf_at(weight: Tensor) -> Leaf:
+    """Return the parameter at the address of a weight that `waits`, in the backward pass of compiled code."""
+    leaf = _leaves[weight.data_ptr()]
+    is_open = leaf.split is not None and leaf.split.queue is not None
+    assert is_open, "code that was compiled for a split backward pass runs in a whole one"
+    return leaf

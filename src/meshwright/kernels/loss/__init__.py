@@ -1,0 +1,1 @@
+"""Head and loss together, without the whole logits."""

@@ -1,0 +1,385 @@
+"""Head and loss in one, without the full logits: sums of -log softmax(x W^T)[target], or each log-probability.
+
+One loop over chunks of rows serves both. It also serves heads of which each device of a group holds some rows: the
+reductions of a `Vocabulary` combine the chunk's partial sums.
+
+Products are the library's. One kernel turns a chunk's logits into their gradients in place: in Triton on a GPU
+(triton/loss_rows.py), in C on a CPU (compiled/logit_rows.py), else plain code.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.c import logit_rows
+from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.linear.linear import product_dtype
+from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
+from meshwright.kernels.target import device_kind, simulated_kind
+from meshwright.spec.memory.head_chunk import CHUNK_BYTES
+from meshwright.spec.memory.purpose import takes
+
+IGNORED = -100
+MIN_CHUNK_ROWS = 256
+FEWEST_LEFT_OUT = 0.25
+"""Least share of ignored rows for a CPU to leave them out of a chunk's products: prompts of fine-tuning."""
+ROW_STEP = 64
+"""Step in which rows are left out, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossForm:
+    """Terms of the loss beside -log softmax of the target.
+
+    A loss of another kind (a teacher's distribution in place of targets) belongs here: the chunk loop only asks for
+    losses and gradients of rows.
+    """
+
+    smoothing: float = 0.0
+    """Share of the target's probability that is spread evenly over the vocabulary.
+
+    Szegedy et al. 2015, arXiv:1512.00567.
+    """
+    z: float = 0.0
+    """Factor of (log sum exp)^2, which keeps logits from drifting (Chowdhery et al. 2022, arXiv:2204.02311)."""
+
+
+PLAIN = LossForm()
+
+
+@takes("logits")
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, form: LossForm = PLAIN
+) -> Tensor:
+    """Return the summed loss in nats, fp32, times scale.
+
+    Args:
+        x: (N, D).
+        weight: (V, D).
+        targets: (N,), -100 = ignored.
+        scale: (), or one for each target (N,).
+    """
+    logits, smoothing = F.linear(x, weight).float(), form.smoothing
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+    if form.z:
+        loss = loss + form.z * logits.logsumexp(1).square() * (targets != IGNORED)
+    if scale is not None and scale.dim():
+        return (loss * scale).sum()
+    return loss.sum() if scale is None else loss.sum() * scale
+
+
+@takes("logits")
+def linear_log_probabilities_reference(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the log-probability of each target (N,) in nats, fp32. 0 where a target is -100.
+
+    x (N, D), weight (V, D).
+    """
+    return -F.cross_entropy(F.linear(x, weight).float(), targets, ignore_index=IGNORED, reduction="none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """A device's part of a head, rows `first` to `first + number`, and how the parts are combined."""
+
+    first: int
+    number: int
+    most: int
+    whole: int
+    """Rows of the head on all devices."""
+    index: int = 0
+    """Index of this part among `parts`."""
+    parts: int = 1
+    largest: Callable[[Tensor], Tensor]
+    """Reduce maxima (R,) of the rows here to those of all rows."""
+    total: Callable[[Tensor], Tensor]
+    """Reduce sums over the rows here to those over all rows."""
+
+
+def chunk_rows(rows: int, vocab: int, device: str) -> int:
+    """Return the rows of a chunk: about CHUNK_BYTES of fp32 logits, at least 256 rows to keep the product efficient.
+
+    Each chunk reads and writes the whole fp32 gradient of the head, so a GPU takes larger ones.
+    """
+    return max(1, min(rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))))
+
+
+def counted_rows(valid: Tensor, vocabulary: Vocabulary | None) -> Tensor | None:
+    """Return the rows of a chunk that are multiplied, or None for all of them.
+
+    Only a CPU leaves rows out: its host knows the numbers. The valid rows (R,) are included, and others up to a round
+    number. Parts of a vocabulary exchange whole chunks, as planned.
+    """
+    if vocabulary is not None or device_kind(valid) != "cpu" or compat.is_fake(valid):
+        return None
+    number = rounded_rows(int(valid.sum()), len(valid))
+    return valid.argsort(descending=True, stable=True)[:number] if number < len(valid) else None
+
+
+def rounded_rows(number: int, rows: int) -> int:
+    """Return how many of a chunk's `rows` are multiplied where `number` of them count.
+
+    Few distinct numbers: oneDNN compiles and caches code for each, and memory between two such codes is lost to larger
+    tensors.
+    """
+    step = max(ROW_STEP, rows // 16)
+    rounded = -(-number // step) * step
+    return rounded if rows - rounded >= FEWEST_LEFT_OUT * rows else rows
+
+
+def _kernel(logits: Tensor, in_triton: bool, prefer: str) -> Any:
+    """Return the module that computes losses and gradients in the place of logits. None = plain code.
+
+    In a dry run the CPU's module stands for Triton's: they take the same memory.
+    """
+    if in_triton:
+        from meshwright.kernels.triton import loss_rows
+
+        return loss_rows
+    stands_in = simulated_kind() == "cuda" and prefer in ("auto", "triton")
+    return logit_rows if stands_in or logit_rows.takes(logits) else None
+
+
+def _check_targets(targets: Tensor, valid: Tensor, rows: int) -> None:
+    """Raise IndexError for a target that is no row of the head. Triton returns nan instead: its host would wait."""
+    outside = targets[valid & ((targets < 0) | (targets >= rows))]
+    if len(outside):
+        raise IndexError(f"a target is {int(outside[0])}, and the head has rows 0 to {rows - 1}")
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """Loop over chunks of targets (N,) and x (N, D), with optional gradients of the sum of factor x loss."""
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    vocabulary: Vocabulary | None
+    form: LossForm = PLAIN
+    prefer: str = "auto"
+    x_gradient: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    """Gradient in fp32, whatever the dtype of the weight."""
+    head: HeadMatrix = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head = HeadMatrix.padded(self.weight, product_dtype(self.weight))
+
+    def request_gradients(self, x: bool, weight: bool) -> None:
+        """Allocate the gradients to compute."""
+        self.x_gradient = torch.empty_like(self.x) if x else None
+        self.weight_gradient = self.head.empty_gradient(len(self.x)) if weight else None
+
+    def losses(self, factor: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield each chunk's rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
+        parts, factor = self.vocabulary, None if factor is None else factor.float()
+        weight, head, dtype = self.weight, self.head, product_dtype(self.weight)
+        rows = chunk_rows(len(self.x), parts.most if parts else len(weight), device_kind(self.x))
+        in_triton = uses_triton("loss_rows", weight, prefer=self.prefer)
+        for start in range(0, len(self.x), rows):
+            chunk = slice(start, start + rows)
+            targets, valid = self.targets[chunk], self.targets[chunk] != IGNORED
+            each = factor[chunk] if factor is not None and factor.dim() else factor
+            counted = counted_rows(valid, parts)
+            inputs = (self.x[chunk] if counted is None else self.x[chunk][counted]).to(dtype)
+            logits = head.logits(inputs)
+            kernel = _kernel(logits, in_triton, self.prefer)
+            if kernel is None:
+                logits = logits.float()
+            make = self._chunk if kernel is None else partial(self._in_place, kernel)
+            if counted is None:
+                losses = make(logits, targets, valid, each)
+                if parts is not None:  # no part of the head can tell by itself
+                    losses.masked_fill_(valid & ((targets < 0) | (targets >= parts.whole)), torch.nan)
+            else:
+                each = each[counted] if each is not None and each.dim() else each
+                counted_losses = make(logits, targets[counted], valid[counted], each)
+                losses = counted_losses.new_zeros(len(valid)).index_copy_(0, counted, counted_losses)
+            yield chunk, losses, valid
+            if self._wants_gradients:
+                logits = head.padded_gradients(logits, inputs.dtype)
+            if self.x_gradient is not None:
+                gradient = head.input_gradient(logits)
+                if counted is None:
+                    self.x_gradient[chunk] = gradient
+                else:
+                    self.x_gradient[chunk].zero_().index_copy_(0, counted, gradient.to(self.x_gradient.dtype))
+                del gradient
+            if self.weight_gradient is not None:
+                head.add_gradient(self.weight_gradient, logits, inputs, first=not start)
+            del logits, inputs  # or a chunk would be in memory beside the next
+
+    def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
+        """Return the losses (R,) of a chunk.
+
+        `logits` (R, V) fp32 become (softmax - onehot) * factor in place, 0 where ignored.
+        """
+        parts, mine = self.vocabulary, None
+        index = targets.where(valid, 0)
+        if parts is not None:
+            local = targets - parts.first
+            mine = valid & (local >= 0) & (local < parts.number)
+            index = local.clamp(0, parts.number - 1)
+        peak = logits.amax(1)
+        peak = (parts.largest(peak) if parts else peak).unsqueeze(1)
+        chosen = (logits.gather(1, index.unsqueeze(1)) - peak).squeeze(1)
+        logits.sub_(peak)
+        # Everything that other parts need is summed in one reduction, before the gradient overwrites the logits.
+        plain = logits.sum(1) if self.form.smoothing else None
+        logits.exp_()
+        total = logits.sum(1)
+        if parts is not None and mine is not None:
+            local_sums = (total, chosen * mine) if plain is None else (total, chosen * mine, plain)
+            total, chosen, *rest = parts.total(torch.stack(local_sums)).unbind(0)
+            plain = rest[0] if rest else None
+        lse = total.log() + peak.squeeze(1) if self.form.z else None
+        if self._wants_gradients:
+            each = valid.to(logits.dtype) if factor is None else valid * factor
+            grown = each if lse is None else each * (1 + 2 * self.form.z * lse)
+            logits.mul_((grown / total).unsqueeze(1))
+            if self.form.smoothing:
+                logits.sub_((each * (self.form.smoothing / self._whole(logits))).unsqueeze(1))
+                each = each * (1 - self.form.smoothing)
+            logits.scatter_add_(1, index.unsqueeze(1), -(each if mine is None else each * mine).unsqueeze(1))
+        losses = total.log() - chosen
+        if plain is not None:
+            losses += self.form.smoothing * (chosen - plain / self._whole(logits))
+        return losses if lse is None else losses + self.form.z * lse.square()
+
+    @property
+    def _wants_gradients(self) -> bool:
+        return self.x_gradient is not None or self.weight_gradient is not None
+
+    def _whole(self, logits: Tensor) -> int:
+        return self.vocabulary.whole if self.vocabulary else logits.shape[1]
+
+    def _in_place(self, kernel: Any, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
+        """Compute as `_chunk` does, on logits in the dtype of the product."""
+        parts, smoothing, z = self.vocabulary, self.form.smoothing, self.form.z
+        if parts is None:
+            if kernel is logit_rows and not compat.is_fake(logits):
+                _check_targets(targets, valid, len(self.weight))
+            losses: Tensor = kernel.losses(
+                logits, targets, factor, ignored=IGNORED, gradient=self._wants_gradients, smoothing=smoothing, z=z
+            )
+            return losses
+        peak, total, plain, chosen = kernel.gathered(logits, targets, parts.first).unbind(0)
+        highest = parts.largest(peak.clone())
+        mine = (targets >= parts.first) & (targets < parts.first + parts.number)
+        # the same sums as in `_chunk`: one device of the group may have a kernel and another not
+        local_sums = [total * (peak - highest).exp(), (chosen - highest) * mine]
+        local_sums += [plain - highest * parts.number] if smoothing else []
+        total, chosen, *rest = parts.total(torch.stack(local_sums)).unbind(0)
+        lse = highest + total.log()
+        if self._wants_gradients:
+            each = valid.float() if factor is None else valid * factor
+            kernel.write_gradients(
+                logits, targets, lse, each, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
+            )
+        losses = total.log() - chosen
+        if smoothing:
+            losses += smoothing * (chosen - rest[0] / parts.whole)
+        return losses + z * lse.square() if z else losses
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Cross-entropy that computes both gradients in its forward pass, chunk by chunk.
+
+    That takes three products in all, and never holds more than one chunk of logits. The backward pass multiplies the
+    gradients by the incoming one in place, so it can run once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, vocabulary: Vocabulary | None,
+        form: LossForm, prefer: str,
+    ) -> Tensor:  # fmt: skip
+        chunks = _Chunks(x, weight, targets, vocabulary, form, prefer)
+        chunks.request_gradients(*ctx.needs_input_grad[:2])
+        each = scale if scale is not None and scale.dim() else None
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for rows, losses, valid in chunks.losses(scale):
+            loss += (losses * (valid if each is None else valid * each[rows])).sum()
+            del losses, valid
+        ctx.x_gradient, ctx.weight_gradient, ctx.dtype = chunks.x_gradient, chunks.weight_gradient, weight.dtype
+        return loss if scale is None or each is not None else loss * scale
+
+    @staticmethod
+    @takes("logits")
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.dtype is None:
+            raise RuntimeError("linear_cross_entropy keeps its gradients for one backward pass only")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("linear_cross_entropy has no second derivative: its gradients were made without a graph")
+        x_gradient, weight_gradient = ctx.x_gradient, ctx.weight_gradient
+        if x_gradient is not None:
+            x_gradient.mul_(gradient)
+        if weight_gradient is not None:
+            weight_gradient = scaled_gradient(weight_gradient, gradient, ctx.dtype)
+        ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
+        return x_gradient, weight_gradient, *(None,) * 5
+
+
+@takes("logits")
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None = None, vocabulary: Vocabulary | None = None,
+    form: LossForm = PLAIN, prefer: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Compute the loss as the reference does. One backward pass, and no gradient of `scale`.
+
+    A target that is no row of the head raises IndexError. In Triton, and with a vocabulary, the loss is nan instead.
+
+    Args:
+        vocabulary: `weight` is a part of the head. The loss is that of all parts, the gradient of x this part's share.
+
+    Raises:
+        ValueError: `scale` requires a gradient.
+    """
+    if scale is not None and scale.requires_grad:
+        raise ValueError("linear_cross_entropy makes no gradient of its scale: detach it")
+    if not torch.is_grad_enabled():  # an autograd function cannot see this, and would compute gradients for nothing
+        x, weight = x.detach(), weight.detach()
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, scale, vocabulary, form, prefer)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return loss
+
+
+class _LinearLogProbabilities(torch.autograd.Function):
+    """Log-probabilities that save only x and the weight.
+
+    The backward pass, which knows the factor of each target, recomputes the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None, prefer: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.vocabulary, ctx.prefer = vocabulary, prefer
+        chunks = _Chunks(x, weight, targets, vocabulary, prefer=prefer)
+        log_probabilities = [-(losses * valid) for _, losses, valid in chunks.losses()]
+        return torch.cat(log_probabilities) if log_probabilities else x.new_zeros(0, dtype=torch.float32)
+
+    @staticmethod
+    @takes("logits")
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, targets = ctx.saved_tensors
+        chunks = _Chunks(x, weight, targets, ctx.vocabulary, prefer=ctx.prefer)
+        chunks.request_gradients(*ctx.needs_input_grad[:2])
+        for _ in chunks.losses(-gradient):
+            pass
+        weight_gradient = None if chunks.weight_gradient is None else chunks.weight_gradient.to(weight.dtype)
+        return chunks.x_gradient, weight_gradient, None, None, None
+
+
+@takes("logits")
+def linear_log_probabilities(
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None, prefer: str = "auto"
+) -> Tensor:
+    """Compute as the reference does, with any number of backward passes. `vocabulary` as in linear_cross_entropy."""
+    log_probabilities: Tensor = _LinearLogProbabilities.apply(x, weight, targets, vocabulary, prefer)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return log_probabilities

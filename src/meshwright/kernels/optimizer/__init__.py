@@ -1,0 +1,1 @@
+"""Updates of many tensors: AdamW in every precision, and Newton-Schulz for Muon."""

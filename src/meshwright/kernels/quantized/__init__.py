@@ -1,0 +1,1 @@
+"""Weights as codes and scales: rounding, products, and blocks of GGUF."""

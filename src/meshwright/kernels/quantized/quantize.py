@@ -1,0 +1,185 @@
+"""Quantization of a matrix by a scheme without data: some rows at a time, which bounds the temporary memory.
+
+For a calibrated scheme the result is that of round-to-nearest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix, assembled, nearest
+from meshwright.kernels.quantized.rounding import absmax_scale, doubled, e4m3_scale, grouped, zero_point_grid
+from meshwright.spec.errors import PlanError
+from meshwright.spec.model.quantization_schemes import PIECE, TABLES, Scheme
+
+NORM, PENALTY, GROWTH, TURNS = 0.7, 10.0, 1.01, 20
+"""p; the first penalty and its growth per turn; number of turns. All as published."""
+
+
+def find_zeros(runs: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    """Find real zeros Z (..., groups) for runs (..., groups, size) with scales and first zeros (..., groups), fp32.
+
+    Half-quadratic quantization (Badri and Shaji 2023, https://mobiusml.github.io/hqq_blog):
+
+        min over Z of |W - S (Q - Z)|_p, p < 1, which forgives a few large errors for many small ones
+
+    It is split in two: E, the errors that are large, by shrinking; and Z, the mean over each group of Q - (W - E) / S.
+    A few turns of both follow, each with a larger penalty. With weights of the usual size, some hundredths, the
+    published penalty lets no error be large, and Z is that of least squares.
+
+    Z is a real number. Rounded to a whole one it would be no better than that of round-to-nearest, and zero itself is
+    then off by less than half a step. The first zeros are real, too: from rounded ones the turns end at a worse
+    optimum. They stay where scales are so small that 1 over them is not finite.
+    """
+    wide, shifts, penalty = 1 / scales.unsqueeze(-1), zeros.unsqueeze(-1), PENALTY
+    for _ in range(TURNS):
+        codes = (runs * wide + shifts).round().clamp(0, 2**bits - 1)
+        large = shrunk(runs - (codes - shifts) / wide, penalty)
+        shifts = (codes - (runs - large) * wide).mean(-1, keepdim=True)
+        penalty *= GROWTH
+    shifts = shifts.squeeze(-1)
+    return torch.where(shifts.isfinite(), shifts, zeros)
+
+
+def shrunk(x: Tensor, penalty: float) -> Tensor:
+    """Return nearly the e that minimizes |e|^p + penalty / 2 (e - x)^2: x less a step, larger for smaller x."""
+    size = x.abs()
+    shrunken: Tensor = x.sign() * (size - size.clamp(min=1e-12).pow(NORM - 1) / penalty).clamp(min=0)
+    return shrunken
+
+
+def quantize_matrix(
+    name: str,
+    weight: Tensor,
+    scheme: Scheme,
+    columns: Tensor | None = None,
+    columns_dtype: torch.dtype = torch.bfloat16,
+) -> QuantizedMatrix:
+    """Quantize a matrix (N, K) or a stack (X, N, K).
+
+    Args:
+        name: Name for errors.
+        columns: Inputs (O,) that stay unquantized, in `columns_dtype`, and do not count for the scales.
+
+    Raises:
+        PlanError: The matrix has numbers that are not finite, or too large for its scales.
+    """
+    check_finite(name, weight.detach())
+    matrix = coded(weight, scheme, columns, columns_dtype)
+    check_scales(name, scheme, matrix.scales if matrix.offset is None else matrix.offset)
+    return matrix
+
+
+def coded(
+    weight: Tensor, scheme: Scheme, columns: Tensor | None = None, columns_dtype: torch.dtype = torch.bfloat16
+) -> QuantizedMatrix:
+    """Quantize numbers that are known to be finite, without waiting for the device."""
+    columns = columns if columns is not None and len(columns) else None
+    matrix = joined([_quantized(part, scheme, columns, columns_dtype) for part in in_pieces(weight.detach())])
+    if scheme.scales == "double":
+        matrix.scales, matrix.outer, matrix.offset = doubled(matrix.scales)
+    return replace(matrix, scheme=scheme)
+
+
+def _quantized(weight: Tensor, scheme: Scheme, columns: Tensor | None, dtype: torch.dtype) -> QuantizedMatrix:
+    """Quantize rows (..., R, K), which do not depend on others. Scales that will be codes are still fp32."""
+    plain = replace(scheme, scales="float32") if scheme.scales == "double" else scheme
+    wide, unquantized = weight.float(), None
+    if columns is not None:
+        unquantized = weight[..., columns.long()].to(dtype).contiguous()
+        wide = wide.index_fill(-1, columns.long(), 0.0)
+    scales, zeros = scales_of(wide, plain)
+    return assembled(plain, nearest(plain, wide, scales, zeros), scales, zeros, columns, unquantized)
+
+
+def in_pieces(weight: Tensor) -> Sequence[Tensor]:
+    """Split a matrix, or each of a stack, into runs of rows (..., R, K) that are rounded at a time."""
+    *stack, _, inputs = weight.shape
+    pieces: Sequence[Tensor] = weight.split(max(1, PIECE // (inputs * max(1, prod(stack)))), -2)
+    return pieces
+
+
+def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Join the rows of one matrix, or of each of a stack."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    whole: dict[str, Any] = {
+        PARTS[name]: first.columns if name == "columns" else torch.cat([part.tensors[name] for part in parts], -2)
+        for name in first.tensors
+    }
+    return replace(first, **whole)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise PlanError for a matrix with numbers that are not finite."""
+    if not bool(weight.isfinite().all()):
+        count = int((~weight.isfinite()).sum())
+        raise PlanError(f"{name} cannot be quantized: {count} of its weights are infinite or NaN")
+
+
+def check_scales(name: str, scheme: Scheme, scales: Tensor) -> None:
+    """Raise PlanError for a matrix whose scales overflow their dtype."""
+    if not bool(scales.isfinite().all()):
+        dtype = "fp32" if scheme.scales == "double" else scheme.scales
+        raise PlanError(
+            f"{name} has weights that are too large for scales in {dtype}: take format=meshwright, or keep it"
+        )
+
+
+def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Return scales (..., N, groups), in their stored dtype, and zeros of their size, for a finite matrix."""
+    runs = grouped(weight, scheme.group)
+    scales, zeros = grid_of(extremes(runs, scheme), scheme)
+    if scheme.zeros == "real" and zeros is not None:
+        return scales, find_zeros(runs, scales.float(), zeros, scheme.bits).half().float()
+    return scales, zeros
+
+
+def extremes(runs: Tensor, scheme: Scheme) -> Tensor:
+    """Return the numbers that determine scales, for runs (..., N, groups, size).
+
+    That is the largest distance from zero (1, ..., N, groups), or the largest below and above it (2, ..., N, groups).
+    None is negative, so parts of a run combine by a maximum.
+    """
+    if scheme.zeros == "fixed":
+        return runs.abs().amax(-1).unsqueeze(0)
+    return torch.stack((-runs.amin(-1).clamp(max=0), runs.amax(-1).clamp(min=0)))
+
+
+def grid_of(extreme: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Return scales, in their stored dtype, and zeros of their size, from extremes.
+
+    Real zeros are the ones to begin with (`find_zeros`). Normal floats of zeros have a scale of 0, as in bitsandbytes:
+    where scales are codes, 1 would coarsen those of others.
+    """
+    if scheme.zeros == "fixed":
+        (peaks,) = extreme
+        if scheme.codes in TABLES:
+            return peaks.to(getattr(torch, scheme.scales)), None
+        return _stored(e4m3_scale(peaks) if scheme.codes == "e4m3" else absmax_scale(peaks, scheme.bits), scheme), None
+    low, high = -extreme[0], extreme[1]
+    scales = _stored(zero_point_grid(low, high, scheme.bits)[0], scheme)
+    zeros = (-low / scales.float()).clamp(0, 2**scheme.bits - 1)
+    return scales, zeros if scheme.zeros == "real" else zeros.round()
+
+
+def _stored(scales: Tensor, scheme: Scheme) -> Tensor:
+    """Round scales to their stored dtype. 1 replaces what would be rounded to 0."""
+    rounded = scales.to(getattr(torch, scheme.scales))
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+
+
+def relative_error(weight: Tensor, matrix: QuantizedMatrix) -> float:
+    """Return |W - W'| / |W| of the whole, computed some rows at a time. 0 for zeros."""
+    norms = []
+    for rows, restored in matrix.restored_rows():
+        exact = weight.detach()[..., rows, :].float()
+        norms.append(torch.stack((exact.norm(), restored.sub_(exact).norm())))
+        del exact, restored
+    size, error = torch.stack(norms).norm(dim=0).tolist()
+    return float(error / size) if size else 0.0
