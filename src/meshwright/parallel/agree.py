@@ -32,8 +32,10 @@ class RankZero:
             except MeshwrightError as error:
                 failure = error
         if self.world.size > 1:
+            # None is told as well: this broadcast is where the other ranks wait for rank 0.
             failure = broadcast_object(0, failure, self.world.process_group)
         if failure is not None:
+            # One message is enough: the other ranks exit silently.
             failure.reported_elsewhere = not self.is_here
             raise failure
         return answer
@@ -53,12 +55,14 @@ class RankZero:
 
 def check_same(world: Group, what: str, mine: str) -> None:
     """Raise MeshwrightError on every rank when the ranks were started with different texts (a plan, a version)."""
+    # The texts are long, so ranks compare digests and only two that differ send theirs.
     digests = gather_objects(digest([mine]), world.process_group) if world.size > 1 else [""]
     differing = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
     if differing is None:
         return
     first, second = (broadcast_object(rank, mine, world.process_group) for rank in (0, differing))
     lines = zip((first + "\n").splitlines(), (second + "\n").splitlines(), strict=False)
+    # Quote the first line that differs. If one text continues the other, quote both ends.
     here, there = next(((a, b) for a, b in lines if a != b), (first[-60:], second[-60:]))
     raise MeshwrightError(
         f"rank 0 and rank {differing} disagree about {what}: {here.strip()[:80]!r} and {there.strip()[:80]!r}. "

@@ -88,9 +88,12 @@ def build_engine(
     mesh = replace(mesh, layout=layout)
     held = boxes(shape, layout, mesh.rank)
     sizes = {name: box.sizes for name, box in held.items()}
+    # None = shards are gathered in the dtype they have.
     gathered = dtype if masters and layout.zero and dtype != torch.float32 else None
     stages = []
     with compat.real_tensors():  # skeletons hold no memory, so a dry run need not see them
+        # Each stage starts as the whole model without memory, loses the layers of other stages, then shrinks to its
+        # boxes.
         for number in own_stages(layout, mesh["pp"].index):
             whole = skeleton(shape, dropout=dropout, kernels=layout.kernels, products=products)
             stage = cut(whole, layout, number)
@@ -99,12 +102,14 @@ def build_engine(
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
             put_codes(stage, shape, layout, mesh.rank, held, dtype)
             stages.append(stage)
+    # Without a wider dtype torch reduces gradients as they are, with no second buffer.
     summed = None if reduce_dtype == dtype else reduce_dtype
     engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
     if initialize or adapters:
         initialize_boxes(engine, seed, adapters=not initialize)
     if initialize:
         draw_codes(engine, seed, dtype)
+        # Last, since DoRA's magnitudes are the row lengths of the matrices drawn above.
         measure_rows(engine)
     return engine
 
@@ -193,13 +198,16 @@ def parallelize(
     for stage in stages:
         with compat.real_tensors():
             apply(stage, mesh, device, reduce_dtype, gathered)
+        # Memory comes last: sharding has left only this rank's part of each parameter.
         if next(stage.parameters()).is_meta:
             materialize(stage, device)
+    # Only now: allocating memory makes new parameters, which would part the two ends again.
     share_embedding(stages)
     shape = stages[0].shape
     wide = reduce_dtype if adds_gradients(mesh.layout, micro_batches) else None
     replicas = replicate(stages, mesh, wide) if data.is_needed(mesh) and not mesh.layout.zero else ()
     sums = tuple(total for stage in stages if wide for total in data.widen_gradients(stage, mesh, wide))
+    # Either way a first run loads code, which must not happen while a transfer is open (p2p.py).
     loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),
@@ -272,6 +280,7 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     if compiled:
         prepare()
         make = partial(compiled_call, apart=experts_stay_apart(layout))
+    # The remaining blocks keep everything, as far as memory allows.
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     if layout.acting_recompute == "selective":
         # One function for all blocks, so that they share compiled code.

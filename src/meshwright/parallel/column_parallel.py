@@ -44,6 +44,7 @@ class ColumnParallelProducts:
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Multiply x (B, S or S / t, in) by each weight -> (B, S, out / t) each."""
         if torch.compiler.is_compiling():
+            # A list argument of an operator holds no None, so `biased` tells where the present ones belong.
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
             numbers = self.slices.group.number, self.slices.sp, self.slices.of_slice(x)
@@ -59,6 +60,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: ColumnParallelProducts, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
+        # The gradient of x reads only the weights, so x is kept only where one of these is trained.
         learns = any(ctx.needs_input_grad[2 : 2 + len(weights)])
         ctx.save_for_backward(x if learns else None, *weights)
         ctx.leaves = tuple(map(as_leaf, weights))
@@ -168,6 +170,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     wants_bias = iter(of_biases)
     wanted = [of_x, *of_weights, *(has and next(wants_bias) for has in ctx.biased)]
     options = ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.waiting
+    # An operator returns no None either: put its gradients back into their slots.
     present = iter(columns_backward(gradients, x, weights, wanted, *options))
     all_gradients = [next(present) if made else None for made in _made(wanted, ctx.waiting)]
     biases = [gradient for gradient, has in zip(all_gradients[-len(weights) :], ctx.biased, strict=True) if has]

@@ -101,6 +101,7 @@ def take_at(x: Tensor, at: Places, dim: int) -> Tensor:
 
 def in_order(parts: Sequence[Tensor], split: str, dim: int) -> Tensor:
     """Join the ranks' parts, each (..., S / c, ...), to the whole sequence (..., S, ...) along `dim`."""
+    # Position p is held by rank p % c, so the ranks' positions alternate.
     if split == "striped":
         return torch.stack(list(parts), dim + 1).flatten(dim, dim + 1)
     size, count = len(parts), parts[0].shape[dim]
@@ -144,6 +145,7 @@ class ContextMask(Mask):
         firsts = self.firsts()
         lowest, highest = self._over_rows(firsts)
         for queries, start in self.queries.pieces(rows):
+            # Keys ascend in position: from the first one that the first query sees to the last that the last one sees.
             first = keys.count_up_to(lowest[queries.start] - 1) if lowest else 0
             last = keys.count_up_to(start + (queries.stop - queries.start - 1) * self.queries.step)
             for begin in range(first, last, columns):
@@ -168,6 +170,7 @@ class ContextMask(Mask):
         for rows, queries, start, first in self._runs():
             begin, seen = keys.count_up_to(first - 1), keys.count_up_to(start)
             end = keys.count_up_to(start + (queries.stop - queries.start - 1) * self.queries.step)
+            # All queries see the keys before `whole`. From there on each query sees one more, which makes a triangle.
             whole = seen if seen == end else max(seen - 1, begin)
             if begin < whole:
                 yield Tile(rows=rows, queries=queries, keys=slice(begin, whole))
@@ -186,10 +189,12 @@ class ContextMask(Mask):
             begin = max(0, -((origin - first) // keys.step))
             near = -((origin - (start - self.window + 1)) // keys.step)
             last = (start - origin) // keys.step
+            # Queries that see any key of this chunk, and the keys that any of them sees.
             low, high = max(0, begin - last), min(count, keys.length - near)
             if low >= high or near > last or begin >= keys.length:
                 continue
             from_key, to_key = max(begin, near + low), min(keys.length, last + high)
+            # Borders as Tile counts them, from its last key. One that hides nothing becomes -1, which costs no mask.
             left, right = to_key - high - near, last + high - to_key
             here = chunk * keys.length
             yield Tile(
@@ -235,6 +240,7 @@ class ContextMask(Mask):
         """Yield the mask of keys that window or documents hide from a part of the queries."""
         if firsts is None:
             return
+        # Before `common` at least one query is blind; behind it all see the keys, and no mask is needed.
         common = min(keys.count_up_to(highest[queries.stop - 1] - 1), end)
         if begin < common:
             positions = keys.positions(begin, common, self.device)
@@ -245,6 +251,7 @@ class ContextMask(Mask):
         self, keys: Places, queries: slice, start: int, begin: int, end: int
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield the mask of keys that causality hides from a part of the queries, the first of which is at `start`."""
+        # Every query is at `start` or later, so only keys after it can be hidden.
         past = max(keys.count_up_to(start), begin)
         if past < end:
             here = torch.arange(queries.stop - queries.start, device=self.device) * self.queries.step + start
@@ -275,6 +282,7 @@ def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
             )
         sequence = queries * group.size
         mine = places(sequence, group.size, group.index, split)
+        # A window as long as the sequence hides nothing.
         window = window if window < sequence else 0
         begins = None if documents is None else _begins(group, mine, split, documents, spans)
         return ContextMask.make(group, mine, split, device, begins, window)
@@ -289,6 +297,7 @@ def _begins(group: Group, mine: Places, split: str, documents: Tensor, spans: Do
         rows = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in spans.begins]
         return torch.stack([row[torch.searchsorted(row, held, right=True) - 1] for row in rows])
     whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), split, 1).cpu()  # waits for the device
+    # A document begins where the number differs from its neighbour's; positions inherit the latest beginning.
     changes = torch.ones_like(whole, dtype=torch.bool)
     changes[:, 1:] = whole[:, 1:] != whole[:, :-1]
     starts = torch.arange(whole.shape[1], device="cpu").where(changes, 0).cummax(1).values

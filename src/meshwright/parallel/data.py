@@ -69,6 +69,7 @@ def apply_data_parallel(
     assert zero, "ZeRO-0 is replicas.replicate"
     assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
+    # Only ZeRO-3 frees a unit after its forward pass.
     frees = zero == 3 and mesh["pp"].size == 1
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     routed = any(block.routed for block in model.layers.values())
@@ -76,6 +77,7 @@ def apply_data_parallel(
     first, last = _ends(model)
     # Inner units first: fully_shard takes the parameters that no unit inside has taken.
     blocks: list[list[nn.Module]] = []
+    # Inner modules first: fully_shard takes the parameters that no unit inside has taken.
     for block in model.blocks:
         blocks.append([block])
         if expert is not None and block.routed:
@@ -84,6 +86,7 @@ def apply_data_parallel(
         _shard([block], mesh, "shard", dense, policy, frees=frees)
     _shard(first, mesh, "shard", dense, policy, frees=frees)
     _shard(last, mesh, "shard", dense, policy, frees=False)
+    # The root takes what is left, a tied matrix for example, and orders the collectives of all units.
     _shard([model], mesh, "shard", dense, policy, frees=False)
     _prefetch([first[:1] or [model], *blocks, last[:1] or [model]])
     for module in sharded_modules(model):
@@ -222,8 +225,11 @@ def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
     if not zero:
         return
     assert isinstance(model, FSDPModule)  # its modules are set along with it
+    # ZeRO-1 adds whole gradients up and reduces them once; 2 and 3 reduce every micro-batch.
     model.set_requires_gradient_sync(zero >= 2 or last)
+    # Replicas sum their shards once a step.
     model.set_requires_all_reduce(last)
+    # Parameters stay gathered until the optimizer changes them.
     if zero < 3:
         model.set_reshard_after_backward(last)
 
@@ -275,4 +281,5 @@ def local_box(parameter: Tensor, box: Box) -> Box:
     if not isinstance(parameter, DTensor):
         return box
     mesh = parameter.device_mesh
+    # The last dimension of the mesh shards; one before it holds replicas.
     return shard(box, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))

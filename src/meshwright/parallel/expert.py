@@ -114,6 +114,7 @@ class ExpertParallel:
         """Send rows (N k, D) in that order. `counts` (X,): rows of each expert."""
         size, pieces = self.group.size, self.pieces(len(rows))
         runs = [len(counts) // size] * size
+        # Counts go ahead of the rows: a rank must know how much it will receive.
         arriving = self.group.all_to_all(counts, runs, runs)
         # The host waits once, for the counts of both directions.
         leaving_known, arriving_known = experts.seams.counts_on_host(torch.stack((counts, arriving)), len(rows))
@@ -125,6 +126,7 @@ class ExpertParallel:
                 overlaps=pieces > 1 or self.moe.shared_experts > 0,
             )
         )
+        # (rank, piece, expert) -> (piece, rank, expert).
         by_piece = arriving.view(size, pieces, -1).transpose(0, 1).contiguous()
         return depart(rows, way), Arriving(
             way=way,
@@ -178,10 +180,12 @@ def sort_runs(counts: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
     if counts.shape[-1] == 1:
         return None, None
     turned = counts.transpose(-1, -2).contiguous()
+    # Where each run begins on arrival, and how far it moves to its place by expert.
     starts = _ends(counts) - counts
     first = starts[..., :1, :1]
     shift = (_ends(turned) - turned).transpose(-1, -2) - starts
     index = torch.arange(rows, device=counts.device)
+    # Sums ran over all pieces; `first` makes each piece count from its own first row.
     back, there = (shift + first).transpose(-1, -2).flatten(), (shift - first).flatten()
     order = index - back.repeat_interleave(turned.flatten(), output_size=rows)
     inverse = index + there.repeat_interleave(counts.flatten(), output_size=rows)

@@ -169,6 +169,7 @@ class FormGraphs(Generic[Work]):
         form = self._forms.setdefault(key, _Form())
         if form.launch is not None or key is None or self.captured >= self.most:
             return
+        # A capture must not compile or load code, which the first run of a kernel does.
         with self.capture.beside():
             work(call)
         form.standing, form.launch = self._captured(call, work)
@@ -184,6 +185,7 @@ class FormGraphs(Generic[Work]):
             with self.capture.beside():
                 work(call)
             return False
+        # The graph knows only its own addresses: copy the inputs there, and the outputs out again.
         form.standing.take(call)
         form.launch()
         form.standing.give(call)

@@ -73,6 +73,7 @@ class Group:
         work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, overlaps)
         if is_outermost:
             return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work, sent=x)
+        # Parts along an inner dimension lie apart in the answer, so they are put in order after the wait.
         if into is None:
             return Pending(whole, work, lambda ranks: torch.cat(ranks.unbind(0), dim), x)
         parts = into.unflatten(dim, (self.size, -1)).movedim(dim, 0)
@@ -90,9 +91,11 @@ class Group:
         if self.size == 1:
             return Pending(x if into is None else into.copy_(x))
         self.tell_reduce_scatter(x)
+        # The call scatters contiguous runs, so pieces along an inner dimension are stacked first.
         copies = prod(x.shape[:dim]) > 1
         pieces = torch.stack(x.chunk(self.size, dim)) if copies else x.contiguous()
         part = into
+        # It also writes contiguous memory only. Another target is filled after the wait.
         if part is None or not part.is_contiguous():
             part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
         work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=overlaps)
@@ -101,6 +104,7 @@ class Group:
     def broadcast(self, x: Tensor) -> Tensor:
         """Copy the first rank's tensor to all ranks in place, and return x."""
         if self.size > 1:
+            # Counted as a chain: every rank but the last passes the tensor on.
             self.traffic.tell(self.axis, "broadcast", _bytes(x) if self.index < self.size - 1 else 0)
             dist.broadcast(x, group=self.process_group, group_src=0)
         return x
@@ -117,6 +121,7 @@ class Group:
         """Start an all-to-all, into a contiguous tensor or a new one. Rows must not change before wait()."""
         if self.size == 1:
             return Pending(rows if into is None else into.copy_(rows))
+        # Rows that stay on this rank are no traffic.
         leaving = sum(sent) - sent[self.index]
         self.traffic.tell(self.axis, "all_to_all", leaving * _bytes(rows) // max(1, len(rows)))
         rows = rows.contiguous()
@@ -134,6 +139,7 @@ class Group:
         A tensor must stay alive and unchanged until its work is done. Between two ranks, sends and receives are matched
         in the order of the calls.
         """
+        # A receive is announced for the watchdog, but its bytes are counted by the sender.
         for _ in receives:
             self.traffic.begin(self.axis, "receive")
         for tensor, _ in sends:
@@ -190,6 +196,7 @@ class Pending:
             self.work.wait()
         if self.arrange is not None:
             self.tensor = self.arrange(self.tensor)
+        # Free the inputs, and let another wait() return the same answer.
         self.sent = self.work = self.arrange = None
         return self.tensor
 

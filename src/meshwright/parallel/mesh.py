@@ -88,12 +88,14 @@ def make_mesh(
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = {name: ranks_along(layout, axes, rank) for name, axes in GROUPS.items()}
+    # Without ep the expert groups are this rank alone, so callers need not ask for the degree.
     ranks |= dict.fromkeys(("alone", "ep", "expert_shard", "expert_data"), (rank,))
     if layout.ep > 1:
         ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
         ranks["expert_data"] = expert_replicas(layout, rank)
     traffic = Traffic() if traffic is None else traffic
     mesh = Mesh(layout=layout, rank=rank, groups={}, traffic=traffic, links={}, made={} if made is None else made)
+    # Stages only send to each other, over `links`, so the axis itself needs no process group.
     along = ranks.pop("pp")
     mesh.groups["pp"] = Group("pp", along, along.index(rank), None, traffic)
     for name, members in ranks.items():
@@ -108,6 +110,7 @@ def make_mesh(
 def _make_links(mesh: Mesh) -> None:
     """Make a group for each link of this rank: in a shared one, a transfer would wait for earlier collectives."""
     layout, pp = mesh.layout, mesh["pp"]
+    # Both ends reach a link at the same point, because all ranks go through the links in one order.
     for link in links(stage_rank(layout.schedule, layout.pp, layout.vp)):
         if pp.index not in (link.source, link.target):
             continue
@@ -129,6 +132,7 @@ def _uses_nccl(group: Group) -> bool:
 
 def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
     """Make one more group of ranks of `mesh`. All its ranks make this call at the same point."""
+    # A rank alone has no collectives that could be mixed up, so one group of it serves all purposes.
     key = purpose if len(ranks) > 1 else "", ranks
     new = key not in mesh.made
     if new:
@@ -155,6 +159,7 @@ def saving_group(mesh: Mesh) -> Group:
 def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.ProcessGroup | None:
     if world == 1:
         return None
+    # The world group exists already. With a purpose it must not be shared: collectives are matched by their order.
     if len(ranks) == world and not purpose:
         return dist.group.WORLD
     limit = compat.time_limit(dist.group.WORLD)
@@ -166,6 +171,7 @@ def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> Dev
     if outer.size == 1:
         return DeviceMesh.from_group(_real(mesh, inner), device_type, mesh_dim_names=("shard",))
     here = inner.ranks[inner.index]
+    # One row per replica. Ranks are numbered regularly, so each row is this rank's shard group, shifted.
     table = [[rank + other - here for other in inner.ranks] for rank in outer.ranks]
     groups = [_real(mesh, outer), _real(mesh, inner)]
     return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))

@@ -43,6 +43,7 @@ class Lane:
         if self.stream is None or compat.is_fake(source):
             to.copy_(source)
             return None
+        # The source must have been computed, and a buffer read, before it is copied over.
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         if after is not None:
             self.stream.wait_event(after)
@@ -105,6 +106,7 @@ class StoredStorage:
         """Copy it to the host. On the device it stays until `release`."""
         assert self.here is not None
         self.host = offload.memory.take(self.here)
+        # The buffer is free again once no node of the graph refers to this storage.
         finalize(self, offload.memory.give, self.host)
         self.host.used = offload.out.copy(self._host_view(), self.here, self.host.used)
 
@@ -236,6 +238,7 @@ class Offload:
             return self.inner(block, x, metadata, cache)
         blocks = self.model.blocks
         starts, moves = block is blocks[0], block is not blocks[-1]
+        # All of these live on anyway, so moving them would free nothing.
         shared = [*block.parameters(), *block.buffers(), *_tensors_of(metadata)]
         if starts and not self.model.first:
             shared.append(x)  # the pipeline keeps it anyway

@@ -62,12 +62,14 @@ class RankProgram:
 def program(lists: Actions, rank: int) -> RankProgram:
     """Extract the program of one rank from the lists of all."""
     order = numbered(lists)
+    # Both keyed by (kind, stage, micro-batch): the action itself, and the one its rank does before it.
     made = {_read(action): number for action, number in order.items() if action.kind != "W"}
     before = {_read(b): order[a] for actions in lists for a, b in pairwise(actions) if b.kind != "W"}
     of_rank = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
     others = {}
     for transfer in of_rank:
         kind, stage, i = _key(transfer)
+        # Activations come from the stage before, gradients from the stage behind.
         maker = stage - 1 if kind == "F" else stage + 1
         others[transfer] = made[kind, maker, i] if transfer.target == rank else before.get((kind, stage, i), -1)
     return RankProgram(lists[rank], tuple(order[action] for action in lists[rank]), of_rank, others)
@@ -87,8 +89,10 @@ class PointToPoint:
         self.sends = {_key(transfer): transfer for transfer in todo.transfers if transfer.source == rank}
         self.receives = [transfer for transfer in todo.transfers if transfer.target == rank]
         kinds: tuple[Kind, Kind] = ("F", "B")
+        # Receives that are not started yet, in the order in which their tensors are read.
         self.awaited = {kind: deque(transfer for transfer in self.receives if transfer.kind == kind) for kind in kinds}
         self.arrives = {_key(transfer) for transfer in self.receives}
+        # Tensors between stages of this rank, tensors on their way here, and sends that still need their memory.
         self.here: dict[Key, Tensor] = {}
         self.arriving: dict[Key, tuple[Tensor, list[dist.Work]]] = {}
         self.leaving: list[_Sent] = []
@@ -113,9 +117,11 @@ class PointToPoint:
         key: Key = kind, stage, micro_batch
         if key not in self.arrives:
             return self.here.pop(key)
+        # AHEAD or the order of actions held it back until now.
         if key not in self.arriving:
             self._receive_up_to(key)
         tensor, work = self.arriving.pop(key)
+        # The next tensors travel while this rank waits.
         self._look_ahead()
         for transfer in work:
             transfer.wait()
@@ -164,6 +170,7 @@ class PointToPoint:
         """Free what has been received. Wait for the oldest sends beyond the `most` that may stay open."""
         for sent in list(self.leaving):
             if not all(work.is_completed() for work in sent.work):
+                # An unfinished send is waited for only where the order of actions rules out a deadlock.
                 if len(self.leaving) <= most or not self._may_wait(sent.transfer, self.done + 1):
                     continue
                 for work in sent.work:

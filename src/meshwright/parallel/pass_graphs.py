@@ -58,6 +58,7 @@ class PassGraphs(FormGraphs[Capturable]):
             buffer.zero_()
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
+        # Buffers of buckets come first; those behind them belong to gradients without one.
         for bucket, buffer in zip(self._buckets(), self._buffers, strict=False):
             bucket.buffer = buffer
         self.read([*self.model.parameters(), *self.model.buffers()])
@@ -69,6 +70,8 @@ class PassGraphs(FormGraphs[Capturable]):
         held = [p for p in self.model.parameters() if p.requires_grad and p not in self.gradients]
         for dtype in dict.fromkeys(map(gradient_dtype, held)):
             self._side_by_side([p for p in held if gradient_dtype(p) == dtype], dtype)
+        # Autograd must add gradients on the stream of the captures: CUDA refuses a capture that waits for another
+        # stream.
         with self.capture.beside():
             for gradient_sum in filter(None, map(sum_of, self.gradients)):
                 gradient_sum.move_to_current_stream()
@@ -136,6 +139,7 @@ def counts_stay(shape: ModelShape, kernels: str | Kernels, device: torch.device,
     chosen = choose(kernels) if isinstance(kernels, str) else kernels
     if chosen.name == "reference":
         return False
+    # All sizes of experts' products: their matrices, then the two factors of an adapter.
     pairs = [(moe.ffn, shape.hidden)]
     pairs += [(lora.rank, shape.hidden), (lora.rank, moe.ffn)] if lora else []
     return all(

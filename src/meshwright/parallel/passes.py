@@ -43,6 +43,7 @@ def cut(model: Transformer, layout: Layout, stage: int) -> Transformer:
     for name in [name for name in model.layers if int(name) not in layers]:
         del model.layers[name]
     if not model.first:
+        # The tied head of the last stage is the embedding matrix.
         if not (model.last and model.shape.tied):
             del model.embed
         if model.shape.positions == "learned":
@@ -72,6 +73,7 @@ def make_pipeline(
 
     def receive_like(micro_pass: Pass) -> Tensor:
         rows, positions = micro_pass.size
+        # With sp a stage passes on this rank's slice of the sequence only.
         size = (rows, positions // slices, stages[0].shape.hidden)
         return torch.empty(size, dtype=dtype or parameter.dtype, device=parameter.device)
 
@@ -120,6 +122,7 @@ def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
 def _stage(model: Transformer) -> Stage:
     def run(x: Tensor | None, micro_pass: Pass) -> tuple[Tensor | None, Tensor | None]:
         out, loss = micro_pass(model, x)
+        # Before the last stage there is a loss only where experts are balanced.
         return (None if model.last else out), (loss if model.last or loss.requires_grad else None)
 
     return run

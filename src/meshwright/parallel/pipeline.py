@@ -54,10 +54,9 @@ class Pipeline:
     Args:
         group: Lists the ranks.
         stages: In ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`). Each returns a part of the
-        loss,
-            whose gradient is 1, or None.
+            loss, whose gradient is 1, or None.
         receive_like: Makes an empty tensor of the size and dtype that stages send for a micro-batch, the same on all
-        ranks.
+            ranks.
         links: The process groups in which this rank sends and receives.
         before: Called before every action of a training step.
         after: Called after every action of a training step.
@@ -114,6 +113,7 @@ class Pipeline:
 
     def _execute(self, micro_batches: Sequence[Any], *, train: bool) -> Tensor:
         rank_program = self._program(len(micro_batches), train=train)
+        # Before PointToPoint, which opens the first receives: code must not be loaded beside an open transfer.
         if self.warm_up is not None:
             self._warm_up(self.warm_up, rank_program, micro_batches, train=train)
         like, rank = self.receive_like, self.group.index
@@ -134,6 +134,8 @@ class Pipeline:
     def _warm_up(self, how: WarmUp, rank_program: RankProgram, micro_batches: Sequence[Any], *, train: bool) -> None:
         kinds = {(action.stage, action.kind) for action in rank_program.actions}
         for form, sample in {form: each for batch in micro_batches for form, each in how.forms(batch).items()}.items():
+            # A pass whose backward is split runs other code than a whole one, so the kinds of actions are part of the
+            # name.
             name = train, form, frozenset(kinds)
             if name in self._warm:
                 continue
@@ -212,7 +214,9 @@ class Passes:
     def _forward(self, stage: int, i: int) -> None:
         x = self.p2p.take("F", stage, i) if stage else None
         if x is not None and self.train:
+            # The received tensor is a leaf, whose gradient goes back to the stage before.
             x.requires_grad_()
+        # Only split passes leave weight gradients for a later W.
         with nullcontext() if (stage, i) in self.split else whole():
             output, loss = self.pipeline.stages[stage](x, self.micro_batches[i])
         if loss is not None:
@@ -221,6 +225,7 @@ class Passes:
         edge = None
         if stage < self.last:
             assert output is not None, f"stage {stage} of {self.last + 1} gave no output"
+            # The edge enters the graph later without keeping the output alive.
             edge = get_gradient_edge(output) if output.requires_grad else None
             self.p2p.put("F", stage + 1, i, output.detach())
         if self.train:
@@ -235,6 +240,7 @@ class Passes:
         if split:
             self.queues[stage, i] = queue
         if graph.x is not None:
+            # The stage before has a receive open, so it gets zeros even if nothing here depends on its output.
             x_gradient = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
             self.p2p.put("B", stage - 1, i, x_gradient)
 

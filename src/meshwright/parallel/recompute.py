@@ -70,9 +70,11 @@ def _call(
     inner: BlockCall,
     contexts: Callable[[], tuple[Any, Any]] | None,
 ) -> tuple[Tensor, Tensor | None]:
+    # Without a backward pass there is nothing to compute again.
     if not torch.is_grad_enabled() or cache is not None:
         return inner(block, x, metadata, cache)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    # Saving the generator's state costs a copy per block, so only dropout pays for it.
     keep_random_state = block.draws and block.training
     output: tuple[Tensor, Tensor | None] = checkpoint(
         same_split(inner),
@@ -202,12 +204,14 @@ class _AttentionOnce:
         """Return the attention of the first call, and keep what its backward pass needs."""
         device, draws = arguments[0].device, bool(options.get("dropout"))
         if self.made is None:
+            # The hooks of checkpoint around this call would drop what attention saves; these keep it.
             with saved_tensors_hooks(torch.Tensor.detach, same):
                 made = attend(*arguments, **options)
             self.made, self.learns, self.random = made.detach(), made.requires_grad, None
             if draws:
                 self.random = random_state(device)
             return made
+        # A repetition draws nothing here, so later dropout must find the generator as attention left it the first time.
         if self.random is not None:
             torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
         return self.made.detach().requires_grad_(self.learns)

@@ -40,6 +40,7 @@ def checksum(x: Tensor) -> Tensor:
     if not x.numel():  # a small parameter may have fewer rows than ranks
         return torch.zeros((), dtype=torch.int64, device=x.device)
     flat = x.detach().contiguous().view(-1)
+    # Read eight bytes at a time where size and alignment allow it.
     whole = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
     words = flat.view(torch.int64 if whole else WORDS[flat.element_size()])
     weights = torch.arange(1, 2 * min(CHUNK, len(words)), 2, device=x.device)
@@ -70,6 +71,7 @@ def check_replicas(engine: Engine, step: int) -> None:
         )
         for (shared, group), differ in zip(engine.common, differing, strict=True)
     ]
+    # The host waits for one number here. Names are compared only after a failure.
     bad = sum((differ.any().long() for _, _, differ in suspects), torch.zeros((), dtype=torch.int64, device=device))
     if not world.all_reduce(bad, "max").item():
         return
@@ -106,6 +108,7 @@ def _who(name: str, held: dict[str, Tensor], group: Group) -> str:
     """Describe which ranks of a group hold the wrong copy."""
     mine = torch.stack((checksum(held[name]), torch.isfinite(held[name]).all().long()))
     copies = group.all_gather(mine.unsqueeze(0)).tolist()
+    # Numbers that are not finite name the culprit; otherwise the majority is taken to be right.
     broken = [rank for rank, (_, finite) in zip(group.ranks, copies, strict=True) if not finite]
     if broken and len(broken) < group.size:
         return f"{_ranks(broken)} {_holds(broken)} a {name} with numbers that are not finite, and other ranks do not"

@@ -57,6 +57,7 @@ class Bucket:
 
     def part(self, index: int) -> Tensor:
         """Return a parameter's part of the buffer of this step."""
+        # A gradient that is gone was detached after the last step, so this step needs a new buffer.
         if self.buffer is None or self.parameters[self._recent].grad is None:
             self._allocate()
         self._recent = index
@@ -83,6 +84,7 @@ class Bucket:
         if self.buffer is None:
             self._allocate()
         assert self.buffer is not None
+        # In a step of one micro-batch gradients lie where autograd made them: gather them in one call.
         here, laid = compat.storage_key(self.buffer.untyped_storage()), []
         for parameter, part in zip(self.parameters, self._parts(), strict=True):
             if parameter.grad is None:
@@ -148,6 +150,7 @@ class Replicas:
         if not self.expecting:
             return
         self.buckets[number].missing -= 1
+        # A complete bucket waits for those before it, so that all ranks call their collectives in one order.
         while self.started < len(self.buckets) and not self.buckets[self.started].missing:
             self.buckets[self.started].start()
             self.started += 1
@@ -172,11 +175,13 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     inside = {parameter for block in blocks for parameter in block}
     ends = [p for name, p in model.named_parameters() if p not in inside and name.startswith(("embed.", "positions."))]
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
+    # Biases that another tp rank adds get no gradient here, and a tied matrix gets two.
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     times: dict[Tensor | None, int] = {**dict.fromkeys(meeting(model), 2), **dict.fromkeys(idle, 0)}
     # The backward pass makes gradients in this order.
     units = [[p for p in unit if p.requires_grad] for unit in [last, *reversed(blocks), ends]]
     merge = mesh["pp"].size == 1
+    # Experts are summed over fewer ranks than the rest, so they have buckets of their own.
     grouped = [
         *_together([[p for p in unit if p not in experts] for unit in units], dtype, merge, mesh["data"]),
         *_together([[p for p in unit if p in experts] for unit in units], dtype, merge, mesh["expert_data"]),

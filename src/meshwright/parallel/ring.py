@@ -91,6 +91,7 @@ class _Ring:
         """Yield this rank's keys, then those of the ranks before it. The next travel while the present are used."""
         size, index, buffer = self.group.size, self.group.index, self.packed.buffer
         for step in range(size):
+            # Started before the present keys are used, so that the next ones travel meanwhile.
             hop = _Travelling(self.group, buffer) if step < size - 1 else None
             yield self.packed.like(buffer), self.mask.keys_of(size, (index - step) % size)
             if hop is not None:
@@ -175,6 +176,7 @@ class _Shared:
         """Return the gradients of q, k and v."""
         fused = can_fuse(q, k)
         gradients = PartialGradients(q, out, lse, gradient, scale=self.scale, fused=fused)
+        # The keys travel a second time: keeping them since the forward pass would hold those of all ranks.
         route = self.route(self.group, self.mask, _pack(k, v))
         for part, at in route.parts():
             sums = part.zeros()
@@ -232,6 +234,7 @@ def context_attention_backward(
     shared = _shared(q, bounds, window, split, scale, group, route)
     gradients = shared.gradients(gradient, q, k, v, out, lse)
     of_q, of_k, of_v = (each.transpose(1, 2).contiguous() for each in gradients)
+    # Outputs of an operator must not share memory.
     shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
     return of_q, of_k, of_v.clone() if shares else of_v
 
@@ -283,6 +286,7 @@ def context_attend(group: Group, route: str) -> Attend:
                 "parallel.context.mask_maker in place of model.seams.mask"
             )
         if torch.compiler.is_compiling():
+            # An operator takes tensors and plain numbers, so the mask and the group go in pieces.
             options = mask.window, mask.split, scale, group.number, route
             traced: Tensor = context_attention(q, k, v, mask.bounds, *options)[0]
             return traced

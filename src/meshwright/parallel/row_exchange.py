@@ -71,6 +71,7 @@ class Way:
     def turn(self, rows: Tensor, piece: int) -> None:
         """Start the way home of a piece, in the order of its arrival."""
         route = self.route
+        # All pieces come home into one buffer, so nothing is joined at the end.
         if self._home is None:
             sizes = [sum(runs) for runs in route.sent]
             self._home = rows.new_empty(sum(sizes), *rows.shape[1:])
@@ -143,6 +144,7 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         pieces = range(len(ctx.way.route.sent))
+        # Autograd visits the last piece first, so its gradient must leave first.
         ctx.way.depart(gradient, reversed(pieces))
         return None, *(_token(gradient) for _ in pieces)
 

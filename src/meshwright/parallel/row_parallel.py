@@ -84,6 +84,7 @@ def _gradient(
     if pieces == 1:
         whole = gathering.whole()
         return whole, input_gradient((whole,), (weight,), form)
+    # Pieces are multiplied as they arrive, each into its part of one tensor.
     of_x = gradient.new_empty(*resized(gradient.shape[:-1], group.size, 1), weight.shape[1])
     _gradients_into(of_x.chunk(pieces, SEQUENCE), gathering.pieces(), weight, form)
     return gathering.whole(), of_x
@@ -94,6 +95,7 @@ def _gradients_into(
 ) -> None:  # fmt: skip
     """Write the gradients of x (B, s, in) for one piece (B, s, out) after the other."""
     if form != SAME:
+        # Rounded once for all pieces.
         columns = fp8.narrow(weight.t())
         for piece, output in zip(pieces, outputs, strict=True):
             output.copy_(fp8.input_gradient((piece,), (columns,)))

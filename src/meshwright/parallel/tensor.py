@@ -91,18 +91,22 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     """
     seams, group = model.seams, slices.group
     enters, leaves = partial(enter, slices=slices), partial(leave, slices=slices)
+    # Attention and MLP: f or g fused with the products that read it, f* or g* with those that write it.
     for border in (seams.dense, *([seams.shared] if own_tokens_in_experts else [])):
         border.read, border.enter = ColumnParallelProducts(slices, model.products).linears, enters
         border.leave = leaves
         border.write = RowParallelProducts(slices, model.products)
         border.gathers = slices.sp
+    # Without ep the experts are split by tp too, and every rank sees the whole sequence.
     if not own_tokens_in_experts:
         seams.routed.enter, seams.routed.leave = enters, leaves
+    # A bias on every rank would be added tp times.
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.rsplit(".", 1)[-1] in SUMMED:
             module.adds_bias = group.index == 0
             if isinstance(module.lora, LoRA):
                 module.lora.over_inputs = partial(_sum_over, group=group)
+    # Embedding and head are split by vocabulary: no rank ever has all rows or all logits.
     first, number = share(model.shape.vocab, group.size, group.index)
     seams.look_up = partial(_look_up, first=first, number=number, slices=slices)
     if slices.sp:

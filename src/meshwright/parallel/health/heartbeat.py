@@ -141,9 +141,12 @@ class HeartbeatWatch:
         frames = list(_frames(threads.pop(self._thread, None)))
         names = [_name(frame) for frame in frames]
         phase, calls = self.phase(names), self.pulse.calls
+        # A backward pass compiles on autograd's thread while the main thread only waits.
         if phase in QUICK and any(_compiles(frame) for frame in threads.values()):
             phase = COMPILE
+        # In a step a busy helper thread must not hide that the main thread hangs.
         pieces = 0 if phase in QUICK else self.pulse.pieces
+        # The rank moves if its step, its collectives or any instruction on its stack changes.
         seen = (self.pulse.step, calls.calls_begun, pieces, [(id(f.f_code), f.f_lasti) for f in frames])
         now = time.monotonic()
         if seen != self._seen:

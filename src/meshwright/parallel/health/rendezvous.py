@@ -48,10 +48,12 @@ def _welcome(store: dist.Store, world: int, limit_s: float) -> str:
     end = time.monotonic() + limit_s
     while missing:
         for rank in sorted(missing):
+            # A greeting may be left over from an earlier attempt, so only the answer under the new name counts.
             if store.check([f"here/{attempt}/{rank}"]):
                 missing.discard(rank)
             elif store.check([f"hello/{rank}"]):
                 word = store.get(f"hello/{rank}").decode()  # perhaps that of an attempt which has ended
+                # Old words are answered too: nobody tells them apart, and nobody waits for those.
                 if word not in greeted:
                     store.set(f"welcome/{word}", attempt)
                     greeted.add(word)

@@ -102,7 +102,9 @@ class Watchdog:
     def start(self) -> None:
         """Start the threads. Call this from the main thread, which alone may handle signals."""
         os.set_blocking(self._bell, False)
+        # The pipe tells the guard of a signal at once, even while the main thread is inside C code.
         signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
+        # The default action would end the process before the guard could look for a verdict.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _leave_to_guard)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._talk, self._guard)]
@@ -115,12 +117,14 @@ class Watchdog:
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is _leave_to_guard:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Wake both threads, which may be in the middle of a wait.
         self._due.set()
         os.write(self._bell, b"\0")
         for thread in self._threads:
             thread.join(TOLD_S)
         if self.home.rank == 0 and not self._cut_off:
             self._wait_for_others()
+        # A thread that has not stopped may still use these handles.
         if not any(thread.is_alive() for thread in self._threads):
             for handle in (self._bell_read, self._bell, *self._processes):
                 os.close(handle)
@@ -178,6 +182,7 @@ class Watchdog:
         before, seen = self.beat, self._last or self.watch.look()
         self.beat = replace(seen, count=before.count + 1, host=before.host, machine=before.machine, pid=before.pid)
         self.store.set(_key(self.home.rank), self.beat.encode())
+        # A verdict of another rank goes before any claim of this one.
         if self.store.check(["verdict"]):
             self._obey(self.store.get("verdict"))
         while not self._claims.empty():
@@ -185,6 +190,7 @@ class Watchdog:
         while not self._dead.empty():
             rank = self._dead.get()
             beat = Beat.decode(self.store.get(_key(rank)))
+            # Ranks that have finished their work may end.
             if not beat.done:
                 self._claim(died(rank, beat, self.home.rank, self.beat), FAILED)
         self._meet_neighbours()
@@ -216,6 +222,7 @@ class Watchdog:
     def _obey(self, verdict_text: bytes) -> None:
         speaker, blamed, _, self._code = json.loads(verdict_text)
         self._verdict_s = time.monotonic()
+        # Ending before the verdict is printed could make a launcher end the rank that prints it.
         while not self.store.check(["told"]) and time.monotonic() < self._verdict_s + TOLD_S:
             time.sleep(0.02)
         if blamed != speaker:
