@@ -77,7 +77,6 @@ def apply_data_parallel(
     first, last = _ends(model)
     # Inner units first: fully_shard takes the parameters that no unit inside has taken.
     blocks: list[list[nn.Module]] = []
-    # Inner modules first: fully_shard takes the parameters that no unit inside has taken.
     for block in model.blocks:
         blocks.append([block])
         if expert is not None and block.routed:
