@@ -234,5 +234,5 @@ def test_what_cuts_or_rounds_codes_is_refused(files: Path, words: list[str], mat
 
 @pytest.mark.parametrize("base", ["int8", "nf5"])
 def test_other_bases_are_refused(files: Path, base: str) -> None:
-    with pytest.raises(PlanError, match=rf"model.lora.base={base} holds no matrices .*: take same, llm-int8, int4-rtn"):
+    with pytest.raises(PlanError, match=rf"model.lora.base={base} is no format .*: take same, llm-int8, int4-rtn"):
         plan(files, *LORA, f"model.lora.base={base}")
