@@ -47,7 +47,7 @@ from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int3", "int3-gptq", "int8", "int8-smooth")
 STRONG = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int8", "int8-smooth")

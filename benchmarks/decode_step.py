@@ -34,8 +34,8 @@ from meshwright.model.transformer import Transformer, shrink, skeleton
 from meshwright.planner.serving.device_kernels import DeviceKernels
 from meshwright.planner.serving.frameworks import LAUNCH_US
 from meshwright.planner.serving.number_formats import BF16, formats_of
-from meshwright.serve.paged_cache import PagedCache, StepPlaces
-from meshwright.serve.prepared_layers import PreparedLayers
+from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
+from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
 from meshwright.spec import presets
 from meshwright.spec.execution.graph_sizes import position_numbers
 from meshwright.spec.layout.cluster import Device

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
-from meshwright.training.watch import RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.step.watch import RunInfo, StepMetrics, Summary, Watcher
 
 TEACHER = {"layers": 4, "hidden": 160, "heads": 4, "kv_heads": 4, "ffn": 432}
 STUDENT = {"layers": 2, "hidden": 96, "heads": 4, "kv_heads": 4, "ffn": 256}

@@ -19,10 +19,10 @@ from meshwright.parallel import build_engine
 from meshwright.spec import Layout, Recipe
 from meshwright.spec.presets import model as preset
 from meshwright.training import device
-from meshwright.training.batches import Batch
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.step.batches import Batch
+from meshwright.training.step.step import train_step
 
 SIZES = {"10m": (2, 2048), "100m": (1, 2048)}
 """Sequences of a step and tokens of each."""

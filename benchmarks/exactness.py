@@ -17,9 +17,9 @@ from meshwright.model import build
 from meshwright.parallel import on_one_device
 from meshwright.spec import Layout, MLAShape, ModelShape, MoEShape, Recipe
 from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.training.batches import Batch, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import Batch, split
+from meshwright.training.step.step import train_step
 
 ROWS, SEQUENCE = 8, 64
 SMALL = ModelShape(vocab=256, layers=3, hidden=48, heads=4, kv_heads=2, ffn=96, max_positions=SEQUENCE)

@@ -36,7 +36,7 @@ class StalledReads:
 
     def __call__(self, rank: int) -> None:
         """Before the rank starts."""
-        from meshwright.training.batches import Feed
+        from meshwright.training.step.batches import Feed
 
         read, done = Feed._read, [0]
 

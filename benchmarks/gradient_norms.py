@@ -36,12 +36,12 @@ from meshwright.parallel import make_mesh
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import Data, Layout, Plan, Recipe, presets
 from meshwright.training import device as machine
-from meshwright.training.batches import WHOLE, Batch, PackedRows, split
 from meshwright.training.loop import new_state
+from meshwright.training.optimizer.rate import learning_rate
 from meshwright.training.pending_step import Readback, readback
-from meshwright.training.rate import learning_rate
-from meshwright.training.state import TrainState
-from meshwright.training.step import MicroPass, Weights, train_step
+from meshwright.training.resume.state import TrainState
+from meshwright.training.step.batches import WHOLE, Batch, PackedRows, split
+from meshwright.training.step.step import MicroPass, Weights, train_step
 
 WAYS = {
     "run": ({}, {}),

@@ -20,18 +20,20 @@ from torch import Tensor
 from benchmarks.decode_step import BLOCK, Counting, StepCounts, WithoutDriver, _calls, fake_gpu, fake_model
 from meshwright import compat
 from meshwright.parallel.graph_capture import WARM, NoCapture
-from meshwright.serve import packed_step, paged_cache, sampler, step_loop
-from meshwright.serve.block_pool import BlockPool
-from meshwright.serve.block_tables import BlockTables
-from meshwright.serve.paged_cache import PagedCache
-from meshwright.serve.prepared_layers import PreparedLayers
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.runner import Runner
-from meshwright.serve.sampler import SampledRow
-from meshwright.serve.scheduler import Scheduler
-from meshwright.serve.served_request import ServedAnswer, ServedRequest
-from meshwright.serve.step_graphs import StepGraphs
-from meshwright.serve.step_loop import StepLoop
+from meshwright.serving.engine import sampler, step_loop
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.cache import paged_cache
+from meshwright.serving.engine.cache.block_pool import BlockPool
+from meshwright.serving.engine.cache.block_tables import BlockTables
+from meshwright.serving.engine.cache.paged_cache import PagedCache
+from meshwright.serving.engine.rows import packed_step
+from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
+from meshwright.serving.engine.runner import Runner
+from meshwright.serving.engine.sampler import SampledRow
+from meshwright.serving.engine.scheduler import Scheduler
+from meshwright.serving.engine.served_request import ServedAnswer, ServedRequest
+from meshwright.serving.engine.step_graphs import StepGraphs
+from meshwright.serving.engine.step_loop import StepLoop
 from meshwright.spec import presets
 from meshwright.spec.model.shape import ModelShape
 

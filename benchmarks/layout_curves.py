@@ -28,7 +28,7 @@ from meshwright.spec import Data, Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop
-from meshwright.training.watch import StepMetrics
+from meshwright.training.step.watch import StepMetrics
 
 DENSE = ModelShape(name="dense", vocab=2048, layers=4, hidden=96, heads=4, kv_heads=2, ffn=256, max_positions=128)
 EXPERTS = replace(DENSE, name="experts", family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=128))

@@ -28,7 +28,7 @@ from benchmarks.torch_peers import TorchDDP, TorchFSDP2
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec.layout.replay import replay
 from meshwright.spec.layout.schedule import schedule
-from meshwright.training.batches import Batch, select
+from meshwright.training.step.batches import Batch, select
 
 STEPS = 4
 WORK = Work()

@@ -18,9 +18,9 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.layout.schedule import Action
-from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import Batch, Share, select, split
+from meshwright.training.step.step import train_step
 
 RATE, CLIP = 1e-4, 1.0
 SHAPE = ModelShape(

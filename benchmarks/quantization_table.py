@@ -36,7 +36,7 @@ from meshwright.model import Transformer
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 TRAINING = [
     "model.layers=4", "model.hidden=128", "model.heads=4", "model.kv_heads=2", "model.ffn=352",

@@ -26,10 +26,10 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import saving_group
 from meshwright.spec import Layout, Recipe, presets
 from meshwright.store.saver import Saver
-from meshwright.training.batches import Batch, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.state import Progress, TrainState
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.resume.state import Progress, TrainState
+from meshwright.training.step.batches import Batch, split
+from meshwright.training.step.step import train_step
 
 TOKENS = 32
 """Of the one sequence that a rank trains on in a step: what is measured does not depend on it."""

@@ -19,10 +19,10 @@ import torch
 
 from meshwright.model import Transformer, build
 from meshwright.model.low_rank import merged
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_adapters import ServedAdapter
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.request_adapters import ServedAdapter
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import presets
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.shape import ModelShape

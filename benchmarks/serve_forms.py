@@ -23,13 +23,13 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.kernels.c import serving_library
 from meshwright.model import Transformer
-from meshwright.serve.cached_sequence import CachedSequence
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.packed_step import RowPacker, Run
-from meshwright.serve.paged_cache import PagedCache, bytes_per_block
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.serve.speculation import Speculation
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.paged_cache import PagedCache, bytes_per_block
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.packed_step import RowPacker, Run
+from meshwright.serving.engine.serving_engine import ServingEngine
+from meshwright.serving.engine.speculation import Speculation
 from meshwright.spec.execution.serving_defaults import CACHE_FORMS, CacheForm
 
 LEARNER = {

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.agreement import loaded
 from benchmarks.serve_speed import Load, differences, ours, theirs
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from tests.formats.hub.peers import PEERS, peer
 
 TOGETHER, TOKENS, LONGEST = 8, 12, 40

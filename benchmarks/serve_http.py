@@ -34,15 +34,15 @@ from benchmarks.stream_clients import ROUTES
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
-from meshwright.serve import step_loop
-from meshwright.serve.cached_sequence import CachedSequence
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.sampler import SampledRow, SampledTokens
-from meshwright.serve.scheduler import StepPlan
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.server.hosted_model import HostedModel
-from meshwright.server.http_server import HttpServer
-from meshwright.server.server_options import ServerLimits, ServerOptions
+from meshwright.serving.engine import step_loop
+from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.sampler import SampledRow, SampledTokens
+from meshwright.serving.engine.scheduler import StepPlan
+from meshwright.serving.engine.serving_engine import ServingEngine
+from meshwright.serving.http.host.hosted_model import HostedModel
+from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
 LONGEST = 8192
 

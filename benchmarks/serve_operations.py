@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 
-from meshwright.serve.block_pool import BlockPool
-from meshwright.serve.block_tables import BlockTables
-from meshwright.serve.cached_sequence import GONE, CachedSequence, Phase
-from meshwright.serve.host_tier import HostTier, Move
-from meshwright.serve.scheduler import Scheduler, StepPlan
+from meshwright.serving.engine.cache.block_pool import BlockPool
+from meshwright.serving.engine.cache.block_tables import BlockTables
+from meshwright.serving.engine.cache.cached_sequence import GONE, CachedSequence, Phase
+from meshwright.serving.engine.cache.host_tier import HostTier, Move
+from meshwright.serving.engine.scheduler import Scheduler, StepPlan
 
 WORDS = 3
 """Tokens there are: few, so that beginnings are often equal."""

@@ -35,9 +35,9 @@ from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_weights import QuantizedWeight, quantizable, quantized_name
 from meshwright.model.transformer import build_quantized
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
 from tests.compress.test_gguf import model_of, written

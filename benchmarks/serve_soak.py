@@ -23,12 +23,12 @@ from typing import Any
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.server.hosted_model import HostedModel
-from meshwright.server.http_server import HttpServer
-from meshwright.server.server_options import ServerLimits, ServerOptions
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
+from meshwright.serving.http.host.hosted_model import HostedModel
+from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
 ENGINE = EngineOptions(exact=True, cache_bytes=2**21, most_sequences=16, most_tokens=128)
 LIMITS = ServerLimits(max_queue=512, max_requests_per_key=512, stall_seconds=5.0, read_seconds=5.0)

@@ -34,13 +34,13 @@ import torch
 from benchmarks.chat_file import ANSWER, PROMPT, SIGMA, TURNS
 from benchmarks.serve_peers import continuous, exported, vllm_engine
 from meshwright.model import Transformer, build
-from meshwright.serve.block_pool import BlockPool
-from meshwright.serve.block_tables import BlockTables
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.paged_cache import bytes_per_block
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.scheduler import Scheduler
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.cache.block_pool import BlockPool
+from meshwright.serving.engine.cache.block_tables import BlockTables
+from meshwright.serving.engine.cache.paged_cache import bytes_per_block
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.scheduler import Scheduler
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import presets
 
 REQUESTS, BATCH = 32, 8

@@ -49,10 +49,10 @@ def make_ours(shape_name: str, precision: str, rows: int, sequence: int, compile
     from meshwright.parallel import build_engine
     from meshwright.spec import Layout, Recipe
     from meshwright.training import device
-    from meshwright.training.batches import Batch
-    from meshwright.training.optimizer import Optimizer
-    from meshwright.training.precision import DTYPES
-    from meshwright.training.step import train_step
+    from meshwright.training.optimizer.optimizer import Optimizer
+    from meshwright.training.optimizer.precision import DTYPES
+    from meshwright.training.step.batches import Batch
+    from meshwright.training.step.step import train_step
 
     target = torch.device("cpu")
     device.prepare(target, precision)
@@ -127,7 +127,7 @@ def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int
     else:
         import meshwright.parallel
         import meshwright.spec.presets
-        import meshwright.training.step  # noqa: F401
+        import meshwright.training.step.step  # noqa: F401
     base = resident_peak_bytes()
     make = make_ours if contestant.startswith("ours") else make_theirs
     step = make(shape, precision, rows, sequence, contestant.endswith("compiled"))

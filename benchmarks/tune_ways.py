@@ -85,11 +85,11 @@ class Turns:
 def tune_ours(folder: Path, way: str, precision: str) -> None:
     """`meshwright tune` as it is."""
     import meshwright.training.loop
-    import meshwright.training.pretrained  # noqa: F401  # imported lazily else, behind the base of memory
+    import meshwright.training.resume.pretrained  # noqa: F401  # imported lazily else, behind the base of memory
     from meshwright.api.training_run import tune
     from meshwright.data import prepare
     from meshwright.data.sequences.numbered_rows import numbered_rows
-    from meshwright.training.watch import RunInfo, StepMetrics, Watcher
+    from meshwright.training.step.watch import RunInfo, StepMetrics, Watcher
 
     class Waits(Watcher):
         """Between steps."""

@@ -26,11 +26,10 @@ BELOW: dict[str, set[str]] = {
     "store": STORE - {"store"},
     "training": TRAINING - {"training"},
     "compress": TRAINING,
-    "serve": MODEL | {"data"},
-    "server": TENSORS | {"kernels", "model", "formats", "data", "serve"},
-    "observe": TRAINING | {"planner", "serve"},
-    "api": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server"},
-    "cli": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server", "api"},
+    "serving": MODEL | {"data"},
+    "observe": TRAINING | {"planner", "serving"},
+    "api": TRAINING | {"planner", "stacks", "observe", "compress", "serving"},
+    "cli": TRAINING | {"planner", "stacks", "observe", "compress", "serving", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

@@ -283,7 +283,7 @@ def test_reading_text_and_plans_loads_no_torch() -> None:
 
 def test_the_http_process_loads_no_torch() -> None:
     """It starts beside the model's process, and there may be several servers on a machine."""
-    assert not loaded_by("import meshwright.server.front") & HEAVY
+    assert not loaded_by("import meshwright.serving.http.front.front") & HEAVY
 
 
 def test_spec_loads_only_the_standard_library() -> None:

@@ -27,8 +27,8 @@ from meshwright.spec import (
 )
 from meshwright.spec.layout.layout import Recompute
 from meshwright.spec.weights.flop import token_flop
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES
 
 TINY = ModelShape(vocab=512, layers=2, hidden=64, heads=4, kv_heads=2, ffn=160, max_positions=64)
 

@@ -17,9 +17,9 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout.cluster import Device
 from meshwright.training import device as machine
-from meshwright.training.batches import Batch
 from meshwright.training.loop import new_state
-from meshwright.training.step import train_step
+from meshwright.training.step.batches import Batch
+from meshwright.training.step.step import train_step
 
 COMPILED: Mapping[str, Any] = {"compile": "on"}
 NARROW: Mapping[str, Any] = {"optimizer_states": "bf16", "master_weights": "none"}

@@ -27,11 +27,11 @@ from benchmarks.gpu.serve_loads import answered
 from benchmarks.gpu.timing import Timer
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import Transformer, build
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.server.hosted_model import HostedModel
-from meshwright.server.http_server import HttpServer
-from meshwright.server.server_options import ServerLimits, ServerOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
+from meshwright.serving.http.host.hosted_model import HostedModel
+from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import presets
 
 PATIENCE_S = 400.0

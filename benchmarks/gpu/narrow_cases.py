@@ -21,7 +21,7 @@ from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.spec.model.quantization_schemes import NF4, SCHEMES
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.optimizer_states import BLOCK, MomentFormat
-from meshwright.training.narrow_moments import Held, NarrowStates
+from meshwright.training.optimizer.narrow_moments import Held, NarrowStates
 
 BF16 = torch.bfloat16
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1

@@ -26,10 +26,10 @@ from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device as machine
-from meshwright.training.batches import Batch
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.step.batches import Batch
+from meshwright.training.step.step import train_step
 
 Step = Callable[[], Any]
 OURS = {

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from meshwright.api.serving_comparison import compare_serving
     from meshwright.api.sharded_serving import sharded_engine
     from meshwright.api.training_run import train, tune
-    from meshwright.serve.engine_options import EngineOptions
-    from meshwright.serve.request_options import RequestOptions
-    from meshwright.serve.speculation import Speculation
-    from meshwright.server.server_options import ServerLimits
+    from meshwright.serving.engine.answers.request_options import RequestOptions
+    from meshwright.serving.engine.engine_options import EngineOptions
+    from meshwright.serving.engine.speculation import Speculation
+    from meshwright.serving.http.server_options import ServerLimits
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
 
 __version__ = "0.1.0"
@@ -58,8 +58,8 @@ __getattr__ = lazy_names(__name__, {
     "rent": "api.renting", "rent_serving": "api.renting_serving",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.training_run",
-    "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",
-    "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
+    "EngineOptions": "serving.engine.engine_options", "RequestOptions": "serving.engine.answers.request_options",
+    "ServerLimits": "serving.http.server_options", "Speculation": "serving.engine.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 })  # fmt: skip
 

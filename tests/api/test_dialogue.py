@@ -16,7 +16,7 @@ from meshwright.cli.verbs.chat import talk
 from meshwright.data import Tokenizer
 from meshwright.formats.hub import export_folder
 from meshwright.model import build
-from meshwright.serve.request_options import RequestOptions
+from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from tests.model.shrunk import shrink
 

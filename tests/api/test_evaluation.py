@@ -13,7 +13,7 @@ from meshwright.data import Tokenizer
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
 from meshwright.training import loop
-from meshwright.training.evaluate import row_losses
+from meshwright.training.step.evaluate import row_losses
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 from tests.train.test_tuning import plan
 from tests.train.test_weights import SHAPES, directory

@@ -15,7 +15,7 @@ from meshwright.data import Tokenizer
 from meshwright.data.chat.named_templates import named_template
 from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
 from meshwright.store.run_folder import RunFolder
-from meshwright.training.pretrained import keep_extra_files
+from meshwright.training.resume.pretrained import keep_extra_files
 from tests.data.tokenizers_for_tests import with_added
 from tests.train.test_tuning import conversations
 from tests.train.test_weights import SHAPES, directory

@@ -73,7 +73,7 @@ def test_every_public_name_is_there_and_documented() -> None:
     [
         "pass",
         "import meshwright.training.loop",
-        "from meshwright.training import watch",
+        "from meshwright.training.step import watch",
         "import meshwright.api.training_run",
     ],
 )
@@ -83,7 +83,7 @@ def test_train_is_a_function_whatever_was_imported_before(first: str) -> None:
     code = (
         f"{first}\nimport meshwright as mw\n"
         "try:\n    mw.train('no.such=1')\nexcept mw.PlanError as error:\n    print(error)\n"
-        "import meshwright.training.watch as watch\nassert watch.Summary and callable(mw.train)\n"
+        "import meshwright.training.step.watch as watch\nassert watch.Summary and callable(mw.train)\n"
     )
     assert "no is not known" in fresh(code)
 

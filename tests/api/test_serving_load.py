@@ -26,7 +26,7 @@ from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.serving.frameworks import MESHWRIGHT
 from meshwright.planner.serving.number_formats import formats_of
 from meshwright.planner.serving.step_times import StepTimes
-from meshwright.serve.paged_cache import PagedCache
+from meshwright.serving.engine.cache.paged_cache import PagedCache
 from meshwright.spec import Cluster, presets
 from meshwright.spec.errors import PlanError
 from tests.cli.toy import call, refused, train, write_texts

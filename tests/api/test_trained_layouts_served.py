@@ -12,12 +12,12 @@ import meshwright as mw
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
-from meshwright.serve.cached_sequence import CachedSequence
-from meshwright.serve.scheduler import StepPlan
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.scheduler import StepPlan
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout, Plan
 from meshwright.training import loop
-from meshwright.training.batches import held_out_batches
+from meshwright.training.step.batches import held_out_batches
 from tests.train.running import MOE, SHAPE, Notes, plan, write_texts
 
 Tokens = tuple[int, ...]

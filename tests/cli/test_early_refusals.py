@@ -198,6 +198,6 @@ def test_a_port_that_is_taken_is_refused_before_torch_is_loaded(folder: Path) ->
 
 def test_the_formats_that_are_refused_early_are_those_that_are_written() -> None:
     from meshwright.formats.quantized.table import FORMATS
-    from meshwright.training.precision import DTYPES
+    from meshwright.training.optimizer.precision import DTYPES
 
     assert tuple(FORMATS) == FOLDER_FORMATS and tuple(DTYPES) == PRECISIONS

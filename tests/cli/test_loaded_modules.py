@@ -39,7 +39,7 @@ class Loads(NamedTuple):
     """Packages that it leaves alone, and modules."""
 
 
-ENGINE = ("compress", "kernels", "model", "parallel", "training", "observe", "serve", "server")
+ENGINE = ("compress", "kernels", "model", "formats", "parallel", "training", "observe", "serving")
 """What needs torch."""
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {
@@ -52,16 +52,19 @@ QUICK = {
     "doctor --help": Loads(("doctor", "--help"), 50, ("api", "planner", "planfile", "data", *ENGINE)),
 }
 LONG = {
-    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 425, ("serve", "server", "stacks", "compress")),
-    "dryrun": Loads(("dryrun", *TINY), 392, ("serve", "server", "stacks", "compress", "planner.serving")),
+    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 425, ("serving", "stacks", "compress")),
+    "dryrun": Loads(("dryrun", *TINY), 392, ("serving", "stacks", "compress", "planner.serving")),
     "generate": Loads(
-        ("generate", "runs/a", "--prompt", "the", "--max-new-tokens", "2"), 318,
-        ("planner", "stacks", "observe", "training.step", "training.loop", "model.gguf.gguf_model"),
+        ("generate", "runs/a", "--prompt", "the", "--max-new-tokens", "2"),
+        318,
+        ("planner", "stacks", "observe", "training.step.step", "training.loop", "formats.gguf.model"),
     ),
     "serve": Loads(
-        ("serve", "runs/a", "--port"), 350, ("planner", "stacks", "training.step", "training.loop", "observe.dryrun")
+        ("serve", "runs/a", "--port"),
+        350,
+        ("planner", "stacks", "training.step.step", "training.loop", "observe.dryrun"),
     ),
-}  # fmt: skip
+}
 
 
 def loaded(words: tuple[str, ...], folder: Path) -> tuple[int, list[str]]:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from meshwright.spec import ModelShape, Plan, Recipe
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 EQUATION = "global batch 32 sequences = micro-batch 8 x accumulation 4 x dp 1"
 

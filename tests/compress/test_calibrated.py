@@ -35,7 +35,7 @@ from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import MLAShape, ModelShape
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 from tests.cli.toy import train, write_texts
 from tests.compress.test_formats import MOE, SHAPES, SIZES
 from tests.compress.test_quantize import batch

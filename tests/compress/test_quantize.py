@@ -28,7 +28,7 @@ from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 from tests.compress.test_formats import SHAPES
 from tests.train.test_weights import directory
 

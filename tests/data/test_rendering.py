@@ -13,8 +13,8 @@ from meshwright.data.chat import rendering
 from meshwright.data.chat.rendering import Marked, Policy
 from meshwright.data.chat.samples import Conversation, sample
 from meshwright.data.chat.template import DEFAULT, ChatTemplate
-from meshwright.server.chat_fields import ChatMessage
-from meshwright.server.checked_fields import checked_fields
+from meshwright.serving.http.request.chat_fields import ChatMessage
+from meshwright.serving.http.request.checked_fields import checked_fields
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import (
     CHATML,

@@ -19,9 +19,9 @@ from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.shape import MoEShape
 from meshwright.training import device
-from meshwright.training.batches import Batch
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import Batch
+from meshwright.training.step.step import train_step
 from tests.kernels.exactness import tensors
 
 BF16 = torch.bfloat16

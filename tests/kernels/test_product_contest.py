@@ -15,9 +15,9 @@ from meshwright.kernels.quantized.contest import CHECKED, CLASSES, ProductContes
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.observe.doctor import kernel_checks
-from meshwright.serve import engine_start
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine import engine_start
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.model.shrunk import model
 

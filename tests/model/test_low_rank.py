@@ -15,7 +15,7 @@ from meshwright.model.low_rank import LoRA, merged
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.weights.inventory import adapter_parts, num_trained_parameters, parameters
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens
 from tests.operation_recorder import Recording
 from tests.train.tiny import RECIPE, batch, relative, trained, weights

@@ -35,7 +35,7 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Made
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.weights.boxes import Box
-from meshwright.training import batches
+from meshwright.training.step import batches
 
 SEED, NUMBER = 367, 8
 """A draw that has one key head under tp, fp16 with an overflow, and most others. `verify --random 100 --seed S` is the

@@ -14,10 +14,10 @@ from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
-from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.rate import learning_rate
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.rate import learning_rate
+from meshwright.training.step.batches import Batch, Share, select, split
+from meshwright.training.step.step import train_step
 from tests.oracle import adamw
 from tests.oracle.adamw import Run, named_as_ours, trained
 

@@ -21,9 +21,9 @@ from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, parameters
 from meshwright.spec.weights.inventory import tp_parts
-from meshwright.training.batches import split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import MicroPass, Weights, train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import split
+from meshwright.training.step.step import MicroPass, Weights, train_step
 from tests.model.shrunk import KINDS
 
 MANY: list[dict[str, Any]] = [

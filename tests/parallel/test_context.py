@@ -26,8 +26,8 @@ from meshwright.parallel.recompute import block_call
 from meshwright.parallel.ring import ROUTES, context_attend
 from meshwright.spec import Layout, MLAShape, ModelShape
 from meshwright.spec.errors import IllegalLayout
-from meshwright.training.batches import Share, to_batch
-from meshwright.training.batches import split as split_batch
+from meshwright.training.step.batches import Share, to_batch
+from meshwright.training.step.batches import split as split_batch
 from tests.kernels.exactness import FUSED_ATTENTION, plain_attention
 
 BATCH, SEQUENCE, SCALE = 2, 144, 0.3

@@ -15,7 +15,7 @@ from benchmarks.layout_picture import draw
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, Plan
 from meshwright.training import plot, trainer
-from meshwright.training.batches import Batch, Feed, Share
+from meshwright.training.step.batches import Batch, Feed, Share
 from tests.train import running
 
 STEPS = 8

@@ -12,8 +12,8 @@ from meshwright.observe.verify.one_device import Case, RankOutcome, first_differ
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Recipe
-from meshwright.training import muon
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer import muon
+from meshwright.training.optimizer.optimizer import Optimizer
 
 TWO: list[dict[str, Any]] = [
     {"dp_replicate": 2}, {"dp_shard": 2, "zero": 1}, {"dp_shard": 2, "zero": 3}, {"tp": 2, "sp": True},

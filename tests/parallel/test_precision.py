@@ -21,7 +21,7 @@ from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.replicas import Bucket
 from meshwright.spec import Layout
-from meshwright.training.step import MicroPass
+from meshwright.training.step.step import MicroPass
 
 SHAPE = replace(shrink("llama-3.1-8b"), layers=2)
 SMALL = 2.0**-9

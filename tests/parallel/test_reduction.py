@@ -14,8 +14,8 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.layout.schedule import Action, last_of
-from meshwright.training.batches import Share, select, split
-from meshwright.training.step import MicroPass, Weights
+from meshwright.training.step.batches import Share, select, split
+from meshwright.training.step.step import MicroPass, Weights
 
 LAYOUTS: list[dict[str, Any]] = [
     {"zero": zero, "schedule": schedule} for zero in (0, 2) for schedule in ("1f1b", "zb-h1")

@@ -16,9 +16,9 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.replica_check import CHUNK, check_replicas, checksum
 from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
-from meshwright.training.batches import Share, select, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import Share, select, split
+from meshwright.training.step.step import train_step
 from meshwright.training.trainer import Trainer
 
 MOE = shrink("mixtral-8x7b").moe

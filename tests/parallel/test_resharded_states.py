@@ -19,7 +19,7 @@ from meshwright.spec.model.shape import MoEShape
 from meshwright.store import checkpoint
 from meshwright.store.tensor_piece import Piece
 from meshwright.training.loop import new_state
-from meshwright.training.state import TrainState
+from meshwright.training.resume.state import TrainState
 
 SHAPE = replace(
     shrink("mixtral-8x7b"), vocab=70, hidden=72, ffn=128, layers=2, moe=MoEShape(experts=4, top_k=2, ffn=64)

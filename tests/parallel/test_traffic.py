@@ -16,11 +16,11 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.rounding import round_weights
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
-from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.evaluate import summed_loss
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.step.batches import Batch, Share, select, split
+from meshwright.training.step.evaluate import summed_loss
+from meshwright.training.step.step import train_step
 from tests.parallel.traffic_recorder import Seen, TrafficRecorder
 
 Sent = dict[tuple[str, str], tuple[int, int]]

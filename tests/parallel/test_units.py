@@ -11,8 +11,8 @@ from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
-from meshwright.training.batches import Share, select
-from meshwright.training.step import MicroPass, Weights
+from meshwright.training.step.batches import Share, select
+from meshwright.training.step.step import MicroPass, Weights
 
 CASE = Case(shape=replace(shrink("qwen3-30b-a3b"), layers=4))
 LAYERS = CASE.shape.layers

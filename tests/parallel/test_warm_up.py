@@ -18,8 +18,8 @@ from meshwright.parallel.passes import make_pipeline
 from meshwright.parallel.pipeline import Passes
 from meshwright.spec import Layout
 from meshwright.spec.layout.schedule import Action
-from meshwright.training.batches import forms
-from meshwright.training.step import train_step
+from meshwright.training.step.batches import forms
+from meshwright.training.step.step import train_step
 from tests.parallel.test_traffic import Run
 
 LAYOUTS = [

@@ -21,8 +21,8 @@ from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, Hear
 from meshwright.parallel.health.rendezvous import meet, named
 from meshwright.parallel.health.watchdog import FAILED, TERMINATED, RankPlace, Watchdog, _Observed
 from meshwright.spec.errors import RunError
-from meshwright.training.interrupt import Interrupt
 from meshwright.training.phases import PHASES, READS
+from meshwright.training.step.interrupt import Interrupt
 
 MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce on data", where="a.py:1 in f")
 STILL = replace(MOVES, still_s=301.0)

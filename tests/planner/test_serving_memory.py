@@ -27,11 +27,11 @@ from meshwright.planner.serving.serving_memory import (
     serving_memory,
     weights_bytes,
 )
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.paged_cache import PagedCache
-from meshwright.serve.request_adapters import ServedAdapter
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.serve.step_graphs import StepMemory
+from meshwright.serving.engine.cache.paged_cache import PagedCache
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.request_adapters import ServedAdapter
+from meshwright.serving.engine.serving_engine import ServingEngine
+from meshwright.serving.engine.step_graphs import StepMemory
 from meshwright.spec import Layout, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.execution.serving_defaults import MEMORY_SHARE

@@ -15,7 +15,7 @@ from meshwright.spec import Data, Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 CLOCK = {
     "seconds", "step_seconds", "data_wait_seconds", "pause_seconds", "tokens_per_second", "allocated_bytes",

@@ -10,7 +10,16 @@ import torch
 
 from meshwright.data import Sampler, Sequences, TokenStream
 from meshwright.spec.errors import DataError
-from meshwright.training.batches import Feed, PackedRows, Share, forms, held_out_batches, split, to_batch, valid_tokens
+from meshwright.training.step.batches import (
+    Feed,
+    PackedRows,
+    Share,
+    forms,
+    held_out_batches,
+    split,
+    to_batch,
+    valid_tokens,
+)
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.weights.inventory import num_parameters
 from meshwright.training import loop
-from meshwright.training.batches import to_batch
+from meshwright.training.step.batches import to_batch
 from tests.train.distilling import ROUTED, STUDENT, TEACHER, student_plan, taught, trained
 from tests.train.running import Notes
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.parallel import on_one_device
-from meshwright.training.batches import Batch
-from meshwright.training.evaluate import evaluate
+from meshwright.training.step.batches import Batch
+from meshwright.training.step.evaluate import evaluate
 from tests.counting import Operations
 from tests.model.shrunk import VOCAB
 from tests.train.tiny import batch, small

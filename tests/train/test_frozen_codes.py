@@ -22,7 +22,9 @@ from meshwright.spec.errors import CheckpointError, IllegalLayout, PlanError
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.store import checkpoint
-from meshwright.training import job, kept_bytes, loop, pretrained
+from meshwright.training import job, loop
+from meshwright.training.optimizer import kept_bytes
+from meshwright.training.resume import pretrained
 from tests.model.shrunk import tokens
 from tests.train.running import Crashed, Notes, PowerCut
 from tests.train.test_adapters import peft_run

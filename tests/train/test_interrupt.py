@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout
 from meshwright.training import loop, trainer
-from meshwright.training.interrupt import Interrupt, StopAgreement
+from meshwright.training.step.interrupt import Interrupt, StopAgreement
 from tests.train import running
 
 

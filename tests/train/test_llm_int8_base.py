@@ -15,7 +15,7 @@ from meshwright.spec.errors import HubError, IllegalLayout
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.scheme_names import scheme_named
 from meshwright.store.base_weights import open_base
-from meshwright.training import kept_bytes
+from meshwright.training.optimizer import kept_bytes
 from tests.train.test_adapters import peft_run
 from tests.train.test_frozen_codes import LORA, files, losses, state_of
 from tests.train.test_quantized_base import beside, quantized

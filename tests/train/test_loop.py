@@ -18,9 +18,9 @@ from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, 
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training import device, loop, trainer
-from meshwright.training.precision import LossScaler
-from meshwright.training.rate import learning_rate
-from meshwright.training.watch import EvalMetrics
+from meshwright.training.optimizer.precision import LossScaler
+from meshwright.training.optimizer.rate import learning_rate
+from meshwright.training.step.watch import EvalMetrics
 from tests.train import running
 from tests.train.running import MOE, SHAPE, Crashed, Notes, PowerCut, Terminated, metrics, steps_of, tensors
 
@@ -309,7 +309,7 @@ def test_weights_without_a_held_out_loss_are_not_saved(
         loss = math.nan if step == 8 else 5.0
         return EvalMetrics(step=step, loss=loss, perplexity=loss, bits_per_byte=loss, tokens=9, seconds=0.0)
 
-    monkeypatch.setattr("meshwright.training.evaluate.evaluate", broken)
+    monkeypatch.setattr("meshwright.training.step.evaluate.evaluate", broken)
     with pytest.raises(NonFiniteLoss, match=r"step 8: the held-out loss is nan; the last good checkpoint is .*000004"):
         loop.run(make(eval_every=4))
     assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [4]

@@ -15,11 +15,11 @@ from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parame
 from meshwright.spec.layout.places import pipeline_ranks
 from meshwright.spec.memory.held import Phase, held, memory, shards_are_masters
 from meshwright.spec.model.lora import LoRAShape
-from meshwright.training.batches import Share, select, split
-from meshwright.training.kept_bytes import memory as measured
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES
-from meshwright.training.step import MicroPass, Weights
+from meshwright.training.optimizer.kept_bytes import memory as measured
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.step.batches import Share, select, split
+from meshwright.training.step.step import MicroPass, Weights
 from tests.planner.test_states import planned
 
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=4, ffn=48, max_positions=16)

@@ -22,8 +22,8 @@ from meshwright.spec.errors import CheckpointError, DataError
 from meshwright.spec.plan.plan import MixtureSource
 from meshwright.store import checkpoint
 from meshwright.training import loop, plot
-from meshwright.training.held_out_scores import score_sources
-from meshwright.training.watch import EvalMetrics
+from meshwright.training.step.held_out_scores import score_sources
+from meshwright.training.step.watch import EvalMetrics
 from tests.train import running
 from tests.train.running import Notes, PowerCut, Terminated, assert_same_end, metrics, tensors
 

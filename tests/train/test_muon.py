@@ -15,8 +15,8 @@ from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.spec import Layout, ModelShape, MoEShape, Recipe
 from meshwright.spec.memory.matrix_exchange import ITERATIONS
 from meshwright.spec.weights.inventory import parameters
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES
 
 ONE, ZERO = torch.ones(()), torch.zeros(())
 SHAPE = ModelShape(

@@ -13,9 +13,9 @@ from meshwright.kernels.triton.narrow_piece import code_book, code_books
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.optimizer_states import SMALL, MomentFormat
-from meshwright.training import optimizer as module
-from meshwright.training.narrow_moments import Held
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer import optimizer as module
+from meshwright.training.optimizer.narrow_moments import Held
+from meshwright.training.optimizer.optimizer import Optimizer
 from tests.train.tiny import RECIPE
 
 ONE, ZERO = torch.ones(()), torch.zeros(())

@@ -17,10 +17,10 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.recipe.objectives import TRAITS
-from meshwright.training.batches import Batch, Feed, Share, select, split
-from meshwright.training.objectives import MADE, objective_of
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
+from meshwright.training.objectives.objectives import MADE, objective_of
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import Batch, Feed, Share, select, split
+from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
 from tests.train.tiny import RECIPE, batch, relative, small, trained
 
 ROWS, LENGTH = 4, 12

@@ -17,14 +17,14 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
-from meshwright.serve.paged_cache import PagedCache
-from meshwright.serve.sampled_answers import sampled_answers
+from meshwright.serving.engine.cache.paged_cache import PagedCache
+from meshwright.serving.engine.sampled_answers import sampled_answers
 from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.memory.sampling import BLOCK, SPARE, at_once, cache_bytes
 from meshwright.training import loop
-from meshwright.training.batches import Batch, Share, to_batch
-from meshwright.training.on_policy import Gap, OnPolicy, gaps, written
+from meshwright.training.objectives.on_policy import Gap, OnPolicy, gaps, written
+from meshwright.training.step.batches import Batch, Share, to_batch
 from tests.train.distilling import STUDENT, student_plan, taught
 from tests.train.running import Notes, Terminated
 

@@ -11,8 +11,8 @@ from meshwright.compat import fake_tensors
 from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.spec import num_parameters
-from meshwright.training import optimizer as module
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer import optimizer as module
+from meshwright.training.optimizer.optimizer import Optimizer
 from tests.train.tiny import RECIPE, relative, small, weights
 
 ONE, ZERO = torch.ones(()), torch.zeros(())

@@ -14,9 +14,9 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
-from meshwright.training.batches import PADDING, Batch, Share, select, split, to_batch
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import PADDING, Batch, Share, select, split, to_batch
+from meshwright.training.step.step import train_step
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 from tests.train.test_tuning import plan
 from tests.train.tiny import RECIPE, batch

@@ -29,10 +29,10 @@ from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.rules.legal import layout_violations
-from meshwright.training.batches import Batch, graph_form, split, standing, to_batch
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES, LossScaler
-from meshwright.training.step import MicroPass, StepResult, Weights, train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES, LossScaler
+from meshwright.training.step.batches import Batch, graph_form, split, standing, to_batch
+from meshwright.training.step.step import MicroPass, StepResult, Weights, train_step
 from tests.operation_recorder import OnDeviceOnly, Recorder
 
 ON = Layout(cuda_graphs="on", compile="off")

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.spec import Layout, Recipe
 from meshwright.spec.memory.held import gradient_bytes
-from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
+from meshwright.training.optimizer.precision import DTYPES, LossScaler, reduce_dtype
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(False), torch.tensor(True)

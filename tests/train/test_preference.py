@@ -22,10 +22,10 @@ from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.recipe.objectives import FIGURES, PREFERENCES, most_answers
 from meshwright.store import checkpoint
 from meshwright.training import loop
-from meshwright.training import reference as reference_pass
-from meshwright.training.batches import Batch, to_batch
-from meshwright.training.objectives import objective_of
-from meshwright.training.preference import REFERENCE
+from meshwright.training.objectives import reference as reference_pass
+from meshwright.training.objectives.objectives import objective_of
+from meshwright.training.objectives.preference import REFERENCE
+from meshwright.training.step.batches import Batch, to_batch
 from tests.model.shrunk import VOCAB
 from tests.train import pairs
 from tests.train.running import MOE, Notes

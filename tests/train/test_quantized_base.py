@@ -26,7 +26,8 @@ from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.scheme_names import base_name, scheme_named
 from meshwright.store import checkpoint
 from meshwright.store.base_weights import base_weights, open_base
-from meshwright.training import job, kept_bytes, loop
+from meshwright.training import job, loop
+from meshwright.training.optimizer import kept_bytes
 from tests.model.shrunk import tokens
 from tests.train.test_adapters import peft_run
 from tests.train.test_frozen_codes import LORA, files, losses, state_of

@@ -18,7 +18,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.training import loop
-from meshwright.training.teacher import folder_of
+from meshwright.training.teachers.teacher import folder_of
 from tests.train.running import Notes
 from tests.train.test_frozen_codes import files
 from tests.train.test_tuning import plan

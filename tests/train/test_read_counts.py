@@ -16,8 +16,9 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import MixtureSource
-from meshwright.training import loop, plot, teacher_targets
-from meshwright.training.batches import Batch, Feed
+from meshwright.training import loop, plot
+from meshwright.training.step.batches import Batch, Feed
+from meshwright.training.teachers import teacher_targets
 from tests.train import running
 from tests.train.distilling import student_plan, taught
 from tests.train.running import Notes

@@ -21,8 +21,8 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from meshwright.training import loop
-from meshwright.training.batches import Share, select, split
-from meshwright.training.evaluate import role_losses, row_losses, summed_loss
+from meshwright.training.step.batches import Share, select, split
+from meshwright.training.step.evaluate import role_losses, row_losses, summed_loss
 from tests.train.running import Notes
 from tests.train.test_tuning import files as files  # a folder with a model and conversations
 from tests.train.test_tuning import plan

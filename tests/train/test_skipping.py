@@ -21,8 +21,9 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
-from meshwright.training import job, loop, skipping, trainer
-from meshwright.training.skipping import REASONS, StepSkipper
+from meshwright.training import job, loop, trainer
+from meshwright.training.optimizer import skipping
+from meshwright.training.optimizer.skipping import REASONS, StepSkipper
 from tests.train import running
 from tests.train.running import Crashed, Notes, PowerCut, tensors
 
@@ -205,7 +206,7 @@ def test_spikes_and_rows_go_on_after_a_resume_to_the_bit(
 
 def test_a_checkpoint_without_the_counts_is_read(make: Make, tmp_path: Path) -> None:
     """Of an earlier version."""
-    from meshwright.training.state import TrainState
+    from meshwright.training.resume.state import TrainState
 
     plan = make(steps=4)
     real = TrainState.values

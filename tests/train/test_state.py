@@ -9,11 +9,11 @@ import torch
 
 from meshwright.parallel import on_one_device
 from meshwright.spec import parameters
-from meshwright.training.noise_scale import NoiseScale
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import LossScaler
-from meshwright.training.state import Progress, TrainState, seed_everything
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.noise_scale import NoiseScale
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import LossScaler
+from meshwright.training.resume.state import Progress, TrainState, seed_everything
+from meshwright.training.step.step import train_step
 from tests.train.tiny import RECIPE, batch, small
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.parallel import on_one_device
-from meshwright.training.batches import split
-from meshwright.training.precision import LossScaler
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.precision import LossScaler
+from meshwright.training.step.batches import split
+from meshwright.training.step.step import train_step
 from tests.train.tiny import RECIPE, Watched, batch, relative, small, trained, weights
 
 

@@ -13,7 +13,7 @@ from meshwright.cli.terminal import fields
 from meshwright.compat import torch_compile
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop, step_clock, trainer
-from meshwright.training.watch import Summary
+from meshwright.training.step.watch import Summary
 from tests.train import running
 
 STEP_S, COMPILED_S, LAUNCH_S, SAVE_S, SCORE_S = 0.5, 30.0, 0.125, 5.0, 2.0

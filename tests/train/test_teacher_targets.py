@@ -19,8 +19,9 @@ from meshwright.parallel import Mesh
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import RunError
 from meshwright.spec.user_cache import default_root
-from meshwright.training import loop, teacher_targets
-from meshwright.training.teacher_store import DONE, TableSizes, TeacherTables, cached
+from meshwright.training import loop
+from meshwright.training.teachers import teacher_targets
+from meshwright.training.teachers.teacher_store import DONE, TableSizes, TeacherTables, cached
 from tests.train.distilling import student_plan, taught, trained
 from tests.train.running import SHAPE, Notes
 

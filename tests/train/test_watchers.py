@@ -12,7 +12,7 @@ import pytest
 from meshwright.spec.errors import PlanError
 from meshwright.training.plot import draw_figure, loss_plot
 from meshwright.training.smooth import Smoothed
-from meshwright.training.watch import Watcher
+from meshwright.training.step.watch import Watcher
 from meshwright.training.watchers import Forgiving, TensorBoard, WandB
 from tests.cli import watched
 

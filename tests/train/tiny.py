@@ -10,9 +10,9 @@ from torch import Tensor
 from meshwright.model import Transformer
 from meshwright.parallel import on_one_device
 from meshwright.spec import Recipe
-from meshwright.training.batches import Batch, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import StepResult, train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.batches import Batch, split
+from meshwright.training.step.step import StepResult, train_step
 from tests.model.shrunk import VOCAB, model
 
 RECIPE = Recipe(learning_rate=1e-2, beta2=0.9, weight_decay=0.1, epsilon=1e-5)

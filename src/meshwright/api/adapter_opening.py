@@ -10,8 +10,8 @@ from meshwright.api.arguments import Place, folder_of
 from meshwright.formats.hub import import_folder
 from meshwright.formats.hub.adapter import is_adapter, load_adapter
 from meshwright.model import Transformer
-from meshwright.serve.loaded_adapters import LoadedAdapters
-from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serving.engine.rows.loaded_adapters import LoadedAdapters
+from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.model.lora import SAME
 from meshwright.spec.plan.plan import RANDOM

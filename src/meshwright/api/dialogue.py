@@ -8,8 +8,8 @@ from typing import final
 
 from meshwright.api.adapter_opening import named_folder
 from meshwright.api.trained_model import TrainedModel
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.spec.errors import ArgumentError
 
 

@@ -19,7 +19,7 @@ from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.objectives import DISTILL
 from meshwright.spec.weights.inventory import num_parameters
 from meshwright.store.run_folder import RunFolder
-from meshwright.training.watch import Watcher
+from meshwright.training.step.watch import Watcher
 
 if TYPE_CHECKING:
     from meshwright.compress.distill_sequences import WrittenAnswers
@@ -165,7 +165,7 @@ def write_answers(
     from meshwright.api.model_opening import load
     from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions
     from meshwright.model.generate import Generation
-    from meshwright.serve.request_options import RequestOptions
+    from meshwright.serving.engine.answers.request_options import RequestOptions
 
     how = AnswerSearch(
         beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed

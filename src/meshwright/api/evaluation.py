@@ -37,7 +37,7 @@ from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store.model_place import LAST
-from meshwright.training.evaluate import row_losses
+from meshwright.training.step.evaluate import row_losses
 
 if TYPE_CHECKING:
     from meshwright.observe.tasks.run_tasks import TaskFigure

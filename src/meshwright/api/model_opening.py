@@ -27,7 +27,7 @@ from meshwright.store.model_place import AUTO, LAST, check_model
 from meshwright.store.model_weights import final_weights, locate
 from meshwright.store.run_folder import RunFolder, ids_of
 from meshwright.training.device import pick_device
-from meshwright.training.precision import DTYPES
+from meshwright.training.optimizer.precision import DTYPES
 
 if TYPE_CHECKING:
     from meshwright.formats.gguf.model import GGUFModel

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.compress.distill_sequences import READERS, Question, questions
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.spec.errors import DataError
 
 if TYPE_CHECKING:

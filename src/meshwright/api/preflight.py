@@ -26,7 +26,7 @@ from meshwright.spec.errors import DoesNotFit, MeshwrightError
 from meshwright.spec.layout.places import pipeline_ranks
 from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
-from meshwright.training.watch import Forecast, Summary
+from meshwright.training.step.watch import Forecast, Summary
 
 LIMIT_S = 60.0
 """Seconds that a dry run may delay a run. A slower one is given up, with a note."""

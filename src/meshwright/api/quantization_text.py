@@ -5,9 +5,9 @@ from pathlib import Path
 
 from meshwright.api.trained_model import TrainedModel
 from meshwright.spec.errors import DataError
-from meshwright.training.batches import Batch
 from meshwright.training.device import pick_device
-from meshwright.training.evaluate import HeldOutRows
+from meshwright.training.step.batches import Batch
+from meshwright.training.step.evaluate import HeldOutRows
 
 OUTLIER_WINDOWS = 16
 """Windows to find outlier columns on. Schemes without outliers set as many aside."""

@@ -34,8 +34,8 @@ from meshwright.spec.units import gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.store.durable import one_line
 from meshwright.store.model_place import LAST
-from meshwright.training.batches import Batch
-from meshwright.training.precision import DTYPES
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.step.batches import Batch
 
 SEQUENCES = 64
 """Windows of held-out text that quality is measured on."""

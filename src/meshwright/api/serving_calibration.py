@@ -20,9 +20,9 @@ from meshwright.kernels.quantized.prepared_product import PreparedProduct, prepa
 from meshwright.model import build
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import num_parameters
 

@@ -18,11 +18,11 @@ from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.closed_loop import Load, Served, serve
 from meshwright.planner.serving.serving_memory import copies_bytes, weights_bytes
 from meshwright.planner.serving.step_times import StepTimes
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.paged_cache import PagedCache
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.served_request import ServedRequest
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.cache.paged_cache import PagedCache
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.served_request import ServedRequest
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.model.shape import ModelShape
 
 BLOCK = 16

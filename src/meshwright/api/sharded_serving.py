@@ -28,10 +28,10 @@ from meshwright.formats.quantized.detection import is_quantized
 from meshwright.model import Transformer
 from meshwright.observe.ranks import start
 from meshwright.parallel import Mesh, build_engine, make_mesh
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.runner_setup import follow
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.serve.serving_ranks import RankCommand, ServingRanks
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRanks
+from meshwright.serving.engine.runner_setup import follow
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout, Recipe
 from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
 from meshwright.spec.model.shape import ModelShape

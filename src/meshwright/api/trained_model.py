@@ -20,26 +20,26 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import Sampling, Transformer
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_adapters import ServedAdapter
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.served_request import ServedAnswer
-from meshwright.serve.serving_engine import ServingEngine
-from meshwright.serve.serving_ranks import ServingRanks
-from meshwright.server.hosted_model import HostedModel
-from meshwright.server.server_options import ServerLimits, ServerOptions
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.request_adapters import ServedAdapter
+from meshwright.serving.engine.rows.serving_ranks import ServingRanks
+from meshwright.serving.engine.served_request import ServedAnswer
+from meshwright.serving.engine.serving_engine import ServingEngine
+from meshwright.serving.http.host.hosted_model import HostedModel
+from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.execution.serving_defaults import GPU_SEQUENCES
 from meshwright.spec.plan.plan import SAMPLES
 from meshwright.spec.recipe.objectives import CROSS_ENTROPY
 from meshwright.spec.units import count, many
-from meshwright.training.precision import DTYPES
+from meshwright.training.optimizer.precision import DTYPES
 
 if TYPE_CHECKING:
     from meshwright.data.chat.template import ChatTemplate
-    from meshwright.training.evaluate import HeldOutRows
-    from meshwright.training.watch import EvalMetrics
+    from meshwright.training.step.evaluate import HeldOutRows
+    from meshwright.training.step.watch import EvalMetrics
 
 LONGEST = 2048
 """Tokens of a scored window, for a Hugging Face directory, which does not record its training length."""
@@ -228,7 +228,7 @@ class TrainedModel:
 
         `draft`: the model that guesses for it. `adapters`: as for `engine`. `generation_config`: as for `serve`.
         """
-        from meshwright.server.request_fields import sampling_defaults
+        from meshwright.serving.http.request.request_fields import sampling_defaults
 
         return HostedModel(
             name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
@@ -300,7 +300,7 @@ class TrainedModel:
         if not isinstance(rows.stream, MixedStream) or not isinstance(rows.rows, MixedRows):
             return rows.evaluate(engine, device)
         assert self.plan is not None, "a text that was given is one source"
-        from meshwright.training.held_out_scores import score_sources
+        from meshwright.training.step.held_out_scores import score_sources
 
         each = dict(zip(map(id, rows.stream.parts), rows.rows.rows, strict=True))
 
@@ -319,7 +319,7 @@ class TrainedModel:
         `apart`: a row for each sample, whose loss is the same as in a shared row. `trained`: rows of the training text
         instead of the held-out part.
         """
-        from meshwright.training.evaluate import HeldOutRows
+        from meshwright.training.step.evaluate import HeldOutRows
 
         settings, corpus = self._corpus(data)
         settings = replace(settings, packing="off") if apart else settings

@@ -18,7 +18,7 @@ from meshwright.spec.errors import IllegalLayout, RunError
 from meshwright.spec.plan.worlds import world_violation
 from meshwright.spec.units import count, duration
 from meshwright.store.run_folder import RunFolder
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import ComparisonAnswer
@@ -201,8 +201,8 @@ def run(
 
 
 def _sampled_answers(*prompts: Any, **options: Any) -> list[list[int]]:
-    """Sample with meshwright.serve. A run that samples nothing does not import it."""
-    from meshwright.serve.sampled_answers import sampled_answers
+    """Sample with meshwright.serving.engine. A run that samples nothing does not import it."""
+    from meshwright.serving.engine.sampled_answers import sampled_answers
 
     return sampled_answers(*prompts, **options)
 

@@ -11,7 +11,7 @@ from meshwright.kernels.experts.experts import Counts
 from meshwright.model.rope import frequencies
 from meshwright.model.transformer import Block, shrink, skeleton
 from meshwright.spec.model.shape import ModelShape
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 
 class _StopForward(Exception):

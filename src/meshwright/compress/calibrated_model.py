@@ -21,7 +21,7 @@ from meshwright.formats.quantized.interface import QuantizedModel, Weights
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.spec.model.quantization_schemes import Scheme
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.user_cache import default_root
 from meshwright.store.durable import one_line
 from meshwright.store.model_weights import locate
-from meshwright.training.precision import DTYPES
-from meshwright.training.teacher import TeacherFolder, folder_of
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.teachers.teacher import TeacherFolder, folder_of
 
 _FORMAT = 1
 """Increased whenever the same teacher would produce different files."""

@@ -14,7 +14,7 @@ from meshwright.kernels.experts.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.moe import Experts
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 InputCallback = Callable[[str, Tensor, Counts | None], None]
 """(name of a matrix, its inputs (..., in), rows per expert of a stack) -> None."""

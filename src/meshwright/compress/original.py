@@ -53,7 +53,7 @@ def open_original(path: Path, which: str) -> OriginalModel:
 
 
 def _open_run(path: Path, which: str) -> OriginalModel:
-    from meshwright.training.precision import DTYPES
+    from meshwright.training.optimizer.precision import DTYPES
 
     run, checkpoint = locate(path, which)
     template = run.path / TEMPLATE

@@ -12,7 +12,7 @@ from meshwright.compress.layer_inputs import reading, run
 from meshwright.kernels.experts.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 LOGITS = 2**24
 """Logits of each model in memory at once."""

@@ -21,7 +21,7 @@ from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import skeleton
 from meshwright.spec.model.quantization_schemes import Scheme
-from meshwright.training.batches import Batch
+from meshwright.training.step.batches import Batch
 
 
 @dataclass(frozen=True, slots=True)

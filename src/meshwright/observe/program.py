@@ -29,18 +29,18 @@ from meshwright.spec.memory.held import WIDTHS, written_bytes
 from meshwright.spec.memory.sampling import cache_bytes
 from meshwright.spec.recipe.objectives import most_answers
 from meshwright.store.staging import Staging, copied_bytes
-from meshwright.training.batches import Batch, Share, split, to_batch, to_columns
-from meshwright.training.distillation import LIKELIEST, LOGS
-from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
-from meshwright.training.objectives import objective_of
-from meshwright.training.preference import REFERENCE
-from meshwright.training.pretrained import round_largest
-from meshwright.training.rate import learning_rate
-from meshwright.training.state import TrainState
-from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
-from meshwright.training.teacher import distillation
-from meshwright.training.teacher_targets import sizes_of
+from meshwright.training.objectives.distillation import LIKELIEST, LOGS
+from meshwright.training.objectives.objectives import objective_of
+from meshwright.training.objectives.preference import REFERENCE
+from meshwright.training.optimizer.rate import learning_rate
+from meshwright.training.resume.pretrained import round_largest
+from meshwright.training.resume.state import TrainState
+from meshwright.training.step.batches import Batch, Share, split, to_batch, to_columns
+from meshwright.training.step.evaluate import summed_loss
+from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
+from meshwright.training.teachers.teacher import distillation
+from meshwright.training.teachers.teacher_targets import sizes_of
 
 
 @dataclass(frozen=True, slots=True)

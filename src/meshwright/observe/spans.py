@@ -15,8 +15,8 @@ import torch
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.pipeline import Passes
 from meshwright.spec.layout.schedule import Action
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.step import MicroPass
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.step.step import MicroPass
 
 
 @dataclass(frozen=True, slots=True)

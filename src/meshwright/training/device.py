@@ -29,7 +29,7 @@ from meshwright.spec.presets import device_names
 from meshwright.spec.rules.compiled_blocks import leaves_compiler_out
 from meshwright.spec.rules.frozen_codes import holds_codes
 from meshwright.spec.units import GIB
-from meshwright.training.precision import DTYPES, reduce_dtype
+from meshwright.training.optimizer.precision import DTYPES, reduce_dtype
 
 MEMORY_TOLERANCE = 0.12
 """Share of the memory that drivers reserve, also for error correction. At most 8 % was seen (L40S)."""

@@ -25,13 +25,13 @@ from meshwright.spec.recipe.recipe import UNREAD
 from meshwright.store import checkpoint_folder, default_folders
 from meshwright.store.run_folder import RunFolder
 from meshwright.training import device as devices
-from meshwright.training import pretrained
 from meshwright.training.fits import check_fits, check_space
-from meshwright.training.interrupt import Interrupt
-from meshwright.training.precision import DTYPES
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.resume import pretrained
 from meshwright.training.resume_checks import check_resume
-from meshwright.training.teacher import check_shared
-from meshwright.training.watch import Forecast
+from meshwright.training.step.interrupt import Interrupt
+from meshwright.training.step.watch import Forecast
+from meshwright.training.teachers.teacher import check_shared
 
 MEASURED_ROWS = 256
 """Rows whose documents are measured at the start."""

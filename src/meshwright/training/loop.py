@@ -24,9 +24,6 @@ from meshwright.spec.recipe.recipe import NO_SCHEME, DataRead
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.training import pretrained
-from meshwright.training.batches import Share
-from meshwright.training.interrupt import Interrupt
 from meshwright.training.job import (
     Job,
     Preflight,
@@ -37,21 +34,24 @@ from meshwright.training.job import (
     open_job,
     open_run_folder,
 )
-from meshwright.training.objectives import Task
-from meshwright.training.on_policy import AnswerSampler, on_policy
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
-from meshwright.training.rate import rate_jump
-from meshwright.training.reference import Reference, holds_weights_only
+from meshwright.training.objectives.objectives import Task
+from meshwright.training.objectives.on_policy import AnswerSampler, on_policy
+from meshwright.training.objectives.reference import Reference, holds_weights_only
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES, LossScaler, reduce_dtype
+from meshwright.training.optimizer.rate import rate_jump
+from meshwright.training.optimizer.skipping import StepSkipper
+from meshwright.training.resume import pretrained
+from meshwright.training.resume.state import Progress, TrainState, seed_everything
 from meshwright.training.resume_checks import check_resumed, data_read
-from meshwright.training.skipping import StepSkipper
-from meshwright.training.state import Progress, TrainState, seed_everything
-from meshwright.training.teacher import distillation
+from meshwright.training.step.batches import Share
+from meshwright.training.step.interrupt import Interrupt
+from meshwright.training.step.watch import Summary, Watcher
+from meshwright.training.teachers.teacher import distillation
 from meshwright.training.trainer import Trainer
-from meshwright.training.watch import Summary, Watcher
 
 if TYPE_CHECKING:
-    from meshwright.training.teacher_targets import TeacherTargets
+    from meshwright.training.teachers.teacher_targets import TeacherTargets
 
 
 def run(
@@ -162,7 +162,7 @@ def store_teacher_targets(job: Job, corpus: Corpus, start: Start, interrupt: Int
     """
     if not job.plan.recipe.distillation_top_k:
         return None
-    from meshwright.training.teacher_targets import ask
+    from meshwright.training.teachers.teacher_targets import ask
 
     return ask(job.plan, corpus, start.read, job.mesh, job.device, job.rank_zero, interrupt)
 

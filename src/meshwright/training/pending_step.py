@@ -10,11 +10,11 @@ from meshwright.parallel.group import Group
 from meshwright.spec import Plan
 from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device, step_clock
-from meshwright.training.rate import learning_rate
-from meshwright.training.skipping import REASONS
-from meshwright.training.step import StepResult
+from meshwright.training.optimizer.rate import learning_rate
+from meshwright.training.optimizer.skipping import REASONS
+from meshwright.training.step.step import StepResult
+from meshwright.training.step.watch import StepMetrics
 from meshwright.training.step_clock import StepSpan
-from meshwright.training.watch import StepMetrics
 
 
 class Readback:

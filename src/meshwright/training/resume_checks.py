@@ -10,10 +10,10 @@ from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder
-from meshwright.training import pretrained
-from meshwright.training.reference import holds_weights_only
-from meshwright.training.state import DATA_KEYS, STATE_KEYS, TEXT, mixture_weights
-from meshwright.training.teacher import check_teacher
+from meshwright.training.objectives.reference import holds_weights_only
+from meshwright.training.resume import pretrained
+from meshwright.training.resume.state import DATA_KEYS, STATE_KEYS, TEXT, mixture_weights
+from meshwright.training.teachers.teacher import check_teacher
 
 
 def check_resume(plan: Plan, resume: str) -> None:

@@ -12,10 +12,10 @@ from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.layout.places import pipeline_ranks
 from meshwright.training import device
-from meshwright.training.kept_bytes import memory
-from meshwright.training.state import TrainState
-from meshwright.training.step import Objective
-from meshwright.training.teacher import teacher_tensors
+from meshwright.training.optimizer.kept_bytes import memory
+from meshwright.training.resume.state import TrainState
+from meshwright.training.step.step import Objective
+from meshwright.training.teachers.teacher import teacher_tensors
 
 
 @dataclass(slots=True)

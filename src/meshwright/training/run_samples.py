@@ -28,9 +28,9 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.units import many
 from meshwright.spec.weights.boxes import share
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.training.batches import Batch, Share, forms, select
-from meshwright.training.evaluate import evaluating
-from meshwright.training.step import EVALUATION, MicroPass
+from meshwright.training.step.batches import Batch, Share, forms, select
+from meshwright.training.step.evaluate import evaluating
+from meshwright.training.step.step import EVALUATION, MicroPass
 
 PROMPTS = 3
 """Prompts from the held-out part when the recipe names none."""

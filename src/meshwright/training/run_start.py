@@ -12,7 +12,7 @@ from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.compiled_blocks import can_be_compiled
 from meshwright.spec.units import many
 from meshwright.training import device as devices
-from meshwright.training.watch import Forecast, RunInfo
+from meshwright.training.step.watch import Forecast, RunInfo
 
 
 def run_info(

@@ -20,21 +20,21 @@ from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
 from meshwright.training import device
-from meshwright.training.batches import Feed, PackedRows, Share, split
-from meshwright.training.evaluate import HeldOutRows
-from meshwright.training.held_out_scores import score_sources
-from meshwright.training.interrupt import Interrupt, StopAgreement
 from meshwright.training.job import Job
-from meshwright.training.objectives import TEXT, Task
+from meshwright.training.objectives.objectives import TEXT, Task
+from meshwright.training.optimizer.rate import learning_rate
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
-from meshwright.training.rate import learning_rate
+from meshwright.training.resume.state import TrainState
 from meshwright.training.run_ledger import StepLedger
 from meshwright.training.run_samples import RunSamples
 from meshwright.training.run_start import run_info, run_notes
-from meshwright.training.state import TrainState
-from meshwright.training.step import train_step
+from meshwright.training.step.batches import Feed, PackedRows, Share, split
+from meshwright.training.step.evaluate import HeldOutRows
+from meshwright.training.step.held_out_scores import score_sources
+from meshwright.training.step.interrupt import Interrupt, StopAgreement
+from meshwright.training.step.step import train_step
+from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
 from meshwright.training.step_clock import StepClock
-from meshwright.training.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
 
 
 def reads_late(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwright.spec.extras import require
 from meshwright.store.durable import replace_file
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher, numbers
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher, numbers
 
 log = logging.getLogger(__name__)
 

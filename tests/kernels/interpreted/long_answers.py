@@ -8,9 +8,9 @@ import torch
 from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.attention.store import PagedStore
 from meshwright.model import build
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from tests.model.shrunk import shrink
 
 

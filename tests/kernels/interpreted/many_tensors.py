@@ -17,7 +17,7 @@ from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.update_passes import update_passes
 from meshwright.spec import Recipe
-from meshwright.training.optimizer import Optimizer
+from meshwright.training.optimizer.optimizer import Optimizer
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

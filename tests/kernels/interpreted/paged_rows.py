@@ -11,9 +11,9 @@ from meshwright.kernels.attention.store import PagedStore
 from meshwright.kernels.triton import paged
 from meshwright.model import build
 from meshwright.model.generate import generate
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.execution.serving_defaults import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 from tests.model.shrunk import model, shrink

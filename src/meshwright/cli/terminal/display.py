@@ -12,7 +12,7 @@ from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.panel import Panel
 from meshwright.spec.units import MIB, count, duration, text_size
 from meshwright.training.smooth import Smoothed
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 REFRESH_S = 0.2
 """Shortest time between two drawings, in seconds."""

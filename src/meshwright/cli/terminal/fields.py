@@ -4,7 +4,7 @@ from collections import deque
 
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.units import GIB, count, duration, many
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 
 class Pace:

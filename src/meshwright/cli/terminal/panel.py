@@ -11,7 +11,7 @@ from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.chart import BLANK, Curve, braille, span
 from meshwright.spec.units import count, duration
 from meshwright.training.smooth import Smoothed
-from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics
+from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics
 
 CURVE = "cyan"
 POINT = "yellow"

@@ -37,7 +37,7 @@ def chat(
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     asked.check_adapter(adapter)
 
-    from meshwright.serve.request_options import RequestOptions
+    from meshwright.serving.engine.answers.request_options import RequestOptions
     from meshwright.store.model_place import check_model
 
     check_model(model, dtype=dtype, checkpoint=checkpoint)

@@ -87,7 +87,7 @@ def write_gguf_file(
     from meshwright.compress.gguf_stream import plan_gguf, write_gguf
     from meshwright.compress.original import open_original
     from meshwright.store.durable import one_line
-    from meshwright.training.precision import DTYPES
+    from meshwright.training.optimizer.precision import DTYPES
 
     check_export(source, out, dtype, which, adapter=adapter)
     original = open_original(source, which)
@@ -117,7 +117,7 @@ def write_directory(
     from meshwright.store.durable import one_line
     from meshwright.store.model_place import check_dtype
     from meshwright.store.model_weights import final_weights, locate, weights
-    from meshwright.training.precision import DTYPES
+    from meshwright.training.optimizer.precision import DTYPES
 
     check_dtype(dtype)
     run, checkpoint = locate(source, which)

@@ -57,7 +57,7 @@ def generate(
         raise PlanError("--chat and --prompt-ids contradict each other: a template takes text, as --prompt")
 
     from meshwright.api.offline_answers import questions_of, read_prompts
-    from meshwright.serve.request_options import RequestOptions
+    from meshwright.serving.engine.answers.request_options import RequestOptions
 
     options = RequestOptions(
         max_new_tokens=max_new_tokens, temperature=chosen_temperature, top_k=top_k, top_p=top_p, seed=seed,

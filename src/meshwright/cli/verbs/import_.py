@@ -67,7 +67,7 @@ def import_hf(folder: Path, run: Path) -> "Plan":
 
 
 def _plan(folder: "HubFolder", run: Path) -> "Plan":
-    from meshwright.training.precision import DTYPES
+    from meshwright.training.optimizer.precision import DTYPES
 
     precision = next(name for name, dtype in DTYPES.items() if dtype == folder.dtype)
     sequence = min(Recipe().sequence, folder.shape.max_positions)
@@ -98,7 +98,7 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", hub: "HubFolder", tensors: "dic
     from meshwright import planfile
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
-    from meshwright.training.pretrained import keep_hub_files
+    from meshwright.training.resume.pretrained import keep_hub_files
 
     path = Path(plan.run)
     is_new = not path.exists()

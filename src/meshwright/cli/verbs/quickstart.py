@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from meshwright.api.trained_model import TrainedModel
     from meshwright.data import Corpus
-    from meshwright.training.watch import Summary
+    from meshwright.training.step.watch import Summary
 
 PLAN = Path(__file__).with_name("quickstart.yaml")
 RUN = "runs/quickstart"

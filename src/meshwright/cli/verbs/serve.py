@@ -19,9 +19,9 @@ from meshwright.spec.extras import require
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import TrainedModel
-    from meshwright.serve.speculation import Speculation
-    from meshwright.server.hosted_model import HostedModel
-    from meshwright.server.http_server import HttpServer
+    from meshwright.serving.engine.speculation import Speculation
+    from meshwright.serving.http.host.hosted_model import HostedModel
+    from meshwright.serving.http.host.http_server import HttpServer
 
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
@@ -90,8 +90,8 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all settings, not only the common ones.")] = False,
 ) -> None:
     """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
-    from meshwright.server.access import read_keys
-    from meshwright.server.server_options import ServerLimits, ServerOptions
+    from meshwright.serving.http.request.access import read_keys
+    from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
     keys = (read_keys(api_key_file) if api_key_file else ()) + _environment_key()
     options = ServerOptions(
@@ -112,7 +112,7 @@ def serve(
     asked.check_tensor_ranks(tp, ep)
 
     from meshwright.api.serving import configuration, run, served_name, server_of
-    from meshwright.serve.engine_options import EngineOptions, Graphs
+    from meshwright.serving.engine.engine_options import EngineOptions, Graphs
     from meshwright.store.model_place import check_model
 
     require("serve", "serve")
@@ -172,7 +172,7 @@ def serve(
 def _speculation(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
     if tokens is None and draft is None:
         return None
-    from meshwright.serve.speculation import Speculation
+    from meshwright.serving.engine.speculation import Speculation
 
     plain = Speculation()
     return Speculation(
@@ -181,7 +181,7 @@ def _speculation(tokens: int | None, ngram: int | None, draft: Path | None) -> "
 
 
 def _environment_key() -> tuple[str, ...]:
-    from meshwright.server.access import check_key
+    from meshwright.serving.http.request.access import check_key
 
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key:

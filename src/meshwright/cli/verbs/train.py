@@ -21,7 +21,7 @@ from meshwright.spec.plan.worlds import world_violation
 
 if TYPE_CHECKING:
     from meshwright.spec import Plan
-    from meshwright.training.watch import Watcher
+    from meshwright.training.step.watch import Watcher
 
 
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (needs an extra).")]

@@ -26,10 +26,10 @@ from meshwright.spec.model.shape import ModelShape, MoEShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.training import device as train_device
-from meshwright.training.batches import Batch, Share, select, split
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES, reduce_dtype
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES, reduce_dtype
+from meshwright.training.step.batches import Batch, Share, select, split
+from meshwright.training.step.step import train_step
 
 LIMIT_S = 120.0
 """Time limit of the start, and of each plan, in seconds."""

@@ -19,8 +19,8 @@ from torch import Tensor
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.data import local
 from meshwright.spec.layout.layout import Layout
-from meshwright.training.kept_bytes import codes, tensors_by_kind
-from meshwright.training.state import TrainState
+from meshwright.training.optimizer.kept_bytes import codes, tensors_by_kind
+from meshwright.training.resume.state import TrainState
 
 CODES = "codes"
 """Provisional kind of parameters that are never sharded, until all others have their kind."""

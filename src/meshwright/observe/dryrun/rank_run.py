@@ -22,7 +22,7 @@ from meshwright.parallel.pass_graphs import PassGraphs
 from meshwright.parallel.traffic import Counts
 from meshwright.spec.memory.ledger import KINDS
 from meshwright.spec.memory.purpose import takes
-from meshwright.training.teacher import teacher_tensors
+from meshwright.training.teachers.teacher import teacher_tensors
 
 LISTED = 20
 

@@ -14,9 +14,9 @@ from meshwright.data import Tokenizer
 from meshwright.data.chat.template import ChatTemplate
 from meshwright.model import Transformer
 from meshwright.model.prompt_batch import ContinuationScore, score
-from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.errors import DataError
 
 Item = TypeVar("Item")

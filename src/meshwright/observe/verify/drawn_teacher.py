@@ -12,9 +12,9 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.lora import NONE, SAME, LoRAShape
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.objectives import teacher_layout
-from meshwright.training.distillation import Distillation
-from meshwright.training.step import CROSS_ENTROPY, Objective
-from meshwright.training.teacher import beside, lay_out
+from meshwright.training.objectives.distillation import Distillation
+from meshwright.training.step.step import CROSS_ENTROPY, Objective
+from meshwright.training.teachers.teacher import beside, lay_out
 
 SHARP = 6.0
 """Gain of the last norm. Random weights predict almost evenly, so their divergence would consist of rounding."""

@@ -29,10 +29,10 @@ from meshwright.spec.model.shape import ModelShape, MoEShape
 from meshwright.spec.recipe.objectives import CROSS_ENTROPY, DISTILL
 from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
 from meshwright.spec.weights.boxes import Box
-from meshwright.training.batches import Batch, Share, select, split, to_device
-from meshwright.training.optimizer import Optimizer
-from meshwright.training.precision import DTYPES, LossScaler
-from meshwright.training.step import train_step
+from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.precision import DTYPES, LossScaler
+from meshwright.training.step.batches import Batch, Share, select, split, to_device
+from meshwright.training.step.step import train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

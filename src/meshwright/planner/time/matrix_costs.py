@@ -27,7 +27,7 @@ from meshwright.spec.weights.boxes import boxes_of, sharded_dim
 from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders
 
 UPDATED_AT_ONCE_BYTES = 4 * 16 * 2**20
-"""Temporaries of elementwise work: several of 2**22 fp32 elements (training/muon.py)."""
+"""Temporaries of elementwise work: several of 2**22 fp32 elements (training/optimizer/muon.py)."""
 DIRECTION_BYTES = 8.0
 """Bytes per element to write the direction and read it again for sending."""
 

@@ -1,4 +1,4 @@
-"""Kernels of an optimizer step, and the bytes that each moves (training/optimizer.py)."""
+"""Kernels of an optimizer step, and the bytes that each moves (training/optimizer/optimizer.py)."""
 
 from typing import NamedTuple
 

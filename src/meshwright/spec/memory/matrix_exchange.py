@@ -10,7 +10,7 @@ the pieces of the direction, orthogonalizes, and sends each holder the piece tha
 A matrix that some ranks hold whole (an expert) is orthogonalized by one of them and not gathered. The others are dealt
 so that all ranks have equal work. Matrices go in rounds, to limit how many a rank has at once.
 
-The engine runs this (training/muon.py), and the planner counts its bytes.
+The engine runs this (training/optimizer/muon.py), and the planner counts its bytes.
 """
 
 from collections.abc import Iterator, Sequence

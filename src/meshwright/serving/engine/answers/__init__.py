@@ -1,0 +1,1 @@
+"""Answers: options of a request, grammars, tool calls, beams, and text with its stop strings."""

@@ -1,0 +1,187 @@
+"""Answers that follow a JSON schema or a regular expression: which tokens may come next.
+
+The grammars are llguidance's (MIT licensed, the extra `grammar`): an Earley parser over derivatives of regular
+expressions, which works letter by letter as the answer grows. Nothing is precomputed, and every step is bounded.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.serving.engine.answers.grammar_limits import check_regex, schema_text
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.extras import require
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+WHITESPACE: Final = r"( |\n[ \t]{0,32})"
+"""Whitespace between the tokens of JSON: one space, or a new line and its indentation.
+
+Without a bound a model may write blanks for ever.
+"""
+LIMITS: Final = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 10_000,
+    "max_grammar_size": 50_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+"""Limits of the library: about 10 ms of each kind of work, and 20 MB of lexer states per answer.
+
+Usual schemas take a hundredth of it. What exceeds a limit is refused, or ends its answer.
+"""
+RECENT: Final = 32
+"""Grammars that are kept for the next request."""
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]")
+
+
+@final
+@dataclass(slots=True, eq=False)
+class GrammarState:
+    """Position of an answer in its grammar."""
+
+    matcher: "LLMatcher"
+    vocab: int
+    """V of the model."""
+    special: Tensor
+    """Tokens that no text contains."""
+    end_ids: Tensor
+    """Tokens that end the answer, allowed wherever the grammar may end."""
+    failure: str = ""
+    """Why it cannot continue: a limit, or no token spells what must come."""
+    ended: bool = field(default=False, init=False)
+    """True when nothing may follow."""
+
+    def allowed(self) -> Tensor:
+        """Return (V,) bool: the tokens that may come next. If there is none, `failure` says why."""
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        tokens = torch.zeros(self.vocab, dtype=torch.bool)
+        allowed_text = torch.from_numpy(np.unpackbits(bits, bitorder="little", count=min(self.vocab, 8 * len(bits))))
+        tokens[: len(allowed_text)] = allowed_text.bool()
+        tokens[self.special] = False
+        if self.matcher.is_error():
+            self.failure = _error_text(self.matcher)
+            tokens[:] = False
+            return tokens
+        tokens[self.end_ids] = bool(self.matcher.is_accepting())
+        if not self.failure and not tokens.any():
+            self.failure = "no token of the vocabulary spells what must come next"
+        return tokens
+
+    def take(self, token: int) -> None:
+        """Advance by an allowed token that does not end the answer."""
+        if not self.matcher.consume_token(token):
+            self.failure = _error_text(self.matcher)
+        self.ended = not self.failure and bool(self.matcher.is_stopped())
+
+    def copy(self) -> "GrammarState":
+        """Return the state for another answer with the same beginning."""
+        return GrammarState(self.matcher.deep_copy(), self.vocab, self.special, self.end_ids, self.failure)
+
+
+@final
+class Grammars:
+    """The grammars of one model's vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        """Take V of the model, at least that of the tokenizer.
+
+        Raises ArgumentError when the library is missing or cannot read the tokenizer.
+        """
+        library = _library()
+        special = sorted(tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set()))
+        if not special:
+            raise ArgumentError(
+                "constrained output needs an end-of-text token, and the tokenizer names none: give eos_token in "
+                "its tokenizer_config.json"
+            )
+        try:
+            self._tokenizer = library.LLTokenizer(tokenizer.json, eos_token=special)
+        except ValueError as error:
+            raise ArgumentError(f"constrained output cannot read this tokenizer: {_one_line(str(error))}") from error
+        self._limits = library.LLParserLimits(**LIMITS)
+        self._special = torch.tensor([token for token in special if token < vocab])
+        self._vocab = vocab
+        self._recent: OrderedDict[str, GrammarState] = OrderedDict()
+
+    def begin(self, options: RequestOptions, end_ids: Collection[int]) -> GrammarState | None:
+        """Return the state at an answer's beginning.
+
+        None = it is unconstrained. Raises ArgumentError for unusable grammars.
+        """
+        if options.regex is None and options.json_schema is None:
+            return None
+        name, grammar = _grammar(options)
+        state = self._recent.pop(grammar, None) or self._build(name, grammar)
+        self._recent[grammar] = state
+        while len(self._recent) > RECENT:
+            self._recent.popitem(last=False)
+        state = state.copy()  # a copy per request: the cached one stays at its beginning
+        state.end_ids = torch.tensor(sorted(end_ids), dtype=torch.int64)
+        return state
+
+    def _build(self, name: str, grammar: str) -> GrammarState:
+        matcher = _library().LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
+        if matcher.is_error():
+            raise _refusal(name, _error_text(matcher))
+        state = GrammarState(matcher, self._vocab, self._special, torch.empty(0, dtype=torch.int64))
+        state.allowed()
+        if matcher.is_error():
+            raise _refusal(name, "nothing fits it" if "NoExtension" in state.failure else state.failure)
+        state.failure = ""
+        return state
+
+
+def _grammar(options: RequestOptions) -> tuple[str, str]:
+    """Return the option's name, and the library's grammar for it."""
+    matcher = _library().LLMatcher
+    if options.regex is not None:
+        check_regex("regex", options.regex)
+        return "regex", str(matcher.grammar_from_regex(options.regex))
+    try:
+        overrides: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+        assert options.json_schema is not None
+        return "json_schema", str(
+            matcher.grammar_from_json_schema(schema_text(options.json_schema), overrides=overrides)
+        )  # fmt: skip
+    except ValueError as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise _refusal("json_schema", str(error)) from error
+
+
+def _refusal(name: str, error: str) -> ArgumentError:
+    unknown = _UNIMPLEMENTED.search(error)
+    if unknown is None:
+        return ArgumentError(f"{name} cannot be followed: {_one_line(error)}")
+    keywords = ", ".join(word.strip().strip('"') for word in unknown[1].split(","))
+    return ArgumentError(f"{name} has {keywords}, which constrained output does not know: leave it out")
+
+
+def _error_text(matcher: "LLMatcher") -> str:
+    return str(matcher.get_error()).replace("<non-verbose/>", "")
+
+
+def _one_line(text: str) -> str:
+    """Return the text as one line of at most 300 letters, without arrows that point into the grammar."""
+    lines = [line for line in text.splitlines() if line.strip(" ^")]
+    return " ".join(" ".join(lines).split())[:300]
+
+
+def _library() -> Any:
+    require("grammar", "json_schema or regex", ", or leave them out", ArgumentError)
+    import llguidance
+
+    return llguidance

@@ -1,0 +1,1 @@
+"""Rows of a step: packed tokens, prepared layers, and adapters that differ from row to row."""

@@ -1,0 +1,170 @@
+"""Ranks that serve one model together, each with a part of every layer (parallel/tensor.py) and of the cache.
+
+Rank 0 schedules and samples. Before each step it sends the step to the others. All compute it, and logits of the parts
+of the vocabulary are gathered on rank 0. Other ranks know no requests: they `follow`.
+
+Messages are integers, in one broadcast on the host, or two if there are many, and never objects.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum, auto
+from typing import TypeVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.model.transformer import Transformer
+from meshwright.parallel.group import is_lost_connection
+from meshwright.parallel.mesh import Mesh
+from meshwright.serving.engine.rows.adapter_shares import AdapterRoom, adapter_words
+from meshwright.serving.engine.rows.request_adapters import RequestAdapters
+from meshwright.spec.errors import RunError, is_out_of_memory
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.weights.boxes import share
+
+T = TypeVar("T")
+FIRST_NUMBERS = 1024
+"""Integers of the first broadcast."""
+
+
+class RankCommand(IntEnum):
+    """Commands of rank 0 to the others."""
+
+    SETUP = auto()
+    """Settings of the runner: runner_setup.py."""
+    STEP = auto()
+    """A step to compute: step_words.py."""
+    CLEAR = auto()
+    """Blocks to set to zero."""
+    ADAPTER = auto()
+    """An adapter to load: adapter_shares.py."""
+    DROP = auto()
+    """Number of an adapter to drop."""
+    END = auto()
+    """No more commands follow."""
+
+
+@final
+class ServingRanks:
+    """The ranks of one group, as seen by one of them."""
+
+    def __init__(self, mesh: Mesh, model: Transformer) -> None:
+        """Take this rank's part of the model. The mesh has at least two ranks, all of them tp."""
+        group = mesh["tp"]
+        self._group, self._layout, self._shape, self._vocab = group, mesh.layout, model.shape, model.shape.vocab
+        self._dtype = model.embed.weight.dtype
+        self.size = group.size
+        self.leads = group.index == 0
+        """True on the rank that schedules."""
+        self.row_multiple = group.size if model.seams.dense.gathers else 1
+        """Rows of a pass are a multiple of this."""
+        self.broken = False
+        """True when a step has failed, or a rank is gone.
+
+        Ranks are then out of step, and nothing more can be sent. Another thread may set it.
+        """
+
+    @property
+    def _gone(self) -> str:
+        return f"another one of the {self.size} ranks that serve this model has ended: start all of them again"
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Guard what all ranks do. Raises RunError when one of them is gone."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = True
+            if not is_lost_connection(error):
+                raise
+            raise RunError(self._gone) from error
+
+    def send(self, kind: RankCommand, words: Sequence[int] = ()) -> None:
+        """Send a command to all other ranks, which `receive` it."""
+        if self.broken:
+            raise RunError(self._gone)
+        numbers = [kind, len(words), *words]
+        numbers += [0] * (FIRST_NUMBERS - len(numbers))
+        with self.together():
+            self._group.broadcast(torch.tensor(numbers[:FIRST_NUMBERS]))
+            if len(numbers) > FIRST_NUMBERS:
+                self._group.broadcast(torch.tensor(numbers[FIRST_NUMBERS:]))
+
+    def receive(self) -> tuple[RankCommand, list[int]]:
+        """Wait for rank 0's next command."""
+        with self.together():
+            kind, length, *words = self._group.broadcast(torch.zeros(FIRST_NUMBERS, dtype=torch.int64)).tolist()
+            if length > len(words):
+                more = torch.zeros(length - len(words), dtype=torch.int64)
+                words += self._group.broadcast(more).tolist()
+        return RankCommand(kind), words[:length]
+
+    def share_adapter(
+        self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, adapters: RequestAdapters
+    ) -> bool:  # fmt: skip
+        """Give all ranks their part of an adapter's whole tensors. See take_adapter."""
+        words = adapter_words(number, tensors, lora, self._shape)
+        self.send(RankCommand.ADAPTER, words)
+        return self.take_adapter(words, adapters, tensors)
+
+    def take_adapter(
+        self, words: Sequence[int], adapters: RequestAdapters, tensors: Mapping[str, Tensor] | None = None
+    ) -> bool:  # fmt: skip
+        """Load this rank's part of an adapter after command ADAPTER. Rank 0 passes the `tensors`.
+
+        Return False on all ranks, and have it on none, when one has no memory for its part.
+        """
+        with self.together():
+            room = self._on_all(
+                lambda: AdapterRoom(words, self._shape, self._layout, self._group.index, self._dtype)
+            )  # fmt: skip
+            if room is None:
+                return False
+            tensors_here = room.filled(tensors, self._group)
+
+            def put() -> bool:
+                adapters.put(room.number, tensors_here)
+                return True
+
+            if self._on_all(put):
+                return True
+            adapters.drop(room.number)
+            return False
+
+    def _on_all(self, work: Callable[[], T]) -> T | None:
+        """Return the outcome of `work`, or None on all ranks when one has no memory for it."""
+        outcome = None
+        try:
+            outcome = work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        lacking = self._group.all_reduce(torch.tensor(int(outcome is None)), "max")
+        return None if lacking else outcome
+
+    def drop_adapter(self, number: int) -> None:
+        """Let all other ranks drop an adapter."""
+        self.send(RankCommand.DROP, [number])
+
+    def whole_logits(self, part: Tensor) -> Tensor:
+        """Gather logits (R, V) from the ranks' parts (R, share of V), on all ranks."""
+        most, sizes = self._sizes()
+        padded = self._group.all_gather(F.pad(part, (0, most - part.shape[1]))[None])
+        return torch.cat([part_logits[:, :size] for part_logits, size in zip(padded, sizes, strict=True)], dim=1)
+
+    def rank_zero_logits(self, part: Tensor) -> Tensor:
+        """Gather logits (R, V) on rank 0. Other ranks get their own part."""
+        if not self.leads:
+            self._group.exchange([(part.contiguous(), 0)], [])[0].wait()
+            return part
+        _, sizes = self._sizes()
+        parts = [part, *(part.new_empty(len(part), size) for size in sizes[1:])]
+        for work in self._group.exchange([], [(buffer, rank) for rank, buffer in enumerate(parts) if rank]):
+            work.wait()
+        return torch.cat(parts, dim=1)
+
+    def _sizes(self) -> tuple[int, list[int]]:
+        sizes = [share(self._vocab, self.size, rank)[1] for rank in range(self.size)]
+        return max(sizes), sizes

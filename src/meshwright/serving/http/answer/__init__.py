@@ -1,0 +1,1 @@
+"""Answers as documents of OpenAI's interface."""

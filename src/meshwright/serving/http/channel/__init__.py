@@ -1,0 +1,1 @@
+"""Messages between the process of the model and that of HTTP."""

@@ -1,0 +1,241 @@
+"""Messages between the HTTP process and the engine's process as parts of frames: arrays of tokens, JSON otherwise."""
+
+import json
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.http.api_error import ApiError
+from meshwright.serving.http.server_options import ServerLimits, ServerOptions
+
+Top = list[tuple[int, float]]
+"""Likeliest tokens at one position, and their log-probabilities."""
+
+
+class EngineFigures(NamedTuple):
+    """Figures of the engine for metrics."""
+
+    running: int = 0
+    """Sequences that grow."""
+    waiting: int = 0
+    """Prompts that wait."""
+    blocks: int = 1
+    free_blocks: int = 1
+    adapters: int = 0
+    """Adapters in memory."""
+    adapter_bytes: int = 0
+    preemptions: int = 0
+    """Total over all steps, as all fields below."""
+    queries: int = 0
+    hits: int = 0
+    host_hits: int = 0
+    host_saved: int = 0
+    guessed: int = 0
+    accepted: int = 0
+
+
+_FIGURES = struct.Struct(f"<d{len(EngineFigures._fields)}q")
+
+
+@dataclass(slots=True)
+class StepNews:
+    """News of one step. The HTTP process numbers the answers."""
+
+    at: float = 0.0
+    """End of the step by the clock of the machine (`monotonic`)."""
+    figures: EngineFigures = field(default_factory=EngineFigures)
+    answers: list[int] = field(default_factory=list)
+    """Answer of each new token. An answer with several new tokens is repeated."""
+    tokens: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
+    """Indices of `tokens` with log-probabilities, in order."""
+    logprobs: list[float] = field(default_factory=list)
+    top: list[Top] = field(default_factory=list)
+    started: list[int] = field(default_factory=list)
+    """Tasks that no longer wait."""
+    cached: list[tuple[int, int]] = field(default_factory=list)
+    """Tasks with their first token, and how many of the prompt's tokens were cached."""
+    ended: list[tuple[int, str]] = field(default_factory=list)
+    """Answers, and why they ended."""
+    refused: list[tuple[int, str, str]] = field(default_factory=list)
+    """Tasks that the engine refused: the reason in a word (`request`, `engine`, `defect`) and in a sentence."""
+
+    @property
+    def rare(self) -> dict[str, Any]:
+        """Fields that are empty in most steps, if they are not."""
+        names = ("started", "cached", "ended", "refused")
+        return {name: entries for name in names if (entries := getattr(self, name))}
+
+    def encode(self) -> list[bytes]:
+        """Encode it as parts of a frame."""
+        rare = self.rare
+        parts = [
+            _FIGURES.pack(self.at, *self.figures),
+            array("I", self.answers).tobytes(),
+            array("I", self.tokens).tobytes(),
+            json.dumps(rare).encode() if rare else b"",
+        ]
+        if self.scored:
+            parts += [array("I", self.scored).tobytes(), *encode_scores(self.logprobs, self.top)]
+        return parts
+
+    @classmethod
+    def decode(cls, parts: Sequence[bytes]) -> "StepNews":
+        """Decode the parts that `encode` wrote."""
+        head, answers, tokens, rare, *scores = parts
+        at, *figures = _FIGURES.unpack(head)
+        news = cls(at, EngineFigures(*figures), _numbers("I", answers), _numbers("I", tokens))
+        for name, entries in json.loads(rare).items() if rare else ():
+            setattr(news, name, entries)
+        if scores:
+            news.scored = _numbers("I", scores[0])
+            news.logprobs, news.top = decode_scores(scores[1:])
+        return news
+
+
+def encode_scores(logprobs: Sequence[float], top: Sequence[Top]) -> list[bytes]:
+    """Encode log-probabilities of tokens and the likeliest at each position, as four arrays."""
+    pairs = [pair for row in top for pair in row]
+    return [
+        array("d", logprobs).tobytes(),
+        array("I", map(len, top)).tobytes(),
+        array("I", [token for token, _ in pairs]).tobytes(),
+        array("d", [logprob for _, logprob in pairs]).tobytes(),
+    ]
+
+
+def decode_scores(parts: Sequence[bytes]) -> tuple[list[float], list[Top]]:
+    """Decode the parts that `encode_scores` wrote."""
+    pairs = zip(_numbers("I", parts[2]), _numbers("d", parts[3]), strict=True)
+    top = [[next(pairs) for _ in range(count)] for count in _numbers("I", parts[1])]
+    return _numbers("d", parts[0]), top
+
+
+def _numbers(kind: str, content: bytes) -> list[Any]:
+    numbers = array(kind)
+    numbers.frombytes(content)
+    return numbers.tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedPrompt:
+    """Prompt for the engine."""
+
+    task: int
+    first_answer: int
+    """Number of its first answer. The others follow."""
+    prompt: Sequence[int]
+    options: RequestOptions
+    """Options without stop strings, which the HTTP process searches for in the text."""
+    with_logprobs: bool = False
+    """True if each token's log-probability is needed."""
+    scored: int | None = None
+    """Likeliest tokens per position of the prompt. None = the prompt is not scored."""
+
+    def encode(self) -> list[bytes]:
+        """Encode it as parts of a frame."""
+        # Options at their defaults are left out, so the message stays short.
+        changed = {
+            option.name: getattr(self.options, option.name)
+            for option in fields(RequestOptions)
+            if option.name != "stop" and getattr(self.options, option.name) != getattr(_DEFAULTS, option.name)
+        }
+        if "logit_bias" in changed:
+            changed["logit_bias"] = list(changed["logit_bias"].items())
+        rest = [self.task, self.first_answer, self.with_logprobs, self.scored, changed]
+        return [json.dumps(rest).encode(), array("I", self.prompt).tobytes()]
+
+    @classmethod
+    def decode(cls, parts: Sequence[bytes]) -> "AddedPrompt":
+        """Decode the parts that `encode` wrote."""
+        task, first, with_logprobs, scored, changed = json.loads(parts[0])
+        if "logit_bias" in changed:
+            changed["logit_bias"] = dict(changed["logit_bias"])
+        if "stop_ids" in changed:
+            changed["stop_ids"] = tuple(changed["stop_ids"])
+        return cls(
+            task=task, first_answer=first, prompt=_numbers("I", parts[1]), options=RequestOptions(**changed),
+            with_logprobs=with_logprobs, scored=scored,
+        )  # fmt: skip
+
+
+_DEFAULTS = RequestOptions()
+
+
+def encode_setup(name: str, options: ServerOptions) -> list[bytes]:
+    """Encode the settings of the server and the name of the model in metrics. Keys are never on a command line."""
+    document = asdict(options) | {"adapter_folder": options.adapter_folder and str(options.adapter_folder)}
+    return [json.dumps([name, document]).encode()]
+
+
+def decode_setup(parts: Sequence[bytes]) -> tuple[str, ServerOptions]:
+    """Decode the parts that `encode_setup` wrote."""
+    name, document = json.loads(parts[0])
+    limits, folder, keys = document.pop("limits"), document.pop("adapter_folder"), document.pop("keys")
+    options = ServerOptions(
+        limits=ServerLimits(**limits), adapter_folder=folder and Path(folder), keys=tuple(keys), **document
+    )
+    return name, options
+
+
+@dataclass(frozen=True, slots=True)
+class _JSONMessage:
+    """Message whose fields JSON can hold."""
+
+    def encode(self) -> list[bytes]:
+        """Encode it as parts of a frame."""
+        return [json.dumps(astuple(self)).encode()]
+
+    @classmethod
+    def decode(cls, parts: Sequence[bytes]) -> Self:
+        """Decode the parts that `encode` wrote."""
+        return cls(*json.loads(parts[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class CancelledAnswers(_JSONMessage):
+    """Answers of one task that are no longer needed."""
+
+    task: int
+    answers: Sequence[int] | None = None
+    """Numbers of the answers. None = all that grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCall(_JSONMessage):
+    """Call to load an adapter from a folder, or to unload it."""
+
+    call: int
+    name: str
+    path: str | None
+    """Folder. None = unload."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReply:
+    """Result of an AdapterCall."""
+
+    call: int
+    names: Sequence[str]
+    """Names of the adapters that are loaded now."""
+    error: ApiError | None = None
+
+    def encode(self) -> list[bytes]:
+        """Encode it as parts of a frame."""
+        error = self.error
+        words = error and [error.status, error.message, error.code, error.param, error.retry_seconds]
+        return [json.dumps([self.call, list(self.names), words]).encode()]
+
+    @classmethod
+    def decode(cls, parts: Sequence[bytes]) -> "AdapterReply":
+        """Decode the parts that `encode` wrote."""
+        call, names, words = json.loads(parts[0])
+        error = None
+        if words:
+            status, message, code, param, retry = words
+            error = ApiError(status, message, code=code, param=param, retry_seconds=retry)
+        return cls(call, names, error)

@@ -1,0 +1,1 @@
+"""Process that speaks HTTP. It loads no torch."""

@@ -1,0 +1,1 @@
+"""Requests: fields, messages as tokens, tools."""

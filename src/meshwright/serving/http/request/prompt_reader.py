@@ -1,0 +1,127 @@
+"""Conversion of text and conversations to token ids, in processes that are killed when they take too long."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from meshwright.data.corpus.worker import read_frame, write_frame
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.serving.http.api_error import ApiError, bad_request
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
+    "from meshwright.serving.http.request.prompt_worker import serve; serve()"
+)
+PROCESSES = 2
+"""Number of processes. A slow conversation leaves the other one free."""
+
+
+class PromptReader:
+    """Processes for one tokenizer, each with a thread that talks to it. `close` ends them."""
+
+    def __init__(self, tokenizer: Tokenizer, limit_s: float) -> None:
+        """Prepare the processes. `limit_s` is the time limit of one prompt."""
+        self._setup, self._limit_s = json.dumps(tokenizer.parts).encode(), limit_s
+        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="meshwright-prompt")
+        self._local = threading.local()
+        self._children = set[subprocess.Popen[bytes]]()
+
+    async def start(self) -> None:
+        """Start the first process, so no prompt waits for it. Others start on demand. Raises ApiError."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_child)
+
+    async def text(self, text: str) -> list[int]:
+        """Return the ids of a text to continue. Raises ApiError."""
+        return await self._ask(text)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        answer_start: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the ids of a conversation and the start of its answer. Raises ApiError when the template fails."""
+        return await self._ask(
+            {
+                "messages": list(messages),
+                "tools": tools and list(tools),
+                "answer_start": answer_start,
+                "settings": settings or {},
+            }
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for child in list(self._children):
+            self._end(child)
+
+    async def _ask(self, request: Any) -> list[int]:
+        encoded = json.dumps(request).encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, encoded)
+
+    def _answer(self, request: bytes) -> list[int]:
+        child = self._thread_child()
+        assert child.stdin is not None and child.stdout is not None
+        # Killing the child closes its pipe, which ends the read below.
+        timer = threading.Timer(self._limit_s, child.kill)
+        answer = None
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError, ValueError):
+                write_frame(child.stdin, [request])
+                answer = read_frame(child.stdout)
+        finally:
+            timer.cancel()
+        if answer is None:
+            self._end(child)
+            raise bad_request(
+                f"the prompt took more than {self._limit_s:g} s or too much memory to become tokens: shorten it",
+                code="prompt_too_slow",
+            )
+        error, *ids = answer
+        if error:
+            raise bad_request(error.decode("utf-8", "replace")[:500], code="prompt_refused")
+        return array("I", ids[0]).tolist()
+
+    def _thread_child(self) -> "subprocess.Popen[bytes]":
+        """Return the child of this thread, started if none is alive."""
+        child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
+        if child is not None and child.poll() is not None:
+            self._end(child)
+            child = None
+        return child or self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        except OSError as error:
+            raise ApiError(503, f"no process for prompts: {error.strerror}", code="busy", retry_seconds=1) from None
+        self._children.add(child)
+        self._local.child = child
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(sys.path).encode() + b"\n")
+        write_frame(child.stdin, [self._setup])
+        assert child.stdout is not None
+        if read_frame(child.stdout) is None:
+            self._end(child)
+            raise ApiError(503, "the process for prompts did not start", code="busy", retry_seconds=1)
+        return child
+
+    def _end(self, child: "subprocess.Popen[bytes]") -> None:
+        self._children.discard(child)
+        child.kill()
+        for pipe in (child.stdin, child.stdout):
+            with contextlib.suppress(OSError):
+                pipe and pipe.close()
+        child.wait()

@@ -1,0 +1,256 @@
+"""Fields of a completion request, those that it shares with a chat, and their defaults. Every field is honoured."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, ValidationError
+
+from meshwright.serving.engine.answers.request_options import LONGEST_STOP, MOST_LOGPROBS, MOST_STOPS
+from meshwright.serving.http.api_error import bad_request
+from meshwright.serving.http.request.checked_fields import CheckedFields
+
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MOST_IDS = 64
+"""Most token ids that may end an answer."""
+MOST_BIASES = 1024
+MOST_CHOICES = 256
+Choice = Annotated[str, Field(min_length=1, max_length=1024)]
+DRAWN: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+"""Fields of sampling -> values that ask for nothing."""
+LENGTH: Final = "max_new_tokens"
+"""Default length of answers in a generation_config.json."""
+_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class StreamFields(CheckedFields):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """Send one more event before the last, with the token counts of all answers."""
+
+
+class SchemaFields(CheckedFields):
+    """JSON schema and its name."""
+
+    name: str = Field(max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str = ""
+    strict: bool | None = True
+    """Accepted and ignored: the schema is always enforced."""
+
+
+class FormatFields(CheckedFields):
+    """Form of an answer: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFields | None = None
+
+
+class StructureFields(CheckedFields):
+    """Form of an answer in vLLM's words: a schema, a regular expression, or one of several texts."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[Choice] | None = Field(None, min_length=1, max_length=MOST_CHOICES)
+
+
+class AnswerFields(CheckedFields):
+    """Fields that completions and chats share."""
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31)
+    """0 and -1 = all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    n: int = Field(1, ge=1)
+    best_of: int | None = Field(None, ge=1)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-100, le=100)
+    early_stopping: bool | Literal["never"] = False
+    seed: int | None = Field(None, ge=0, lt=2**62)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
+    stop_token_ids: list[Token] = Field(default_factory=list, max_length=MOST_IDS)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: dict[str, Bias] = Field(default_factory=dict, max_length=MOST_BIASES)
+    stream: bool = False
+    stream_options: StreamFields | None = None
+    cache_salt: str = Field("", max_length=256)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    return_token_ids: bool = False
+    user: str = Field("", max_length=256)
+    """User for the log."""
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    response_format: FormatFields | None = None
+    structured_outputs: StructureFields | None = None
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """JSON schema of the answer. The empty schema allows any object."""
+        form, structure = self.response_format, self.structured_outputs
+        if form is not None and form.type == "json_object":
+            return {}
+        if form is not None and form.json_schema is not None:
+            return form.json_schema.schema_
+        return structure.json_ if structure else None
+
+    @property
+    def answer_regex(self) -> str | None:
+        """Regular expression that the answer must match."""
+        structure = self.structured_outputs
+        if structure is not None and structure.choice is not None:
+            return f"({'|'.join(map(_literal, structure.choice))})"
+        return structure.regex if structure else None
+
+    @property
+    def candidates(self) -> int:
+        """Number of answers that are generated, of which the best `n` are returned. For beams, the beams followed."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def beams(self) -> int:
+        """Number of beams. 1 = no beam search."""
+        return self.candidates if self.use_beam_search else 1
+
+    @property
+    def answers(self) -> int:
+        """Number of answers from the engine: the best beams, or all candidates."""
+        return self.n if self.use_beam_search else self.candidates
+
+    def check_together(self) -> None:
+        """Raise ApiError if fields contradict each other."""
+        _check_structure(self)
+        _check_best(self)
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+
+    @property
+    def with_special(self) -> bool:
+        """True if special tokens appear in the text of an answer."""
+        return not self.skip_special_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """Bias by token."""
+        try:
+            return {int(token): amount for token, amount in self.logit_bias.items()}
+        except ValueError:
+            raise bad_request('logit_bias names its tokens by id, as {"50256": -100}', "logit_bias") from None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of an answer. None = not stated."""
+        return self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number of likeliest tokens with log-probabilities per position. None = no log-probabilities at all."""
+        raise NotImplementedError
+
+
+class CompletionFields(AnswerFields):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def likeliest(self) -> int | None:
+        """Number from `logprobs`."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Prompts as they were given, one or several. Raises ApiError without any."""
+        prompt = self.prompt
+        is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        prompts: list[Any] = [prompt] if is_single else list(prompt)
+        if not prompts:
+            raise bad_request("prompt is empty: give a text, or token ids", "prompt")
+        return prompts
+
+
+class DetokenizeFields(CheckedFields):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[Token]
+
+
+def _check_structure(fields: AnswerFields) -> None:
+    form, structure = fields.response_format, fields.structured_outputs
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        raise bad_request(
+            "response_format.json_schema belongs to the type json_schema, which needs it", "response_format"
+        )
+    formats = [form] if form is not None and form.type != "text" else []
+    structures = (
+        [
+            structure_field
+            for structure_field in (structure.json_, structure.regex, structure.choice)
+            if structure_field is not None
+        ]
+        if structure
+        else []
+    )
+    if len([*formats, *structures]) > 1 or (structure and not structures):
+        raise bad_request(
+            "give one of response_format and structured_outputs' json, regex and choice", "structured_outputs"
+        )
+    if fields.ignore_eos and (formats or structures):
+        raise bad_request("ignore_eos contradicts an answer that ends with its form", "ignore_eos")
+
+
+def _check_best(fields: AnswerFields) -> None:
+    if fields.candidates < fields.n:
+        raise bad_request(f"best_of={fields.best_of} must be at least n={fields.n}: the best n are given", "best_of")
+    if fields.use_beam_search:
+        for name, plain in DRAWN.items():
+            if getattr(fields, name) not in plain:
+                raise bad_request(f"{name} is for tokens that are drawn, and beams draw none: leave it out", name)
+    elif fields.stream and fields.candidates > fields.n:
+        raise bad_request(
+            f"best_of={fields.candidates} answers are ranked when all have ended: leave out stream", "best_of"
+        )
+    elif fields.length_penalty != 1 or fields.early_stopping is not False:
+        name = "length_penalty" if fields.length_penalty != 1 else "early_stopping"
+        raise bad_request(f"{name} is for beams: add use_beam_search=true, or leave it out", name)
+
+
+def _literal(text: str) -> str:
+    return "".join(f"\\{character}" if character in r"\.+*?()|[]{}^$" else character for character in text)
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that a request could state (vLLM, `ModelConfig.get_diff_sampling_param`)."""
+    defaults = {name: generation[name] for name in _SAMPLING if _is_valid(name, generation.get(name))}
+    length = generation.get(LENGTH)
+    return defaults | ({LENGTH: length} if type(length) is int and length > 0 else {})
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        return value is not None and bool(AnswerFields.model_validate({name: value}))
+    except ValidationError:
+        return False
+
+
+def with_defaults(body: Mapping[str, Any], sampling: Mapping[str, float]) -> dict[str, Any]:
+    """Fill the defaults into a body, except for beams, which draw no tokens."""
+    stated = {name: content for name, content in body.items() if content is not None}
+    if stated.get("use_beam_search"):
+        return stated
+    return {name: default for name, default in sampling.items() if name != LENGTH} | stated

@@ -1,0 +1,1 @@
+"""Objectives: cross-entropy, preference pairs, distillation, and the reference model."""

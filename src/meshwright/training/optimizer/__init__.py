@@ -1,0 +1,1 @@
+"""Optimizer: AdamW, Muon, narrow states, precision, learning rate, and skipped steps."""

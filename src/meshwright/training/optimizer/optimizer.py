@@ -1,0 +1,270 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decay groups, master weights, one fused pass.
+
+The update is one pass over the matrices and one over the vectors (kernels/optimizer/adamw.py). Below fp32 it runs on
+fp32 master weights: 2 + 2 + 4 + 4 + 4 bytes per parameter. On a GPU a Triton kernel reads gradients of any dtype.
+Elsewhere torch's fused kernel needs fp32, so 16-bit gradients are widened in buckets, few of which exist twice at any
+time. Of sharded parameters only this rank's part is updated, as plain tensors that share the part's memory.
+
+training/optimizer/narrow_moments.py has moments narrower than fp32, and bf16 weights without masters. With
+recipe.optimizer=muon hidden matrices are updated by training/optimizer/muon.py, and only the rest by AdamW.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from meshwright import compat
+from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, in_one_pass
+from meshwright.kernels.triton.narrow_piece import UpdateNumbers
+from meshwright.parallel import Engine
+from meshwright.parallel.data import local
+from meshwright.spec.recipe.recipe import Recipe
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.inventory import parameters as inventory
+from meshwright.spec.weights.optimizer_states import FP32_STATES, MomentFormat
+from meshwright.training.optimizer.muon import MatrixUpdate, Muon, StepNumbers, muon_of
+from meshwright.training.optimizer.narrow_moments import Held, NarrowStates
+
+BUCKET_BYTES = 16 * 2**20
+"""Extra memory of widened gradients beyond the 16-bit ones that they replace, and of narrow updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ParameterGroup:
+    """Parameters of one weight decay, as the lists that the kernel takes."""
+
+    names: list[str]
+    decay: float
+    states: WideStates
+
+
+class Optimizer:
+    """Updates named parameters from their gradients, hidden matrices by Muon when the recipe says so.
+
+    Matrices decay; norms and biases do not. Parameters that require no gradient are skipped and have no state.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], recipe: Recipe, held: Mapping[str, Held] | None = None,
+        prefer: str = "auto", muon: Muon | None = None, gathered: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Create the states.
+
+        Args:
+            held: Box and format of each parameter. Needed unless all states are AdamW's in fp32; `for_engine` knows
+            them.
+            prefer: One of chooser.PREFERENCES, for the kernel.
+            muon: Updater of the matrices that have one moment.
+            gathered: Engine.gathered_dtype.
+        """
+        known = dict(parameters)
+        self.parameters = {name: parameter for name, parameter in known.items() if parameter.requires_grad}
+        self.frozen = tuple(parameter for parameter in known.values() if not parameter.requires_grad)
+        self.recipe, storage = recipe, recipe.storage
+        assert held is not None or storage == FP32_STATES, (
+            "other states depend on a parameter's box: Optimizer.for_engine"
+        )
+        shards = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+        self.masters = {name: x.float() for name, x in shards.items() if storage.masters or x.dtype == torch.float32}
+        self.gathered, self.prefer = gathered, prefer
+        self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
+        # Allocated before anything that comes and goes in a step, states leave no holes in memory.
+        self._steps = {name: torch.zeros((), device=x.device) for name, x in shards.items()}
+        apart = {name: held[name] for name in shards if held and not _is_wide(held[name], name in self.masters)}
+        self._narrow = NarrowStates(apart, recipe.seed, next(iter(shards.values())).device, prefer) if apart else None
+        self._muon, self._matrices = muon, {name for name, piece in apart.items() if piece.stored.moments == 1}
+        wide = {name: x for name, x in self.masters.items() if name not in apart}
+        self._moments = {name: (torch.zeros_like(x), torch.zeros_like(x)) for name, x in wide.items()}
+        self._groups: dict[tuple[str, ...], list[_ParameterGroup]] = {}
+
+    @classmethod
+    def for_engine(cls, engine: Engine, recipe: Recipe) -> Self:
+        """Create the optimizer of all parameters of a laid-out model."""
+        known = {parameter.name: parameter for parameter in inventory(engine.model.shape)}
+        held = {name: Held(box, recipe.storage.format_of(known[name])) for name, box in engine.local_boxes().items()}
+        muon = muon_of(engine, recipe) if recipe.optimizer == "muon" else None
+        prefer = engine.model.kernels.prefer
+        return cls(engine.parameters.items(), recipe, held, prefer, muon, engine.gathered_dtype)
+
+    def step(self, rate: float, *, divide_by: Tensor, skip: Tensor) -> None:
+        """Make one update. Nothing changes when `skip` () is 1.0.
+
+        Gradients are divided by `divide_by` () fp32 inside the fused pass, which covers clipping and loss scale. Below
+        fp32 each gradient is dropped as soon as it is widened.
+        """
+        counts = 1 - skip
+        with torch.no_grad():
+            # One kernel that reads gradients of any dtype, or fp32 buckets for torch's fused kernel.
+            at_once = in_one_pass(list(self.masters.values()), self.prefer)
+            for names in [self._ready()] if at_once else self.buckets():
+                gradients = self._taken_gradients(names) if at_once else self._widened_gradients(names)
+                for group in self._grouped(names):
+                    compat.add_to_each(group.states.steps, counts)
+                    (adamw if at_once else adamw_reference)(
+                        group.states,
+                        [gradients[name] for name in group.names],
+                        [local(self.parameters[name].detach()) for name in group.names],
+                        self._numbers(rate, group.decay, divide_by, skip),
+                    )
+                del gradients  # before the next bucket is widened
+            self._update_narrow(rate, divide_by, skip, counts)
+            if self._muon is not None:
+                self._update_matrices(self._muon, StepNumbers.for_step(self.recipe, rate, divide_by, skip))
+
+    def _numbers(self, rate: float, decay: float, divide_by: Tensor, skip: Tensor) -> UpdateNumbers:
+        recipe = self.recipe
+        return UpdateNumbers(
+            rate=rate, beta1=recipe.beta1, beta2=recipe.beta2, epsilon=recipe.epsilon, decay=decay,
+            divide_by=divide_by, skip=skip,
+        )  # fmt: skip
+
+    def _update_narrow(self, rate: float, divide_by: Tensor, skip: Tensor, counts: Tensor) -> None:
+        """Update what the fused kernel cannot read, one parameter at a time, dropping gradients below fp32."""
+        states = self._narrow
+        if states is None:
+            return
+        names = states.moments.keys() - self._matrices
+        ready = {name: p for name, p in self.parameters.items() if name in names and p.grad is not None}
+        if ready:
+            compat.add_to_each([self._steps[name] for name in ready], counts)
+        for name, parameter in ready.items():
+            assert parameter.grad is not None
+            gradient = local(parameter.grad)
+            numbers = self._numbers(rate, self.recipe.weight_decay if gradient.dim() > 1 else 0.0, divide_by, skip)
+            states.update(name, self._weights(name), gradient, self._steps[name], numbers, BUCKET_BYTES)
+            if self.widened:
+                del gradient
+                parameter.grad = None
+
+    def _weights(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return the updated weight, and its 16-bit copy when that weight is a master."""
+        weight = local(self.parameters[name].detach())
+        master = self.masters.get(name, weight)
+        return master, weight if master.dtype != weight.dtype else None
+
+    def _update_matrices(self, muon: Muon, numbers: StepNumbers) -> None:
+        """Update this rank's matrices together with the other ranks of its stage.
+
+        A rank without a gradient takes part with 0. Directions reuse the memory of the gradients, which are dropped
+        below fp32.
+        """
+        states, updates = self._narrow, dict[str, MatrixUpdate]()
+        steps = [self._steps[name] for name in self.parameters if name in self._matrices]
+        if steps:
+            compat.add_to_each(steps, numbers.keep)
+        for name, parameter in self.parameters.items():
+            weights = self._weights(name)
+            if name not in self._matrices or not weights[0].numel():
+                continue
+            assert states is not None
+            gradient = torch.zeros_like(weights[0]) if parameter.grad is None else local(parameter.grad)
+            piece = states.piece(name, weights, self._steps[name])
+            updates[name] = MatrixUpdate(piece, muon.direction(piece, gradient, numbers))
+            if self.widened:
+                del gradient
+                parameter.grad = None
+        muon.update(updates, numbers)
+
+    def buckets(self) -> Iterator[tuple[str, ...]]:
+        """Yield the parameters with a gradient in the runs in which they are updated.
+
+        All fp32 gradients come first, in one run, then 16-bit ones, the small ones first. A run is as large as
+        BUCKET_BYTES plus what earlier runs freed. A gradient that is a piece of a larger buffer frees nothing.
+        """
+        wide = {name: self.parameters[name] for name in self._moments}
+        gradients = {name: local(p.grad) for name, p in wide.items() if p.grad is not None}
+        ready = tuple(name for name, gradient in gradients.items() if gradient.dtype == torch.float32)
+        if ready:
+            yield ready
+        sizes = {name: (4 * g.numel(), _owns_memory(g)) for name, g in gradients.items() if g.dtype != torch.float32}
+        del gradients
+        run: list[str] = []
+        room, filled, freed = BUCKET_BYTES, 0, 0
+        for name in sorted(sizes, key=lambda name: sizes[name][0]):
+            size, owns_memory = sizes[name]
+            if run and filled + size > room:
+                yield tuple(run)
+                room, run, filled, freed = room + freed, [], 0, 0
+            run.append(name)
+            filled += size
+            # A 16-bit gradient frees half of `size`, which also holds half of a later run.
+            freed += size if owns_memory else 0
+        if run:
+            yield tuple(run)
+
+    def _ready(self) -> tuple[str, ...]:
+        return tuple(name for name in self._moments if self.parameters[name].grad is not None)
+
+    def _taken_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return gradients by name. Below fp32 the parameters lose theirs."""
+        gradients = {}
+        for name in names:
+            parameter = self.parameters[name]
+            assert parameter.grad is not None
+            gradients[name] = local(parameter.grad)
+            if self.widened:
+                parameter.grad = None
+        return gradients
+
+    def _widened_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return gradients in fp32, each dropped as soon as it is widened."""
+        return {name: self._taken_gradients((name,))[name].float() for name in names}
+
+    def _grouped(self, names: tuple[str, ...]) -> list[_ParameterGroup]:
+        """Return the lists of these parameters, made once, since nearly every step has the same ones."""
+        if names not in self._groups:
+            matrices = [name for name in names if self.masters[name].dim() > 1]
+            vectors = [name for name in names if self.masters[name].dim() <= 1]
+            decays = ((matrices, self.recipe.weight_decay), (vectors, 0.0))
+            self._groups[names] = [self._group(members, decay) for members, decay in decays if members]
+        return self._groups[names]
+
+    def _group(self, names: list[str], decay: float) -> _ParameterGroup:
+        first, second = ([self._moments[name][number] for name in names] for number in (0, 1))
+        masters, steps = ([kind[name] for name in names] for kind in (self.masters, self._steps))
+        return _ParameterGroup(names, decay, WideStates(masters, (first, second), steps))
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state by name: `master.NAME` (below fp32), `moment1.NAME`, `moment2.NAME` (AdamW), `step.NAME`.
+
+        8-bit moments add `moment1_scale.NAME` and `moment2_scale.NAME`.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name in self.parameters:
+            if (self.widened or self.gathered) and name in self.masters:
+                tensors["master." + name] = self.masters[name]
+            if self._narrow is not None and name in self._narrow.moments:
+                tensors |= self._narrow.tensors(name)
+            else:
+                tensors["moment1." + name], tensors["moment2." + name] = self._moments[name]
+            tensors["step." + name] = self._steps[name]
+        return tensors
+
+    def box(self, state: str, box: Box) -> Box:
+        """Return the box of a state tensor by its name, when this rank has `box` of the parameter."""
+        kind, _, name = state.partition(".")
+        return self._narrow.held[name].stored.box(kind, box) if self._narrow and name in self._narrow.held else box
+
+    def read_masters(self) -> None:
+        """Copy the parameters into the master weights, after weights were loaded without optimizer state."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if self.widened:
+                    master.copy_(local(self.parameters[name].detach()))
+
+
+def _owns_memory(gradient: Tensor) -> bool:
+    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+
+
+def _is_wide(held: Held, has_master: bool) -> bool:
+    """Return whether AdamW's fused kernel can update it."""
+    return held.stored == MomentFormat(dtype="fp32") and has_master

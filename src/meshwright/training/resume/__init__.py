@@ -1,0 +1,1 @@
+"""State that a run resumes from, and first weights from a folder."""

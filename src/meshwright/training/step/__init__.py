@@ -1,0 +1,1 @@
+"""One optimizer step and its surroundings: batches, evaluation, watchers, interrupts."""

@@ -1,0 +1,1 @@
+"""Teachers of a distillation: beside the student, or stored."""

@@ -1,0 +1,224 @@
+"""A teacher that is run once: its distributions of every row of a run, stored on disk and read as targets.
+
+It is laid out as the student will be, and is gone before the student is built. Ranks share the rows, and each writes
+its own. Rows stored by an earlier, stopped or killed run are not computed again.
+
+Letters: B rows, S positions of this rank, K stored tokens.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshwright.data import Corpus
+from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.sample_rows import SampleRows
+from meshwright.data.sequences.windows import Sampler
+from meshwright.kernels.loss.linear_divergence import KnownTop
+from meshwright.model.predictions import Predictions
+from meshwright.parallel import Mesh
+from meshwright.parallel.agree import RankZero, gather_objects
+from meshwright.spec import Plan
+from meshwright.spec.recipe.recipe import DataRead
+from meshwright.spec.units import GB, duration
+from meshwright.store.durable import one_line
+from meshwright.training.objectives.distillation import LIKELIEST, LOGS
+from meshwright.training.optimizer.precision import DTYPES
+from meshwright.training.step.batches import Batch, RowReader, Share, to_batch
+from meshwright.training.step.evaluate import evaluating, in_groups
+from meshwright.training.step.interrupt import Interrupt
+from meshwright.training.step.step import EVALUATION, MicroPass
+from meshwright.training.teachers.teacher import build_teacher, fill, folder_of, shared_tokens
+from meshwright.training.teachers.teacher_store import TableSizes, TeacherTables, cached
+
+log = logging.getLogger(__name__)
+REPORT_S = 15.0
+"""Seconds between two lines of progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherTargets:
+    """Stored targets of a run."""
+
+    read_rows: RowReader
+    sentence: str
+    """A sentence for the first lines of the run."""
+
+
+def ask(
+    plan: Plan, corpus: Corpus, read: DataRead, mesh: Mesh, device: torch.device, rank_zero: RankZero, stop: Interrupt
+) -> TeacherTargets:  # fmt: skip
+    """Return the teacher's targets of all rows that the run still reads, and compute missing ones. All ranks together.
+
+    A signal to any rank ends the computation after a batch. The signal stays set, so the run makes no step, and
+    computed rows are kept. Raises RunError when the disk has no room.
+    """
+    rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
+    assert isinstance(rows, Sampler | SampleRows), "spec.objective_rules refuses mixtures"
+    assert plan.teacher is not None, "a distillation has one"
+    tables = TeacherTables(folder=_cache_folder(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
+    left = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
+    needed = np.unique(rows.windows(read.rows, min(left, len(rows)))) if len(rows) else np.zeros(0, np.int64)
+    missing = rank_zero.broadcast(lambda: _find_missing(tables, needed).tolist())
+    started = time.perf_counter()
+    computed = _fill(tables, np.array(missing), plan, rows, mesh, device, rank_zero, stop) if missing else 0
+    size_words = f"{tables.sizes.top} log-probabilities per token, {tables.sizes.token_bytes} bytes, {tables.folder}"
+    stopped = "" if computed == len(missing) else f"stopped after {computed:,} of {len(missing):,} rows, "
+    took = f"{stopped}asked in {duration(time.perf_counter() - started)}" if missing else "found"
+    return TeacherTargets(read_rows=reader(tables, rows), sentence=f"{took}: {size_words}")
+
+
+def sizes_of(plan: Plan, rows: int) -> TableSizes:
+    """Return the sizes of the tables of a plan's teacher over that many rows."""
+    assert plan.teacher is not None, "a distillation has one"
+    vocab = shared_tokens(plan) or plan.teacher.vocab
+    top = min(plan.recipe.distillation_top_k, vocab)
+    return TableSizes(rows=rows, sequence=plan.recipe.sequence, top=top, vocab=vocab)
+
+
+def reader(tables: TeacherTables, rows: Sampler | SampleRows) -> RowReader:
+    """Return a reader of the tables in the order of a run. It raises RunError when they were changed."""
+    ids, logs = tables.tables()
+
+    def read(cursor: int, count: int) -> Mapping[str, NDArray[Any]]:
+        numbers = rows.windows(cursor, count)
+        likeliest, theirs = ids[numbers], np.ascontiguousarray(logs[numbers])
+        tables.check(likeliest, theirs)
+        return {LIKELIEST: likeliest.astype(np.int32), LOGS: theirs}
+
+    return read
+
+
+def _cache_folder(plan: Plan, corpus: Corpus, device: torch.device) -> Path:
+    """Return the folder for everything that decides the numbers. Ranks verify a checkpoint together."""
+    recipe, data = plan.recipe, plan.data
+    weights = folder_of(Path(plan.teacher_init)).fingerprint()
+    computed = recipe.precision, recipe.tf32, device.type
+    rows = corpus.fingerprint, recipe.sequence, recipe.document_mask, data.form, data.packing, data.overlong
+    stored = recipe.distillation_top_k, recipe.distillation_temperature, shared_tokens(plan)
+    return cached(weights, plan.teacher, rows, stored, computed)
+
+
+def _find_missing(tables: TeacherTables, needed: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows to compute, on rank 0, and announce them."""
+    with one_line(tables.folder, "cache folder (XDG_CACHE_HOME)"):
+        tables.make()
+        missing = tables.missing(needed)
+        tables.check_room(len(missing))
+    if len(missing):
+        log.warning(
+            "the teacher is asked about %s rows: %d bytes per token, %.3g GB in %s",
+            f"{len(missing):,}", tables.sizes.token_bytes, len(missing) * tables.sizes.row_bytes / GB, tables.folder,
+        )  # fmt: skip
+    return missing
+
+
+def _fill(
+    tables: TeacherTables, missing: NDArray[np.int64], plan: Plan, rows: Sampler | SampleRows, mesh: Mesh,
+    device: torch.device, rank_zero: RankZero, stop: Interrupt,
+) -> int:  # fmt: skip
+    """Compute missing rows and return their number: all, unless a rank was told to stop."""
+    engine = build_teacher(plan, mesh, device)
+    fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
+    columns, parts = engine.columns(plan.recipe.sequence), plan.layout.dp
+    share = Share(index=mesh.reader, parts=parts, columns=columns)
+    size = plan.layout.micro_batch_of(plan.recipe.global_batch)
+    ids, logs = tables.tables("r+")
+    writes = mesh["tp"].index == 0
+    reporter, asked_rows = _ProgressReporter(len(missing)), 0
+    with evaluating(engine):
+        for group in in_groups(
+            _numbered_batches(missing, rows, size, share, plan.recipe.document_mask, device), mesh["pp"].size
+        ):
+            recorders = [
+                TopRecorder(tables.sizes.top, plan.recipe.distillation_temperature, shared_tokens(plan)) for _ in group
+            ]
+            engine.evaluate([
+                MicroPass(batch, EVALUATION, recorder) for (batch, _), recorder in zip(group, recorders, strict=True)
+            ])  # fmt: skip
+            for (_, numbers), recorder in zip(group, recorders, strict=True):
+                if recorder.top_tokens is None or not writes:
+                    continue
+                cells = numbers if columns is None else np.ix_(numbers, np.array(columns))
+                # Rows beyond `numbers` only fill up the batch.
+                ids[cells] = recorder.top_tokens.ids[: len(numbers)].cpu().numpy()
+                logs[cells] = recorder.top_tokens.log_probabilities[: len(numbers)].half().cpu().numpy()
+            ids.flush()  # type: ignore[attr-defined]  # a mapped array
+            logs.flush()  # type: ignore[attr-defined]  # the same
+            written = np.concatenate([numbers for _, numbers in group])
+            done, stops = _gather_progress(mesh, written, stop.requested is not None)
+            rank_zero.run(partial(tables.mark, done))
+            asked_rows += len(done)
+            if rank_zero.is_here:
+                reporter.report(asked_rows)
+            if stops:
+                break
+    return asked_rows
+
+
+def _gather_progress(mesh: Mesh, written: NDArray[np.int64], stops: bool) -> tuple[NDArray[np.int64], bool]:
+    """Return the rows that the ranks have written, and whether any was told to stop; the same on every rank."""
+    world = mesh["world"]
+    report = (written.tolist(), stops)
+    reports = gather_objects(report, world.process_group) if world.size > 1 else [report]
+    rows = [number for numbers, _ in reports for number in numbers]
+    return np.unique(np.array(rows, dtype=np.int64)), any(stops for _, stops in reports)
+
+
+class _ProgressReporter:
+    """Reporter of the progress, every REPORT_S seconds."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.began = rows, time.monotonic()
+        self.reported = self.began
+
+    def report(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.reported < REPORT_S or done == self.rows:
+            return
+        self.reported, rate = now, done / (now - self.began)
+        left = duration((self.rows - done) / rate)
+        log.warning(
+            "the teacher was asked about %s of %s rows, %.3g rows/s, %s left", f"{done:,}", f"{self.rows:,}", rate, left
+        )
+
+
+def _numbered_batches(
+    missing: NDArray[np.int64], rows: Sampler | SampleRows, size: int, share: Share, document_mask: bool,
+    device: torch.device,
+) -> Iterator[tuple[Batch, NDArray[np.int64]]]:  # fmt: skip
+    """Yield this rank's part of the rows with their numbers: equally many batches of one size on every rank."""
+    for start in range(0, len(missing), size * share.parts):
+        numbers = missing[start : start + size * share.parts]
+        local = slice(share.index * size, (share.index + 1) * size)
+        sequences = rows.rows_of(numbers).rows(local)
+        yield to_batch(sequences, device, document_mask=document_mask, share=share, rows=size), numbers[local]
+
+
+class TopRecorder:
+    """Stand-in for an objective that records the likeliest tokens of a batch on the last stage."""
+
+    by_position = True
+    figures = ()
+
+    def __init__(self, top: int, temperature: float, shared: int) -> None:
+        self.top, self.temperature, self.shared = top, temperature, shared
+        self.top_tokens: KnownTop | None = None
+
+    def count(self, batch: Batch) -> float:
+        """Return 1: nothing is divided."""
+        return 1.0
+
+    def loss(self, predictions: Predictions, batch: Batch, scale: Tensor | None) -> Tensor:
+        """Record the tokens and return zero."""
+        self.top_tokens = predictions.top(self.top, self.temperature, self.shared)
+        return torch.zeros((), device=batch.tokens.device)
