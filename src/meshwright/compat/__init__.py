@@ -195,6 +195,7 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), torch.nan, device=device)
     try:
+        # NaN in `total` shows whether beta = 0 reads it; the second product then adds to the first.
         for beta in (0, 1):
             torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, beta=beta, out=total)
     except _CANNOT:

@@ -137,6 +137,7 @@ def launch_of(operation: Any) -> Launch:
     schema = getattr(operation, "_schema", None)
     if schema is None or getattr(operation, "namespace", "") in ("c10d", "prim", "profiler"):
         return _NOTHING
+    # Schemas do not tell an allocation from a computation, but names do.
     name = str(schema.name).rsplit("::", 1)[-1]
     if name.startswith(_EMPTY):
         return _NOTHING
@@ -146,6 +147,7 @@ def launch_of(operation: Any) -> Launch:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     names = frozenset(schema.arguments[i].name for i in written)
+    # An output that aliases an input without writing it is a view, for which no kernel runs.
     views = [argument.alias_info is not None and not argument.alias_info.is_write for argument in schema.returns]
     if not written and (not views or all(views)):
         return _NOTHING

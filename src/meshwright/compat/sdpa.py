@@ -200,6 +200,7 @@ def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any
     from torch.nn.attention.varlen import varlen_attn as function
 
     known = inspect.signature(function).parameters
+    # 2.11 takes fewer key heads without being told.
     if "enable_gqa" in known:
         options["enable_gqa"] = q.shape[-2] != k.shape[-2]
     missing = [name for name in options if name not in known]

@@ -80,6 +80,7 @@ class Attention(AttentionBase):
         """Map x (B, S, D) to (B, S, D)."""
         parts = read(self.seams.dense, x, self.q, self.k, self.v)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
+        # A cache of a serving engine may norm, rotate and store in one kernel.
         if cache is None or not self._turned_by(cache, q, k, v, metadata):
             if self.shape.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -93,6 +94,7 @@ class Attention(AttentionBase):
             return False
         norms = None
         if self.shape.qk_norm:
+            # A hook must see its norm called, so the fused pass is not for hooked norms.
             if is_hooked(self.q_norm) or is_hooked(self.k_norm):
                 return False
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -166,6 +168,7 @@ class LatentAttention(AttentionBase):
             k: Low rank and rotary key, (B, S, 1, width) each.
         """
         mla = self.mla
+        # Folded into queries and outputs, the matrix is never multiplied with each cached position.
         matrix = self.kv_up.weight.view(-1, mla.nope_dim + mla.v_dim, mla.kv_rank)
         key_matrix, value_matrix = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
         low = _folded("bshn,hnr->bshr", q[0], key_matrix)

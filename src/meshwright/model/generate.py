@@ -49,12 +49,14 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Choose the next token from logits (V,) fp32. Raises RunError when they are not numbers."""
     if sampling.temperature == 0:
         return int(logits.argmax())
+    # The largest becomes 0, so that a division by a small temperature cannot overflow.
     logits = (logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)
     if sampling.top_k and sampling.top_k < len(logits):
         least = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < least, float("-inf"))
     if sampling.top_p < 1:
         ordered, index = logits.softmax(0).sort(descending=True)
+        # A token stays if those before it do not reach top_p yet. So the likeliest always stays.
         beyond = ordered.cumsum(0) - ordered >= sampling.top_p
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(0, index, beyond), float("-inf"))
     probabilities = logits.softmax(0).cpu()
@@ -99,6 +101,7 @@ def generate(
             x, _ = model.hidden(fed, cache=cache)
             logits = model.kernels.linear(x[:, -1], model.head_weight)[0].float()
             token = pick(logits, sampling, generator)
+            # Of the untempered logits. Greedy choice would not notice NaN, so this also catches a broken model.
             logprob = float(logits.log_softmax(0)[token])
             if math.isnan(logprob):
                 raise broken()

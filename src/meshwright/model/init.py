@@ -70,9 +70,11 @@ def fill_initial(
     if deviation is None:
         part.fill_(0.0 if name.endswith((".bias", *ZERO)) else 1.0)
         return
+    # The deviation of torch's kaiming_uniform with a = sqrt(5), as LoRA initializes A.
     if name.endswith("lora.a"):
         deviation = (3 * whole[-1]) ** -0.5
     offsets = offsets or [0] * len(whole)
+    # A block is drawn whole, even if this rank keeps a few rows of it: its numbers must not depend on the layout.
     rows = max(1, BLOCK_ELEMENTS // math.prod(whole[1:]))
     inside = tuple(slice(start, start + size) for start, size in zip(offsets[1:], part.shape[1:], strict=True))
     first, last = offsets[0], offsets[0] + len(part)

@@ -77,6 +77,7 @@ class LayerCache:
 
     def _put(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
         if buffer is None or buffer.shape[1] < end:
+            # Doubling makes the copies of all growth together cost no more than one copy of the end.
             grown = torch.empty(new.shape[0], max(64, 2 * end), *new.shape[2:], dtype=new.dtype, device=new.device)
             if buffer is not None:
                 grown[:, : self.length] = buffer[:, : self.length]

@@ -112,6 +112,7 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
             "a layer before a tensor-parallel part was replaced or has hooks: take layout.tp=1, or set its "
             "weight (Linear.lora) instead"
         )
+    # The fused product of a border reads no codes, so its collective and the products run one after the other.
     if border.read is not None and any(layer.quantized is not None for layer in ours):
         return products(ours[0].kernels.linears, border.enter(x), ours)
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
@@ -132,6 +133,7 @@ def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequ
     """Return the layers' outputs for one input. `product` has the signature of kernels.linears."""
     if all(is_bare(layer) for layer in layers):
         return product(x, [layer.weight for layer in layers], [layer.local_bias for layer in layers])
+    # Layers that share an input agree on how to read it.
     x = layers[0].lora.read(x) if layers[0].lora else x
     matrices = [layer.lora.matrices(layer.matrix) if layer.lora else (layer.matrix,) for layer in layers]
     biases = [

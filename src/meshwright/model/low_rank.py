@@ -62,6 +62,7 @@ class LoRA(nn.Module):
         """Map x (..., in) and its products to (..., out)."""
         linear = layer.kernels.linear
         whole = products[0]
+        # Without dropout A x came with W x, from one product.
         narrow = linear(dropout(x, self.dropout), self.a) if self._drops else products[1]
         output: Tensor = whole + linear(narrow * self.scale, self.b)
         if not self.adds_bias:
@@ -85,6 +86,7 @@ class LoRA(nn.Module):
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
         dtype = product_dtype(weight)
         cross_products = F.linear(self.a.to(dtype), weight.to(dtype)).float()  # (rank, out)
+        # One collective for all three sums.
         whole = self.over_inputs(torch.cat((squares, cross_products.flatten(), F.linear(a, a).flatten())))
         squares, flat, gram = whole.split((len(squares), cross_products.numel(), len(a) ** 2))
         mixed = (flat.view_as(cross_products).t() * b).sum(1)
@@ -127,6 +129,7 @@ def add_adapters(model: nn.Module, shape: ModelShape) -> None:
         else:
             assert isinstance(module, Linear)
             module.lora = LoRA(shape.lora, module.in_features, module.out_features)
+    # Codes last, because adapters take their sizes from the matrices.
     put_quantized(model, shape, frozen_schemes(shape), {}, torch.float32, keeps_copies=False)
     trained = {parameter.name for parameter in known if parameter.trained}
     for name, weight in model.named_parameters():

@@ -28,6 +28,7 @@ class GatedMLP(nn.Module):
 
     def finish(self, gate: Tensor, up: Tensor) -> Tensor:
         """Map gate and up to the output (..., D)."""
+        # If the down product is more than one matrix, it cannot be fused with the gate.
         weight = None if self.border.prepared is not None else sole_matrix(self.down)
         if weight is None:
             return write(self.border, self.kernels.swiglu(gate, up), self.down)

@@ -39,8 +39,10 @@ class Router(nn.Module):
         logits = x.float() @ self.weight.float().t()
         scores = logits.softmax(-1) if self.moe.scoring == "softmax" else logits.sigmoid()
         experts = self._choose(scores)
+        # The correction only decides which experts are chosen; weights are the plain scores.
         weights = scores.gather(1, experts)
         if self.moe.normalize_top_k:
+            # Sigmoid scores may all round to zero; those of a softmax sum to 1.
             tiny = 1e-20 if self.moe.scoring == "sigmoid" else 0.0
             weights = weights / (weights.sum(-1, keepdim=True) + tiny)
         probabilities = scores if self.moe.scoring == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -83,6 +85,7 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Map rows (N k, D), sorted by expert, and counts (X,) per expert, to (N k, D). All experts are here."""
+        # A kernel that reads the counts on the device spares the host a wait.
         if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
@@ -264,6 +267,7 @@ class MoE(nn.Module):
         backward pass overlaps the same way. Elsewhere `join` runs them.
         """
         dispatch, (begin, finish) = self.seams.dispatch, halves
+        # The shared experts fill the time in which rows travel.
         beside = self.moe.shared_experts > 0 and dispatch.travels
         sent = dispatch.send(self.experts, rows.pop(), routed.counts)
         begun = begin(self.shared, routed.x) if beside else ()

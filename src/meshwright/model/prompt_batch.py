@@ -51,6 +51,7 @@ class PromptBatch:
         """Return hidden states (B, S, D) at the head for the next tokens (B, S) of the rows."""
         past, new = self._cache.length, tokens.shape[1]
         offsets = torch.arange(past + new, device=self._device) - self._padding[:, None]
+        # Padding is document 0 and the prompt document 1, so neither attends to the other.
         documents = (offsets >= 0).int() if bool(self._padding.any()) else None
         positions = offsets[:, past:].clamp(0, self._model.shape.max_positions - 1)  # any position will do for padding
         x, _ = self._model.hidden(tokens, positions=positions, documents=documents, cache=self._cache)
@@ -120,6 +121,7 @@ def _check(
 ) -> None:
     for prompt, row_continuations in zip(prompts, continuations, strict=True):
         for text in row_continuations:
+            # The last token is only scored, never fed, so it needs no position.
             check_prompt(model, text[:1])
             check_prompt(model, [*prompt, *text[:-1]])
             check_prompt(model, text[-1:])
@@ -134,6 +136,7 @@ def greedy(
     room = [min(max_new_tokens, model.shape.max_positions - len(prompt) + 1) for prompt in prompts]
     generated: list[list[int]] = [[] for _ in prompts]
     active = {row for row, most in enumerate(room) if most > 0}
+    # Rows that are done run along with the others: their tokens are dropped.
     while active:
         logits = batch.logits()
         if not bool(logits.logsumexp(-1).isfinite().all()):

@@ -103,6 +103,7 @@ class QuantizedWeight(nn.Module):
                 getattr(self, name).copy_(tensor)
             return
         share = self.run.detach() if share is None else share
+        # ZeRO cuts the run by lines, not by tensors, so the whole run is laid out and this share copied.
         whole = torch.zeros(len(self.run), LINE_BYTES, dtype=torch.uint8, device=share.device)
         for name, view in self._views(whole).items():
             view.copy_(matrix.tensors[name])

@@ -40,6 +40,7 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: ModelShape) -> Tensor:
             / (2 * math.log(shape.rope_theta))
         )
 
+    # Pairs between the two bounds are blended linearly.
     low = max(math.floor(pair_of(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_of(scaling.beta_slow)), shape.rope_dim - 1)
     ramp = ((torch.arange(shape.rope_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -202,6 +202,7 @@ class Transformer(nn.Module):
         """
         past = cache.length if cache else 0
         if positions is None:
+            # Positions go on behind those in the cache.
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).unsqueeze(0)
         attention_metadata = self.attention_metadata(positions, past + tokens.shape[1], documents)
         x, balance = self.run_layers(self.enter(tokens, positions), attention_metadata, cache)
@@ -246,6 +247,7 @@ class Transformer(nn.Module):
         if self.shape.positions == "rope":
             cos, sin = tables(self.inverse, positions, table_factor(self.shape))
         queries = positions.shape[1]
+        # Layers with equal windows share one mask.
         windows = {block.window for block in self.blocks}
         mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
         if padding is not None:
@@ -285,6 +287,7 @@ def shrink(
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)
+            # The optimizer needs the wide dtype only for what it trains.
             parameter_dtype = dtype if parameter.requires_grad else frozen or dtype
             empty = torch.empty(tuple(size), dtype=parameter_dtype, device="meta")
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
@@ -293,6 +296,7 @@ def shrink(
 def materialize(model: Transformer, device: torch.device | str) -> None:
     """Allocate a skeleton's tensors: unset parameters (only this rank's shards), and buffers with their values."""
     model.to_empty(device=device)
+    # to_empty leaves memory as it was, but buffers have no loader and no initial distribution.
     for buffer in model.buffers():
         buffer.zero_()
     if model.shape.positions == "rope":

@@ -88,6 +88,7 @@ def folder_of_weights(plan: Plan) -> BaseFolder:
     folder = open_base(path)
     folder.check()
     planned_base = "" if plan.model.lora is None else plan.model.lora.base
+    # Plain weights fit any plan, since they are quantized as it asks.
     if folder.base not in ("", planned_base):
         remedy = f"base={folder.base}" if planned_base else "rank=16, for an adapter beside them"
         raise PlanError(

@@ -85,6 +85,7 @@ def save(
 
     def end(files: list[FileRecord]) -> None:
         write_file(saving / STATE, state)
+        # COMMIT comes last: its presence says that all other files are complete on disk.
         files = [*files, commits.record(saving / STATE)]
         commits.write(saving, Commit(step=step, score=_finite(score), files=tuple(files)))
         sync_folder(saving)
@@ -95,6 +96,7 @@ def save(
     except BaseException as error:
         if _rank(group) == 0:
             checkpoint_folder.discard(saving)
+        # A full disk gets a remedy; anything else is a fault or an interrupt.
         if not isinstance(error, OSError):
             raise
         failure = _save_error(target, error, sum(t.numel() * t.element_size() for t in tensors.values()))
@@ -119,6 +121,7 @@ def newest_whole(
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
+        # Only now is it certain that an older one is used instead.
         for damage in damaged if _rank(group) == 0 else ():
             log.warning("passed over: %s", damage)
         return path
@@ -178,6 +181,7 @@ def load(
     """
     commit = _agreed(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
+    # Every rank checks before any rank writes into a tensor: a load changes all tensors or none.
     saved = _agreed(reader.kinds, group)
     everyone = union_of_names(_not_random(tensors), group) if _distributed() else set(tensors)
     _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
@@ -238,6 +242,7 @@ def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointEr
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
     free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(nearest_folder).free)} are free"
     remaining = "; earlier checkpoints are kept" if listing(target.parent) else ""
+    # A limit on file sizes is not cured by free space.
     if error.errno == errno.EFBIG:
         free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
     else:
@@ -316,6 +321,7 @@ def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         answers.append(look())
     except CheckpointError as error:
         refusal = error
+    # Reached by every rank, with or without an error, since gathering is a collective.
     refusals = [error for error in (gather_objects(refusal, group) if _distributed() else [refusal]) if error]
     if refusals:
         raise _also_said(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)

@@ -138,6 +138,7 @@ def keep(folder: Path, step: int, keep_last: int) -> None:
     checkpoints remain, since nothing is known about them. A failed removal is logged, not raised.
     """
     sound = [saved for saved in listing(folder) if not saved.problem]
+    # The best one is kept beside the newest, and none of an abandoned future.
     current = [saved for saved in sound if saved.step <= step]
     retained = [*current[-max(1, keep_last) :], _best(current)]
     for saved in sound:

@@ -128,6 +128,7 @@ def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     names: set[str] = set()
     room = 0
     for tensor in sorted(items, key=lambda item: -_dtype(item).itemsize):
+        # A name may come twice, as two boxes of one tensor, and a file has each name once.
         if not files or room < _size_bytes(tensor) or tensor.index.fqn in names:
             files.append([])
             names, room = set(), FILE_BYTES

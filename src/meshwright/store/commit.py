@@ -84,6 +84,7 @@ def check_sizes(folder: Path, commit: Commit) -> None:
             raise _damaged(folder, f"{file.name} cannot be read ({error.strerror})") from None
         if size != file.size_bytes:
             raise _damaged(folder, f"{file.name} is truncated or changed: {size} bytes instead of {file.size_bytes}")
+    # A shard that COMMIT does not list would be read all the same, since the reader takes all files.
     listed = {file.name for file in commit.files}
     for path in folder.glob("*.safetensors"):
         if path.name not in listed:
@@ -134,6 +135,7 @@ def _encode(commit: Commit) -> bytes:
 def _decode(folder: Path, raw: bytes) -> Commit:
     try:
         body = json.loads(raw)
+        # A newer format is refused before its hash, which may be computed otherwise.
         version = body["format"]
         if type(version) is int and version > FORMAT:
             raise CheckpointError(
@@ -144,6 +146,7 @@ def _decode(folder: Path, raw: bytes) -> Commit:
             for name, entry in body["files"].items()
         )
         commit = Commit(step=body["step"], score=body["score"], files=files)
+        # Encoded again, every byte must be the same, the hash included.
         sound = _encode(commit) == raw and _makes_sense(commit)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False

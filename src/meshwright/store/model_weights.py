@@ -55,6 +55,7 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
             f"{checkpoint} holds an adapter for other weights than {plan.init} has now: restore those that "
             "model.init named when it was trained"
         )
+    # Adapters are small, so all are in memory while the base weights stream by.
     adapters = dict(weights(checkpoint, torch.float32, verified=True))
     lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
     for name, stored in base_weights(plan, trained):

@@ -64,6 +64,7 @@ class RunFolder:
                     f"{path} holds a plan.yaml that belongs to no training run; refusing to overwrite it: "
                     "choose another run="
                 )
+            # Locked before any file is written: another process may train here.
             run = cls(path=path, plan=plan, lock=RunLock.take(path))
             try:
                 run._prepare(tokenizer, resume)
@@ -168,6 +169,7 @@ class RunFolder:
 
     def _prepare(self, tokenizer: Tokenizer | None, resume: bool) -> None:
         """Check and prepare the locked folder."""
+        # First: a save that was killed after COMMIT becomes a checkpoint here, and counts below.
         checkpoint_folder.sweep(self.checkpoints)
         checkpoints = checkpoint_folder.listing(self.checkpoints)
         if not resume:

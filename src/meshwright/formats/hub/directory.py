@@ -181,6 +181,7 @@ def write_beside_weights(
     if quantization:
         config[QUANTIZATION] = quantization
         if quantization["quant_method"] == "meshwright":
+            # Other readers must not take codes for weights, so they get no architecture that they know.
             del config["architectures"]
             config["model_type"] = f"{CODED}{shape.family}"
     _write_json(folder / CONFIG, config)
@@ -243,6 +244,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        # Contents first, then the name: after a power cut the folder is complete or absent.
         for path in partial.iterdir():
             _sync(path)
         _sync(partial)
@@ -267,6 +269,7 @@ def _is_running(process: str) -> bool:
         return False
     try:
         if os.name == "posix" and process.isdigit():
+            # Signal 0 asks whether the process exists, and does nothing to it.
             os.kill(int(process), 0)
     except ProcessLookupError:
         return False

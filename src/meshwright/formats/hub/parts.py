@@ -73,6 +73,7 @@ def _read_yarn(inner: Entries, original: int, positions: int, *, latent: bool) -
     all_dim = inner.number("mscale_all_dim", 0.0)
     mscale = inner.number("mscale", 0.0) if all_dim else 0.0
     if inner.raw("attention_factor", None) is not None:
+        # A stated factor that equals the formula needs no words of its own.
         implied = temperature(factor, mscale or 1.0) / (temperature(factor, all_dim) if mscale else 1.0)
         stated = inner.number("attention_factor")
         if not math.isclose(stated, implied, rel_tol=1e-6):
@@ -164,6 +165,7 @@ def _read_layered_window(entries: Entries) -> Fields:
         return fields
     layers, first = entries.integer("num_hidden_layers"), entries.integer("max_window_layers", 28)
     if types is not None:
+        # max_window_layers can say only at which layer the kind changes, once.
         full = types.count("full_attention") if isinstance(types, list) else 0
         if types != ["full_attention"] * full + ["sliding_attention"] * (layers - full):
             raise entries.fail("layer_types must be full_attention for the first layers, then sliding_attention")

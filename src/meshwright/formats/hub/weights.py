@@ -51,6 +51,7 @@ def stored_weights(
             raise HubError(f"{folder}: {name} is fp8 without {name}{_SCALE}: its scale is not known")
         return tensor if scale is None else dequantize(tensor, scale.read(), block_size, name)
 
+    # Some writers store a tied head again. It must then equal the embedding, or the config is wrong.
     if shape.tied and HEAD in stored:
         check_tied(folder, bound, read)
     for binding in bound:
@@ -132,6 +133,7 @@ def save_weights(
 def _with_prefix(stored: dict[str, Stored], shape: ModelShape) -> dict[str, Stored]:
     """Add the prefix of the body to the names. Drop known tables and layers for multi-token prediction."""
     prefix = PREFIX.get(shape.family, "model.")
+    # A base model without a head is stored without the prefix of its body.
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name == HEAD else prefix + name: tensor for name, tensor in stored.items()}
     extra = [name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")]

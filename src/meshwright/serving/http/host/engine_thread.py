@@ -92,6 +92,7 @@ class EngineThread:
             self._channel.send(FrameKind.MODEL, [hosted.card(engine).encode()])
             self._run(engine)
         except BaseException as error:
+            # A model that cannot be opened is reported by its caller; a defect of the engine has only this traceback.
             if self.engine is not None:
                 traceback.print_exc()
             self.failure = error
@@ -101,6 +102,7 @@ class EngineThread:
     def _run(self, engine: ServingEngine) -> None:
         while True:
             news = StepNews()
+            # Commands come between steps only, so no lock guards the engine. An idle thread sleeps in the queue.
             for command in self._pending_commands(wait=engine.idle):
                 if command is None:
                     return
@@ -117,6 +119,7 @@ class EngineThread:
 
     def _send(self, engine: ServingEngine, news: StepNews) -> None:
         figures = self._engine_figures(engine)
+        # Without news there is no message, so an idle server sends nothing.
         if news.tokens or figures != self._figures or news.rare:
             news.at, news.figures = monotonic(), figures
             self._figures = figures

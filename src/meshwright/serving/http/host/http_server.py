@@ -113,11 +113,13 @@ class HttpServer:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         descriptors = front_end.fileno(), self._listener.fileno()
         command = [sys.executable, "-P", "-c", _START, json.dumps([*map(str, sys.path)]), *map(str, descriptors)]
+        # The mask is inherited, so the child cannot be hit before it handles signals itself.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             front = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=self._log)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        # Only the HTTP process holds these now, so this process sees when it ends.
         front_end.close()
         self._listener.close()
         channel = self.channel = Channel(own_end)
@@ -135,6 +137,7 @@ class HttpServer:
                 has_reported_broken = True
                 channel.send(FrameKind.BROKEN)
             try:
+                # An idle server without ranks sleeps until an event comes.
                 polls = thread.engine is None or ranks or until < float("inf")
                 event = self._events.get(timeout=LOOK_SECONDS if polls else None)
             except Empty:
@@ -169,6 +172,7 @@ class HttpServer:
             self._events.put(last)
 
     def _shut_down(self, front: "subprocess.Popen[bytes]", channel: Channel, thread: EngineThread) -> None:
+        # The HTTP process ends when its channel closes. The engine ends last, since it may be in a step.
         channel.close()
         try:
             front.wait(LAST_SECONDS)

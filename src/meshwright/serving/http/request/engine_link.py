@@ -79,6 +79,7 @@ class EngineLink(asyncio.Protocol):
             self._fail(task, RunError(FAILED))
             self._notify_listeners()
             return
+        # An idle engine makes no steps, so the time until a step counts from the first task.
         if not self._tasks:
             self._moved_at = monotonic()
         self._tasks[task.number] = task
@@ -91,6 +92,7 @@ class EngineLink(asyncio.Protocol):
 
     def cancel(self, task: EngineTask) -> None:
         """Cancel a task. Its memory is free before the next step."""
+        # It has ended, and its number may belong to another task by now.
         if self._tasks.get(task.number) is not task:
             return
         self._send(FrameKind.CANCEL, CancelledAnswers(task.number).encode())
@@ -197,11 +199,13 @@ class EngineLink(asyncio.Protocol):
 
     def _record_growth(self, new_tokens: dict[GrowingAnswer, int], at: float, now: float) -> None:
         """Mark the listeners of answers that grew, and count the times between tokens, equal ones together."""
+        # Answers of one step have few different times, so metrics are counted in groups.
         since, touched = dict[tuple[float, int], int](), self._touched
         for answer, new in new_tokens.items():
             task = answer.task
             if answer.at:
                 since[answer.at, new] = since.get((answer.at, new), 0) + 1
+            # Several answers of a prompt share its first token, which counts once.
             elif answer is task.answers[0]:
                 self._metrics.first_token.observe(at - task.arrived)
                 self._metrics.prompt_tokens.inc(len(task.prompt))
