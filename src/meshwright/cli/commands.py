@@ -141,6 +141,7 @@ def in_options(line: str, words: Sequence[str]) -> str:
     tokens=15T becomes --tokens 15T, and dry_run=False becomes --no-dry-run. Arguments without an option take their
     metavar: model='x' becomes MODEL 'x', and another run= becomes another RUN.
     """
+    # An error may come before a verb is known, so there may be none.
     verb: Any = _parser(words).commands.get(next(iter(words), ""))
     metavars = {
         parameter.name: re.split(r"\W", parameter.metavar.strip("[]"))[0]
@@ -154,10 +155,12 @@ def in_options(line: str, words: Sequence[str]) -> str:
         if parameter.param_type_name == "option":
             long = [option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
             options |= {name[2:].replace("-", "_"): name for name in long}
+            # A parameter may have another name than its option.
             options.setdefault(parameter.name, next(iter(long), ""))
 
     def option(match: re.Match[str]) -> str:
         name, truth, quoted, follows = match.groups()
+        # An argument without an option stays as it is.
         known = options.get(f"no_{name}" if truth == "False" else name, "")
         return f"{known} {quoted or ''}" if known and (quoted or follows) else known or match[0]
 

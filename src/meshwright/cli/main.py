@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from meshwright.cli.process.environment import described, set_defaults
     from meshwright.cli.process.launch import processes, rank
 
+    # Before any verb is imported: torch reads the environment when it is loaded.
     number_ranks(os.environ)
     if not debug:
         warnings.simplefilter("ignore")
@@ -73,6 +74,7 @@ def _run(words: Sequence[str], *, debug: bool) -> int:
     except (Exception, KeyboardInterrupt) as error:
         from meshwright.cli import commands
 
+        # A verb that has already said everything ends with a code and no line.
         if isinstance(error, commands.EXIT):
             return int(error.exit_code)
         if debug:
@@ -81,6 +83,7 @@ def _run(words: Sequence[str], *, debug: bool) -> int:
             traceback.print_exc()
         is_usage = isinstance(error, commands.USAGE_ERROR)
         line, code = (explain_usage(error, words), USAGE) if is_usage else explain(error)
+        # Our errors name Python arguments; the user of a verb knows its options.
         line = commands.in_options(line, words) if isinstance(error, MeshwrightError) else line
         if processes() > 1:
             fail(error, line, code)

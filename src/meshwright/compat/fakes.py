@@ -150,6 +150,7 @@ class FakeMaker:
 def fake_maker(mode: Any) -> FakeMaker | None:
     """Return a FakeMaker for an active mode, or None if this torch builds fake tensors differently."""
     try:
+        # A trial against tensors that the mode makes itself: sizes, memory, attributes and dispatch keys must agree.
         maker = FakeMaker(mode)
         tensor = maker.fresh((2, 3), (3, 1), torch.float32, torch.device("cpu"))
         part = maker.view(tensor.untyped_storage(), 1, (2,), (1,), torch.float32, torch.device("cpu"))

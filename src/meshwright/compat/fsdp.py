@@ -63,6 +63,7 @@ def fsdp_post_backward(modules: list[Any]) -> None:
     torch's pipeline runtime calls the same private names, since a gradient may arrive after the pass that FSDP hooks
     into. The reduction has no public trigger.
     """
+    # As a backward pass ends: the last unit first, the root at the end.
     for module in reversed(modules):
         for group in _fsdp_groups(module):
             group.post_backward()

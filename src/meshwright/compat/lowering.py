@@ -55,6 +55,7 @@ def _lower(running: Any, kernel: Callable[[], Kernel], graph: Any, inputs: Any, 
         raise _Written
 
     build = GraphLowering.compile_to_module
+    # Inductor has no public stop between writing code and compiling it.
     setattr(GraphLowering, "compile_to_module", keep)  # noqa: B010  # as its type has it, it cannot be assigned
     try:
         compile_fx_inner(graph, inputs, **options)

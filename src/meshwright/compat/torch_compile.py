@@ -167,6 +167,7 @@ def when_recompile_limit_is_hit(on_limit: Callable[[], None]) -> None:
     The last caller wins.
     """
     logger = logging.getLogger("torch._dynamo.convert_frame")
+    # A filter per call would add up over many models in one process.
     for old in [old for old in logger.filters if isinstance(old, _Limit)]:
         logger.removeFilter(old)
     logger.addFilter(_Limit(on_limit))

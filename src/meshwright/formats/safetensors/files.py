@@ -121,6 +121,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         raise HubError(f"{path} has {path.stat().st_size:,} bytes, and at most {_LARGEST_INDEX_BYTES:,} are read")
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        # A file name with a folder in it could lead out of the directory.
         plain = all(isinstance(name, str) and Path(file).name == file for name, file in weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"{path} is not an index of shards ({error}): copy or download it again") from error
@@ -167,6 +168,7 @@ def _parse_entry(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
     code, size, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code not in DTYPES:
         raise ValueError(f"dtype {code} is not supported")
+    # isinstance would let true pass as a number.
     if not all(type(number) is int for number in (*size, *offsets)):
         raise ValueError("shapes and offsets must be whole numbers")
     start, end = offsets

@@ -82,6 +82,7 @@ def guarded_connection_class(idle_s: float, stall_s: float) -> type[H11Protocol]
             super().resume_writing()
 
         def _look_idle(self) -> None:
+            # Idle now, idle at the last check, and no request in between.
             idle = self.cycle is None or self.cycle.response_complete
             if idle and self._idle_seen and self.cycle is self._cycle_seen:
                 self.transport.abort()
@@ -90,6 +91,7 @@ def guarded_connection_class(idle_s: float, stall_s: float) -> type[H11Protocol]
             self._watches[0] = self.loop.call_later(idle_s, self._look_idle)
 
         def _look_stalled(self) -> None:
+            # A closing connection also waits for its peer to read the rest.
             held = self.paused or (self.transport.is_closing() and self.transport.get_write_buffer_size() > 0)
             if held and self._stall_seen:
                 self.transport.abort()
