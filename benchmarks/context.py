@@ -27,10 +27,10 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.attention.attend import Mask, attend
-from meshwright.parallel.context import mask_maker, places, take_at
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.ring import context_attend
+from meshwright.parallel.axes.context import mask_maker, places, take_at
+from meshwright.parallel.axes.ring import context_attend
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.spec import Layout
 
 SPLITS = {"zig-zag": "zigzag", "striped": "striped", "plain": "chunks"}

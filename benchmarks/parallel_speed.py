@@ -10,7 +10,7 @@ turn. So whatever else the machine does hits all alike. `ideal` is the same step
 there are cores. With 4 processes on 2 cores only ratios mean anything.
 
 Who cannot take part: torch's own context parallelism, whose ring stands in for the flash and memory-efficient attention
-of GPUs only (torch/distributed/tensor/experimental/_context_parallel); nanotron, whose parallel/context.py asserts
+of GPUs only (torch/distributed/tensor/experimental/_context_parallel); nanotron, whose parallel/axes/context.py asserts
 backend == "nccl".
 """
 

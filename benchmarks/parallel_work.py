@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.layout.schedule import Action
 from meshwright.training.optimizer.optimizer import Optimizer

@@ -23,7 +23,7 @@ import torch
 from meshwright import compat
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import saving_group
+from meshwright.parallel.groups.mesh import saving_group
 from meshwright.spec import Layout, Recipe, presets
 from meshwright.store.saver import Saver
 from meshwright.training.optimizer.optimizer import Optimizer

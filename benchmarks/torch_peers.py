@@ -30,7 +30,7 @@ from meshwright.kernels.linear.linear import SummedProduct, linear_reference, li
 from meshwright.kernels.loss.cross_entropy import linear_cross_entropy_reference
 from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
-from meshwright.parallel.passes import cut
+from meshwright.parallel.pipeline.passes import cut
 from meshwright.spec import Layout
 from meshwright.spec.layout.places import own_stages
 from meshwright.spec.layout.schedule import stage_rank

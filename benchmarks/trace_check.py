@@ -114,7 +114,7 @@ class _Toy:
         self.weight, self.last = weight, last
 
     def __call__(self, x: Tensor | None, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
-        """As parallel.pipeline.Stage."""
+        """As parallel.pipeline.executor.Stage."""
         x = torch.ones(*tokens.size, self.weight.shape[1]) if x is None else x
         out = linear(x, self.weight)
         return (None, out.sum()) if self.last else (out, None)

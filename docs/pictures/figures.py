@@ -1,8 +1,8 @@
 """The numbers of the Learn pages' pictures, from the code that they explain; `draw.py` draws them and keeps them.
 
 Memory by sequence and the line of time are the planner's, the first steps a dry run's. Positions of ranks come from
-parallel/mesh.py, positions of tokens from parallel/context.py, pipelines from spec/layout/schedule.py played by
-spec/layout/replay.py: a picture cannot say what the code does not do.
+parallel/groups/mesh.py, positions of tokens from parallel/axes/context.py, pipelines from spec/layout/schedule.py
+played by spec/layout/replay.py: a picture cannot say what the code does not do.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from docs.generate import run
 from docs.tables import TABLES
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.parallel.context import places
+from meshwright.parallel.axes.context import places
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.collectives import StageContents, sharing

@@ -13,9 +13,9 @@ from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.spec.errors import ArgumentError
 from meshwright.training import loop
-from tests.train.test_adapters import LORA
-from tests.train.test_tuning import files as files  # a folder with a model and conversations
-from tests.train.test_tuning import plan
+from tests.training.test_adapters import LORA
+from tests.training.test_tuning import files as files  # a folder with a model and conversations
+from tests.training.test_tuning import plan
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from meshwright.cli.main import main
 from meshwright.compress.distill_sequences import AnswerSearch, questions
 from meshwright.data.chat.samples import Conversation, sample
 from meshwright.spec.errors import ArgumentError, DataError
-from tests.train.distilling import taught
+from tests.training.distilling import taught
 
 CHAT = {"messages": [{"role": "user", "content": "1 times"}, {"role": "assistant", "content": "is 1"}]}
 

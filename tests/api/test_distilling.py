@@ -21,8 +21,8 @@ from meshwright.planfile import read
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.store.model_weights import locate, weights
 from meshwright.store.run_folder import RunFolder
-from tests.train.distilling import ROUTED, TEACHER, taught
-from tests.train.running import MOE
+from tests.training.distilling import ROUTED, TEACHER, taught
+from tests.training.running import MOE
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
 from meshwright.training import loop
 from meshwright.training.step.evaluate import row_losses
-from tests.train.test_tuning import files as files  # a folder with a model and conversations
-from tests.train.test_tuning import plan
-from tests.train.test_weights import SHAPES, directory
+from tests.training.test_tuning import files as files  # a folder with a model and conversations
+from tests.training.test_tuning import plan
+from tests.training.test_weights import SHAPES, directory
 
 WORDS = ["data.validation=0.4", "data.train_on=assistant,user", "recipe.eval_sequences=0"]
 

@@ -17,8 +17,8 @@ from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.resume.pretrained import keep_extra_files
 from tests.data.tokenizers_for_tests import with_added
-from tests.train.test_tuning import conversations
-from tests.train.test_weights import SHAPES, directory
+from tests.training.test_tuning import conversations
+from tests.training.test_weights import SHAPES, directory
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 PLAIN = Tokenizer.shipped()

@@ -18,7 +18,7 @@ from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout, Plan
 from meshwright.training import loop
 from meshwright.training.step.batches import held_out_batches
-from tests.train.running import MOE, SHAPE, Notes, plan, write_texts
+from tests.training.running import MOE, SHAPE, Notes, plan, write_texts
 
 Tokens = tuple[int, ...]
 LAYOUTS = {

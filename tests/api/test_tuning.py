@@ -10,8 +10,8 @@ from meshwright.api.tuning_defaults import DEFAULTS
 from meshwright.api.tuning_plan import tuning_plan
 from meshwright.cli.main import main
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
-from tests.train import pairs
-from tests.train.test_tuning import files as files  # a folder with a model and conversations
+from tests.training import pairs
+from tests.training.test_tuning import files as files  # a folder with a model and conversations
 
 
 def words(files: Path, *more: str) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import gradient_norms
 from meshwright.training.pending_step import Readback
-from tests.train import running
+from tests.training import running
 
 WRONG = "layers.1.mlp.down.weight"
 

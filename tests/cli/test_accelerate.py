@@ -10,7 +10,7 @@ import pytest
 
 from meshwright import planfile
 from meshwright.cli.process.accelerate import MARK, number_ranks, unread
-from tests.train.test_tuning import write
+from tests.training.test_tuning import write
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = (

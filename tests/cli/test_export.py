@@ -12,7 +12,7 @@ from meshwright.formats.hub import export_folder
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe, num_parameters
 from meshwright.store import checkpoint, checkpoint_reader
 from meshwright.store import commit as commits

@@ -21,7 +21,7 @@ from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.quantization_schemes import NF4, SCHEMES, normal_float
 from tests.compress.test_formats import SHAPES, SIZES, restored
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 BNB = "bitsandbytes"
 SHAPE = ModelShape(**{**SIZES, "ffn": 128}, kv_heads=1)

@@ -40,7 +40,7 @@ from tests.cli.toy import train, write_texts
 from tests.compress.test_formats import MOE, SHAPES, SIZES
 from tests.compress.test_quantize import batch
 from tests.counting import Alive
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 MLA = MLAShape(q_rank=24, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16)
 EVERY = {

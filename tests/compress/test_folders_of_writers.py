@@ -23,7 +23,7 @@ from meshwright.spec.errors import HubError
 from meshwright.store.base_weights import open_base
 from tests.compress.test_formats import SHAPES, SIZES, restored
 from tests.compress.test_packed_formats import by_autoawq, by_autogptq
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 PHI3 = ModelShape(**{**SIZES, "ffn": 128}, kv_heads=1, family="phi3")
 BLOCKS = ModelShape(**{**SIZES, "ffn": 128}, kv_heads=1)

@@ -25,7 +25,7 @@ from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 SIZES: dict[str, Any] = {"name": "dot", "vocab": 2048, "layers": 2, "hidden": 64, "heads": 2, "ffn": 96}
 SIZES |= {"max_positions": 64}

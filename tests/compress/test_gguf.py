@@ -32,7 +32,7 @@ from meshwright.spec.model.shape import MLAShape, RopeScaling
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 from tests.data.tokenizers_for_tests import WRITTEN
 from tests.data.tokenizers_for_tests import written as tokenizer_folder
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 SIZES: dict[str, Any] = {
     "name": "dot", "vocab": 2100, "layers": 2, "hidden": 64, "heads": 4, "ffn": 96, "max_positions": 256,

@@ -23,7 +23,7 @@ from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from tests.compress.test_formats import SHAPES, restored
 from tests.compress.test_quantize import folder as folder  # a fixture
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 
 def bits_at(words: list[int], first_bit: int, bits: int) -> int:

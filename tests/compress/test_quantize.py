@@ -30,7 +30,7 @@ from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.step.batches import Batch
 from tests.compress.test_formats import SHAPES
-from tests.train.test_weights import directory
+from tests.training.test_weights import directory
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from meshwright.spec.weights.inventory import adapter_parts, num_trained_paramet
 from meshwright.training.optimizer.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens
 from tests.operation_recorder import Recording
-from tests.train.tiny import RECIPE, batch, relative, trained, weights
+from tests.training.tiny import RECIPE, batch, relative, trained, weights
 
 NAMES = ["llama-3.1-8b", "qwen2.5-0.5b", "gpt2", "deepseek-v3", "qwen3-30b-a3b"]
 """Gated and tied, with biases, without a gate, with latent attention and shared experts, with experts alone."""

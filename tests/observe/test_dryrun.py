@@ -18,7 +18,7 @@ from meshwright.observe.dryrun.dryrun_document import dry_run_document, needed_b
 from meshwright.observe.dryrun.simulate import device_of, dry_run, watch_rank
 from meshwright.observe.program import Routing
 from meshwright.observe.ranks import SERVER, on_ranks
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError

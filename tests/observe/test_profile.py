@@ -22,13 +22,13 @@ from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.shared_document import Ran, parse_document
 from meshwright.parallel import make_mesh
-from meshwright.parallel.compiling import is_compiled
+from meshwright.parallel.graphs.compiling import is_compiled
+from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, Plan
 from meshwright.spec.layout.schedule import Action, schedule
 from meshwright.training import loop
-from tests.train import running
+from tests.training import running
 
 pytestmark = pytest.mark.long
 

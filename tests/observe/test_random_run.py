@@ -29,10 +29,10 @@ from meshwright.observe.verify.random_run import (
     smallest,
     wrong_alone,
 )
-from meshwright.parallel import data
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.zero import data
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.weights.boxes import Box
 from meshwright.training.step import batches

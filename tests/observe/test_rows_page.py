@@ -16,8 +16,8 @@ from meshwright.data.report.figures import DataView, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data, Recipe
 from tests.planner.browser import CHROMIUM, Browser
-from tests.train.test_tuning import files as files  # a folder with a model and conversations
-from tests.train.test_tuning import plan
+from tests.training.test_tuning import files as files  # a folder with a model and conversations
+from tests.training.test_tuning import plan
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 

@@ -10,9 +10,9 @@ import torch
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.one_device import RankOutcome, assemble
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.agree import gather_objects
-from meshwright.parallel.data import local
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.agree import gather_objects
+from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.rate import learning_rate

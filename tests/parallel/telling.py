@@ -1,6 +1,6 @@
 """A Traffic that also writes down every call."""
 
-from meshwright.parallel.traffic import Traffic
+from meshwright.parallel.groups.traffic import Traffic
 
 
 class Told(Traffic):

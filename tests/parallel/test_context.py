@@ -18,12 +18,12 @@ from meshwright.kernels.attention import partial
 from meshwright.kernels.attention.attend import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel import ring
-from meshwright.parallel.context import ContextMask, Places, mask_maker, places, take_at
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.recompute import block_call
-from meshwright.parallel.ring import ROUTES, context_attend
+from meshwright.parallel.axes import ring
+from meshwright.parallel.axes.context import ContextMask, Places, mask_maker, places, take_at
+from meshwright.parallel.axes.ring import ROUTES, context_attend
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import make_mesh
+from meshwright.parallel.recomputation.recompute import block_call
 from meshwright.spec import Layout, MLAShape, ModelShape
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.step.batches import Share, to_batch

@@ -16,7 +16,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, Plan
 from meshwright.training import plot, trainer
 from meshwright.training.step.batches import Batch, Feed, Share
-from tests.train import running
+from tests.training import running
 
 STEPS = 8
 TOLERANCE = 1e-5

@@ -14,10 +14,10 @@ from meshwright.kernels import fast
 from meshwright.model import Transformer
 from meshwright.model.moe import Experts, MoE
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups, sort_runs
-from meshwright.parallel.group import Group, Pending
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.recompute import block_call
+from meshwright.parallel.axes.expert import apply_expert_parallel, apply_sequence_groups, sort_runs
+from meshwright.parallel.groups.group import Group, Pending
+from meshwright.parallel.groups.mesh import make_mesh
+from meshwright.parallel.recomputation.recompute import block_call
 from meshwright.spec import Layout
 from tests.model.shrunk import model, shrink, tokens
 from tests.parallel.strict import strict

@@ -11,7 +11,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine
-from meshwright.parallel.mesh import Made, make_mesh
+from meshwright.parallel.groups.mesh import Made, make_mesh
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 from meshwright.store import checkpoint

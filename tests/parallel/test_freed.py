@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.feature_matrix import CASE
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout
 from tests.parallel.test_traffic import Run
 

@@ -9,7 +9,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import apply
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, ModelShape
 
 CASE = Case(shape=shrink("qwen3-30b-a3b"))

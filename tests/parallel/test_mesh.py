@@ -11,8 +11,8 @@ import torch
 from meshwright import compat
 from meshwright.observe.ranks import LIMIT_S, on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.parallel import mesh
-from meshwright.parallel.mesh import Made, make_group, make_mesh, saving_group
+from meshwright.parallel.groups import mesh
+from meshwright.parallel.groups.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
 from meshwright.spec.layout.places import expert_ranks, place_of, rank_of, ranks_along
 from meshwright.spec.memory.held import common

@@ -10,7 +10,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.feature_matrix import CASE, DENSE, from_arrays, outcomes_of
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, Recipe
 from meshwright.training.optimizer import muon
 from meshwright.training.optimizer.optimizer import Optimizer

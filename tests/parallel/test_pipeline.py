@@ -18,10 +18,10 @@ from torch import Tensor
 from meshwright.kernels import fast
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import Made, make_mesh
-from meshwright.parallel.p2p import UNDER_WAY
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import Made, make_mesh
+from meshwright.parallel.pipeline.executor import Pipeline
+from meshwright.parallel.pipeline.p2p import UNDER_WAY
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.replay import StageLink, replay

@@ -17,9 +17,9 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
 from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
-from meshwright.parallel.data import local
-from meshwright.parallel.mesh import Made
-from meshwright.parallel.replicas import Bucket
+from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.zero.data import local
+from meshwright.parallel.zero.replicas import Bucket
 from meshwright.spec import Layout
 from meshwright.training.step.step import MicroPass
 

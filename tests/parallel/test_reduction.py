@@ -11,7 +11,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.layout.schedule import Action, last_of
 from meshwright.training.step.batches import Share, select, split

@@ -12,8 +12,8 @@ from torch import Tensor
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
-from meshwright.parallel.data import local
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.model.shape import MoEShape
 from meshwright.store import checkpoint

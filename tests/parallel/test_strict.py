@@ -13,9 +13,9 @@ from torch import Tensor
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import Made, make_mesh
-from meshwright.parallel.p2p import PointToPoint
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import Made, make_mesh
+from meshwright.parallel.pipeline.p2p import PointToPoint
 from meshwright.spec import Layout
 from tests.parallel.strict import strict
 

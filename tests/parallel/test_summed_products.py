@@ -23,7 +23,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
 from meshwright.observe.verify.one_device import Case, RankOutcome, outcome
 from meshwright.parallel import build_engine
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 

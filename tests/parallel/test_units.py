@@ -9,7 +9,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout
 from meshwright.training.step.batches import Share, select
 from meshwright.training.step.step import MicroPass, Weights

@@ -12,10 +12,10 @@ from meshwright.observe.verify.feature_matrix import CASE
 from meshwright.observe.verify.one_device import Case
 from meshwright.parallel import apply
 from meshwright.parallel.apply import layout_notes
-from meshwright.parallel.data import local
-from meshwright.parallel.mesh import Made
-from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.pipeline import Passes
+from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.pipeline.executor import Passes
+from meshwright.parallel.pipeline.passes import make_pipeline
+from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout
 from meshwright.spec.layout.schedule import Action
 from meshwright.training.step.batches import forms

@@ -15,8 +15,8 @@ from meshwright.api.planning import plan as ranked
 from meshwright.api.preflight import settle
 from meshwright.cli.main import main
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.parallel.agree import RankZero
-from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.groups.agree import RankZero
+from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.planner.plan_document import document
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.ranking import ranking_key, search

@@ -20,8 +20,8 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.model.quantization_schemes import PIECE, SCHEMES
 from meshwright.spec.model.shape import MoEShape
 from meshwright.spec.rules.fake_quantization import learnable
-from tests.train.distilling import ROUTED
-from tests.train.running import SHAPE
+from tests.training.distilling import ROUTED
+from tests.training.running import SHAPE
 
 
 class Counted(TorchDispatchMode):

@@ -1,7 +1,7 @@
 """States by layout.
 
 To the byte what spec/memory/held.py counts parameter by parameter, and the lectures' table. Real tensors
-of both: tests/train/test_memory.py."""
+of both: tests/training/test_memory.py."""
 
 from dataclasses import replace
 from typing import Any

@@ -13,7 +13,7 @@ from meshwright.observe.program import TrainingProgram, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.observe.verify.random_case import random_case
 from meshwright.parallel import make_mesh
-from meshwright.parallel.data import local
+from meshwright.parallel.zero.data import local
 from meshwright.spec import Plan
 from meshwright.spec.layout.places import pipeline_ranks
 from meshwright.spec.memory.held import memory

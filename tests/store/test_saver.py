@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import CheckpointError, NonFiniteLoss
 from meshwright.spec.weights.boxes import Box
@@ -30,7 +30,7 @@ from meshwright.training import job, loop
 from tests.store import saving
 from tests.store.test_checkpoint import state
 from tests.store.test_crash import newest, whole
-from tests.train import running
+from tests.training import running
 
 OPTIONS: dict[str, Any] = {"steps": 8, "eval_every": 3, "checkpoint_every": 2, "keep_last": 9}
 

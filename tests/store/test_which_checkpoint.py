@@ -13,9 +13,9 @@ from meshwright.spec.errors import ArgumentError, CheckpointError
 from meshwright.store import checkpoint
 from meshwright.store.model_weights import locate
 from meshwright.training import loop
-from tests.train.running import Notes
-from tests.train.test_tuning import files as files  # a folder with a model and conversations
-from tests.train.test_tuning import plan
+from tests.training.running import Notes
+from tests.training.test_tuning import files as files  # a folder with a model and conversations
+from tests.training.test_tuning import plan
 
 WORDS = ["recipe.eval_every=4", "recipe.checkpoint_every=2", "recipe.keep_last=1", "data.validation=0.3"]
 

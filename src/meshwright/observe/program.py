@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.parallel import Mesh
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.pipeline import Passes
+from meshwright.parallel.pipeline.executor import Passes
 from meshwright.spec.layout.schedule import Action
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.step import MicroPass

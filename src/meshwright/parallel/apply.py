@@ -18,21 +18,21 @@ from meshwright.model.low_rank import LoRA
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
-from meshwright.parallel import data
-from meshwright.parallel.compiling import compiled_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
-from meshwright.parallel.context import mask_maker, whole_sums
+from meshwright.parallel.axes.context import mask_maker, whole_sums
+from meshwright.parallel.axes.expert import apply_expert_parallel, apply_sequence_groups
+from meshwright.parallel.axes.ring import context_attend
+from meshwright.parallel.axes.sequence import SequenceSlices
+from meshwright.parallel.axes.tensor import apply_tensor_parallel
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import Mesh, make_group, make_mesh
-from meshwright.parallel.offload import Offload
-from meshwright.parallel.pass_graphs import pass_graphs
-from meshwright.parallel.passes import cut, make_pipeline, share_embedding
-from meshwright.parallel.recompute import block_call, choose_call, keep_attention, recompute_attention
-from meshwright.parallel.replicas import replicate
-from meshwright.parallel.ring import context_attend
-from meshwright.parallel.sequence import SequenceSlices
-from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.graphs.compiling import compiled_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
+from meshwright.parallel.graphs.pass_graphs import pass_graphs
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import Mesh, make_group, make_mesh
+from meshwright.parallel.pipeline.passes import cut, make_pipeline, share_embedding
+from meshwright.parallel.recomputation.offload import Offload
+from meshwright.parallel.recomputation.recompute import block_call, choose_call, keep_attention, recompute_attention
+from meshwright.parallel.zero import data
+from meshwright.parallel.zero.replicas import replicate
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.places import own_stages

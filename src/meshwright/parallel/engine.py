@@ -12,14 +12,14 @@ from meshwright.kernels.linear.gradient_sums import GradientSum, gradient_dtype
 from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import is_run
-from meshwright.parallel import data
-from meshwright.parallel.context import places
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pass_graphs import Capturable, PassGraphs
-from meshwright.parallel.passes import Pass
-from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.replicas import Replicas
+from meshwright.parallel.axes.context import places
+from meshwright.parallel.graphs.pass_graphs import Capturable, PassGraphs
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import Mesh
+from meshwright.parallel.pipeline.executor import Pipeline
+from meshwright.parallel.pipeline.passes import Pass
+from meshwright.parallel.zero import data
+from meshwright.parallel.zero.replicas import Replicas
 from meshwright.spec.memory.held import Common
 from meshwright.spec.weights.boxes import Box
 

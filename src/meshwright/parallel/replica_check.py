@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.parallel.agree import gather_objects
-from meshwright.parallel.data import local
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.agree import gather_objects
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.zero.data import local
 from meshwright.spec.errors import RunError
 
 CHUNK = 2**18

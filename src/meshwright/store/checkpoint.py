@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from meshwright.parallel.agree import gather_objects, union_of_names
+from meshwright.parallel.groups.agree import gather_objects, union_of_names
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.store import checkpoint
 from meshwright.store.checkpoint_reader import ONE_PROCESS

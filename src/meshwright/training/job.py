@@ -13,12 +13,12 @@ from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.sequences.numbered_rows import NumberedRows, numbered_rows
 from meshwright.parallel import Mesh, make_mesh
-from meshwright.parallel.agree import RankZero, check_same
-from meshwright.parallel.compiling import missing_anywhere
-from meshwright.parallel.group import Group
+from meshwright.parallel.graphs.compiling import missing_anywhere
+from meshwright.parallel.graphs.pass_graphs import check_device
+from meshwright.parallel.groups.agree import RankZero, check_same
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.parallel.mesh import saving_group
-from meshwright.parallel.pass_graphs import check_device
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.recipe.recipe import UNREAD

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.spec import Plan
 from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device, step_clock

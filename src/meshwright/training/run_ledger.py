@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.parallel.agree import broadcast_object
-from meshwright.parallel.traffic import Counts
+from meshwright.parallel.groups.agree import broadcast_object
+from meshwright.parallel.groups.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.layout.places import pipeline_ranks
 from meshwright.training import device

@@ -6,7 +6,7 @@ from meshwright.data import Corpus
 from meshwright.data.report.run_reading import plainly_written, unscored
 from meshwright.formats.hub import unwritable
 from meshwright.parallel.apply import layout_notes
-from meshwright.parallel.compiling import compile_notes, is_compiled
+from meshwright.parallel.graphs.compiling import compile_notes, is_compiled
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.compiled_blocks import can_be_compiled

@@ -23,7 +23,7 @@ from meshwright.observe.doctor.examine import Examination, examine
 from meshwright.observe.doctor.findings import Finding, failure, merge_ranks, ok, run_check, verdict, warning
 from meshwright.observe.doctor.network import NetworkLink
 from meshwright.observe.ranks import RankError, on_ranks
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.layout.layout import Layout
 from meshwright.store import random_state

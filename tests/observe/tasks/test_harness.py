@@ -18,8 +18,8 @@ from meshwright.data import Tokenizer
 from meshwright.observe.tasks.paired_statistics import Aggregate, estimate
 from meshwright.spec.errors import ArgumentError, DataError
 from tests.observe.tasks.task_folder import items, task_folder
-from tests.train.test_tuning import CHATML
-from tests.train.test_weights import SHAPES, directory
+from tests.training.test_tuning import CHATML
+from tests.training.test_weights import SHAPES, directory
 
 harness = pytest.importorskip("lm_eval")
 

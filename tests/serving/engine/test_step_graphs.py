@@ -18,8 +18,8 @@ from meshwright.kernels.target import simulate_device
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.parallel import build_engine
-from meshwright.parallel.graph_capture import WARM, Capture, NoCapture
-from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.graphs.graph_capture import WARM, Capture, NoCapture
+from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.serving.engine import step_graphs
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.cache import paged_cache
@@ -37,7 +37,7 @@ from meshwright.spec.execution.serving_defaults import CacheForm
 from meshwright.spec.model.lora import LoRAShape
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import OnDeviceOnly, Recorder
-from tests.train.test_pass_graphs import aligned
+from tests.training.test_pass_graphs import aligned
 
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5], [1], [7, 8, 7, 8, 7, 8, 7, 8], list(range(1, 40)), [11, 12, 13]]
 SIZES: dict[str, Any] = {"block": 4, "most_tokens": 24, "most_sequences": 6, "compiled": False, "packed": False}

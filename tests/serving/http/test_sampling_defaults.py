@@ -13,7 +13,7 @@ from meshwright.serving.http.host.http_server import HttpServer
 from meshwright.serving.http.request.request_fields import sampling_defaults
 from meshwright.serving.http.server_options import ServerOptions
 from tests.serving.http.running import EXACT, NAME, asked_once, small
-from tests.train.test_weights import SHAPES, directory
+from tests.training.test_weights import SHAPES, directory
 
 SAID = {"temperature": 0.4, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3}
 GENERATION = {**SAID, "max_new_tokens": 7, "do_sample": True, "eos_token_id": 95, "transformers_version": "5.0.0"}

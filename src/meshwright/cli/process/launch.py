@@ -121,7 +121,7 @@ def fail(error: BaseException, line: str, code: int) -> None:
     if watchdog is None:
         _say(line)
         return
-    from meshwright.parallel.group import is_lost_connection
+    from meshwright.parallel.groups.group import is_lost_connection
 
     if is_lost_connection(error):
         watchdog.lost(_first_line(error), error.__traceback__)

@@ -32,7 +32,7 @@ def doctor(
     with joined():
         from meshwright.cli.terminal.output import print_json
         from meshwright.observe.doctor.examine import examine
-        from meshwright.parallel.group import Group
+        from meshwright.parallel.groups.group import Group
 
         world = None
         if processes() > 1:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from meshwright.kernels import fast
 from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.linear import cpu_product
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.planner.cost.curves import DeviceCurves
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import Product

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.observe.calibrate.rates import synchronize
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.planner.cost.host_time import Host, Triple
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.machine.clusterfile import ClusterFile

@@ -16,7 +16,7 @@ from meshwright import __version__
 from meshwright.observe.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.observe.doctor.findings import Check, Finding, State, merge_ranks, run_check, verdict
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 
 Say = Callable[[str], None]
 LINKS_S = 60.0

@@ -14,8 +14,8 @@ import torch
 
 from meshwright.observe.calibrate.rates import synchronize
 from meshwright.observe.doctor.findings import Finding, failure, name_ranks, ok, skipped, warning
-from meshwright.parallel.agree import gather_objects
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.agree import gather_objects
+from meshwright.parallel.groups.group import Group
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from meshwright.observe.doctor.network import RankFailure, gather_from_all, run_
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.observe.verify.feature_matrix import DENSE, Trial, from_arrays, outcomes_of, trial
 from meshwright.observe.verify.one_device import BANDS, first_difference, outcome
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule_kinds import NAMES
 from meshwright.spec.model.shape import ModelShape

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
-from meshwright.parallel.data import local
+from meshwright.parallel.zero.data import local
 from meshwright.spec.layout.layout import Layout
 from meshwright.training.optimizer.kept_bytes import codes, tensors_by_kind
 from meshwright.training.resume.state import TrainState

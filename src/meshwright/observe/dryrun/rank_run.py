@@ -16,10 +16,10 @@ from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatc
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.shared_document import LargeTensor
 from meshwright.observe.spans import Inner, Span, replaced, report_spans
-from meshwright.parallel.data import local
-from meshwright.parallel.graph_capture import NoCapture
-from meshwright.parallel.pass_graphs import PassGraphs
-from meshwright.parallel.traffic import Counts
+from meshwright.parallel.graphs.graph_capture import NoCapture
+from meshwright.parallel.graphs.pass_graphs import PassGraphs
+from meshwright.parallel.groups.traffic import Counts
+from meshwright.parallel.zero.data import local
 from meshwright.spec.memory.ledger import KINDS
 from meshwright.spec.memory.purpose import takes
 from meshwright.training.teachers.teacher import teacher_tensors

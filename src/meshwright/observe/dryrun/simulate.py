@@ -27,7 +27,7 @@ from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_
 from meshwright.observe.program import TrainingProgram, extrapolate_step, probe_counts, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
-from meshwright.parallel.traffic import Counts
+from meshwright.parallel.groups.traffic import Counts
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan

@@ -37,10 +37,10 @@ from meshwright.observe.profile.step_record import StepRecorder, TimedStep, cove
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.spans import Span, report_spans
 from meshwright.parallel import Mesh, make_mesh
-from meshwright.parallel.compiling import is_compiled
+from meshwright.parallel.graphs.compiling import is_compiled
+from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.traffic import Counts
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.parallel.mesh import Made
-from meshwright.parallel.traffic import Counts
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
 from meshwright.spec.rules.compiled_blocks import can_be_compiled
@@ -292,7 +292,7 @@ def measure(
 
     Args:
         progress: Called at the start of each round.
-        made: Groups of this process that exist already (parallel.mesh).
+        made: Groups of this process that exist already (parallel.groups.mesh).
     """
     pulse, progress = pulse or Heartbeat(), progress or (lambda line: None)
     target = devices.pick_device()

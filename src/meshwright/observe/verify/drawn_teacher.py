@@ -7,7 +7,7 @@ from torch import nn
 
 from meshwright.kernels.loss.linear_divergence import Divergence
 from meshwright.parallel import Engine, Mesh
-from meshwright.parallel.data import local
+from meshwright.parallel.zero.data import local
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.lora import NONE, SAME, LoRAShape
 from meshwright.spec.model.shape import ModelShape

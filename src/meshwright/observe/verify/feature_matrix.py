@@ -11,7 +11,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_names import ALL, FEATURES, LARGEST_WORLD
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
-from meshwright.parallel.mesh import Made
+from meshwright.parallel.groups.mesh import Made
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.rules.legal import layout_violations

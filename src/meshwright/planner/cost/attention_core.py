@@ -1,6 +1,6 @@
 """Attention core of Meshwright's engine: its kernel under masks and context parallelism, and memory passes around it.
 
-Sources: kernels/attention/attend.py, kernels/attention/partial.py, parallel/ring.py. Letters as in block.py.
+Sources: kernels/attention/attend.py, kernels/attention/partial.py, parallel/axes/ring.py. Letters as in block.py.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BACKWARD = 2.5
 """FLOP of a fused kernel's backward pass relative to its forward pass: five products to two."""
 ROWS, COLUMNS = 64, 2048
-"""Rows and columns of a tile of the plain form (kernels/attention/partial.py, parallel/context.py)."""
+"""Rows and columns of a tile of the plain form (kernels/attention/partial.py, parallel/axes/context.py)."""
 STRIP = 512
 """Queries per strip (kernels/attention/strips.py)."""
 MERGED_BYTES = 18

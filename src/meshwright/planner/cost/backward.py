@@ -177,7 +177,7 @@ def _mlp_kept(local: "LocalShape", routed: Routed | None) -> float:
 def _attention(local: "LocalShape", widths: HeadWidths) -> float:
     """Return the bytes around the attention core.
 
-    With context parallelism (parallel/ring.py, kernels/attention/partial.py) there are copies of the queries, the
+    With context parallelism (parallel/axes/ring.py, kernels/attention/partial.py) there are copies of the queries, the
     output and its gradient, and their own gradient in fp32. For keys and values a ring holds those of two ranks and
     four fp32 sums. An all-gather holds those of all ranks three times beside their fp32 gradients and the cut ones, or
     once beside the reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.

@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine's steps (parallel/graph_capture.py), for kernels that run shorter than their launches.
+"""CUDA graphs of an engine's steps, for kernels that run shorter than their launches (parallel/graphs/).
 
 A step has a graph if all its rows are attended one by one: one token of each growing answer, guesses, ends of prompts.
 Numbers of rows are rounded up to a few (spec/execution/graph_sizes.py). So is the largest number of positions that rows
@@ -17,8 +17,8 @@ from torch import Tensor
 from meshwright.kernels.attention.paged import RowsCall
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.graph_capture import Capture, CudaCapture, FormGraphs
-from meshwright.parallel.pass_graphs import counts_stay
+from meshwright.parallel.graphs.graph_capture import Capture, CudaCapture, FormGraphs
+from meshwright.parallel.graphs.pass_graphs import counts_stay
 from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
 from meshwright.serving.engine.engine_options import Graphs
 from meshwright.serving.engine.rows.packed_step import PackedStep

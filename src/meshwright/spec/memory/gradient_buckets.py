@@ -1,4 +1,4 @@
-"""Buckets of gradients of replicated parameters: those that one all-reduce sums (parallel/replicas.py)."""
+"""Buckets of gradients of replicated parameters: those that one all-reduce sums (parallel/zero/replicas.py)."""
 
 from collections.abc import Iterable
 

@@ -1,6 +1,6 @@
 """Reasons why a CUDA graph cannot capture a pass (layout.cuda_graphs).
 
-Obstacles that depend on the device are checked once it is known (parallel/pass_graphs.py).
+Obstacles that depend on the device are checked once it is known (parallel/graphs/pass_graphs.py).
 """
 
 from collections.abc import Iterator

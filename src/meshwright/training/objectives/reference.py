@@ -22,7 +22,7 @@ from meshwright.data.corpus.corpus import Stream
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
-from meshwright.parallel.agree import RankZero
+from meshwright.parallel.groups.agree import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.recipe.objectives import most_answers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine
-from meshwright.parallel.data import local
+from meshwright.parallel.zero.data import local
 from meshwright.training.optimizer.optimizer import Optimizer
 
 

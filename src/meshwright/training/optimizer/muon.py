@@ -22,8 +22,8 @@ from meshwright.kernels.optimizer.narrow_adamw import random_bits, read, write, 
 from meshwright.kernels.optimizer.newton_schulz import orthogonalized
 from meshwright.kernels.triton.narrow_piece import NarrowPiece
 from meshwright.parallel import Engine
-from meshwright.parallel.group import Group
-from meshwright.parallel.mesh import make_group
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import make_group
 from meshwright.spec.memory.matrix_exchange import ExchangeRound, HeldPart, OwnedPart, rounds, stage_ranks
 from meshwright.spec.recipe.recipe import Recipe
 

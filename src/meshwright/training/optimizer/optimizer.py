@@ -20,7 +20,7 @@ from meshwright import compat
 from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.parallel import Engine
-from meshwright.parallel.data import local
+from meshwright.parallel.zero.data import local
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.inventory import parameters as inventory

@@ -20,7 +20,7 @@ from meshwright.kernels.quantized.quantize import coded as codes_of
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
-from meshwright.parallel.data import local, take_codes
+from meshwright.parallel.zero.data import local, take_codes
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import RANDOM, SAMPLES

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel import Engine
-from meshwright.parallel.data import local
+from meshwright.parallel.zero.data import local
 from meshwright.spec.plan.plan import Data
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.store.saver import Saver
 
 STDERR = 2

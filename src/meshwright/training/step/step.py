@@ -220,7 +220,7 @@ EVALUATION = Weights(None)
 
 
 class MicroPass:
-    """A micro-batch on its way through the stages (parallel.passes.Pass), with the sums of this rank's stages."""
+    """A micro-batch on its way through the stages (parallel.pipeline.passes.Pass), with the sums of this rank."""
 
     def __init__(self, batch: Batch, weights: Weights, objective: Objective = CROSS_ENTROPY) -> None:
         self.batch, self.weights, self.objective = batch, weights, objective
@@ -235,7 +235,7 @@ class MicroPass:
         return rows, positions
 
     def forms(self) -> dict[Hashable, "MicroPass"]:
-        """Return the pass with and without documents, if both may come (parallel.passes.Pass)."""
+        """Return the pass with and without documents, if both may come (parallel.pipeline.passes.Pass)."""
         return {
             (*self.size, packed): MicroPass(batch, self.weights, self.objective)
             for packed, batch in forms(self.batch).items()

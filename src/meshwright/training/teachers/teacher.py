@@ -21,8 +21,8 @@ from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.predictions import Predictions
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
-from meshwright.parallel.agree import digest
-from meshwright.parallel.data import local, take_codes
+from meshwright.parallel.groups.agree import digest
+from meshwright.parallel.zero.data import local, take_codes
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import RANDOM

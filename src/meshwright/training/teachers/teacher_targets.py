@@ -26,7 +26,7 @@ from meshwright.data.sequences.windows import Sampler
 from meshwright.kernels.loss.linear_divergence import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
-from meshwright.parallel.agree import RankZero, gather_objects
+from meshwright.parallel.groups.agree import RankZero, gather_objects
 from meshwright.spec import Plan
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.units import GB, duration

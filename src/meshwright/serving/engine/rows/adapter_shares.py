@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshwright.parallel.group import Group
+from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.shape import ModelShape

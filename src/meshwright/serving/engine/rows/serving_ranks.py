@@ -1,4 +1,4 @@
-"""Ranks that serve one model together, each with a part of every layer (parallel/tensor.py) and of the cache.
+"""Ranks that serve one model together, each with a part of every layer (parallel/axes/tensor.py) and of the cache.
 
 Rank 0 schedules and samples. Before each step it sends the step to the others. All compute it, and logits of the parts
 of the vocabulary are gathered on rank 0. Other ranks know no requests: they `follow`.
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.group import is_lost_connection
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.groups.group import is_lost_connection
+from meshwright.parallel.groups.mesh import Mesh
 from meshwright.serving.engine.rows.adapter_shares import AdapterRoom, adapter_words
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters
 from meshwright.spec.errors import RunError, is_out_of_memory

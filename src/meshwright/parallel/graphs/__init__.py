@@ -1,0 +1,1 @@
+"""Compiled blocks and CUDA graphs of passes."""

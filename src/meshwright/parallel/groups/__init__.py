@@ -1,0 +1,1 @@
+"""Groups of ranks: the mesh, its collectives, their traffic, and agreement of all ranks."""

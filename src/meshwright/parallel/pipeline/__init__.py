@@ -1,0 +1,1 @@
+"""Pipeline parallelism: one executor for all schedules, its stages, and messages between them."""

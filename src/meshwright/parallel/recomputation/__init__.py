@@ -1,0 +1,1 @@
+"""Recomputation and offload of activations."""

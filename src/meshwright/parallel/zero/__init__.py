@@ -1,0 +1,1 @@
+"""Data parallelism: replicas, and ZeRO by fully_shard."""

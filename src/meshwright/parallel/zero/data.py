@@ -1,0 +1,284 @@
+"""Data parallelism and ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): 1 to 3 as settings of torch's fully_shard.
+
+    zero  parameters           gradients                                optimizer states
+    0     whole                whole; all-reduced once a step           whole
+    1     whole in the step    whole until the last micro-batch         1 / n
+    2     whole in the step    1 / n after every micro-batch            1 / n
+    3     1 / n, a block at a time whole                                1 / n
+
+n = dp_shard x cp: context-parallel ranks see other tokens with the same parameters. Replicas (dp_replicate) sum their
+shards once a step. Gradients are in buckets of one block each. They are summed, never averaged: the loss was divided
+by the tokens of the whole step. Stage 0 is `replicas.py`: fully_shard over one rank would hold every parameter twice.
+
+Gradients are summed over micro-batches and ranks in `reduce_dtype` (decision 5): a parameter's `grad` has this dtype
+from its first micro-batch to the optimizer. torch's mixed precision alone would round every reduction to the dtype of
+the shards, and add micro-batches up in that dtype.
+
+The collectives of fully_shard are replaced by ones that do the same and report to the group's traffic. The all-reduce
+between replicas is reported by a hook, once it has begun.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from meshwright import compat
+from meshwright.kernels.linear.gradient_sums import GradientSum, sum_of
+from meshwright.kernels.quantized.matrix import QuantizedMatrix
+from meshwright.model import Transformer
+from meshwright.model.moe import MoE
+from meshwright.model.quantized_weights import QuantizedWeight, is_run
+from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.mesh import Mesh, device_mesh
+from meshwright.spec.memory.purpose import takes
+from meshwright.spec.weights.boxes import Box, shard, sharded_dim
+
+FIRST, LAST = ("embed", "positions"), ("norm", "head")
+"""Modules before and behind the blocks."""
+
+
+def is_needed(mesh: Mesh) -> bool:
+    """Return whether another rank has a gradient of any parameter of this rank.
+
+    Experts may lie on fewer ranks than the tp group they borrow. Then the ranks that hold the same experts are
+    data-parallel ranks for experts alone.
+    """
+    return mesh["data"].size > 1 or (mesh["ep"].size > 1 and mesh["expert_data"].size > 1)
+
+
+def apply_data_parallel(
+    model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None = None,
+    gathered: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Shard embedding, blocks, and norm with head, each as a unit. Shards are gathered as `gathered`.
+
+    Under a pipeline, parameters stay whole from a stage's first pass of a step to its last: otherwise they would be
+    gathered for every micro-batch. A head stays whole between its forward pass and its backward pass, which is the
+    next.
+    """
+    zero = mesh.layout.zero
+    assert zero, "ZeRO-0 is replicas.replicate"
+    assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
+    compat.let_selective_recomputation_pass_hooks()
+    # Only ZeRO-3 frees a unit after its forward pass.
+    frees = zero == 3 and mesh["pp"].size == 1
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    routed = any(block.routed for block in model.layers.values())
+    dense, expert = _meshes(mesh, device, experts=routed)
+    first, last = _ends(model)
+    # Inner units first: fully_shard takes the parameters that no unit inside has taken.
+    blocks: list[list[nn.Module]] = []
+    for block in model.blocks:
+        blocks.append([block])
+        if expert is not None and block.routed:
+            blocks[-1].append(cast(MoE, block.mlp).experts)
+            _shard(blocks[-1][1:], mesh, "expert_shard", expert, policy, frees=frees)
+        _shard([block], mesh, "shard", dense, policy, frees=frees)
+    _shard(first, mesh, "shard", dense, policy, frees=frees)
+    _shard(last, mesh, "shard", dense, policy, frees=False)
+    # The root takes what is left, a tied matrix for example, and orders the collectives of all units.
+    _shard([model], mesh, "shard", dense, policy, frees=False)
+    _prefetch([first[:1] or [model], *blocks, last[:1] or [model]])
+    for module in sharded_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(model, "stage")
+
+
+def _shard(
+    unit: list[nn.Module], mesh: Mesh, group: str, ranks: DeviceMesh, policy: MixedPrecisionPolicy, *, frees: bool
+) -> None:
+    """Share modules that are gathered together over the ranks of `group`. `ranks` are these and their replicas."""
+    if unit:
+
+        def placement(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dim(parameter.shape, mesh[group].size))
+
+        fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
+        if mesh[group].size * mesh["replicate"].size > 1:  # on one rank the division would copy every gradient
+            cast(FSDPModule, unit[0]).set_gradient_divide_factor(1.0)
+        _count_collectives(unit[0], mesh["replicate"], mesh[group])
+
+
+def _count_collectives(module: nn.Module, replicas: Group, shards: Group) -> None:
+    """Report every collective of a sharded module to the traffic of its two groups."""
+    assert isinstance(module, FSDPModule)
+    module.set_custom_all_gather(_CountedGather(shards))  # type: ignore[arg-type]  # the protocol, structurally
+    module.set_custom_reduce_scatter(_CountedScatter(shards))  # type: ignore[arg-type]  # the protocol, structurally
+    if replicas.size > 1:
+        module.set_all_reduce_hook(replicas.tell_all_reduce)
+
+
+class _CountedCollective:
+    """A collective of fully_shard, which takes any callable that can also allocate. Reports to its group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @takes("buffers")
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer for one call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _CountedGather(_CountedCollective):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self.group.tell_all_gather(input_tensor)
+        return compat.all_gather_into(output_tensor, input_tensor, group, async_op)
+
+
+class _CountedScatter(_CountedCollective):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.group.tell_reduce_scatter(input_tensor)
+        return compat.reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)
+
+
+def _ends(model: Transformer) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules before the blocks and those behind them, each to be gathered together.
+
+    A tied head's matrix is in both. The ends are then left to the model as a whole, gathered from its beginning to its
+    end.
+    """
+    children = {} if model.shape.tied else dict(model.named_children())
+    first, last = ([children[name] for name in names if name in children] for names in (FIRST, LAST))
+    return first, last
+
+
+def _prefetch(units: Sequence[Sequence[nn.Module]]) -> None:
+    """Have each unit prefetch the next one in the forward pass, and the one before in the backward pass.
+
+    By default FSDP prefetches when the host comes by, which in a routed layer waits for the device. And experts that
+    are gathered only there would be gathered inside selective recomputation, which must repeat exactly the operations
+    of the forward pass.
+    """
+    for unit, following in pairwise(units):
+        unit[0].set_modules_to_forward_prefetch(list(following))  # type: ignore[operator]  # fully sharded modules
+        following[0].set_modules_to_backward_prefetch(list(unit))  # type: ignore[operator]  # fully sharded modules
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """List the modules under fully_shard."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the device meshes of all parameters, and of expert stacks if they are spread over ep."""
+    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type)
+    if mesh["ep"].size == 1 or not experts:
+        return dense, None
+    return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
+
+
+def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> list[GradientSum]:
+    """Have gradients added up and reduced in a dtype other than the parameter's, and return their sums.
+
+    The sums must live as long as the model. When a stage keeps whole gradients, whole parameters are gathered once, one
+    block at a time: this creates the parameters that have gradients.
+    """
+    modules, sums = sharded_modules(model), list[GradientSum]()
+    if mesh.layout.zero == 1 or mesh["pp"].size > 1:
+        for module in modules:
+            module.unshard()
+            _widen(model, dtype, sums)
+            module.reshard()
+    compat.fsdp_keep_reduce_dtype(modules)
+    _widen(model, dtype, sums)
+    return sums
+
+
+def _widen(model: Transformer, dtype: torch.dtype, sums: list[GradientSum]) -> None:
+    """Widen the gradients of a model. A shard's gradient comes from a reduction: nothing is added to it here."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.grad_dtype = dtype
+        elif parameter.requires_grad and sum_of(parameter) is None:
+            allocate = partial(torch.empty_like, parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            sums.append(GradientSum(parameter, dtype, allocate, meets=parameter in meeting(model)))
+
+
+def meeting(model: Transformer) -> set[Tensor]:
+    """Return the parameters with two gradients in one backward pass: a matrix that both ends share."""
+    tied = model.shape.tied and model.first and model.last
+    return {model.embed.weight} if tied else set()
+
+
+def before_micro_batch(model: Transformer, zero: int, *, last: bool) -> None:
+    """Set which collectives the passes of a micro-batch make. `last`: it is the last of the step."""
+    if not zero:
+        return
+    assert isinstance(model, FSDPModule)  # its modules are set along with it
+    # ZeRO-1 adds whole gradients up and reduces them once; 2 and 3 reduce every micro-batch.
+    model.set_requires_gradient_sync(zero >= 2 or last)
+    # Replicas sum their shards once a step.
+    model.set_requires_all_reduce(last)
+    # Parameters stay gathered until the optimizer changes them.
+    if zero < 3:
+        model.set_reshard_after_backward(last)
+
+
+def set_reducing(modules: list[FSDPModule], reduces: bool) -> None:
+    """Set whether the next backward pass reduces gathered gradients and reshards parameters, in all these modules."""
+    for module in modules:
+        module.set_requires_gradient_sync(reduces)
+        module.set_requires_all_reduce(reduces)
+        module.set_reshard_after_backward(reduces)
+
+
+def reduce_now(modules: list[FSDPModule]) -> None:
+    """Reduce gradients and reshard parameters outside of a backward pass. The root module comes first."""
+    set_reducing(modules, True)
+    compat.fsdp_post_backward(modules)
+
+
+def take_codes(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
+    """Set a frozen matrix to this rank's part of the codes of a whole one, ZeRO's cut included."""
+    if weight.run is None:
+        weight.take(matrix)
+        return
+    whole = tuple(weight.run.shape)
+    share = local_box(weight.run, Box(whole=whole, offsets=(0, 0), sizes=whole))
+    weight.take(matrix, local(weight.run.detach()), share.offsets[0])
+
+
+@contextmanager
+def codes_gathered(block: nn.Module) -> Iterator[None]:
+    """Gather the codes of a block inside, if ranks share them. Those of experts spread over ep stay as they are."""
+    if not isinstance(block, FSDPModule) or not any(map(is_run, dict(block.named_parameters()))):
+        yield
+        return
+    block.unshard()
+    try:
+        yield
+    finally:
+        block.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded. It shares the tensor's memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_box(parameter: Tensor, box: Box) -> Box:
+    """Return the box of `local(parameter)`."""
+    if not isinstance(parameter, DTensor):
+        return box
+    mesh = parameter.device_mesh
+    # The last dimension of the mesh shards; one before it holds replicas.
+    return shard(box, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
