@@ -230,7 +230,7 @@ def fake_gpu(counts: StepCounts, context: int, capability: int = 90) -> Iterator
         return chooser.Implementation(operation, "triton" if triton else "torch", "counted")
 
     changed: list[tuple[Any, str, Any]] = [
-        (JITFunction, "run", launch), (chooser, "_choose", choose), (chooser, "_made", {}),
+        (JITFunction, "run", launch), (chooser, "_choose", choose), (chooser, "_choices", {}),
         (torch.cuda, "get_device_capability", lambda _=None: divmod(capability, 10)),
         (torch.cuda, "get_device_properties", lambda _=None: _Properties(PROCESSORS[capability])),
         (torch.cuda, "is_available", lambda: True),

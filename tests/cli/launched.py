@@ -30,8 +30,8 @@ class Ended:
 
     @property
     def line(self) -> str:
-        """The one line that was written."""
-        lines = self.errors.splitlines()
+        """The one line that was written, beside the notice of the process that compiles the C loops first."""
+        lines = [line for line in self.errors.splitlines() if not line.startswith("compiling C loops ")]
         assert len(lines) == 1 and lines[0].startswith("meshwright: "), self.errors
         return lines[0]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.api.plan_reading import read_folder
 from meshwright.formats.hub.weight_names import bindings
+from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError
@@ -313,7 +314,7 @@ def test_files_that_nothing_joins_and_codes_of_others_are_refused(tmp_path: Path
     (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "a.safetensors")
     save_file({"x": torch.ones(1)}, tmp_path / "theirs" / "b.safetensors")
     with pytest.raises(HubError, match=r"neither model\.safetensors nor .*, and 2 other files, as a\.safetensors"):
-        mw.model.hub.safetensors_files.stored_tensors(tmp_path / "theirs")
+        stored_tensors(tmp_path / "theirs")
 
 
 def fp8_parts(weight: Tensor, block: int = 0) -> Parts:

@@ -343,8 +343,8 @@ def test_a_shrunk_case_differs_in_the_same_way(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--random", "2", "--case", "tp=2"], "one of them"),
-        (["--random", "2", "--only", "tp"], "--random and --case go with"),
+        (["--random", "2", "--case", "tp=2"], "give either --random or --case"),
+        (["--random", "2", "--only", "tp"], "give either --random or --case, with --seed"),
         (["--random", "-1"], "--random -1 must be at least 1"),
         (["--case", "tpp=2"], "'tpp' is not known; nearest: tp"),
         (["--case", "tp=4", "--processes", "2"], "the layout has 4 processes, and at most 2 are allowed"),
