@@ -172,13 +172,13 @@ def written(fits: Mapping[str, Mapping[str, Fitted]], software: Mapping[str, Map
         operations = json.loads(path.read_text(encoding="utf-8"))["operations"] if path.is_file() else {}
         for kind in KINDS:
             if gpu in fits.get(kind.name, {}):
-                operations[kind.name] = _kept(kind, fits[kind.name][gpu], software[kind.name][gpu])
+                operations[kind.name] = _stored_kind(kind, fits[kind.name][gpu], software[kind.name][gpu])
         parts = ",\n".join(_text(kind.name, operations[kind.name]) for kind in KINDS if kind.name in operations)
         head = f'{{\n"device": "{name}",\n"source": "{SOURCE}",\n"operations": {{\n'
         path.write_text(head + parts + "\n}\n}\n", encoding="utf-8")
 
 
-def _kept(kind: Kind, constants_by_gpu: Fitted, software: str) -> dict[str, Any]:
+def _stored_kind(kind: Kind, constants_by_gpu: Fitted, software: str) -> dict[str, Any]:
     lines = np.rint(1000 * constants_by_gpu.logs).astype(int).reshape(-1, len(kind.axes[-1])).tolist()
     figures = {name: float(f"{value:.4g}") for name, value in constants_by_gpu.figures.items()}
     return {"software": software, "figures": figures, "axes": [list(axis) for axis in kind.axes], "per_mille": lines}

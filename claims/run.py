@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         claims = table.load(options.table)
         chosen = choose(claims, options.slow, [name for name in options.only.split(",") if name])
-        records = _kept(claims, options.out)
+        records = _current_records(claims, options.out)
         record.save(claims, records, options.out)
         if options.page:
             return 0
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _kept(claims: list[Claim], folder: Path) -> dict[str, Record]:
+def _current_records(claims: list[Claim], folder: Path) -> dict[str, Record]:
     """Records of earlier runs that still speak of a row of the table."""
     old = record.load(folder / "claims.json")
     return {claim.id: old[claim.id] for claim in claims if claim.id in old and old[claim.id].belongs_to(claim)}

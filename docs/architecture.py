@@ -79,7 +79,7 @@ def positions() -> dict[str, tuple[float, float]]:
         row.sort(key=lambda name: sum(centres[name]) / max(1, len(centres[name])))
         left = MARGIN + (widest - len(row)) * (WIDTH + GAP_X) / 2
         top = MARGIN + (len(rows) - 1 - number) * (HEIGHT + GAP_Y)
-        places |= {name: (left + place * (WIDTH + GAP_X), top) for place, name in enumerate(row)}
+        places |= {name: (left + column * (WIDTH + GAP_X), top) for column, name in enumerate(row)}
     return places
 
 

@@ -12,22 +12,22 @@ DRY = "steps"
 
 @pytest.mark.parametrize("name", [name for name in draw.PICTURES if name != DRY])
 def test_a_picture_shows_what_the_code_says(name: str) -> None:
-    assert not draw.stale(name, figures.kept(), figures.figures(name)), "run `make pages`"
+    assert not draw.stale(name, figures.recorded(), figures.figures(name)), "run `make pages`"
 
 
 @pytest.mark.long
 def test_the_first_steps_are_those_of_a_dry_run() -> None:
-    assert not draw.stale(DRY, figures.kept(), figures.figures(DRY)), "run `make pages`"
+    assert not draw.stale(DRY, figures.recorded(), figures.figures(DRY)), "run `make pages`"
 
 
 def test_every_picture_is_drawn_here_and_every_number_is_of_one() -> None:
-    assert {file.stem for file in draw.HERE.glob("*.png")} == set(draw.PICTURES) == set(figures.kept())
+    assert {file.stem for file in draw.HERE.glob("*.png")} == set(draw.PICTURES) == set(figures.recorded())
     assert set(figures.FIGURES) <= set(draw.PICTURES)
 
 
 def test_a_stale_picture_is_found() -> None:
     """Both where the code says something new, and where the numbers were written anew without the picture."""
-    before = figures.kept()
+    before = figures.recorded()
     changed = copy.deepcopy(before)
     changed["data"]["bars"]["3, ZeRO-3"]["activations"] += 0.1
     assert not draw.stale("data", before, before["data"])

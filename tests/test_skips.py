@@ -18,16 +18,16 @@ def reasons(source: str) -> Iterator[str]:
             continue
         named = {word.arg: word.value for word in call.keywords}
         if "reason" in named:
-            yield _said(named["reason"])
+            yield _text(named["reason"])
         elif call.func.attr == "importorskip":
-            yield f"could not import {_said(call.args[0])}"
+            yield f"could not import {_text(call.args[0])}"
         elif call.func.attr == "skip" and call.args:
-            yield _said(call.args[0])
+            yield _text(call.args[0])
 
 
-def _said(value: ast.expr) -> str:
+def _text(value: ast.expr) -> str:
     if isinstance(value, ast.JoinedStr):
-        return "".join(_said(part) for part in value.values)
+        return "".join(_text(part) for part in value.values)
     return str(value.value) if isinstance(value, ast.Constant) else "..."
 
 

@@ -39,11 +39,11 @@ def judged(case: Case, runs: dict[str, Run], device: torch.device) -> dict[str, 
     input_set = inputs(case, device)
     right = outcome(case.exact, input_set, case.learns, torch.float64)
     plain = distances(outcome(case.eager, input_set, case.learns), right)
-    contestants = {name: _one(case, run, input_set, right, plain) for name, run in runs.items()}
+    contestants = {name: _judged_run(case, run, input_set, right, plain) for name, run in runs.items()}
     return {"plain": plain, "contestants": contestants}
 
 
-def _one(case: Case, run: Run, input_set: InputSet, right: list[Tensor], plain: list[float]) -> dict[str, Any]:
+def _judged_run(case: Case, run: Run, input_set: InputSet, right: list[Tensor], plain: list[float]) -> dict[str, Any]:
     try:
         errors = distances(outcome(run, input_set, case.learns), right)
     except Exception as failure:  # rivals fail in many ways

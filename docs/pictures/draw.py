@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from PIL import Image
 
-from docs.pictures.figures import MICRO_BATCHES, RANKS, alike, figures, keep, kept, played
+from docs.pictures.figures import MICRO_BATCHES, RANKS, alike, figures, keep, played, recorded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -106,27 +106,25 @@ def colours() -> dict[str, str]:
     return dict(reversed(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", sheet)))
 
 
-def bars(found: dict[str, Any], title: str, label: str) -> Figure:
+def bars(numbers: dict[str, Any], title: str, label: str) -> Figure:
     """Stacked bars of GiB, beside what one device can give."""
-    named, colour = found["bars"], colours()
+    named, colour = numbers["bars"], colours()
     sheet = figure(8.6, 0.8 + 0.55 * len(named))
     axes = sheet.subplots()
     most = 0.0
-    for place, sizes in enumerate(named.values()):
+    for row, sizes in enumerate(named.values()):
         left = 0.0
         for kind, width in sizes.items():
-            text = LABELS.get(kind, kind) if not place else None
-            axes.barh(-place, width, left=left, color=colour[kind], label=text, height=0.62)
+            text = LABELS.get(kind, kind) if not row else None
+            axes.barh(-row, width, left=left, color=colour[kind], label=text, height=0.62)
             left += width
-        axes.text(
-            left, -place, f" {left:,.0f} GiB" if left >= 99.95 else f" {left:.1f} GiB", va="center", fontsize=SIZE
-        )
+        axes.text(left, -row, f" {left:,.0f} GiB" if left >= 99.95 else f" {left:.1f} GiB", va="center", fontsize=SIZE)
         most = max(most, left)
-    axes.set_yticks([-place for place in range(len(named))], list(named))
-    axes.axvline(found["usable"], color="#b3261e", linewidth=1.2, linestyle="--")
+    axes.set_yticks([-row for row in range(len(named))], list(named))
+    axes.axvline(numbers["usable"], color="#b3261e", linewidth=1.2, linestyle="--")
     axes.annotate(
         "usable of 80 GB",
-        (found["usable"], 1),
+        (numbers["usable"], 1),
         xycoords=("data", "axes fraction"),
         xytext=(3, -2),
         textcoords="offset points",
@@ -144,20 +142,20 @@ def bars(found: dict[str, Any], title: str, label: str) -> Figure:
     return sheet
 
 
-def one_gpu(found: dict[str, Any]) -> Figure:
+def one_gpu(numbers: dict[str, Any]) -> Figure:
     """States of three models on one GPU."""
-    return bars(found, "Weights, gradients and optimizer: 18 bytes per parameter", "GiB, predicted")
+    return bars(numbers, "Weights, gradients and optimizer: 18 bytes per parameter", "GiB, predicted")
 
 
-def memory(found: dict[str, Any]) -> Figure:
+def memory(numbers: dict[str, Any]) -> Figure:
     """An 8B model by sequence length, ZeRO-3 on 32 GPUs."""
     title = "Llama-3.1-8B, ZeRO-3 on 32 GPUs: memory per GPU by sequence length"
-    return bars(found, title, "GiB per GPU at the peak, predicted")
+    return bars(numbers, title, "GiB per GPU at the peak, predicted")
 
 
-def data(found: dict[str, Any]) -> Figure:
+def data(numbers: dict[str, Any]) -> Figure:
     """An 8B model by ZeRO stage on 32 GPUs."""
-    return bars(found, "Llama-3.1-8B on 32 GPUs: memory per GPU", "GiB per GPU at the peak, predicted")
+    return bars(numbers, "Llama-3.1-8B on 32 GPUs: memory per GPU", "GiB per GPU at the peak, predicted")
 
 
 def tensor(_: object) -> Figure:
@@ -181,13 +179,13 @@ def tensor(_: object) -> Figure:
         )
         for rank in range(2):
             y = 1.15 * (1 - rank)
-            for place, name in enumerate(names):
+            for position, name in enumerate(names):
                 moves = name in (into, out)
-                local = place in (0, 6)
+                local = position in (0, 6)
                 color = ORANGE if moves else (GREEN if local and sp else GREY if local else BLUE)
-                box(axes, place * 1.1, y, 0.95, 0.85, name, color, filled=not moves)
-                if place:
-                    arrow(axes, (place * 1.1 - 0.15, y + 0.42), (place * 1.1, y + 0.42))
+                box(axes, position * 1.1, y, 0.95, 0.85, name, color, filled=not moves)
+                if position:
+                    arrow(axes, (position * 1.1 - 0.15, y + 0.42), (position * 1.1, y + 0.42))
             axes.text(-0.2, y + 0.42, f"tp {rank}", ha="right", va="center", fontsize=SIZE)
         axes.set_xlim(-0.8, 12.1)
         axes.set_ylim(-0.1, 2.1)
@@ -199,14 +197,14 @@ def tensor(_: object) -> Figure:
     return sheet
 
 
-def context(found: dict[str, Any]) -> Figure:
+def context(numbers: dict[str, Any]) -> Figure:
     """Which keys each rank's queries see, plain and zig-zag, and how much work that is."""
     sheet = figure(9, 3.6)
     panels = sheet.subplots(1, 3, width_ratios=(1, 1, 1.15))
-    named = {"plain": found["chunks"], "zig-zag": found["zigzag"]}
-    for axes, (title, of) in zip(panels[:2], named.items(), strict=True):
-        length = len(of["owner"])
-        for query, rank in enumerate(of["owner"]):
+    named = {"plain": numbers["chunks"], "zig-zag": numbers["zigzag"]}
+    for axes, (title, work) in zip(panels[:2], named.items(), strict=True):
+        length = len(work["owner"])
+        for query, rank in enumerate(work["owner"]):
             axes.add_patch(Rectangle((0, query), query + 1, 1, facecolor=COLOURS[rank], linewidth=0))
         axes.set_xlim(0, length)
         axes.set_ylim(length, 0)
@@ -217,8 +215,8 @@ def context(found: dict[str, Any]) -> Figure:
         axes.set_ylabel("queries", fontsize=SIZE)
         axes.set_title(f"{title}: who computes which row", loc="left", fontsize=SIZE + 1, fontweight="bold")
     axes = panels[2]
-    for shift, alpha, of in zip((-0.2, 0.2), (0.45, 1.0), named.values(), strict=True):
-        for rank, share in enumerate(of["share"]):
+    for shift, alpha, work in zip((-0.2, 0.2), (0.45, 1.0), named.values(), strict=True):
+        for rank, share in enumerate(work["share"]):
             axes.barh(rank + shift, share, height=0.36, color=COLOURS[rank], alpha=alpha)
     axes.axvline(1 / RANKS, color=GREY, linewidth=1, linestyle=":")
     axes.set_yticks(range(RANKS), [f"cp {rank}" for rank in range(RANKS)])
@@ -230,13 +228,13 @@ def context(found: dict[str, Any]) -> Figure:
     return sheet
 
 
-def pipeline(found: dict[str, Any]) -> Figure:
+def pipeline(numbers: dict[str, Any]) -> Figure:
     """Every schedule for four ranks and eight micro-batches, played with F = B = W."""
-    sheet = figure(10, 1.6 * len(found))
-    panels = sheet.subplots(len(found), 1, sharex=True)
+    sheet = figure(10, 1.6 * len(numbers))
+    panels = sheet.subplots(len(numbers), 1, sharex=True)
     colour = colours()
     colors = {"F": colour["forward"], "B": colour["input"], "BW": colour["both"], "W": colour["weight"]}
-    for axes, (name, of) in zip(panels, found.items(), strict=True):
+    for axes, (name, schedule) in zip(panels, numbers.items(), strict=True):
         for rank, spans in enumerate(played(name).spans):
             for span in spans:
                 deep = span.action.stage >= RANKS
@@ -266,9 +264,9 @@ def pipeline(found: dict[str, Any]) -> Figure:
         axes.set_yticks([RANKS - 0.55 - rank for rank in range(RANKS)], [f"pp {rank}" for rank in range(RANKS)])
         axes.tick_params(labelsize=SIZE - 1)
         axes.spines[["top", "right"]].set_visible(False)
-        alive = ", ".join(f"{count:g}" for count in of["kept"])
+        alive = ", ".join(f"{count:g}" for count in schedule["kept"])
         axes.set_title(
-            f"{name}: bubble {of['bubble']} of the work; micro-batches kept at most: {alive}",
+            f"{name}: bubble {schedule['bubble']} of the work; micro-batches kept at most: {alive}",
             loc="left",
             fontsize=SIZE + 1,
             fontweight="bold",
@@ -293,8 +291,8 @@ def expert(_: object) -> Figure:
         arrived = sorted(
             (e, source, token) for source in routed for token, e in enumerate(routed[source]) if e // 2 == rank
         )
-        for place, (chosen, source, token) in enumerate(arrived):
-            box(axes, 5.0 + place * 0.62, y + 0.4, 0.52, 0.5, f"t{4 * source + token}", COLOURS[chosen])
+        for position, (chosen, source, token) in enumerate(arrived):
+            box(axes, 5.0 + position * 0.62, y + 0.4, 0.52, 0.5, f"t{4 * source + token}", COLOURS[chosen])
         for local in range(2):
             chosen = 2 * rank + local
             mine = sum(e == chosen for e, _, _ in arrived)
@@ -313,8 +311,8 @@ def expert(_: object) -> Figure:
         for token in range(4):
             box(axes, 10.6 + token * 0.62, y + 0.4, 0.52, 0.5, f"t{4 * rank + token}", COLOURS[routed[rank][token]])
     for left, title in ((2.6, "all-to-all\nof counts, then rows"), (8.55, "all-to-all back,\nweighted sum")):
-        for one, other in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            arrow(axes, (left, 1.9 * (1 - one) + 0.65), (left + 1.9, 1.9 * (1 - other) + 0.65))
+        for source_rank, target_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            arrow(axes, (left, 1.9 * (1 - source_rank) + 0.65), (left + 1.9, 1.9 * (1 - target_rank) + 0.65))
         axes.text(left + 0.95, 3.0, title, ha="center", va="bottom", fontsize=SIZE)
     axes.set_xlim(-0.8, 13.3)
     axes.set_ylim(-0.2, 3.7)
@@ -328,13 +326,13 @@ COLUMN_COLOURS = ("#16386e", "#7a5200", "#e3a92b", "#00a087", "#e8702a")
 
 def stacked(axes: Axes, columns: dict[str, dict[str, float]], limit: float, *, legend: bool) -> None:
     """A column of GiB for each name, a line at `limit`."""
-    for place, sizes in enumerate(columns.values()):
+    for position, sizes in enumerate(columns.values()):
         low = 0.0
         for color, (name, size) in zip(COLUMN_COLOURS, sizes.items(), strict=True):
-            axes.bar(place, size, bottom=low, color=color, width=0.7, edgecolor="white", linewidth=0.5,
-                     label=name if place == 0 else None)  # fmt: skip
+            axes.bar(position, size, bottom=low, color=color, width=0.7, edgecolor="white", linewidth=0.5,
+                     label=name if position == 0 else None)  # fmt: skip
             low += size
-        axes.text(place, low * 1.01, f"{low:.0f}", ha="center", va="bottom", fontsize=SIZE)
+        axes.text(position, low * 1.01, f"{low:.0f}", ha="center", va="bottom", fontsize=SIZE)
     axes.axhline(limit, color="#b3261e", linewidth=1)
     axes.text(-0.45, limit, f" {limit:.1f} GiB usable", color="#b3261e", va="bottom", fontsize=SIZE,
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
@@ -346,29 +344,29 @@ def stacked(axes: Axes, columns: dict[str, dict[str, float]], limit: float, *, l
         axes.legend(fontsize=SIZE - 1, frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9))
 
 
-def sequence(found: dict[str, Any]) -> Figure:
+def sequence(numbers: dict[str, Any]) -> Figure:
     """A 1B and an 8B model on one GPU, one sequence, for several lengths, without and with recomputation. Where the
     optimizer's step is the peak, there is no activation in it."""
     sheet = figure(10, 6.4)
     panels = sheet.subplots(2, 3, sharey="row")
-    for place, (axes, (name, columns)) in enumerate(zip(panels.flat, found["panels"].items(), strict=True)):
-        stacked(axes, columns, found["usable"], legend=not place)
+    for position, (axes, (name, columns)) in enumerate(zip(panels.flat, numbers["panels"].items(), strict=True)):
+        stacked(axes, columns, numbers["usable"], legend=not position)
         axes.set_title(name, loc="left", fontsize=SIZE + 1, fontweight="bold")
         axes.set_xlabel("tokens of the sequence", fontsize=SIZE)
     return sheet
 
 
-def steps(found: dict[str, Any]) -> Figure:
+def steps(numbers: dict[str, Any]) -> Figure:
     """What a program holds over its first four steps, pass by pass. This engine makes the optimizer's states
     before the first step, so that all steps are equal; others make them in the first optimizer step."""
-    first, second = (found["names"].index(name) for name in ("step 1", "step 2"))
-    again = found["sizes"][second:]
-    shown = [*found["sizes"], *again, *again]
+    first, second = (numbers["names"].index(name) for name in ("step 1", "step 2"))
+    again = numbers["sizes"][second:]
+    shown = [*numbers["sizes"], *again, *again]
     sheet = figure(9, 3.8)
     axes = sheet.subplots()
     low = [0.0] * len(shown)
     for name, color in zip(shown[0], COLUMN_COLOURS, strict=True):
-        sizes = [one[name] for one in shown]
+        sizes = [instant[name] for instant in shown]
         axes.bar(range(len(shown)), sizes, bottom=low, color=color, width=1.0, label=name)
         low = [a + b for a, b in zip(low, sizes, strict=True)]
     starts = [first, *(second + n * len(again) for n in range(3))]
@@ -385,15 +383,15 @@ def steps(found: dict[str, Any]) -> Figure:
     return sheet
 
 
-def overlap(found: dict[str, dict[str, Any]]) -> Figure:
+def overlap(numbers: dict[str, dict[str, Any]]) -> Figure:
     """Computation and communication of one micro-batch on one line of time, by ZeRO stage."""
     sheet, widest = figure(9, 4.6), 0.0
-    panels = sheet.subplots(len(found), 1, sharex=True)
+    panels = sheet.subplots(len(numbers), 1, sharex=True)
     colors = {"forward": BLUE, "backward": ORANGE, "gather": PURPLE, "reduce": GREEN}
-    for axes, (name, lines) in zip(panels, found.items(), strict=True):
-        for place, row in enumerate(lines.values()):
+    for axes, (name, lines) in zip(panels, numbers.items(), strict=True):
+        for position, row in enumerate(lines.values()):
             for label, start, length in row:
-                axes.add_patch(Rectangle((start, 1 - place), length, 0.86, facecolor=colors[label],
+                axes.add_patch(Rectangle((start, 1 - position), length, 0.86, facecolor=colors[label],
                                          edgecolor="white", linewidth=0.8))  # fmt: skip
         end = max(start + length for row in lines.values() for _, start, length in row)
         widest = max(widest, end)
@@ -417,22 +415,22 @@ PICTURES = {
 }  # fmt: skip
 
 
-def digest(found: object) -> str:
+def digest(numbers: object) -> str:
     """Of a picture's numbers."""
-    return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()
 
 
-def stale(name: str, kept: dict[str, Any], found: object) -> bool:
+def stale(name: str, recorded: dict[str, Any], numbers: object) -> bool:
     """Whether a picture was drawn from other numbers than those found, or than those kept for it."""
-    if not alike(kept.get(name), found):
+    if not alike(recorded.get(name), numbers):
         return True
     with Image.open(HERE / f"{name}.png") as picture:
-        return picture.info.get(DIGEST) != digest(kept[name])
+        return picture.info.get(DIGEST) != digest(recorded[name])
 
 
-def draw(name: str, found: Any) -> None:
+def draw(name: str, numbers: Any) -> None:
     """Write a picture, with the digest of its numbers."""
-    PICTURES[name](found).savefig(HERE / f"{name}.png", dpi=130, metadata={DIGEST: digest(found)})
+    PICTURES[name](numbers).savefig(HERE / f"{name}.png", dpi=130, metadata={DIGEST: digest(numbers)})
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -440,16 +438,16 @@ def main(words: Sequence[str] | None = None) -> int:
     reader = argparse.ArgumentParser(prog="python -m docs.pictures.draw", description="Draw the Learn pages' pictures.")
     reader.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PICTURES)}; none: the stale ones")
     reader.add_argument("--check", action="store_true", help="only name the stale ones; exit code 1 if there are any")
-    given = reader.parse_args(words)
-    before = kept()
-    found = {name: figures(name) for name in given.names or PICTURES}
-    old = [name for name in found if name in given.names or stale(name, before, found[name])]
+    options = reader.parse_args(words)
+    before = recorded()
+    numbers = {name: figures(name) for name in options.names or PICTURES}
+    old = [name for name in numbers if name in options.names or stale(name, before, numbers[name])]
     print("\n".join(old) or "every picture is up to date")
-    if given.check:
+    if options.check:
         return int(bool(old))
     for name in old:
-        draw(name, found[name])
-        before[name] = found[name]
+        draw(name, numbers[name])
+        before[name] = numbers[name]
     keep(before)
     return 0
 

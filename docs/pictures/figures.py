@@ -74,13 +74,13 @@ def one_device(layout: Layout, model: str, sequence: int, batch: int) -> Plan:
 
 def bars(table: str, shown: Sequence[str], rows: int = 9) -> dict[str, Any]:
     """GiB by kind of the first rows of a table of the pages, and what one device can give."""
-    asked, found = TABLES[table], {}
+    asked, columns = TABLES[table], {}
     for name, row in islice(asked.rows.items(), rows):
         kinds: dict[str, float] = {}
-        for one in json.loads(run(asked.words(row))[1])["memory"]:
-            kinds[one["kind"]] = kinds.get(one["kind"], 0.0) + one["bytes"]
-        found[name.strip("`")] = {kind: gib(kinds, BAR_KINDS[kind]) for kind in shown}
-    return {"usable": usable(), "bars": found}
+        for memory_row in json.loads(run(asked.words(row))[1])["memory"]:
+            kinds[memory_row["kind"]] = kinds.get(memory_row["kind"], 0.0) + memory_row["bytes"]
+        columns[name.strip("`")] = {kind: gib(kinds, BAR_KINDS[kind]) for kind in shown}
+    return {"usable": usable(), "bars": columns}
 
 
 def mesh() -> dict[str, Any]:
@@ -90,39 +90,41 @@ def mesh() -> dict[str, Any]:
 
 def sequence() -> dict[str, Any]:
     """A 1B and an 8B model on one GPU, one sequence, for several lengths, without and with recomputation."""
-    found: dict[str, Sizes] = {}
+    panels: dict[str, Sizes] = {}
     for model in ("llama-3.2-1b", "llama-3.1-8b"):
         for recompute in ("none", "all-but-attention", "full"):
             panel: Sizes = {}
             for length in (1024, 2048, 4096, 8192, 16384):
                 plan = one_device(Layout(micro_batch=1, recompute=recompute), model, length, 1)
-                kinds = max(predict(plan).memory, key=lambda one: one.total_bytes).kinds
+                kinds = max(predict(plan).memory, key=lambda rank: rank.total_bytes).kinds
                 panel[f"{length:,}"] = {name: gib(kinds, parts) for name, parts in COLUMN_KINDS.items()}
-            found[f"{model}, recompute={recompute}"] = panel
-    return {"usable": usable(), "panels": found}
+            panels[f"{model}, recompute={recompute}"] = panel
+    return {"usable": usable(), "panels": panels}
 
 
 def steps() -> dict[str, Any]:
     """GiB that a program holds in each pass of its first two steps, by a dry run."""
     passes = dry_run(one_device(Layout(micro_batch=1), "llama-3.2-1b", 2048, 2), processes=1).ranks[0].passes
-    last = [one.name for one in passes].index("evaluate")
+    last = [instant.name for instant in passes].index("evaluate")
     return {
-        "names": [one.name for one in passes[:last]],
-        "sizes": [{name: gib(one.kinds, parts) for name, parts in COLUMN_KINDS.items()} for one in passes[:last]],
+        "names": [instant.name for instant in passes[:last]],
+        "sizes": [
+            {name: gib(instant.kinds, parts) for name, parts in COLUMN_KINDS.items()} for instant in passes[:last]
+        ],
     }
 
 
 def context() -> dict[str, Any]:
     """Who holds each of 32 positions, and each rank's share of the attention, by split."""
-    length, found = 32, {}
+    length, splits = 32, {}
     for split in ("chunks", "zigzag"):
         owner = [0] * length
         for rank in range(RANKS):
             for position in places(length, RANKS, rank, split).positions(0, length // RANKS).tolist():
                 owner[position] = rank
         work = [sum(query + 1 for query in range(length) if owner[query] == rank) for rank in range(RANKS)]
-        found[split] = {"owner": owner, "share": [round(one / sum(work), 3) for one in work]}
-    return found
+        splits[split] = {"owner": owner, "share": [round(pairs / sum(work), 3) for pairs in work]}
+    return splits
 
 
 def played(name: str) -> Replay:
@@ -133,12 +135,12 @@ def played(name: str) -> Replay:
 
 def pipeline() -> dict[str, Any]:
     """Bubble of each schedule, and the micro-batches that each rank keeps at most."""
-    found = {}
+    schedules = {}
     for name, kind in KINDS.items():
-        one = played(name)
-        kept = [round(count / kind.stages, 2) for count in one.in_flight]
-        found[name] = {"bubble": f"{100 * one.bubble:.1f} %", "kept": kept}
-    return found
+        timing = played(name)
+        in_flight = [round(count / kind.stages, 2) for count in timing.in_flight]
+        schedules[name] = {"bubble": f"{100 * timing.bubble:.1f} %", "kept": in_flight}
+    return schedules
 
 
 class Lines:
@@ -162,9 +164,9 @@ def zero_stage(zero: int) -> Lines:
     split = {"dp_shard": 32} if zero else {"dp_replicate": 32}
     layout = Layout(**split, zero=zero, micro_batch=1)  # type: ignore[arg-type]  # whole numbers, all of them
     recipe = Recipe(sequence=8192, global_batch=32, precision="bf16")
-    of = build_estimator(Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4)))
-    block = of.parts(layout)[1].dense
-    sent = sharing(model, layout, StageContents((0,), False, False), of.links, 2.0, 4.0, False)
+    estimator = build_estimator(Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4)))
+    block = estimator.parts(layout)[1].dense
+    sent = sharing(model, layout, StageContents((0,), False, False), estimator.links, 2.0, 4.0, False)
     lines, ends = Lines(), [0.0]
     for layer in layers:  # a layer's gather waits until the layer two before it has let go of its own
         ready = lines.run("sends", ends[max(0, layer - 1)], sent.gather_s, "gather") if zero == 3 else 0.0
@@ -204,23 +206,23 @@ def figures(name: str) -> Any:
     return json.loads(json.dumps(FIGURES.get(name, dict)()))
 
 
-def kept() -> dict[str, Any]:
+def recorded() -> dict[str, Any]:
     """The numbers that the pictures of the repository were drawn from."""
     return dict(json.loads(KEPT.read_text(encoding="utf-8")))
 
 
-def keep(found: dict[str, Any]) -> None:
+def keep(numbers: dict[str, Any]) -> None:
     """Write them, one picture in a line."""
-    lines = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]
+    lines = [f"{json.dumps(name)}: {json.dumps(numbers[name])}" for name in sorted(numbers)]
     KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def alike(one: Any, other: Any, most: float = 1e-3) -> bool:
+def alike(left: Any, right: Any, most: float = 1e-3) -> bool:
     """The same words, and numbers within a part of `most`: less than a reader sees."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key], most) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(alike(a, b, most) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= max(0.02, most * abs(other))
-    return bool(one == other)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(alike(left[key], right[key], most) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(alike(a, b, most) for a, b in zip(left, right, strict=True))
+    if isinstance(left, float) and isinstance(right, float):
+        return abs(left - right) <= max(0.02, most * abs(right))
+    return bool(left == right)

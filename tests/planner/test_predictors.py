@@ -19,7 +19,7 @@ WITH = replace(V3, unbuilt=UnbuiltParts(predicts=1))
 LAYOUT = Layout(pp=16, dp_shard=64, ep=64, zero=1, micro_batch=1)
 
 
-def _of(shape: ModelShape) -> Estimator:
+def _estimator(shape: ModelShape) -> Estimator:
     recipe = Recipe(sequence=4096, global_batch=64 * 32, precision="bf16")
     return build_estimator(
         Plan(model=shape, recipe=recipe, layout=LAYOUT, cluster=presets.cluster("h800x8", nodes=128))
@@ -32,7 +32,7 @@ def test_deepseeks_module_has_the_published_size() -> None:
 
 
 def test_it_is_work_of_the_last_stage_and_of_no_other() -> None:
-    plain, more = _of(V3), _of(WITH)
+    plain, more = _estimator(V3), _estimator(WITH)
     *others, last = plain.stages(LAYOUT)
     *same, longer = more.stages(LAYOUT)
     assert same == others
@@ -44,7 +44,7 @@ def test_it_is_work_of_the_last_stage_and_of_no_other() -> None:
 
 def test_the_rank_of_the_last_stage_holds_it() -> None:
     ranks = range(16)
-    plain, more = ([first.held(LAYOUT, rank) for rank in ranks] for first in (_of(V3), _of(WITH)))
+    plain, more = ([first.held(LAYOUT, rank) for rank in ranks] for first in (_estimator(V3), _estimator(WITH)))
     assert more[:-1] == plain[:-1]
     first, two = (counts(shape, Layout(), range(61), first=True, last=True).whole for shape in (V3, WITH))
     assert (first, two) == (num_parameters(V3), num_parameters(WITH))
@@ -53,7 +53,7 @@ def test_the_rank_of_the_last_stage_holds_it() -> None:
 
 def test_its_gradients_are_summed_too() -> None:
     held = StageContents((60,), False, True)
-    links = _of(V3).links
+    links = _estimator(V3).links
     took = [sharing(shape, LAYOUT, held, links, 2.0, 4.0, False).reduce_s for shape in (V3, WITH)]
     assert took[1] > 1.2 * took[0]  # experts lie on one rank each here: nothing of theirs is summed
 

@@ -39,7 +39,7 @@ def test_adapters_of_axolotl_are_counted_as_the_planner_counts_them(tmp_path: Pa
     lora = answer.plan.model.lora
     assert lora is not None
     assert (lora.rank, lora.alpha, lora.targets, lora.base, lora.dropout) == (32, 16.0, "all", "nf4-double", 0.05)
-    trained = sum(one.numel for one in parameters(answer.plan.model) if one.trained)
+    trained = sum(parameter.numel for parameter in parameters(answer.plan.model) if parameter.trained)
     hidden, ffn, layers = 4096, 11008, 32
     assert trained == layers * 32 * (4 * 2 * hidden + 3 * (hidden + ffn))  # A and B beside each of seven matrices
     wide = QLORA.replace("load_in_4bit: true", "load_in_4bit: false").replace("adapter: qlora", "adapter: lora")
@@ -103,8 +103,10 @@ def test_the_file_that_a_file_names_is_read_where_it_lies(tmp_path: Path) -> Non
 
 
 def test_a_named_file_that_is_not_there_says_its_stage_by_its_name_or_is_a_bound(tmp_path: Path) -> None:
-    found = read(str(write(tmp_path, "a.yaml", FACTORY.replace("ds_z2", "ds_z3_config"))))
-    assert found.facts["zero"] == 3 and any("taken as stage 3 of ZeRO by its name" in one for one in found.uncounted)
+    actual = read(str(write(tmp_path, "a.yaml", FACTORY.replace("ds_z2", "ds_z3_config"))))
+    assert actual.facts["zero"] == 3 and any(
+        "taken as stage 3 of ZeRO by its name" in entry for entry in actual.uncounted
+    )
     other = mw.plan_from(write(tmp_path, "b.yaml", FACTORY.replace("ds_z2", "mine")), cluster="h100x8")
     assert other.config.bounds[0].startswith("configs/mine.json is not beside the file, and may shard the run")
     sharded = mw.plan_from(write(tmp_path, "c.yaml", FACTORY.replace("ds_z2", "zero_3")), cluster="h100x8")
@@ -278,8 +280,8 @@ def test_a_recipe_of_nemo_2(tmp_path: Path) -> None:
 def test_a_recipe_of_nemo_2_says_its_size_in_letters(name: str, model: str, tmp_path: Path) -> None:
     """NVIDIA/NeMo nemo/collections/llm/recipes/qwen2_1p5b.py (8cfedd72)."""
     text = f'NAME = "{name}"\n{NEMO_2}'.replace("Llama31Config8B, LlamaModel", "x")
-    found = read(f"{write(tmp_path, 'r.py', text)}:pretrain_recipe")
-    assert found.shape is not None and found.shape.name == model
+    actual = read(f"{write(tmp_path, 'r.py', text)}:pretrain_recipe")
+    assert actual.shape is not None and actual.shape.name == model
 
 
 def test_arguments_of_a_recipe_are_its_users(tmp_path: Path) -> None:
@@ -324,7 +326,7 @@ def test_a_file_that_deepspeed_shards_is_advised_of_deepspeed_alone(tmp_path: Pa
     path = write(tmp_path, "accelerate.yaml", ACCELERATE)
     answer = mw.plan_from(path, model="llama-2-13b", cluster="h100x8", **asked)
     assert not answer.fits and answer.best is not None
-    told = [answer.options(one.prediction.plan) for one in answer.fixes] + [answer.options(answer.best.plan)]
+    told = [answer.options(fix.prediction.plan) for fix in answer.fixes] + [answer.options(answer.best.plan)]
     assert any("zero_stage=3" in words for words in told) and not any("fsdp" in words for words in told)
 
 

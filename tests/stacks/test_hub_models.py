@@ -16,7 +16,7 @@ from tests.stacks.test_reading import write
 def test_a_published_shape_has_as_many_parameters_as_its_repository_says(name: str) -> None:
     """`safetensors.total` of https://huggingface.co/api/models/REPOSITORY."""
     entry = published_models()[name]
-    assert sum(one.numel for one in parameters(published_shape(name))) == entry["parameters"]
+    assert sum(parameter.numel for parameter in parameters(published_shape(name))) == entry["parameters"]
     assert str(entry["source"]).startswith("https://huggingface.co/")
 
 
@@ -36,8 +36,8 @@ def test_a_published_shape_has_as_many_parameters_as_its_repository_says(name: s
     ],
 )  # fmt: skip
 def test_a_name_means_its_published_shape(name: str, shape: str) -> None:
-    found = preset_of_hub(name)
-    assert found is not None and found.name == shape
+    actual = preset_of_hub(name)
+    assert actual is not None and actual.name == shape
 
 
 @pytest.mark.parametrize(

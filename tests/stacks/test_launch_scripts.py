@@ -36,8 +36,8 @@ def written(word: str, folder: Path) -> Path:
     programs.mkdir()
     for name, text in texts(SOFTWARE[word], plan).items():
         (files / name).write_text(text, encoding="utf-8")
-    said = {**dict.fromkeys(LAUNCHERS, SAYS), "srun": SRUN, "scontrol": "#!/bin/bash\necho first\necho second\n"}
-    for name, text in said.items():
+    message = {**dict.fromkeys(LAUNCHERS, SAYS), "srun": SRUN, "scontrol": "#!/bin/bash\necho first\necho second\n"}
+    for name, text in message.items():
         (programs / name).write_text(text, encoding="utf-8")
         (programs / name).chmod(0o755)
     return files
@@ -54,11 +54,11 @@ def run(files: Path, script: str, **names: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("word", SOFTWARE)
 def test_launch_sh_runs_in_a_bare_environment(word: str, tmp_path: Path) -> None:
-    found = run(written(word, tmp_path), "launch.sh", NODE_RANK="1", HEAD="first")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert OPTIONS[word] in found.stdout
+    outcome = run(written(word, tmp_path), "launch.sh", NODE_RANK="1", HEAD="first")
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert OPTIONS[word] in outcome.stdout
     if word != "maxtext":
-        assert "first" in found.stdout and "29500" in found.stdout
+        assert "first" in outcome.stdout and "29500" in outcome.stdout
 
 
 @pytest.mark.parametrize("word", SOFTWARE)
@@ -68,15 +68,15 @@ def test_the_folder_says_how_many_nodes_it_is_for(word: str, tmp_path: Path) -> 
 
 
 def test_launch_sh_asks_for_the_number_of_its_node(tmp_path: Path) -> None:
-    found = run(written("megatron-lm", tmp_path), "launch.sh", HEAD="first")
-    assert found.returncode != 0 and "NODE_RANK: number of this node" in found.stderr
+    outcome = run(written("megatron-lm", tmp_path), "launch.sh", HEAD="first")
+    assert outcome.returncode != 0 and "NODE_RANK: number of this node" in outcome.stderr
 
 
 def test_launch_sbatch_starts_launch_sh_of_the_folder_it_was_submitted_in(tmp_path: Path) -> None:
     files = written("megatron-lm", tmp_path)
-    found = run(files, "launch.sbatch", SLURM_SUBMIT_DIR=str(files), SLURM_JOB_NODELIST="first,second")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert "--node_rank 1 --master_addr first" in found.stdout and "--num-layers 32" in found.stdout
+    outcome = run(files, "launch.sbatch", SLURM_SUBMIT_DIR=str(files), SLURM_JOB_NODELIST="first,second")
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert "--node_rank 1 --master_addr first" in outcome.stdout and "--num-layers 32" in outcome.stdout
     elsewhere = run(files, "launch.sbatch", SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_NODELIST="first,second")
     assert elsewhere.returncode == 1 and "cd to its folder, then sbatch" in elsewhere.stderr
 

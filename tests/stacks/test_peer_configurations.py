@@ -12,14 +12,14 @@ ENTRIES = entries()
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
 def test_it_is_read_and_predicted_or_refused_with_its_line(entry: dict[str, Any], tmp_path: Path) -> None:
-    found = read(entry, tmp_path)
+    actual = read(entry, tmp_path)
     if "refused" in entry:
-        assert entry["refused"] in found.refusal and "line " in found.refusal
+        assert entry["refused"] in actual.refusal and "line " in actual.refusal
         return
-    assert found.refusal == "" and found.answer.given.step_seconds > 0
+    assert actual.refusal == "" and actual.answer.given.step_seconds > 0
     if "published" in entry:
-        assert abs(found.error or 0) < 0.15
-    assert entry["name"] in "\n".join(table([found]))
+        assert abs(actual.error or 0) < 0.15
+    assert entry["name"] in "\n".join(table([actual]))
 
 
 def test_ten_are_predicted_and_each_has_its_source() -> None:

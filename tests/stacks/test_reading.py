@@ -36,9 +36,9 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def test_defaults_are_those_of_the_software(tmp_path: Path) -> None:
-    found = mw.plan_from(write(tmp_path, "a.toml", EIGHT), cluster="h100x8", nodes=2).plan
-    layout = found.layout
-    assert (found.model.name, found.recipe.sequence, found.recipe.global_batch) == ("llama-3.1-8b", 8192, 8)
+    actual = mw.plan_from(write(tmp_path, "a.toml", EIGHT), cluster="h100x8", nodes=2).plan
+    layout = actual.layout
+    assert (actual.model.name, actual.recipe.sequence, actual.recipe.global_batch) == ("llama-3.1-8b", 8192, 8)
     assert (layout.dp_shard, layout.tp, layout.sp, layout.zero, layout.recompute) == (8, 2, True, 3, "selective")
 
 
@@ -65,19 +65,19 @@ def test_what_saves_memory_and_is_not_counted_leaves_a_bound(tmp_path: Path) -> 
     asked: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "h100x8", "recipe": {"sequence": 4096}}
     off = mw.plan_from(write(tmp_path, "d.json", text.replace("cpu", "none")), **asked)
     answer = mw.plan_from(write(tmp_path, "e.json", text), **asked)
-    (said,) = answer.config.bounds
-    assert said == (
+    (message,) = answer.config.bounds
+    assert message == (
         "zero_optimization.offload_optimizer.device=cpu keeps optimizer states in host memory, which needs less memory "
         "and more time: not counted."
     )
     assert answer.given.peak_bytes == off.given.peak_bytes and off.config.bounds == ()
-    assert said in answer.to_dict()["not_counted"] and answer.to_dict()["bound"] is True
+    assert message in answer.to_dict()["not_counted"] and answer.to_dict()["bound"] is True
 
 
 def test_what_does_not_fit_is_mended_in_the_words_of_the_software(tmp_path: Path) -> None:
     answer = mw.plan_from(write(tmp_path, "a.toml", EIGHT.replace("size = 1", "size = 8")), cluster="h100x8")
     assert not answer.fits
-    assert any("training.local_batch_size" in answer.options(one.prediction.plan) for one in answer.fixes)
+    assert any("training.local_batch_size" in answer.options(fix.prediction.plan) for fix in answer.fixes)
     assert answer.best is not None
     shown = parsed(answer._repr_html_()).text
     assert shown.index("Does not fit") < shown.index("training.local_batch_size")
@@ -91,8 +91,8 @@ def test_the_sequence_may_come_from_the_caller(tmp_path: Path) -> None:
     path = write(tmp_path, "d.json", text)
     with pytest.raises(PlanError, match="the sequence length is unknown"):
         mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8")
-    found = mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8", recipe={"sequence": 4096})
-    assert (found.plan.layout.zero, found.plan.layout.micro_batch) == (3, 2)
+    planned = mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8", recipe={"sequence": 4096})
+    assert (planned.plan.layout.zero, planned.plan.layout.micro_batch) == (3, 2)
 
 
 FLOAT8 = """
@@ -122,17 +122,17 @@ def test_8_bit_products_of_a_python_configuration_are_counted(tmp_path: Path) ->
 def test_offloading_of_torchtitan_is_a_bound_where_it_is_on(tmp_path: Path) -> None:
     asked = EIGHT.replace("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true")
     asked += "[optimizer]\nearly_step_in_backward = true\n"
-    said = mw.plan_from(write(tmp_path, "a.toml", asked), cluster="h100x8").config.bounds
-    assert [sentence.partition(" ")[0] for sentence in said] == [
+    message = mw.plan_from(write(tmp_path, "a.toml", asked), cluster="h100x8").config.bounds
+    assert [sentence.partition(" ")[0] for sentence in message] == [
         "training.enable_cpu_offload=true", "optimizer.early_step_in_backward=true"
     ]  # fmt: skip
     off = write(tmp_path, "a.toml", asked.replace("= true", "= false"))
     assert mw.plan_from(off, cluster="h100x8").config.bounds == ()
 
 
-@pytest.mark.parametrize("said", ["mixed_precision: fp8", "mixed_precision: bf16\nfp8_config:\n  backend: TE"])
-def test_8_bit_products_of_accelerate_are_a_bound(said: str, tmp_path: Path) -> None:
-    path = write(tmp_path, "a.yaml", f"distributed_type: FSDP\nnum_processes: 8\n{said}\n")
+@pytest.mark.parametrize("message", ["mixed_precision: fp8", "mixed_precision: bf16\nfp8_config:\n  backend: TE"])
+def test_8_bit_products_of_accelerate_are_a_bound(message: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", f"distributed_type: FSDP\nnum_processes: 8\n{message}\n")
     recipe = {"sequence": 4096, "global_batch": 64}
     answer = mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8", recipe=recipe, layout={"micro_batch": 1})
     assert answer.plan.recipe.precision == "bf16" and "products of 8 bits" in answer.config.bounds[0]
@@ -198,7 +198,7 @@ def test_one_layer_more_is_not_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("context_parallel_size: 1", "context_parallel_size: 4", "context_parallel_size=4 is not counted here: take"),
         ("dtype: bfloat16", "dtype: float32", "model.dtype=float32 is not counted here: take model.dtype=bfloat16"),
@@ -206,7 +206,7 @@ def test_one_layer_more_is_not_off(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_always_written_the_same_is_refused_where_it_differs(
-    old: str, new: str, said: str, tmp_path: Path
+    old: str, new: str, message: str, tmp_path: Path
 ) -> None:
     plan = Plan(
         model=presets.model("llama-3.1-8b"), cluster=presets.cluster("h100x8"),
@@ -216,12 +216,12 @@ def test_what_is_always_written_the_same_is_refused_where_it_differs(
     text = texts(SOFTWARE["nanotron"], plan)["nanotron.yaml"]
     assert read(str(write(tmp_path, "a.yaml", text))).shape == plan.model
     assert text.count(old) == 1
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         read(str(write(tmp_path, "a.yaml", text.replace(old, new))))
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('flavor = "8B"', 'flavor = "8B"\nconverters = ["mx"]', "model.converters=mx makes products"),
         ('flavor = "8B"', 'flavor = "8B"\nconverters = "float8,quantize.grouped_mm.float8"', "grouped_mm.float8 makes"),
@@ -234,23 +234,23 @@ def test_what_is_always_written_the_same_is_refused_where_it_differs(
         ),
     ],
 )
-def test_what_torchtitan_does_otherwise_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_what_torchtitan_does_otherwise_is_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
     text = EIGHT.replace("local_batch_size = 1", "local_batch_size = 4\nglobal_batch_size = 64")
     asked: dict[str, Any] = {"cluster": "h100x8", "nodes": 1}
     assert mw.plan_from(write(tmp_path, "a.toml", text), **asked).plan.layout.zero == 3
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         mw.plan_from(write(tmp_path, "a.toml", text.replace(old, new)), **asked)
 
 
 def test_a_name_of_converters_is_read_as_a_list_of_one(tmp_path: Path) -> None:
-    one, several = (
+    entry, several = (
         mw.plan_from(
-            write(tmp_path, "a.toml", EIGHT.replace('flavor = "8B"', f'flavor = "8B"\nconverters = {said}')),
+            write(tmp_path, "a.toml", EIGHT.replace('flavor = "8B"', f'flavor = "8B"\nconverters = {message}')),
             cluster="h100x8",
         ).given.step_seconds
-        for said in ('"float8"', '["float8"]')
+        for message in ('"float8"', '["float8"]')
     )
-    assert one == several
+    assert entry == several
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,10 @@ def test_a_name_of_converters_is_read_as_a_list_of_one(tmp_path: Path) -> None:
 )
 def test_selective_recomputation_by_layers(option: str | None, recompute: str, layers: int, tmp_path: Path) -> None:
     """torchtitan/distributed/activation_checkpoint.py: `2`, the default, wraps every second layer whole."""
-    said = "" if option is None else f"selective_ac_option = {option}"
-    text = EIGHT.replace('selective_ac_option = "op"', said)
-    found = mw.plan_from(write(tmp_path, "a.toml", text), cluster="h100x8").plan.layout
-    assert (found.recompute, found.recompute_layers) == (recompute, layers)
+    message = "" if option is None else f"selective_ac_option = {option}"
+    text = EIGHT.replace('selective_ac_option = "op"', message)
+    actual = mw.plan_from(write(tmp_path, "a.toml", text), cluster="h100x8").plan.layout
+    assert (actual.recompute, actual.recompute_layers) == (recompute, layers)
 
 
 def test_torchtitan_without_sequence_parallelism(tmp_path: Path) -> None:
@@ -343,13 +343,15 @@ def test_values_of_a_function_of_torchtitans_registry_are_not_guessed(tmp_path: 
     assert read(str(write(tmp_path, "b.py", written))).shape == plan.model
 
 
-@pytest.mark.parametrize("said", ["inf", "nan", '"x"', "1.5", "[1]", "true"])
+@pytest.mark.parametrize("message", ["inf", "nan", '"x"', "1.5", "[1]", "true"])
 @pytest.mark.parametrize(
     "key", ["seq_len = 8192", "local_batch_size = 1", "tensor_parallel_degree = 2", "data_parallel_shard_degree = 8"]
 )
-def test_a_count_that_is_no_whole_number_has_its_line(key: str, said: str, tmp_path: Path) -> None:
+def test_a_count_that_is_no_whole_number_has_its_line(key: str, message: str, tmp_path: Path) -> None:
     name = key.partition(" ")[0]
-    text = EIGHT.replace("[activation", "data_parallel_shard_degree = 8\n[activation").replace(key, f"{name} = {said}")
+    text = EIGHT.replace("[activation", "data_parallel_shard_degree = 8\n[activation").replace(
+        key, f"{name} = {message}"
+    )
     with pytest.raises(PlanError, match=rf"a.toml, line \d+: .*{name}=.* must be a whole number"):
         read(str(write(tmp_path, "a.toml", text)))
 
@@ -394,25 +396,25 @@ def test_trl_without_a_file_of_accelerate_shards_nothing(tmp_path: Path) -> None
 def test_what_matters_and_is_not_counted_is_named(tmp_path: Path) -> None:
     """Each by its default in the software, or as the file has it; nothing of what is written by --for."""
     beside = EIGHT.replace("[activation", "enable_async_tensor_parallel = true\n[activation")
-    found = read(str(write(tmp_path, "a.toml", beside)))
-    assert found.uncounted == (
+    actual = read(str(write(tmp_path, "a.toml", beside)))
+    assert actual.uncounted == (
         "parallelism.enable_async_tensor_parallel=true runs exchanges of tensor parallelism beside products, which is "
         "faster: not counted.",
     )
     assert read(str(write(tmp_path, "a.toml", EIGHT))).uncounted == ()
     trl = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 4096\nper_device_train_batch_size: 1\n"
-    for text, said in ((trl, 1), (trl + "packing: false\n", 1), (trl + "packing: true\n", 0)):
-        assert len(read(str(write(tmp_path, "sft.yaml", text)), "trl").uncounted) == said
+    for text, message in ((trl, 1), (trl + "packing: false\n", 1), (trl + "packing: true\n", 0)):
+        assert len(read(str(write(tmp_path, "sft.yaml", text)), "trl").uncounted) == message
 
 
 def test_gradients_of_deepspeed_travel_as_its_file_says(tmp_path: Path) -> None:
     plain = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1%s}'
     widths = {}
     for word in ("", "fp32", "bfp16"):
-        said = f', "communication_data_type": "{word}"' if word else ""
-        found = read(str(write(tmp_path, "ds.json", plain % said)), "deepspeed")
-        widths[word] = found.software.stack(found.facts).gradient_exchange_bytes
-        assert found.ignored.count("communication_data_type") == 0
+        message = f', "communication_data_type": "{word}"' if word else ""
+        actual = read(str(write(tmp_path, "ds.json", plain % message)), "deepspeed")
+        widths[word] = actual.software.stack(actual.facts).gradient_exchange_bytes
+        assert actual.ignored.count("communication_data_type") == 0
     assert widths == {"": 0.0, "fp32": 4.0, "bfp16": 2.0}
 
 

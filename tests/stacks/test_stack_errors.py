@@ -12,6 +12,6 @@ def test_the_data_is_that_of_the_page() -> None:
 
 
 def test_every_source_that_a_software_names_has_a_row() -> None:
-    for one in SOFTWARE.values():
-        assert [name for name, _ in errors(one)] == list(one.measured)
-        assert one.measured or one.unknown
+    for entry in SOFTWARE.values():
+        assert [name for name, _ in errors(entry)] == list(entry.measured)
+        assert entry.measured or entry.unknown

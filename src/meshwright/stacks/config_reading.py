@@ -265,13 +265,13 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, notes: FileNo
     facts: Facts = {}
     for option in file.options:
         if option.default is not None:
-            facts[option.fact] = option.value(Entry(key=option.key, value=option.default, line=0))
+            facts[option.fact] = option.read(Entry(key=option.key, value=option.default, line=0))
     for entry in entries:
         setting, off = f"{entry.key}={entry.value}", is_off(entry.key, entry.value)
         matching = file.option(entry.key)
         if matching is not None:
             with notes.collected(f"{path}, "):
-                facts[matching.fact] = matching.value(entry)
+                facts[matching.fact] = matching.read(entry)
         elif entry.key in {option.key for option in file.unread}:
             continue
         elif entry.key in file.refused and not off:

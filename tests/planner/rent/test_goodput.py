@@ -92,9 +92,9 @@ def test_the_closed_form_agrees_with_the_simulation(
     mtbf_s=st.floats(2e3, 1e6), stall_s=st.floats(0.01, 60), write_s=st.floats(0.1, 200), restart_s=st.floats(0, 900)
 )
 def test_it_agrees_for_any_saves_and_restarts(mtbf_s: float, stall_s: float, write_s: float, restart_s: float) -> None:
-    given_ = Conditions(mtbf_device_hours=mtbf_s * 64 / 3600, restart_s=restart_s, hardware=0.0, evaluation=0.0)
+    conditions = Conditions(mtbf_device_hours=mtbf_s * 64 / 3600, restart_s=restart_s, hardware=0.0, evaluation=0.0)
     saves = Saves(total_bytes=0.0, stall_s=stall_s, write_s=write_s)
-    timing = time_run(200 * mtbf_s, 1.0, 64, 8, saves, given_)
+    timing = time_run(200 * mtbf_s, 1.0, 64, 8, saves, conditions)
     played = simulate(timing, seed=2, runs=20)
     assert played.goodput == pytest.approx(timing.goodput, rel=0.05)
 

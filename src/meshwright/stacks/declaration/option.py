@@ -62,13 +62,13 @@ class Option:
         """Return the line to write, or None if there is nothing to write."""
         if self.fact not in facts or facts[self.fact] is None:
             return None
-        value = facts[self.fact]
-        value = value if self.words is None else self.words[value]
-        if value is None or (self.quiet and value == self.default):
+        stated = facts[self.fact]
+        stated = stated if self.words is None else self.words[stated]
+        if stated is None or (self.quiet and stated == self.default):
             return None
-        return Setting(key=self.key, value=value, meaning=self.meaning)
+        return Setting(key=self.key, value=stated, meaning=self.meaning)
 
-    def value(self, entry: Entry) -> Any:
+    def read(self, entry: Entry) -> Any:
         """Return the value of the fact. Raises PlanError for an unknown word, or a count that is not a whole number."""
         if self.words is None:
             return self._number(entry) if self.fact in COUNTED | MEASURED else entry.value
@@ -84,20 +84,20 @@ class Option:
         )
 
     def _number(self, entry: Entry) -> Any:
-        value, whole = entry.value, self.fact in COUNTED
-        if isinstance(value, Called) and value.name.isidentifier():
-            value = f"{OUTSIDE}{value.name}"  # an argument of the function that makes the configuration
-        if value in (None, "auto"):
+        stated, whole = entry.value, self.fact in COUNTED
+        if isinstance(stated, Called) and stated.name.isidentifier():
+            stated = f"{OUTSIDE}{stated.name}"  # an argument of the function that makes the configuration
+        if stated in (None, "auto"):
             return None
-        if str(value).startswith(OUTSIDE):
+        if str(stated).startswith(OUTSIDE):
             if self.fact in ASKED:
-                return value
-            raise PlanError(f"line {entry.line}: {self.key}={value} is set outside the file, and decides the answer")
-        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if number and (not whole or value == int(value)):
-            return int(value) if whole else value
+                return stated
+            raise PlanError(f"line {entry.line}: {self.key}={stated} is set outside the file, and decides the answer")
+        number = isinstance(stated, int | float) and not isinstance(stated, bool) and isfinite(stated)
+        if number and (not whole or stated == int(stated)):
+            return int(stated) if whole else stated
         raise PlanError(
-            f"line {entry.line}: {self.key}={_lower_text(value)} must be a {'whole ' if whole else ''}number"
+            f"line {entry.line}: {self.key}={_lower_text(stated)} must be a {'whole ' if whole else ''}number"
         )
 
 

@@ -95,7 +95,7 @@ def _statement_entries(
     """
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
         names = ast.unparse(node.targets[0]).split(".")
-        yield from _value(".".join(names[1:]), node.value, known)
+        yield from _option_entries(".".join(names[1:]), node.value, known)
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
         if (name := ast.unparse(node.value.func)) in functions:
             yield from _inside(functions[name], functions)
@@ -117,8 +117,8 @@ def _keywords(
         made = functions.get(ast.unparse(keyword.value.func)) if isinstance(keyword.value, ast.Call) else None
         if made is not None:
             for name, default in _defaults(made).items():
-                yield from _value(f"{keyword.arg}.{name}", default, {})
-        yield from _value(keyword.arg or "", keyword.value, known)
+                yield from _option_entries(f"{keyword.arg}.{name}", default, {})
+        yield from _option_entries(keyword.arg or "", keyword.value, known)
 
 
 def _defaults(function: ast.FunctionDef) -> Mapping[str, ast.expr]:
@@ -134,7 +134,7 @@ def _called(node: ast.Call) -> str:
     return ast.unparse(node.func) + (f"({first.value!r})" if isinstance(first, ast.Constant) else "")
 
 
-def _value(key: str, node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[Entry]:
+def _option_entries(key: str, node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[Entry]:
     """Yield the value of an option: each keyword of a call below its name, a local name as its assigned value."""
     if isinstance(node, ast.Name) and isinstance(known.get(node.id), ast.Call | ast.Constant):
         node = known[node.id]
@@ -143,7 +143,7 @@ def _value(key: str, node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[
         for keyword in node.keywords:
             if keyword.arg:
                 plain = {name: expression for name, expression in known.items() if isinstance(expression, ast.Constant)}
-                yield from _value(f"{key}.{keyword.arg}", keyword.value, plain)
+                yield from _option_entries(f"{key}.{keyword.arg}", keyword.value, plain)
         return
     yield Entry(key=key, value=folded(node), line=node.lineno)
 

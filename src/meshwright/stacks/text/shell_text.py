@@ -52,8 +52,8 @@ def read(text: str) -> list[Entry]:
     names: dict[str, str] = {}
     words: list[tuple[str, int]] = []
     for number, line in _lines(text):
-        for name, more, value, _ in ASSIGNED.findall(line):
-            known = _known(value.strip("\"'"), names)
+        for name, more, assigned, _ in ASSIGNED.findall(line):
+            known = _known(assigned.strip("\"'"), names)
             names[name] = names.get(name, "") + known if more else known
         words += [(word, number) for word in _words(BRANCH.sub("", _known(line, names)), number)]
     lines = text.splitlines()
@@ -144,10 +144,10 @@ def _entries(words: Sequence[tuple[str, int]]) -> Iterator[Entry]:
             yield Entry(key=SCRIPT, value=f"{word} {words[at + 1][0]}", line=number)
         if not re.match(r"--[A-Za-z]", word):
             continue
-        key, equals, value = word.partition("=")
+        key, equals, argument = word.partition("=")
         after = words[at + 1] if at + 1 < len(words) else ("--", 0)
         if equals:
-            yield Entry(key=key, value=number_of(value), line=number)
+            yield Entry(key=key, value=number_of(argument), line=number)
         elif after[0].startswith("--") or after[1] > number + 1 or _starts_command(after[0]):
             yield Entry(key=key, value=True, line=number)
         else:

@@ -68,12 +68,12 @@ def _interpolated(entries: list[Entry]) -> list[Entry]:
 
 
 def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
-    for name, value in node.value:
+    for name, child in node.value:
         key = f"{prefix}{name.value}"
-        if isinstance(value, yaml.MappingNode) and value.value:
-            yield from _entries(value, f"{key}.")
+        if isinstance(child, yaml.MappingNode) and child.value:
+            yield from _entries(child, f"{key}.")
         else:
-            yield Entry(key=key, value=_plain(value), line=name.start_mark.line + 1)
+            yield Entry(key=key, value=_plain(child), line=name.start_mark.line + 1)
 
 
 def _plain(node: yaml.Node) -> Any:
@@ -83,6 +83,6 @@ def _plain(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
         return {key.value: _plain(inner) for key, inner in node.value}
     if node.tag.startswith("tag:yaml.org,2002:"):
-        value = yaml.SafeLoader("").construct_object(node)
-        return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+        constructed = yaml.SafeLoader("").construct_object(node)
+        return float(constructed) if isinstance(constructed, str) and NUMBER.fullmatch(constructed) else constructed
     return node.value
