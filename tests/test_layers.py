@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,9 @@ LONG_ON_PURPOSE: dict[str, str] = {}
 
 MOST_LINES = 600
 """A module that tells one story may be long. From here on, look twice."""
+
+MOST_MODULES = 22
+"""Most modules of a folder, beside its __init__."""
 
 READS_ENVIRONMENT: dict[str, str] = {
     "compat/cpu_units.py": "oneDNN takes the instructions that it may use from the environment alone",
@@ -221,6 +225,19 @@ def test_every_module_and_public_name_has_a_docstring() -> None:
 def test_no_module_is_an_attic() -> None:
     steps = {path: {step.removesuffix(".py") for step in path.relative_to(PACKAGE).parts} for path in MODULES}
     assert not [shown(path) for path, names in steps.items() if names & ATTICS]
+
+
+CROWDED = {
+    "api": "its functions move into a room for each verb (docs/decisions/0062-shelves-by-noun.md)",
+    "cli.verbs": "the same",
+}
+"""Folders of more than MOST_MODULES modules, each with the reason."""
+
+
+def test_folders_stay_small() -> None:
+    sizes = Counter(".".join(path.parent.relative_to(PACKAGE).parts) for path in MODULES if path.name != "__init__.py")
+    assert {name: count for name, count in sizes.items() if count > MOST_MODULES and name not in CROWDED} == {}
+    assert all(sizes[name] > MOST_MODULES for name in CROWDED), "a folder of the list is small: strike it off"
 
 
 def test_modules_stay_small() -> None:
