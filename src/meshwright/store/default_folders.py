@@ -54,6 +54,7 @@ def _new(root: Path, model: str) -> Path:
     name = f"{date.today().isoformat()}-{words}"
     try:
         root.mkdir(parents=True, exist_ok=True)
+        # mkdir itself decides who gets a name when two runs start at once.
         for number in count(1):
             path = root / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):

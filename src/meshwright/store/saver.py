@@ -84,6 +84,7 @@ class Saver:
         if self.group is None or last:
             flight.path = write(tensors=tensors)
         else:
+            # The copy is made before this returns: the next step changes the tensors.
             flight.start(partial(write, tensors=self._staging.copy(self._to_write(tensors, self.group))))
         self._flight = flight
         if self.group is None or last:
@@ -133,6 +134,7 @@ class Saver:
             return
         if self._flight is not None and not issubclass(kind, Exception):
             self._flight.ended.set()  # second Ctrl-C: abandon the save now
+        # After an error that all ranks share the save can end; after any other a rank may be dead.
         self.settle(None if issubclass(kind, MeshwrightError | KeyboardInterrupt) else GRACE_S)
 
     def _to_write(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:

@@ -143,6 +143,7 @@ def _backend() -> str:
         raise RunError(f"this torch was built without {' and '.join(absent)}, which {processes()} processes need")
     if not gpus:
         return "gloo"
+    # One GPU per process, chosen before any group is made on it.
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= gpus:
         raise RunError(f"process {local} of this node has no GPU: it has {gpus}; take --nproc_per_node {gpus}")
@@ -172,6 +173,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
         host=socket.gethostname() if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 else "",
     )
     watchdog = Watchdog(
+        # A connection of its own: a request of the main thread may block for as long as a rank is late.
         dist.PrefixStore(attempt, _store(hosts=False, limit_s=reach_s)),
         dist.PrefixStore(attempt, store),
         rank_place,

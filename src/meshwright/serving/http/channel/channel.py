@@ -67,6 +67,7 @@ class FrameReader:
 
     def feed(self, received: bytes) -> Iterator[Frame]:
         """Yield the frames that are now complete."""
+        # A frame may arrive in pieces: the incomplete end waits for the next bytes.
         content = self._rest + received if self._rest else received
         begin, end = 0, len(content)
         while end - begin >= _HEAD.size:

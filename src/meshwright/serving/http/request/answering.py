@@ -63,6 +63,7 @@ class Answering:
     def cancel(self) -> None:
         """Free the engine's memory of the request. May be called again."""
         for task in self.tasks:
+            # First, so that ending the task does not notify a request that is over.
             task.listener = None
             self._engine.cancel(task)
 
@@ -189,6 +190,7 @@ class Admission:
         """Run the tasks of a request inside. Raises ApiError when too many prompts wait."""
         if self.closed:
             raise shutting_down()
+        # A request with more prompts than the limit is taken when nothing else waits.
         if self.waiting + len(answering.tasks) > max(self._limits.max_queue, len(answering.tasks)):
             raise ApiError(
                 429,

@@ -39,6 +39,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
 
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     tokenizer = Tokenizer(**json.loads(setup[0]))
+    # One text on trial, so that the first prompt finds everything loaded.
     prompt_ids(tokenizer, b'"a"')
     write_frame(sink, [READY])
     while (request := read_frame(source)) is not None:
