@@ -141,7 +141,7 @@ def cells(figure: EvaluatedFigure) -> Iterator[str]:
 
 
 def shown(figure: Estimate, sign: str = "") -> str:
-    """Return `0.583 ± 0.149`."""
+    """Format as `value ± standard error`, such as `0.583 ± 0.149`. An unknown error is `?`."""
     form = f"{sign}.3f" if abs(figure.value) < 1000 else f"{sign}.4g"
     error = "?" if figure.error is None else format(figure.error, form.lstrip("+"))
     return f"{figure.value:{form}} ± {error}"

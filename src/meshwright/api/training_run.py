@@ -72,7 +72,7 @@ class TrainAnswer(Answer):
         return list(self._records[1])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document that `meshwright train --json` prints."""
+        """Return the result as the JSON-ready dict that `meshwright train --json` prints."""
         return {"run": str(self.run), **asdict(self.summary)}
 
     def load(self, dtype: str | None = "auto", *, checkpoint: str = "last") -> "TrainedModel":

@@ -112,7 +112,7 @@ def _quantized(
 
 
 def model_bytes(model: QuantizedModel) -> int:
-    """Return the size of the parameters without codes."""
+    """Return the bytes of all parameters before quantization, in the model's dtype."""
     from meshwright.formats.hub.weight_names import tensor_sizes
 
     return sum(torch.Size(size).numel() for size in tensor_sizes(model.shape).values()) * model.dtype.itemsize

@@ -31,7 +31,11 @@ SERVER.set_forkserver_preload(
 
 
 def start_server() -> None:
-    """Start the server that forks processes. It ignores Ctrl-C: an interrupted import prints a traceback."""
+    """Start the server that forks processes, on the main thread only.
+
+    It ignores Ctrl-C, because an interrupted import would print a traceback. Whoever started it ends the forked
+    processes.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

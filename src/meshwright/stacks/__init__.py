@@ -1,1 +1,1 @@
-"""Training software of others: the layouts that each offers, its options by name, its files written and read."""
+"""Other projects' training software: layouts offered, options by name, and files, read and written."""

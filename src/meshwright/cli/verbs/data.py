@@ -185,7 +185,11 @@ def _sequence(data_view: DataView) -> Text:
 
 
 def _style(token: Token, index: int, pairs: bool = False) -> str:
-    """Return a style: bright and dim by turns for text, so token borders show; trained or masked for samples."""
+    """Return the rich style of a token.
+
+    Text alternates bright and dim to show token borders. Samples show trained, masked and padding tokens; in `pairs`,
+    the worse answer is red.
+    """
     if token.mark:
         trained = "bold red" if pairs and token.document % 2 else "bold green"
         return {"trained": trained, "masked": "bright_black", "padding": "dim"}[token.mark]

@@ -27,9 +27,10 @@ def takes(logits: Tensor) -> bool:
 def losses(
     logits: Tensor, targets: Tensor, factor: Tensor | None, *, ignored: int, gradient: bool, smoothing: float, z: float
 ) -> Tensor:
-    """Return -log softmax (R,) fp32. `logits` are overwritten by factor x gradient.
+    """Return the loss of each row, (R,) fp32: -log softmax with `smoothing` and z-loss.
 
-    factor () or (R,) fp32.
+    0 = ignored, NaN = target out of range. With `gradient`, `logits` are overwritten by factor times their gradient.
+    `factor` is () or (R,) fp32.
     """
     row_losses = logits.new_empty(len(logits), dtype=torch.float32)
     if not compat.is_fake(logits):

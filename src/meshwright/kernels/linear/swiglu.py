@@ -21,7 +21,7 @@ from meshwright.kernels.linear.weight_gradients import as_leaf, is_taken
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, elementwise; all (..., F)."""
+    """Return silu(gate) * up, elementwise. Both inputs and the result are (..., F)."""
     return F.silu(gate) * up
 
 

@@ -71,7 +71,10 @@ def together(local: "LocalShape", columns: float) -> tuple[Work, ...]:
 
 
 def ring(local: "LocalShape", keys_values: float) -> Exchanges:
-    """Return context parallelism: all keys and values, and in the backward pass their gradients in fp32."""
+    """Return the exchanges of context parallelism.
+
+    They are keys and values in both passes, and in the backward pass also their gradients, in fp32.
+    """
     if local.cp == 1:
         return NO_EXCHANGES
     size = local.batch * local.sequence * keys_values * local.width

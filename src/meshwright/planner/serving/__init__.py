@@ -1,1 +1,1 @@
-"""Plans of serving: memory, largest concurrency, and times of prefill and decoding, for layouts by tensor parallel."""
+"""Plans of serving: memory, concurrency and times of layouts with tensor and expert parallelism."""

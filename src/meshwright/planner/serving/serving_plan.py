@@ -132,7 +132,11 @@ def _deployments(request: ServingRequest, tp: int) -> Iterator[Deployment]:
 
 
 def _degrees(request: ServingRequest) -> Iterator[EngineDegrees]:
-    """Yield degrees within a node: shared heads; with experts also expert parallelism, attention split or whole."""
+    """Yield the parallel degrees of engines that fit in a node.
+
+    These are degrees of tensor parallelism, and with experts also of expert parallelism with split or replicated
+    attention.
+    """
     for gpus in SHARED:
         if gpus > request.cluster.devices_per_node:
             return

@@ -29,9 +29,9 @@ def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
     apart = f"the layout has {factors} = {ranks} and {processes} {'was' if processes == 1 else 'were'} started"
     if not violations:
         start = f"start {many(layout.world, 'process', 'processes')} ({_torchrun(plan, nodes)})"
-        return f"{apart}: {start}{_instead(plan, processes, ', or take ')}"
+        return f"{apart}: {start}{_suggest_alternative(plan, processes, ', or take ')}"
     # So many processes would not help: the next refusal would be that of the plan.
-    instead = _instead(plan, processes, ": take ")
+    instead = _suggest_alternative(plan, processes, ": take ")
     return apart + instead if instead else _illegal(plan, violations, processes)
 
 
@@ -52,7 +52,7 @@ def _illegal(plan: Plan, violations: Sequence[str], processes: int) -> str:
     return (
         violations[0]
         + more
-        + (_instead(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
+        + (_suggest_alternative(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
     )
 
 
@@ -66,8 +66,11 @@ def nearest_layouts(plan: Plan, processes: int) -> list[Layout]:
     return sorted(layouts, key=lambda layout: _distance(plan.layout, layout))
 
 
-def _instead(plan: Plan, processes: int, lead: str) -> str:
-    """Return `LEAD layout.dp_shard=2, or layout.tp=2 layout.dp_shard=1`, or numbers of processes with legal layouts."""
+def _suggest_alternative(plan: Plan, processes: int, lead: str) -> str:
+    """Return `lead` and the nearest legal layouts for this number of processes, such as `layout.dp_shard=2`.
+
+    Without any, return a clause that names nearby numbers of processes that work, or an empty string.
+    """
     layouts = nearest_layouts(plan, processes)[:PROPOSED]
     if layouts:
         return lead + ", or ".join(differences(plan.layout, layout) for layout in layouts)

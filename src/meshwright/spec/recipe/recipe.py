@@ -299,7 +299,7 @@ class Recipe:
         return self.checkpoint_every > 0 and (self.epochs > 0 or self.checkpoint_every < self.steps)
 
     def global_batch_at(self, tokens_seen: int) -> int:
-        """Return the sequences of the step that starts after `tokens_seen` tokens."""
+        """Return the number of sequences in the step that starts after `tokens_seen` tokens."""
         batch = self.global_batch
         for stage in self.batch_ramp:
             if tokens_seen >= stage.tokens:

@@ -246,7 +246,7 @@ class MicroPass:
         return graph_form(self.batch) if isinstance(self.objective, CrossEntropy) else None
 
     def standing(self) -> "MicroPass":
-        """See Capturable (parallel.pass_graphs)."""
+        """See Capturable (parallel.graphs.pass_graphs)."""
         return MicroPass(standing(self.batch), self.weights.copied(), self.objective)
 
     def take(self, source: "MicroPass") -> None:

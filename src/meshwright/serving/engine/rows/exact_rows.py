@@ -35,7 +35,7 @@ class SeesItself:
         self.low_rank = low_rank
 
     def turn(self, *_: object, **__: object) -> bool:
-        """See Past; never."""
+        """Return False: the caller norms and rotates q and k."""
         return False
 
     def attend(

@@ -133,7 +133,10 @@ class DeferredSums:
     def __call__(
         self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See Block.compute; in evaluation mode."""
+        """Compute a block as Block.compute does in evaluation mode, without its last addition.
+
+        The norm of the next block adds that.
+        """
         pending, self._pending = self._pending, None
         if pending is None or x is not pending[0]:  # the first block
             normed = block.attention_norm(x)
