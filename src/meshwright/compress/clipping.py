@@ -31,7 +31,9 @@ def clipped_scales(
         step = tried.float().unsqueeze(-1)
         codes = nearest_codes(scheme, runs, step, zero)
         wrong = numbers_of(scheme, codes, step, zero) - runs
+        # the error of the outputs, by the inputs' products within a group; between groups it is ignored
         error = torch.einsum("ngk,gkl,ngl->ng", wrong, products, wrong)
+        # a share so small that its scale is zero in 16 bits is no choice
         better = (error < best) & (tried != 0)
         best = torch.where(better, error, best)
         clipped = torch.where(better, tried, clipped)

@@ -70,6 +70,7 @@ class FinishedBlocks:
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
             layers = [asdict(report) for report in block.layers]
+            # the key says what the block was made from, the hash that its file is whole
             record = {"key": key, "sha256": record_of(partial / SINGLE).sha256, "layers": layers}
             (partial / RECORD).write_text(json.dumps(record), encoding="utf-8")
 

@@ -46,6 +46,7 @@ def quantize_columns(
     step, zero = scales.to(gram.dtype), None if zeros is None else zeros.to(gram.dtype)
     codes = torch.empty(wide.shape, dtype=torch.uint8 if scheme.packed else torch.int8, device=weight.device)
     size = wide.shape[1]
+    # later columns are updated block by block: one large product instead of a rank-1 update per column
     for start in range(0, size, block):
         end = min(start + block, size)
         errors = torch.empty_like(wide[:, start:end])
@@ -53,6 +54,7 @@ def quantize_columns(
             weights = wide[:, column]
             grid = step[:, group[column]], None if zero is None else zero[:, group[column]]
             codes[:, column] = rounded = nearest_codes(scheme, weights, *grid)
+            # what this column lost, which later ones make up for as far as their inputs go along
             error = (weights - numbers_of(scheme, rounded, *grid)) / order.factor[column, column]
             wide[:, column:end] -= error.unsqueeze(1) * order.factor[column, column:end]
             errors[:, column - start] = error
@@ -67,14 +69,17 @@ def ordered(gram: Tensor) -> Order:
     """
     damped = gram.clone()
     diagonal = damped.diagonal()
+    # inputs that were always zero say nothing: their columns are kept apart from all others
     dead = diagonal <= 0
     damped[dead, :] = 0.0
     damped[:, dead] = 0.0
     usual = diagonal[~dead].mean() if not bool(dead.all()) else torch.ones((), dtype=gram.dtype, device=gram.device)
     diagonal[dead] = usual
+    # the most used inputs first, while most columns are left to absorb their errors
     columns = diagonal.masked_fill(dead, 0.0).argsort(descending=True, stable=True)
     damped = damped[columns][:, columns]
     damping = DAMPING * usual
+    # few rows make the products singular; more damping means less correction, but it works
     for _ in range(TURNS):
         damped.diagonal().add_(damping)
         lower, failed = torch.linalg.cholesky_ex(damped)

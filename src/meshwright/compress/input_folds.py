@@ -71,6 +71,7 @@ def _every(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
     mla = shape.mla
     first = ("q", "k", "v") if mla is None else ("q_down" if mla.q_rank else "q", "kv_down")
     yield Fold(source=layer + "attention_norm", readers=tuple(f"{attention}{leaf}.weight" for leaf in first))
+    # values go through attention unchanged, so a scale of "o" can move into "v"; query and key scales cannot
     if mla is None:
         heads = shape.kv_heads, shape.heads // shape.kv_heads
         yield Fold(source=attention + "v", readers=(attention + "o.weight",), heads=heads)
@@ -81,6 +82,7 @@ def _every(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
     if not routed:
         leaves = ("gate", "up") if gated else ("up",)
         yield Fold(source=layer + "mlp_norm", readers=tuple(f"{mlp}{leaf}.weight" for leaf in leaves))
+    # a gated product is linear in "up", so its scale moves there; behind a GELU it cannot
     if gated and routed:
         yield Fold(source=mlp + "experts.up", readers=(mlp + "experts.down",))
         yield Fold(source=mlp + "shared.up", readers=(mlp + "shared.down.weight",))

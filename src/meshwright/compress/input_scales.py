@@ -37,6 +37,7 @@ def awq_scales(
             total = total + ((wrong @ gram) * wrong).sum()
         return total
 
+    # columns with large inputs count most: larger weights there make their rounding errors smaller
     strength = tied(mean).clamp(min=1e-8)
     return _best([_centred(strength**a) for a in _exponents()], error)
 
@@ -60,6 +61,7 @@ def smooth_scales(
 
     strength = tied(peaks).clamp(min=1e-5)
     tried = [_centred(strength**a / largest ** (1 - a)) for a in _exponents()]
+    # no scale at all is a candidate, too, so the result is never worse
     return _best([torch.ones_like(strength), *tried], error)
 
 

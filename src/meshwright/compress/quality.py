@@ -53,6 +53,7 @@ def compare(before: Transformer, after: Transformer, batches: Iterable[Batch]) -
         kl_error=deviation / math.sqrt(count),
         kl_p99=_quantile(ordered, 0.99),
         top1=float(agreed.mean()),
+        # exp(710) overflows a double
         perplexity_before=math.exp(min(float(first.mean()), 700.0)),
         perplexity_after=_perplexity(float(second.mean())),
         kl_quantiles=tuple((share, _quantile(ordered, share)) for share in SHARES),
@@ -82,6 +83,7 @@ def token_rows(
 
     Inputs are the last hidden states (B, S, D) of both models. Only valid targets (B, S) count.
     """
+    # logits of all tokens at once would exceed the memory of the model
     size, wanted = max(1, LOGITS // before.shape.vocab), targets.flatten()
     states = first.flatten(0, 1), second.flatten(0, 1)
     for indices in (wanted >= 0).nonzero().squeeze(1).split(size):

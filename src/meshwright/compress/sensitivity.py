@@ -41,6 +41,7 @@ def measured_groups(
     sizes, before = quantizable(model.shape), [run(model, batch) for batch in batches]
     twin = _twin(model)
     groups = []
+    # one pass over the text per group, at the fewest bits; other schemes scale with their weight error
     for group in input_groups(names):
         errors = [sum(_round(model, twin, name, scheme) for name in group) for scheme in reversed(ladder)]
         errors.reverse()  # the ladder ran backwards, so the matrices now have the fewest bits

@@ -89,6 +89,7 @@ def write_quantized(
         with ShardWriter(partial, form.planned(model), MAX_SHARD_BYTES) as writer:
             for name, tensor in form.encoded(model, weights):
                 writer.write(name, tensor)
+        # config and tokenizer last: a folder with them is whole
         write_beside_weights(
             partial, model.shape, tokenizer=original.tokenizer, dtype=model.dtype,
             chat_template=original.chat_template, generation=original.generation, dropout=original.dropout,

@@ -48,8 +48,10 @@ def fields_of(
         raise folder.refusal
     if not folder.codes:
         return known
+    # a teacher is never trained, so its codes are held as a frozen base without adapters
     if section != "model":
         return known | {"lora": {"rank": 1, "targets": NONE, "base": folder.codes}}
+    # codes have no gradient: without adapters nothing would be trained
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):
         raise PlanError(

@@ -265,6 +265,7 @@ def canonical_word(key: str, word: str) -> str:
 def suggestion(section: str, key: str) -> str:
     """Explain an unknown key: its new name, why it has none, or the nearest known key."""
     plain = key.replace("-", "_").lower()
+    # the surest advice first: a known renaming, a known absence, the same name elsewhere, then likeness
     if join(section, plain) in RENAMED:
         return f"it is now {RENAMED[join(section, plain)]}"
     if plain in NOT_A_KEY:

@@ -25,6 +25,7 @@ def mixture_of(node: Node) -> Node | None:
     weighted = [part for part in parts if re.fullmatch(WEIGHTED, part)]
     if not weighted:
         return None
+    # a path may contain commas, but not weights: one weight is enough to take the word for a mixture
     if len(weighted) < len(parts):
         bare = next(part for part in parts if part not in weighted)
         raise PlanError(f"data={node.value}: {bare or 'one part'} has no weight: give each its own, as {_FORM}")

@@ -34,11 +34,13 @@ def located(tree: Node, file: Path) -> Node:
     if not isinstance(tree.value, dict):
         return tree
     items = dict(tree.value)
+    # ".." and symbolic links mean what the file system says, not what the words say
     folder = Path(os.path.realpath(file.parent))
     run = items.get("run")
     named = run is not None and isinstance(run.value, str)
     started = _started_in(folder, run) if run is not None and named and file.name == PLAN_FILE else None
     base = started or folder
+    # the plan of a run may have been moved with its folder: the run is where the file is
     if started is not None and run is not None:
         items["run"] = Node(shown(folder), run.where)
     elif run is None or named:

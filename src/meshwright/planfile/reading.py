@@ -79,6 +79,7 @@ def read(
     for override in with_one_length(overrides):
         tree = reader.overridden(tree, override)
     plan = reader.plan(reader.filled(tree, processes))
+    # notes of a plan that cannot be read would hide its error, so they come last
     for note in reader.notes:
         if notes is None:
             warnings.warn(note, stacklevel=2)
@@ -187,6 +188,7 @@ class _Reader:
             node = tree.value.get(key)
             if node is not None and (node.value is not None or key in MUST_SAY):
                 values[key] = self._section(key, hint, node)
+        # shapes cannot be built from keys that are wrong, and pydantic's errors would hide these
         if self.problems:
             self._raise()
         plan = Plan(**values, init=self.inits["model"], teacher_init=self.inits["teacher"])
@@ -258,6 +260,7 @@ class _Reader:
         try:
             folder = Path(name).expanduser()
             exists, file = folder.is_dir(), folder.is_file()
+        # names too long, with NUL, or of an unknown "~user"
         except (OSError, ValueError, RuntimeError):
             folder, exists, file = Path(name), False, False
         if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
@@ -279,6 +282,7 @@ class _Reader:
                     f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
             raise PlanError(missing(name, FOLDERS, f"{section}="))
+        # a run folder keeps the model that it exported in a folder of its own
         if not (folder / CONFIG).is_file() and (folder / EXPORTED / CONFIG).is_file():
             folder = folder / EXPORTED
         if self.read_folder is None:

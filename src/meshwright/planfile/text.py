@@ -50,6 +50,7 @@ def parse_file(path: Path) -> Node:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
+        # a model's name in place of a plan file is the usual slip
         if isinstance(error, FileNotFoundError) and path.suffix not in (".yaml", ".yml"):
             near = whereabouts(str(path), "model=")
             raise PlanError(f"{path} does not exist: give a plan file, or a model as model=FOLDER{near}") from error
@@ -58,6 +59,7 @@ def parse_file(path: Path) -> Node:
         ) from error
     except ValueError as error:
         raise PlanError(f"{str(path)!r} is no path: {error}") from error
+    # weights given by mistake must not be parsed as YAML for minutes
     if len(data) > LARGEST_FILE_BYTES:
         raise PlanError(f"{path}: larger than {LARGEST_FILE_BYTES} bytes, so it is no plan")
     try:
@@ -126,6 +128,7 @@ class _Builder:
         return root or Node(None, self.name)
 
     def node(self, event: yaml.Event, depth: int) -> Node:
+        # aliases may expand without end, and tags construct objects: a plan is words alone
         if isinstance(event, yaml.AliasEvent):
             self.refuse(event, f"*{event.anchor} is a YAML alias, which is not read: put a word with * into quotes")
         if getattr(event, "anchor", None):
@@ -148,6 +151,7 @@ class _Builder:
             key = self.node(event, depth + 1)
             if not isinstance(key.value, str):
                 self.refuse(event, "a key is missing or is not a word")
+            # YAML libraries take the last of two: half of such a plan would be ignored silently
             if key.value in entries:
                 first = entries[key.value].where.rpartition(":")[2] if self.lines else ""
                 self.refuse(

@@ -53,11 +53,13 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
     """
     path = Path(path)
     text = content(plan, path.parent, open_warmup=open_warmup)
+    # beside the target, so that the rename stays within one file system
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with fresh.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # else a crash after the rename may leave an empty plan
             os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
@@ -106,6 +108,7 @@ def schema() -> dict[str, Any]:
     document = TypeAdapter(Plan).json_schema()
     kinds = {section: Plan if not section else _kind(section) for section in sections()}
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "Meshwright plan"}
+    # fields of Plan that the file has in a section
     for key, (section, name) in MOVED.items():
         document["$defs"][kinds[section].__name__]["properties"][name] = {
             **document["properties"].pop(key),
@@ -119,6 +122,7 @@ def schema() -> dict[str, Any]:
     for axis in MAY_BE_AUTO:
         degree = document["$defs"]["Layout"]["properties"][axis]
         degree["anyOf"] = [{"type": degree.pop("type")}, {"const": AUTO}]
+    # a file may be empty: every key has a default
     document.pop("required")
     return document
 
