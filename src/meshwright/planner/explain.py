@@ -126,7 +126,6 @@ def caution(estimator: Estimator, ranking: Ranking, fixed: Fixed) -> Iterator[st
         room = usable_bytes(plan)
         none = f" No layout that was found fits with {LIKELY:.0%}." if ranking.legal > 1 else ""
         yield f"Only {short_gib(room - best.peak_bytes)} of {short_gib(room)} are free.{none}"
-    # tensor parallelism over the network is fast on paper but sensitive to it: name the alternative
     node = plan.cluster.devices_per_node
     if plan.layout.tp <= node or "tp" in fixed:
         return
@@ -260,7 +259,6 @@ def failure(ranking: Ranking, nodes: int = 0, *, free: bool = True, adapted_byte
     assert nearest is not None
     worst, room = nearest.worst, usable_bytes(nearest.plan)
     kind, size = largest_kind(nearest)
-    # remedies in the order of how little they change the run
     cures = [f"{nodes} nodes are enough: take more nodes"] if nodes else ["take more nodes"]
     if not free:
         cures = ["fix fewer degrees"]

@@ -147,7 +147,6 @@ def rank_memory(
     # passes and update never overlap: the larger is the peak
     if sum(update.values()) > sum(kinds.values()):
         kinds, when = update, then
-    # fragmentation grows with activations, which come and go in many sizes
     slack = (stack.slack - 1) * kinds.get("activations", 0.0)
     kinds["reserve"] = stack.reserve_bytes + slack
     host = [cost.host_bytes for cost in costs]

@@ -149,7 +149,6 @@ def longest_sequence(estimator: Estimator, plan: Plan) -> tuple[int, LayoutChang
     Returns the longest sequence that fits and the first that does not. The latter is None if it is not legal.
     """
     sequence, fits = plan.recipe.sequence, plan.recipe.sequence
-    # a bound for models whose memory hardly grows with the sequence
     while sequence < 2**24:
         sequence *= 2
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))
