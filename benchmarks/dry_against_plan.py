@@ -22,10 +22,9 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import Prediction, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.layout.places import rank_of
-from meshwright.spec.layout.schedule_kinds import KINDS, NAMES
-from meshwright.spec.memory.ledger import PLANNED
+from meshwright.spec.layout.layout import RECOMPUTE, rank_of
+from meshwright.spec.layout.schedule import KINDS, NAMES
+from meshwright.spec.memory.purpose import PLANNED
 from meshwright.spec.model.lora import SAME as SAME_BASE
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.weights.inventory import num_parameters

@@ -32,9 +32,8 @@ from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.parallel.pipeline.passes import cut
 from meshwright.spec import Layout
-from meshwright.spec.layout.places import own_stages
-from meshwright.spec.layout.schedule import stage_rank
-from meshwright.spec.layout.schedule_kinds import SPLIT
+from meshwright.spec.layout.layout import own_stages
+from meshwright.spec.layout.schedule import SPLIT, stage_rank
 
 SCHEDULES = {
     "afab": "ScheduleGPipe",

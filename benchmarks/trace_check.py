@@ -37,8 +37,7 @@ from meshwright.planner.explain import layout_words
 from meshwright.planner.search.ranking import search
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.layout.schedule import refusal
-from meshwright.spec.layout.schedule_kinds import KINDS, NAMES
+from meshwright.spec.layout.schedule import KINDS, NAMES, refusal
 
 DEGREES = (2, 4, 8)
 LARGE = (

@@ -219,9 +219,8 @@ def gguf_schemes() -> str:
     from math import prod
 
     from meshwright.formats.gguf.names import architecture_of, gguf_bindings
-    from meshwright.spec.model.block_types import BLOCK_TYPES
     from meshwright.spec.presets import model
-    from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
+    from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUF_SCHEMES
 
     shape = model("llama-3.1-8b")
     sizes = {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,9 @@ from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Plan, Recipe, presets
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import place_of
+from meshwright.spec.layout.layout import Layout, place_of
 from meshwright.spec.layout.replay import Replay, Times, replay
-from meshwright.spec.layout.schedule import schedule
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS, schedule
 
 KEPT = Path(__file__).resolve().parent / "figures.json"
 """What the pictures of the repository were drawn from."""

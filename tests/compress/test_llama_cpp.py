@@ -25,8 +25,7 @@ from meshwright.formats.gguf.words import RULES, SAMPLE, split_by
 from meshwright.kernels.quantized.gguf_decoding import decode
 from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec import ModelShape, MoEShape
-from meshwright.spec.model.block_types import BLOCK_TYPES
-from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES, GGUFScheme
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUF_SCHEMES, GGUFScheme
 from tests.compress.test_gguf import SHAPES, SIZES, marked_tokenizer, model_of, written
 from tests.kernels.test_blocks import weights
 

@@ -19,7 +19,7 @@ from meshwright.data.corpus import sample_cache
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.plan.chat_formats import CHAT_FORMATS, EOS
+from meshwright.spec.plan.plan import CHAT_FORMATS, EOS
 from tests.data.chats_for_tests import GEMMA, TOOLS, conversations, tokenizer_json, unmarked
 from tests.data.tokenizers_for_tests import made, with_added
 

@@ -15,7 +15,7 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows, shared
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
-from meshwright.spec.recipe.objectives import most_answers
+from meshwright.spec.recipe.recipe import most_answers
 
 
 def rows_of(path: Path, *lines: str, sequence: int = 64, objective: Any = "dpo", **data: Any) -> SampleRows:

@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.kernels.quantized import gguf_encoding
 from meshwright.kernels.quantized.gguf_decoding import UNEVEN, decode
 from meshwright.kernels.quantized.gguf_encoding import WRITTEN, encode
-from meshwright.spec.model.block_types import BLOCK_TYPES, FLOATS, SUPER, BlockType
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, SUPER, BlockType
 
 CODED = [name for name in BLOCK_TYPES if name not in FLOATS]
 REFERENCE = ("Q4_0", "Q5_0", "Q5_1", "Q8_0")

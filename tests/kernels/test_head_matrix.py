@@ -18,7 +18,7 @@ from meshwright.kernels.loss.linear_divergence import Divergence, TeacherHead
 from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape
-from meshwright.spec.execution.aligned_products import PADDED_TO, ROW_BYTES, padded_columns
+from meshwright.spec.memory.buffers import PADDED_TO, ROW_BYTES, padded_columns
 from tests.counting import Operations
 from tests.kernels.exactness import SINGLE, assert_not_worse, assert_single, outcome, tensors
 

@@ -11,7 +11,7 @@ import pytest
 from meshwright.formats.gguf.header import MOST_ITEMS, is_gguf, read_gguf_header
 from meshwright.formats.gguf.writer import PlannedBlocks, gguf_bytes, header_bytes
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.block_types import BLOCK_TYPES
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES
 
 KEYS: dict[str, Any] = {
     "general.architecture": "llama", "a.number": 7, "a.large": 2**40, "a.real": 0.5, "a.flag": True,

@@ -14,7 +14,7 @@ from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA, merged
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.weights.inventory import adapter_parts, num_trained_parameters, parameters
+from meshwright.spec.weights.inventory import adapter_parts, parameters
 from meshwright.training.optimizer.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens
 from tests.operation_recorder import Recording
@@ -178,7 +178,8 @@ def test_targets_choose_matrices() -> None:
     shape = shrink("llama-3.1-8b")
 
     def count(targets: str) -> int:
-        return num_trained_parameters(replace(shape, lora=LoRAShape(rank=2, targets=targets)))
+        adapted = replace(shape, lora=LoRAShape(rank=2, targets=targets))
+        return sum(parameter.numel for parameter in parameters(adapted) if parameter.trained)
 
     assert count("all") == count("attention") + count("mlp")
     assert count("attention") == sum(count(name) for name in "qkvo")

@@ -10,9 +10,9 @@ from meshwright import __version__, planfile
 from meshwright.planner.plan_document import document
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.schedule import schedule
-from meshwright.spec.memory.ledger import STATES
+from meshwright.spec.memory.purpose import STATES
 
 PLAN = Plan(
     model=replace(presets.model("llama-tiny"), name="small", layers=4),

@@ -15,10 +15,10 @@ from meshwright.observe.verify.one_device import case_batch, margin
 from meshwright.observe.verify.random_case import random_case
 from meshwright.observe.verify.random_run import shrink_case
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout.schedule_kinds import NAMES
+from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.model.shape import ModelShape, MoEShape
 from meshwright.spec.recipe.recipe import NO_SCHEME
-from meshwright.spec.rules.frozen_codes import holds_codes, shares_codes
+from meshwright.spec.rules.quantized_weights import holds_codes, shares_codes
 
 DRAWS = 2000
 Asks = Callable[[DrawnCase], bool]

@@ -16,8 +16,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.one_device import Case
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
-from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.layout.places import place_of
+from meshwright.spec.layout.layout import RECOMPUTE, place_of
 from tests.parallel.test_traffic import assert_seen, both
 
 Drawn = tuple[Case, int, dict[str, Any]]

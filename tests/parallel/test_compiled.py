@@ -31,7 +31,7 @@ from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.groups.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
-from meshwright.spec.layout.schedule_kinds import SPLIT
+from meshwright.spec.layout.schedule import SPLIT
 from meshwright.spec.model.lora import LoRAShape
 from tests.model.shrunk import KINDS, model, tokens
 

@@ -14,7 +14,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups import mesh
 from meshwright.parallel.groups.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
-from meshwright.spec.layout.places import expert_ranks, place_of, rank_of, ranks_along
+from meshwright.spec.layout.layout import expert_ranks, place_of, rank_of, ranks_along
 from meshwright.spec.memory.held import common
 from tests.parallel.telling import Told
 

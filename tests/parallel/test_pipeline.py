@@ -25,8 +25,7 @@ from meshwright.parallel.pipeline.p2p import UNDER_WAY
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.replay import StageLink, replay
-from meshwright.spec.layout.schedule import Action, refusal, schedule, stage_layers, stage_rank, stages_of
-from meshwright.spec.layout.schedule_kinds import NAMES
+from meshwright.spec.layout.schedule import NAMES, Action, refusal, schedule, stage_layers, stage_rank, stages_of
 from tests.model.shrunk import VOCAB, shrink
 from tests.parallel.telling import Told
 

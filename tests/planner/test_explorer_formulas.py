@@ -18,9 +18,8 @@ from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.replay import replay
-from meshwright.spec.layout.schedule import refusal, schedule, stage_layers
-from meshwright.spec.layout.schedule_kinds import KINDS
-from meshwright.spec.memory.ledger import PLANNED
+from meshwright.spec.layout.schedule import KINDS, refusal, schedule, stage_layers
+from meshwright.spec.memory.purpose import PLANNED
 from meshwright.spec.model.lora import LoRAShape
 from tests.planner.browser import CHROMIUM, evaluate
 

@@ -6,7 +6,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import predict
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Data, Layout, ModelShape, Plan, Recipe, presets
-from meshwright.spec.recipe.objectives import ObjectiveName
+from meshwright.spec.recipe.recipe import ObjectiveName
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=8192, max_positions=8192)
 LAYOUTS = (

@@ -22,13 +22,11 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE
-from meshwright.spec.layout.schedule import refusal
-from meshwright.spec.layout.schedule_kinds import NAMES, V_PLACED
-from meshwright.spec.model.linear_attention import LinearAttention
+from meshwright.spec.layout.schedule import NAMES, V_PLACED, refusal
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.shape import MoEShape
-from meshwright.spec.model.unbuilt_parts import UnbuiltParts
-from meshwright.spec.rules.compiled_blocks import keeps_no_norms
+from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
+from meshwright.spec.rules.compilation import keeps_no_norms
 from meshwright.stacks.trainers.nanotron import NANOTRON
 
 LOOKED_AT = Layout(compile="on", cuda_graphs="off")

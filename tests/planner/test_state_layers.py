@@ -18,9 +18,8 @@ from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, num_parameters, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.model.linear_attention import LinearAttention, Rule
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.unbuilt_parts import LinearAttention, Rule, UnbuiltParts
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.weights.flop import token_flop

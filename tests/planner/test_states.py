@@ -12,8 +12,7 @@ from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import ElementCounts, counts, states
 from meshwright.spec import presets
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages, own_stages, pipeline_ranks
+from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
 from meshwright.spec.weights.inventory import num_parameters

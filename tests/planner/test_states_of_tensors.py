@@ -15,7 +15,7 @@ from meshwright.observe.verify.random_case import random_case
 from meshwright.parallel import make_mesh
 from meshwright.parallel.zero.data import local
 from meshwright.spec import Plan
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import memory
 from meshwright.training.optimizer.kept_bytes import tensors_by_kind
 from tests.planner.test_states import planned

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.observe.verify.random_case import random_case
 from meshwright.spec import Layout, ModelShape, MoEShape, presets
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import held, parameters_of
 from meshwright.spec.memory.matrix_exchange import ExchangeRound, dealt, flop, rounds, stage_ranks
 from meshwright.spec.weights.inventory import num_parameters, parameters

@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshwright.spec.memory.ledger import KINDS
-from meshwright.spec.memory.purpose import Purpose, purpose, takes
+from meshwright.spec.memory.purpose import KINDS, Purpose, purpose, takes
 
 
 @takes("buffers")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import meshwright
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS
 
 PACKAGE = Path(meshwright.__file__).parent
 ENTRY = """    "wide": ScheduleKind(
@@ -58,7 +58,7 @@ def test_a_schedule_is_one_entry_that_every_reader_finds(tmp_path: Path) -> None
     """A copy of the package with one entry more: spec, schema, planner, search, verify and the page have it."""
     copy = tmp_path / "meshwright"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path = copy / "spec" / "layout" / "schedule_kinds.py"
+    path = copy / "spec" / "layout" / "schedule.py"
     text = path.read_text(encoding="utf-8")
     text = text.replace('"dualpipe-v"]\n', '"dualpipe-v", "wide"]\n', 1)
     text = text.replace("    ),\n}\n", f"    ),\n{ENTRY}}}\n", 1)

@@ -29,7 +29,7 @@ from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.spec.rules.fake_quantization import learnable
+from meshwright.spec.rules.quantized_weights import learnable
 from meshwright.training import loop
 from tests.training.distilling import ROUTED, student_plan, taught
 from tests.training.running import SHAPE, Notes, write_texts

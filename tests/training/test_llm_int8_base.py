@@ -13,7 +13,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import predict
 from meshwright.spec.errors import HubError, IllegalLayout
 from meshwright.spec.memory.held import memory
-from meshwright.spec.model.scheme_names import scheme_named
+from meshwright.spec.model.quantization_schemes import scheme_named
 from meshwright.store.base_weights import open_base
 from meshwright.training.optimizer import kept_bytes
 from tests.training.test_adapters import peft_run

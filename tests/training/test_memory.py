@@ -13,7 +13,7 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.zero import data
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import Phase, held, memory, shards_are_masters
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.training.optimizer.kept_bytes import memory as measured

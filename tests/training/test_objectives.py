@@ -16,7 +16,7 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.recipe.objectives import TRAITS
+from meshwright.spec.recipe.recipe import TRAITS
 from meshwright.training.objectives.objectives import MADE, objective_of
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.batches import Batch, Feed, Share, select, split

@@ -21,7 +21,7 @@ from meshwright.serving.engine.cache.paged_cache import PagedCache
 from meshwright.serving.engine.sampled_answers import sampled_answers
 from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.memory.sampling import BLOCK, SPARE, at_once, cache_bytes
+from meshwright.spec.memory.buffers import BLOCK, SPARE, at_once, cache_bytes
 from meshwright.training import loop
 from meshwright.training.objectives.on_policy import Gap, OnPolicy, gaps, written
 from meshwright.training.step.batches import Batch, Share, to_batch

@@ -19,7 +19,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Recipe
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.recipe.objectives import FIGURES, PREFERENCES, most_answers
+from meshwright.spec.recipe.recipe import FIGURES, PREFERENCES, most_answers
 from meshwright.store import checkpoint
 from meshwright.training import loop
 from meshwright.training.objectives import reference as reference_pass

@@ -22,8 +22,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, HubError, PlanError
 from meshwright.spec.memory.held import memory
-from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.spec.model.scheme_names import base_name, scheme_named
+from meshwright.spec.model.quantization_schemes import SCHEMES, base_name, scheme_named
 from meshwright.store import checkpoint
 from meshwright.store.base_weights import base_weights, open_base
 from meshwright.training import job, loop

@@ -24,10 +24,10 @@ from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.memory.held import held, memory
 from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.scheme_names import scheme_named
+from meshwright.spec.model.quantization_schemes import scheme_named
 from meshwright.spec.weights.boxes import boxes
-from meshwright.spec.weights.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
 from meshwright.spec.weights.inventory import parameters
+from meshwright.spec.weights.quantized_parts import LINE_BYTES, CodesCut, lines, nbytes
 from meshwright.store import checkpoint
 from meshwright.training import loop
 from tests.model.shrunk import tokens

@@ -16,7 +16,7 @@ from meshwright.planfile.writing import dump
 from meshwright.spec import Data, Plan, presets
 from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.plan.plan import RANDOM
-from meshwright.spec.recipe.objectives import DISTILL
+from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.weights.inventory import num_parameters
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.step.watch import Watcher

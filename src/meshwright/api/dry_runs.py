@@ -11,7 +11,7 @@ from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.markup import LISTED, line, memory_bar, table, whole
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
-from meshwright.spec.layout.places import check_ranks
+from meshwright.spec.layout.layout import check_ranks
 from meshwright.spec.units import gib
 
 if TYPE_CHECKING:

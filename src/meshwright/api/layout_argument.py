@@ -7,10 +7,10 @@ from typing import Any
 
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.layout.layout import RECOMPUTE, known_word
-from meshwright.spec.layout.schedule_kinds import NAMES
+from meshwright.spec.layout.layout import RECOMPUTE, check_word
+from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.presets import suggested
-from meshwright.spec.rules.capturing import CAPTURED, policies
+from meshwright.spec.rules.compilation import CAPTURED, policies
 from meshwright.spec.units import many
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
@@ -29,7 +29,7 @@ def carried_layout(asked: Plan, texts: Sequence[str]) -> tuple[Plan, list[str]]:
     for word in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
         key, equals, text = word.removeprefix("layout.").partition("=")
         if key in CARRIED and equals:
-            known_word(key, text)
+            check_word(key, text)
             changes[key] = text
         else:
             searched.append(word)

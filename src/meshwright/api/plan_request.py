@@ -20,7 +20,7 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
-from meshwright.spec.recipe.objectives import DISTILL
+from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.units import GIB
 

@@ -23,7 +23,7 @@ from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, MeshwrightError
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
 from meshwright.training.step.watch import Forecast, Summary

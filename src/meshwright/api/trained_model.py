@@ -32,7 +32,7 @@ from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.execution.serving_defaults import GPU_SEQUENCES
 from meshwright.spec.plan.plan import SAMPLES
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY
+from meshwright.spec.recipe.recipe import CROSS_ENTROPY
 from meshwright.spec.units import count, many
 from meshwright.training.optimizer.precision import DTYPES
 

@@ -20,9 +20,8 @@ from meshwright.formats.hub.weight_names import Binding
 from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES, decode
 from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.model.block_types import BLOCK_TYPES
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.weights.gguf_schemes import GGUFScheme
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUFScheme
 from meshwright.store.run_folder import ids_of
 
 CHECKED = 2**24

@@ -22,12 +22,11 @@ from meshwright.parallel.groups.group import Group
 from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import place_of
+from meshwright.spec.layout.layout import Layout, place_of
 from meshwright.spec.layout.schedule import schedule
+from meshwright.spec.memory.buffers import cache_bytes
 from meshwright.spec.memory.held import WIDTHS, written_bytes
-from meshwright.spec.memory.sampling import cache_bytes
-from meshwright.spec.recipe.objectives import most_answers
+from meshwright.spec.recipe.recipe import most_answers
 from meshwright.store.staging import Staging, copied_bytes
 from meshwright.training.loop import new_state
 from meshwright.training.objectives.distillation import LIKELIEST, LOGS

@@ -34,12 +34,11 @@ from meshwright.parallel.recomputation.recompute import block_call, choose_call,
 from meshwright.parallel.zero import data
 from meshwright.parallel.zero.replicas import replicate
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import own_stages
+from meshwright.spec.layout.layout import Layout, own_stages
 from meshwright.spec.memory.held import adds_gradients, common
 from meshwright.spec.memory.held import held as held_by
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.rules.compiled_blocks import can_be_compiled, experts_stay_apart
+from meshwright.spec.rules.compilation import can_be_compiled, experts_stay_apart
 from meshwright.spec.rules.legal import shares_tied_ends
 from meshwright.spec.weights.boxes import Box, boxes
 

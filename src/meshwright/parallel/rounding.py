@@ -7,9 +7,8 @@ from meshwright.model.fake_quantized import FakeQuantized, put_fake_quantization
 from meshwright.parallel.engine import Engine
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.recipe.recipe import NO_SCHEME
-from meshwright.spec.weights.code_cuts import CodesCut
 from meshwright.spec.weights.inventory import Parameter, parameters
-from meshwright.spec.weights.shared_scales import SharedScales, shared_scales
+from meshwright.spec.weights.quantized_parts import CodesCut, SharedScales, shared_scales
 
 
 def round_weights(engine: Engine, scheme: str) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from meshwright.planfile.text import Node
 from meshwright.spec import presets
-from meshwright.spec.plan.chat_formats import CHAT_FORMATS
-from meshwright.spec.plan.plan import RANDOM, Plan
+from meshwright.spec.plan.plan import CHAT_FORMATS, RANDOM, Plan
 
 PLAN_FILE = "plan.yaml"
 """File name of the plan in a run folder."""

@@ -20,8 +20,8 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import SAMPLES, Plan
-from meshwright.spec.rules.frozen_codes import holds_codes
 from meshwright.spec.rules.legal import divisors
+from meshwright.spec.rules.quantized_weights import holds_codes
 from meshwright.spec.units import GIB, count, duration, many, short_gib, step_time
 
 SHOWN = 3

@@ -23,15 +23,10 @@ def require(extra: str, user: str, otherwise: str = "", error: type[MeshwrightEr
 
     Args:
         user: Subject of the message: the part that needs them.
-        otherwise: An alternative, such as ", or take rows()".
-        error: Class of the error.
+        otherwise: Alternative at the end of the message, such as ", or take rows()".
     """
     for package in EXTRAS[extra]:
-        if not _is_importable(package):
+        # An entry None in sys.modules blocks an import, and find_spec raises ValueError for it.
+        module = sys.modules[package] if package in sys.modules else find_spec(package)
+        if module is None:
             raise error(f"{user} needs {package}, which is not installed: {install(extra)}{otherwise}")
-
-
-def _is_importable(package: str) -> bool:
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    return find_spec(package) is not None

@@ -26,8 +26,8 @@ from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, attenti
 from meshwright.spec.layout.cluster import Cluster, Device
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
-from meshwright.spec.rules.compiled_blocks import leaves_compiler_out
-from meshwright.spec.rules.frozen_codes import holds_codes
+from meshwright.spec.rules.compilation import leaves_compiler_out
+from meshwright.spec.rules.quantized_weights import holds_codes
 from meshwright.spec.units import GIB
 from meshwright.training.optimizer.precision import DTYPES, reduce_dtype
 

@@ -18,8 +18,7 @@ import torch
 
 from meshwright.spec import Plan, parameters
 from meshwright.spec.errors import DoesNotFit, RunError
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages, own_stages, pipeline_ranks, place_of
+from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.memory.held import COUNTER_BYTES, TOKEN_BYTES, WIDTHS, master_bytes, memory, written_bytes
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import Recipe

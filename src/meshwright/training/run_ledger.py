@@ -10,7 +10,7 @@ from meshwright import __version__
 from meshwright.parallel.groups.agree import broadcast_object
 from meshwright.parallel.groups.traffic import Counts
 from meshwright.spec import Plan
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.training import device
 from meshwright.training.optimizer.kept_bytes import memory
 from meshwright.training.resume.state import TrainState

@@ -9,7 +9,7 @@ from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.graphs.compiling import compile_notes, is_compiled
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.recipe.recipe import DataRead
-from meshwright.spec.rules.compiled_blocks import can_be_compiled
+from meshwright.spec.rules.compilation import can_be_compiled
 from meshwright.spec.units import many
 from meshwright.training import device as devices
 from meshwright.training.step.watch import Forecast, RunInfo

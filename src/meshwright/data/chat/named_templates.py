@@ -1,4 +1,4 @@
-"""Chat template that `data.template` names: a format of spec/plan/chat_formats.py, or a file."""
+"""Chat template that `data.template` names: a format of spec/plan/plan.py, or a file."""
 
 from collections.abc import Iterator
 from importlib import resources
@@ -7,7 +7,7 @@ from typing import Final
 
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec.errors import DataError
-from meshwright.spec.plan.chat_formats import CHAT_FORMATS, EOS, ChatFormat
+from meshwright.spec.plan.plan import CHAT_FORMATS, EOS, ChatFormat
 
 AUTO: Final = "auto"
 

@@ -17,7 +17,7 @@ from meshwright.data.sequences.windows import IGNORED, Sequences
 from meshwright.data.text.rows import MalformedRows
 from meshwright.data.text.sources import Source
 from meshwright.spec import Data, Recipe
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY, PREFERENCES
+from meshwright.spec.recipe.recipe import CROSS_ENTROPY, PREFERENCES
 
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _LOOKED_AT = 256

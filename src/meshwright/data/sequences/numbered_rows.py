@@ -9,7 +9,7 @@ from meshwright.data.sequences.windows import NumberedRows as NumberedRows
 from meshwright.data.sequences.windows import Sampler
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY, PREFERENCES
+from meshwright.spec.recipe.recipe import CROSS_ENTROPY, PREFERENCES
 
 
 def check_objective(data: Data, recipe: Recipe, pairs: bool | None) -> None:

@@ -21,7 +21,7 @@ from meshwright.data.sequences.windows import IGNORED, Sequences
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.recipe.objectives import most_answers
+from meshwright.spec.recipe.recipe import most_answers
 
 _TOKENS_AT_ONCE = 2**22
 _CHARACTER = 4

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.block_types import BLOCK_TYPES, OTHER_TYPES, BlockType
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, OTHER_TYPES, BlockType
 
 if TYPE_CHECKING:
     from torch import Tensor

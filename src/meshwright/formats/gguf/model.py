@@ -15,8 +15,8 @@ from meshwright.formats.gguf.writer import PlannedBlocks
 from meshwright.formats.hub.weight_names import Binding
 from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES, decode
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.block_types import BLOCK_TYPES, FLOATS, BlockType
 from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, BlockType
 
 F32 = BLOCK_TYPES["F32"]
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}

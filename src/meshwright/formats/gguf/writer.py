@@ -25,7 +25,7 @@ from meshwright.formats.gguf.header import (
 from meshwright.formats.hub.directory import partial_of
 from meshwright.formats.safetensors.files import pieces
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.block_types import BlockType
+from meshwright.spec.weights.gguf_schemes import BlockType
 
 VERSION = 3
 UINT32, INT32, FLOAT32, UINT64 = 4, 5, 6, 10

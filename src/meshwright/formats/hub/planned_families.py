@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.formats.hub.entries import Entries
-from meshwright.spec.model.linear_attention import LinearAttention
 from meshwright.spec.model.shape import MoEShape
-from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
 
 Fields = dict[str, Any]
 

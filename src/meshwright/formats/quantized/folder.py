@@ -14,8 +14,7 @@ from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedMod
 from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.quantization_schemes import Scheme
-from meshwright.spec.model.scheme_names import base_name, layout
+from meshwright.spec.model.quantization_schemes import Scheme, base_name, layout
 
 CODES_OF_A_BYTE = 4
 """Most codes in a byte: none has fewer than 2 bits."""

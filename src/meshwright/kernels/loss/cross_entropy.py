@@ -22,7 +22,7 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear.linear import product_dtype
 from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.target import device_kind, simulated_kind
-from meshwright.spec.memory.head_chunk import CHUNK_BYTES
+from meshwright.spec.memory.buffers import CHUNK_BYTES
 from meshwright.spec.memory.purpose import takes
 
 IGNORED = -100

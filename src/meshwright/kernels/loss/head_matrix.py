@@ -1,4 +1,4 @@
-"""Products with a head whose number of rows V does not suit a GPU's matrix units (spec/execution/aligned_products.py).
+"""Products with a head whose number of rows V does not suit a GPU's matrix units (spec/memory/buffers.py).
 
 Logits (R, V) and their gradients are stored as (R, W), W the next multiple of 128, and the gradient of the head as
 (W, D): all rows are aligned. The head itself is not moved, since a parameter may be a shard, a gathered buffer or a
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.target import device_kind
-from meshwright.spec.execution.aligned_products import PADDED_TO, padded_columns
+from meshwright.spec.memory.buffers import PADDED_TO, padded_columns
 
 PADDING_DEVICES = {"cuda"}
 """Kinds of devices that pad rows. A CPU's products take any width at the same speed."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from meshwright.spec.model.block_types import BLOCK_TYPES, SUPER
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, SUPER
 
 UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Steps of the IQ4 types (ggml-common.h)."""

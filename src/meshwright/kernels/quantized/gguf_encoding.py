@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES
-from meshwright.spec.model.block_types import BLOCK_TYPES
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES
 
 CHUNK = 2**16
 """Numbers encoded at once: the search holds ten times as much, and is fastest inside the cache."""

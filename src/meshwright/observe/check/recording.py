@@ -28,8 +28,7 @@ from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages, place_of
+from meshwright.spec.layout.layout import Layout, layers_of_stages, place_of
 from meshwright.spec.layout.schedule import refusal
 
 FEW_RANKS = 16

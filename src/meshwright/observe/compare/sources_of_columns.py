@@ -9,7 +9,7 @@ from meshwright.planner import plan_document
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan, presets
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.units import many
 
 DryRunner = Callable[[Plan, str], SharedDocument]

@@ -21,7 +21,7 @@ from meshwright.observe.verify.feature_matrix import DENSE, Trial, from_arrays, 
 from meshwright.observe.verify.one_device import BANDS, first_difference, outcome
 from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule_kinds import NAMES
+from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe

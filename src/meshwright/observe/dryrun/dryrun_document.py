@@ -13,7 +13,7 @@ from meshwright.parallel.groups.traffic import Counts
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.prediction import usable_bytes
-from meshwright.spec.layout.places import pipeline_ranks, place_of
+from meshwright.spec.layout.layout import pipeline_ranks, place_of
 from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.plan.plan import Plan, as_document
 from meshwright.spec.units import gib

@@ -31,10 +31,10 @@ from meshwright.parallel.groups.traffic import Counts
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
-from meshwright.spec.layout.places import check_ranks, pipeline_ranks, place_of
+from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
 from meshwright.spec.memory.held import HeldParameter, held
 from meshwright.spec.memory.purpose import takes
-from meshwright.spec.rules.compiled_blocks import compiles_blocks, is_lowered
+from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.optimizer_states import StateStorage
 from meshwright.store.tensor_piece import Piece, piece

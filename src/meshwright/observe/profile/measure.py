@@ -43,7 +43,7 @@ from meshwright.parallel.groups.traffic import Counts
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
-from meshwright.spec.rules.compiled_blocks import can_be_compiled
+from meshwright.spec.rules.compilation import can_be_compiled
 from meshwright.spec.weights.flop import token_flop
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits

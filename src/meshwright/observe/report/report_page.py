@@ -28,10 +28,10 @@ from meshwright.planner.explorer.explorer_page import schedules, source
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Plan, num_parameters
-from meshwright.spec.layout.places import pipeline_ranks
+from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.replay import EVEN, replay
 from meshwright.spec.layout.schedule import Action, schedule
-from meshwright.spec.memory.ledger import PLANNED
+from meshwright.spec.memory.purpose import PLANNED
 from meshwright.training.run_samples import recorded
 from meshwright.training.smooth import Smoothed
 

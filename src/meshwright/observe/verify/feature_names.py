@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS
 
 LARGEST_WORLD = 8
 """Processes of the largest layout that is tried."""

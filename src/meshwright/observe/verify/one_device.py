@@ -26,8 +26,7 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import shards_are_masters
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape, MoEShape
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY, DISTILL
-from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
+from meshwright.spec.recipe.recipe import CROSS_ENTROPY, DISTILL, NO_SCHEME, Recipe
 from meshwright.spec.weights.boxes import Box
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler

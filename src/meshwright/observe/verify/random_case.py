@@ -15,9 +15,9 @@ from meshwright.kernels.linear.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import DrawnCase, build_case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE
-from meshwright.spec.layout.schedule_kinds import KINDS, NAMES, SPLIT
+from meshwright.spec.layout.schedule import KINDS, NAMES, SPLIT
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.spec.rules.fake_quantization import learnable
+from meshwright.spec.rules.quantized_weights import learnable
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """Weights with which each number of processes is drawn."""

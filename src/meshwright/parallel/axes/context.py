@@ -20,7 +20,7 @@ from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans, Mask
 from meshwright.kernels.attention.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.groups.group import Group
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout.layout import known_word
+from meshwright.spec.layout.layout import check_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def places(sequence: int, size: int, index: int, split: str) -> Places:
 
     Raises IllegalLayout when `split` is no word of layout.context_split, or the sequence cannot be cut that way.
     """
-    known_word("context_split", split)
+    check_word("context_split", split)
     chunks = 2 * size if split == "zigzag" else size
     if sequence % chunks:
         way = f"2 x layout.cp={size} chunks (zig-zag)" if split == "zigzag" else f"layout.cp={size} chunks"

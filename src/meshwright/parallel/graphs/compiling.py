@@ -21,8 +21,8 @@ from meshwright.parallel.recomputation.recompute import block_call
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout, Recompute
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.rules.compiled_blocks import keeps_no_norms
-from meshwright.spec.rules.frozen_codes import holds_codes
+from meshwright.spec.rules.compilation import keeps_no_norms
+from meshwright.spec.rules.quantized_weights import holds_codes
 
 VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training, evaluation, packed, plain, windows, numbers of rows.

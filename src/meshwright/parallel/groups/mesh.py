@@ -1,6 +1,6 @@
 """Ranks of a layout and their groups, all made before the first step.
 
-Ranks are numbered with tp innermost (spec/layout/places.py). Neighbours in number are neighbours in a node, where the
+Ranks are numbered with tp innermost (spec/layout/layout.py). Neighbours in number are neighbours in a node, where the
 collectives of tensor parallelism need the fast links. Pipeline stages lie farthest apart, since they send least
 (Narayanan et al. 2021, arXiv:2104.04473, section 3.2).
 """
@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright import compat
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.traffic import Traffic
-from meshwright.spec.layout.layout import AXES, Layout
-from meshwright.spec.layout.places import expert_ranks, expert_replicas, place_of, ranks_along
+from meshwright.spec.layout.layout import AXES, Layout, expert_ranks, expert_replicas, place_of, ranks_along
 from meshwright.spec.layout.replay import StageLink, links
 from meshwright.spec.layout.schedule import stage_rank
 

@@ -13,8 +13,7 @@ from meshwright.parallel.groups.mesh import Mesh
 from meshwright.parallel.pipeline.executor import Pipeline, Stage, WarmUp
 from meshwright.parallel.zero import data
 from meshwright.parallel.zero.replicas import Replicas
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages
+from meshwright.spec.layout.layout import Layout, layers_of_stages
 from meshwright.spec.layout.schedule import Action, last_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """ZeRO-0: every rank holds every parameter, and gradients are summed over the ranks once a step.
 
 A bucket is a block; embedding, and norm with head, are one each. Without a pipeline small neighbours form one bucket
-(spec/memory/gradient_buckets.py); with one, a rank holds several models. Micro-batches are added up in one buffer for
+(spec/memory/buffers.py); with one, a rank holds several models. Micro-batches are added up in one buffer for
 each bucket, of which the gradients are views. When the last backward pass has made the last gradient of a bucket, its
 all-reduce begins, in place, while the backward pass goes on (Li et al. 2020, arXiv:2006.15704).
 
@@ -31,7 +31,7 @@ from meshwright.model.moe import MoE
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import Mesh
 from meshwright.parallel.zero.data import meeting
-from meshwright.spec.memory.gradient_buckets import bucket_counts
+from meshwright.spec.memory.buffers import bucket_counts
 from meshwright.spec.memory.purpose import takes
 
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from functools import cache
 
 from meshwright.planner.serving.cached_layers import CachedLayers, ServedModel, served
-from meshwright.spec.model.linear_attention import LinearAttention
 from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
-from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
 from meshwright.spec.presets import model
 
 LONGEST = 131072

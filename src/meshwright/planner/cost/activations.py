@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.cost import state_layers
 from meshwright.planner.cost.work import KeptBytes
-from meshwright.spec.execution.aligned_products import padded_columns
-from meshwright.spec.memory.head_chunk import ADDED_AT_ONCE
-from meshwright.spec.rules.frozen_codes import holds_codes
+from meshwright.spec.memory.buffers import ADDED_AT_ONCE, padded_columns
+from meshwright.spec.rules.quantized_weights import holds_codes
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

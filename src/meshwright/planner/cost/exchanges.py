@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.planner.cost.work import NO_EXCHANGES, Collective, Exchange, Exchanges, LayerOperation, MemoryPass, Work
-from meshwright.spec.recipe.objectives import most_answers
-from meshwright.spec.rules.frozen_codes import holds_codes
+from meshwright.spec.recipe.recipe import most_answers
+from meshwright.spec.rules.quantized_weights import holds_codes
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

@@ -37,7 +37,7 @@ class LayerWork:
     keeps_norms: bool = True
     """Outputs of norms are kept if nothing is recomputed.
 
-    Compiled code recomputes them (spec/rules/compiled_blocks.py).
+    Compiled code recomputes them (spec/rules/compilation.py).
     """
 
     @property

@@ -5,12 +5,12 @@ from functools import cached_property
 
 from meshwright.planner.cost.stack import Stack, plain_code
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule_kinds import SPLIT_ALWAYS
-from meshwright.spec.model.linear_attention import LinearAttention
+from meshwright.spec.layout.schedule import SPLIT_ALWAYS
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.unbuilt_parts import LinearAttention
 from meshwright.spec.recipe.recipe import NO_SCHEME
-from meshwright.spec.rules.compiled_blocks import compiles_blocks, is_lowered, keeps_no_norms
+from meshwright.spec.rules.compilation import compiles_blocks, is_lowered, keeps_no_norms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LocalShape:
     keeps_norms: bool = True
     """Blocks without recomputation keep the outputs of norms."""
     lowered: bool = False
-    """Compiled blocks on a GPU without communication (spec/rules/compiled_blocks.py).
+    """Compiled blocks on a GPU without communication (spec/rules/compilation.py).
 
     Their code recomputes whatever a few passes over kept tensors can produce, and has its own backward pass.
     """

@@ -16,7 +16,7 @@ from meshwright.spec.model.quantization_schemes import PIECE, Scheme
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.boxes import Box, boxes_of
 from meshwright.spec.weights.inventory import Parameter
-from meshwright.spec.weights.shared_scales import rounded_matrices, shared_scales
+from meshwright.spec.weights.quantized_parts import rounded_matrices, shared_scales
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

@@ -1,6 +1,6 @@
 """Core of a linear-attention layer: its operations, kept tensors, and bytes inside its backward pass.
 
-Products are those of spec/model/linear_attention.py, timed by the kernels' curves. Convolution, norms and gates move
+Products are those of spec/model/unbuilt_parts.py, timed by the kernels' curves. Convolution, norms and gates move
 bytes. The wait of one chunk's state for the previous one's is not counted, since no times of it are published.
 """
 

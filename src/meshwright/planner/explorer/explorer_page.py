@@ -19,7 +19,7 @@ from meshwright.planner.explorer.time_tables import matrix_tables, time_tables
 from meshwright.planner.search.landscape import FIELDS, landscape
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS
 from meshwright.spec.weights.flop import token_flop
 from meshwright.spec.weights.inventory import num_parameters
 

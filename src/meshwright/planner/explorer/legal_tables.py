@@ -11,8 +11,7 @@ from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.explorer.decision_tables import Domain, Relation, Tables, TracedReads, Unread, Values, template
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout.layout import RECOMPUTE, Layout
-from meshwright.spec.layout.schedule import refusal
-from meshwright.spec.layout.schedule_kinds import KINDS, stage_numbers
+from meshwright.spec.layout.schedule import KINDS, refusal, stage_numbers
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.legal import RULES, batch_refusals, divisors, position_refusals
 

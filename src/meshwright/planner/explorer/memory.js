@@ -67,7 +67,7 @@ function stateBytes({elements}, table, count) {
   return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
 }
 
-// Codes that ZeRO-3 shares: spec/weights/code_cuts.py.
+// Codes that ZeRO-3 shares: spec/weights/quantized_parts.py.
 const LINE_BYTES = 16;
 
 // Ranks over which ZeRO cuts a parameter, and an expert's.

@@ -1,5 +1,5 @@
 // Pipeline schedules as lists of actions, and what playing them shows. What a schedule is comes from Python
-// (spec/layout/schedule_kinds.py): words and how often each repeats, or rounds; here they are written out.
+// (spec/layout/schedule.py): words and how often each repeats, or rounds; here they are written out.
 // p ranks, m micro-batches, v stages of a rank. An action is {kind: F, B, W or BW, stage, i}.
 
 // The actions of each rank.

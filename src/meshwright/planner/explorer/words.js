@@ -91,7 +91,7 @@ const EXPLAIN = {
   ep: ["Expert parallelism", "Ranks share the experts; tokens travel to them and back. Borrows ranks from dp_shard x cp x tp.",
     "2 all-to-alls of tokens x top_k x hidden a layer, in each direction", "Lepikhin et al. 2020, arXiv:2006.16668"],
   schedule: ["Schedule", "Order of the pipeline's forward and backward passes: it decides the bubble and how many micro-batches are in flight.",
-    "see the timelines below", "src/meshwright/spec/layout/schedule_kinds.py"],
+    "see the timelines below", "src/meshwright/spec/layout/schedule.py"],
   vp: ["Virtual stages", "Stages that one pipeline rank holds. More of them make the bubble smaller and send more often.",
     "bubble of interleaved: (p - 1) / (v m)", "Narayanan et al. 2021, arXiv:2104.04473, section 2.2"],
   recompute: ["Recomputation", "norms repeats what norms make; selective the attention core, where it stores S x S weights, else nothing; all-but-attention all but the attention core; full the whole forward pass. This page recomputes all layers; `meshwright plan` takes as few as fit.",

@@ -16,7 +16,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.memory.gather_units import GatherUnit, GatherUnits
 from meshwright.planner.memory.instants import Instant, What, schedule_moments
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS
 
 Kinds = dict[str, float]
 WORDS = {

@@ -9,10 +9,9 @@ from meshwright.planner.cost.states import States
 from meshwright.planner.memory.engine_peak import MomentBytes, PipelineRank, moments
 from meshwright.planner.memory.gather_units import GatherUnits
 from meshwright.planner.memory.instants import Instant, What
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import own_stages
-from meshwright.spec.layout.schedule_kinds import KINDS, SPLIT_ALWAYS, V_PLACED, Rounds
-from meshwright.spec.memory.ledger import PLANNED
+from meshwright.spec.layout.layout import Layout, own_stages
+from meshwright.spec.layout.schedule import KINDS, SPLIT_ALWAYS, V_PLACED, Rounds
+from meshwright.spec.memory.purpose import PLANNED
 
 DRIVER_BYTES = 1.7e9
 """Bytes of a device's nominal memory that firmware, context and communication library take.

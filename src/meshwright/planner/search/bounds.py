@@ -27,10 +27,9 @@ from meshwright.planner.search.regions import (
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.timeline import Unhidden
 from meshwright.spec.layout.layout import Recompute
-from meshwright.spec.layout.schedule import stages_of_ranks
-from meshwright.spec.layout.schedule_kinds import SPLIT
+from meshwright.spec.layout.schedule import SPLIT, stages_of_ranks
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compiled_blocks import keeps_no_norms
+from meshwright.spec.rules.compilation import keeps_no_norms
 
 
 @cache

@@ -21,7 +21,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule_kinds import KINDS
+from meshwright.spec.layout.schedule import KINDS
 from meshwright.spec.plan.plan import Plan
 
 MOST = 4000

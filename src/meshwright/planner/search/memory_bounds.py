@@ -22,8 +22,8 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import ranges, stage_layers, stages_of_ranks
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compiled_blocks import compiles_blocks
-from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.rules.compilation import compiles_blocks
+from meshwright.spec.rules.quantized_weights import shares_codes
 
 Split = tuple[int, int, int]
 FIRST = 2

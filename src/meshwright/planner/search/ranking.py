@@ -43,7 +43,7 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.capturing import left_to_auto
+from meshwright.spec.rules.compilation import left_to_auto
 
 LISTED = 20
 """Layouts listed by default."""

@@ -11,7 +11,7 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import AXES, Layout
-from meshwright.spec.layout.schedule_kinds import V_PLACED
+from meshwright.spec.layout.schedule import V_PLACED
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.rules.legal import divisors
 

@@ -11,12 +11,11 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule import refusal
-from meshwright.spec.layout.schedule_kinds import KINDS, V_PLACED, stage_numbers
+from meshwright.spec.layout.schedule import KINDS, V_PLACED, refusal, stage_numbers
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.rules.capturing import CAPTURED
+from meshwright.spec.rules.compilation import CAPTURED
 from meshwright.spec.rules.legal import divisors, layout_violations
 from meshwright.spec.rules.objectives import SAMPLES_UNDER
 

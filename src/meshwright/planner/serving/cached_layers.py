@@ -13,7 +13,7 @@ class CachedLayers(NamedTuple):
     window: int = 0
     """Most positions that are kept. 0 = all."""
     state_elements: int = 0
-    """Elements of a state of constant size in place of keys and values (spec/model/linear_attention.py)."""
+    """Elements of a state of constant size in place of keys and values (spec/model/unbuilt_parts.py)."""
 
 
 class ServedModel(NamedTuple):

@@ -3,7 +3,7 @@
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.kernel_times import KernelTimes
 from meshwright.planner.serving.number_formats import BF16, NumberFormat
-from meshwright.spec.model.linear_attention import LinearAttention
+from meshwright.spec.model.unbuilt_parts import LinearAttention
 
 ACTIVATION = 2.0
 """Bytes of an activation."""

@@ -14,8 +14,7 @@ from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.capturing import hindrances, left_to_auto
-from meshwright.spec.rules.compiled_blocks import can_be_compiled, leaves_compiler_out
+from meshwright.spec.rules.compilation import can_be_compiled, hindrances, leaves_compiler_out, left_to_auto
 from meshwright.spec.units import short_gib, step_time
 
 COMPILE_S = 40.0

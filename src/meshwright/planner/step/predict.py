@@ -38,15 +38,14 @@ from meshwright.planner.time.timeline import (
     unhidden,
 )
 from meshwright.planner.time.update_passes import optimizer_seconds
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import own_stages
-from meshwright.spec.layout.schedule_kinds import V_PLACED
+from meshwright.spec.layout.layout import Layout, own_stages
+from meshwright.spec.layout.schedule import V_PLACED
 from meshwright.spec.memory.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.memory.matrix_exchange import WORK_BYTES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.rules.quantized_weights import shares_codes
 from meshwright.spec.weights.optimizer_states import WORK_BYTES as NARROW_BYTES
 
 Kinds = tuple[tuple[str, int], ...]

@@ -28,17 +28,15 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.collectives import Sharing, StageContents
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.layout.cluster import Cluster
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages
-from meshwright.spec.layout.schedule import stages_of_ranks
-from meshwright.spec.layout.schedule_kinds import SPLIT_ALWAYS
-from meshwright.spec.memory.head_chunk import CHUNK_BYTES
+from meshwright.spec.layout.layout import Layout, layers_of_stages
+from meshwright.spec.layout.schedule import SPLIT_ALWAYS, stages_of_ranks
+from meshwright.spec.memory.buffers import CHUNK_BYTES
 from meshwright.spec.memory.held import WIDTHS, adds_gradients
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.rules.compiled_blocks import can_be_compiled
-from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.rules.compilation import can_be_compiled
+from meshwright.spec.rules.quantized_weights import shares_codes
 
 KEPT = 1000
 """Most layouts, apart from their data parallelism, whose stages stay cached."""

@@ -12,13 +12,11 @@ from meshwright.planner.cost.states import counts
 from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.time.timeline import StepTime
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import own_stages
+from meshwright.spec.layout.layout import Layout, own_stages
+from meshwright.spec.memory.buffers import cache_bytes
 from meshwright.spec.memory.held import WIDTHS
-from meshwright.spec.memory.sampling import cache_bytes
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY
-from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
+from meshwright.spec.recipe.recipe import CROSS_ENTROPY, NO_SCHEME, Recipe
 from meshwright.spec.rules.objectives import teacher_layout
 
 AFTER_PASSES = ("optimizer step", "evaluation")

@@ -22,16 +22,15 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces
 from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.matrix_costs import matrix_traffic
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages, own_stages, pipeline_ranks
+from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.layout.schedule import stage_rank
-from meshwright.spec.memory.gradient_buckets import bucket_counts
+from meshwright.spec.memory.buffers import bucket_counts
 from meshwright.spec.memory.held import WIDTHS, common, held
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.rules.quantized_weights import shares_codes
 from meshwright.spec.weights.boxes import sharded_dim
-from meshwright.spec.weights.code_cuts import share_bytes
+from meshwright.spec.weights.quantized_parts import share_bytes
 
 
 class SentCalls(NamedTuple):

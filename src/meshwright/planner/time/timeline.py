@@ -9,11 +9,9 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.time.collectives import Sharing
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import own_stages
+from meshwright.spec.layout.layout import Layout, own_stages
 from meshwright.spec.layout.replay import Timed, Turn, in_order, play
-from meshwright.spec.layout.schedule import last_of, schedule, stages_of_ranks
-from meshwright.spec.layout.schedule_kinds import KINDS, SPLIT, SPLIT_ALWAYS, V_PLACED
+from meshwright.spec.layout.schedule import KINDS, SPLIT, SPLIT_ALWAYS, V_PLACED, last_of, schedule, stages_of_ranks
 
 ROUNDS = 2
 """Rounds of pp micro-batches for which a long pipeline is played. The rest repeats the steady state.

@@ -23,8 +23,7 @@ from meshwright.serving.engine.sampler import DrawnTokens, SampledRow, draw
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.step_graphs import StepMemory, reason_without
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.execution.graph_sizes import GRAPH_POOLS
-from meshwright.spec.execution.serving_defaults import CACHE_FORMS
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS, GRAPH_POOLS
 from meshwright.spec.units import gib
 
 SMALLER = "a smaller longest, most_tokens or most_sequences, or quantized weights"

@@ -8,7 +8,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.spec.memory.sampling import BLOCK, MOST_BYTES
+from meshwright.spec.memory.buffers import BLOCK, MOST_BYTES
 
 
 def sampled_answers(

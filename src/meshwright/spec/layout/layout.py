@@ -1,10 +1,12 @@
 """Layout: all settings that must not change the loss curve, such as degrees, micro-batch, ZeRO and recomputation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.layout.schedule_kinds import SPLIT, ScheduleName
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.layout.schedule import SPLIT, ScheduleName, ranges, stage_layers, stages_of_ranks
 from meshwright.spec.model.shape import MoEShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -111,7 +113,7 @@ class Layout:
             raise IllegalLayout(f"layout.recompute_layers={self.recompute_layers} must be 0 (all) or more")
         for field, words in WORDS.items():
             if getattr(self, field) not in words:
-                known_word(field, getattr(self, field))
+                check_word(field, getattr(self, field))
 
     @property
     def dp(self) -> int:
@@ -139,7 +141,7 @@ class Layout:
         return "none" if self.recompute == "selective" and not self.writes_scores else self.recompute
 
     def recomputed(self, layers: int) -> int:
-        """Return how many of the `layers` of a stage recompute, counted from its first."""
+        """Return the number of layers that recompute in a stage of `layers`, counted from its first."""
         if self.recompute == "none":
             return 0
         return min(layers, self.recompute_layers or layers)
@@ -166,16 +168,21 @@ class Layout:
         return self.saving == "async" or (self.saving == "auto" and device == "cuda")
 
     def micro_batch_of(self, global_batch: int) -> int:
-        """Return the sequences of one forward pass on one rank, for a step of `global_batch`. The field caps it."""
+        """Return the number of sequences in a rank's forward pass, in a step of `global_batch`. The field caps it."""
         per_rank = global_batch // self.dp
         return min(self.micro_batch, per_rank) if self.micro_batch else per_rank
 
     def micro_batches(self, global_batch: int) -> int:
-        """Return the forward passes of one rank in a step (gradient accumulation). Raises IllegalLayout if uneven."""
+        """Return the number of forward passes of a rank in a step. Raises IllegalLayout if it is uneven."""
         per_rank = global_batch // self.dp
         size = self.micro_batch_of(global_batch)
         if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
-            raise IllegalLayout(self._batch_sentence(global_batch))
+            unit = max(1, self.micro_batch) * self.dp
+            raise IllegalLayout(
+                f"recipe.global_batch={global_batch} is not micro_batch={max(1, self.micro_batch)} x accumulation x "
+                f"dp={self.dp} for any whole accumulation: take recipe.global_batch="
+                f"{max(1, round(global_batch / unit)) * unit}"
+            )
         return per_rank // size
 
     def even_micro_batches(self, global_batch: int) -> int:
@@ -184,7 +191,7 @@ class Layout:
         return 0 if not size or per_rank % size else per_rank // size
 
     def tp_pieces(self, positions: int, hidden: int, device: str) -> int:
-        """Return the equal pieces in which sequences pass tensor-parallel products. With sp, ranks share each piece."""
+        """Return the number of equal pieces in which sequences pass tensor-parallel products. sp shares each piece."""
         if self.tp == 1:
             return 1
         pieces = self.tp_chunks or (2 if device == "cuda" and positions * hidden >= PIECED and self.tp <= NEAR else 1)
@@ -196,7 +203,7 @@ class Layout:
         return self.pp > 1 and self.schedule in SPLIT
 
     def ep_pieces(self, rows: int, hidden: int, moe: MoEShape, device: str) -> int:
-        """Return the pieces in which a rank's rows travel to experts. Each serves an equal number of experts."""
+        """Return the number of pieces in which a rank's rows travel to experts, each to equally many."""
         if self.ep == 1 or self.ep_chunks:
             return self.ep_chunks or 1
         local, near = moe.experts // self.ep, self.ep <= NEAR
@@ -211,14 +218,6 @@ class Layout:
         """Equal parts into which context parallelism cuts a sequence, whose length is a multiple of them."""
         return self.cp * (2 if self.context_split == "zigzag" and self.cp > 1 else 1)
 
-    def _batch_sentence(self, global_batch: int) -> str:
-        unit = max(1, self.micro_batch) * self.dp
-        nearest = max(1, round(global_batch / unit)) * unit
-        return (
-            f"recipe.global_batch={global_batch} is not micro_batch={max(1, self.micro_batch)} x accumulation x "
-            f"dp={self.dp} for any whole accumulation: take recipe.global_batch={nearest}"
-        )
-
 
 WORDS: dict[str, tuple[object, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Layout).items() if get_origin(hint) is Literal
@@ -226,8 +225,79 @@ WORDS: dict[str, tuple[object, ...]] = {
 """Fields of a layout with a fixed set of words -> these words."""
 
 
-def known_word(field: str, value: object) -> None:
+def check_word(field: str, value: object) -> None:
     """Raise IllegalLayout unless a value is one of a field's words."""
     if value not in WORDS[field]:
         words = ", ".join(map(str, WORDS[field]))
         raise IllegalLayout(f"layout.{field}={value!r} is unknown: take one of {words}")
+
+
+def place_of(layout: Layout, rank: int) -> dict[str, int]:
+    """Return a rank's coordinate on each axis."""
+    coordinates = {}
+    for axis in reversed(AXES):
+        rank, coordinates[axis] = divmod(rank, getattr(layout, axis))
+    return coordinates
+
+
+def rank_of(layout: Layout, coordinates: dict[str, int]) -> int:
+    """Return the rank at these coordinates."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * int(getattr(layout, axis)) + coordinates[axis]
+    return rank
+
+
+def pipeline_ranks(layout: Layout) -> list[int]:
+    """Return the first rank of each pipeline coordinate. Others of the same coordinate hold and send as much."""
+    return [stage * (layout.world // layout.pp) for stage in range(layout.pp)]
+
+
+def check_ranks(layout: Layout, ranks: Sequence[int]) -> None:
+    """Raise PlanError unless all ranks belong to the layout."""
+    for rank in ranks:
+        if not 0 <= rank < layout.world:
+            raise PlanError(f"rank={rank} is not one of the {layout.world} ranks of the plan (0 to {layout.world - 1})")
+
+
+def ranks_along(layout: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:
+    """Return the ranks that differ from `rank` on `axes` only, in the order of AXES."""
+    coordinates = place_of(layout, rank)
+    ordered = [axis for axis in AXES if axis in axes]
+    ranges = [range(getattr(layout, axis)) for axis in ordered]
+    return tuple(
+        rank_of(layout, {**coordinates, **dict(zip(ordered, indices, strict=True))}) for indices in product(*ranges)
+    )
+
+
+def expert_ranks(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (ranks that share the experts, ranks that hold the same ones) in dp_shard x cp x tp, ep innermost."""
+    ranks = ranks_along(layout, ("dp_shard", "cp", "tp"), rank)
+    index = ranks.index(rank)
+    start = index - index % layout.ep
+    return ranks[start : start + layout.ep], ranks[index % layout.ep :: layout.ep]
+
+
+def expert_place(layout: Layout, rank: int) -> tuple[int, int, int]:
+    """Return (index among ranks that share experts, index among holders of the same ones, number of holders)."""
+    block = layout.dp_shard * layout.cp * layout.tp
+    index = rank % block
+    return index % layout.ep, index // layout.ep, block // layout.ep
+
+
+def expert_replicas(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Return the ranks of all replicas that hold the same experts."""
+    replicas = ranks_along(layout, ("dp_replicate",), rank)
+    return tuple(member for replica in replicas for member in expert_ranks(layout, replica)[1])
+
+
+def own_stages(layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """Return the stages of a pipeline rank in ascending order."""
+    return stages_of_ranks(layout.schedule, layout.pp, layout.vp)[pp_rank]
+
+
+def layers_of_stages(layers: int, layout: Layout) -> list[range]:
+    """Return the layers of each pipeline stage: from `layout.stages`, or dealt evenly."""
+    if layout.stages:
+        return ranges(layout.stages)
+    return stage_layers(layers, layout.pp * layout.vp if layout.pp > 1 else 1)

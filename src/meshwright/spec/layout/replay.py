@@ -149,12 +149,12 @@ def play(order: Sequence[Turn], stages: Sequence[Timed], send_s: float = 0.0) ->
 def replay(actions: Actions, times: Times | Sequence[Timed] = EVEN, send_s: float = 0.0) -> Replay:
     """Replay the lists. Raises IllegalLayout for missing, repeated or misplaced actions, and for deadlocks."""
     stages = len(placement_of(actions))
-    _check_once(actions, stages)
-    each = [times] * stages if isinstance(times, Times) else times
+    _check_complete(actions, stages)
+    stage_times = [times] * stages if isinstance(times, Times) else times
     spans: list[list[ActionSpan]] = [[] for _ in actions]
-    for rank, span in _spans(actions, each, send_s):
+    for rank, span in _spans(actions, stage_times, send_s):
         spans[rank].append(span)
-    return Replay(spans=tuple(map(tuple, spans)), in_flight=tuple(map(_most_in_flight, actions)))
+    return Replay(spans=tuple(map(tuple, spans)), in_flight=tuple(map(_count_in_flight, actions)))
 
 
 def _spans(actions: Actions, stages: Sequence[Timed], send_s: float = 0.0) -> Iterator[tuple[int, ActionSpan]]:
@@ -173,7 +173,8 @@ def placement_of(actions: Actions) -> tuple[int, ...]:
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
-def _check_once(actions: Actions, stages: int) -> None:
+def _check_complete(actions: Actions, stages: int) -> None:
+    """Raise IllegalLayout unless every pass of every stage is listed once, all those of a stage on one rank."""
     listed = [(action, rank) for rank, rank_actions in enumerate(actions) for action in rank_actions]
     done: dict[tuple[str, int, int], int] = {}
     holder: dict[int, int] = {}
@@ -191,7 +192,7 @@ def _check_once(actions: Actions, stages: int) -> None:
             raise IllegalLayout(f"the pipeline's lists lack {key[0]} of stage {key[1]}, micro-batch {key[2]}")
 
 
-def _most_in_flight(rank_actions: Sequence[Action]) -> int:
+def _count_in_flight(rank_actions: Sequence[Action]) -> int:
     alive = peak = 0
     for action in rank_actions:
         alive += action.kind == "F"

@@ -15,7 +15,7 @@ rank's shard beside the whole copy ("shards"). For 16-bit weights this shard is 
 instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 act as ZeRO 1 within the step (docs/parallel.md).
 
 Frozen matrices that are codes and scales (spec/model/lora.py) count as parameters. Ranks shard them under ZeRO-3
-without a pipeline (frozen_code_rules.shares_codes). Otherwise they are whole.
+without a pipeline (`shares_codes`). Otherwise they are whole.
 
 Gradients of 16-bit weights are 4 bytes wide when anything is added to them, and 2 otherwise
 (docs/decisions/0005-gradient-precision.md).
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import (
+from meshwright.spec.layout.layout import (
+    Layout,
     expert_place,
     expert_replicas,
     layers_of_stages,
@@ -36,11 +36,11 @@ from meshwright.spec.layout.places import (
 )
 from meshwright.spec.layout.schedule import stage_rank
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.rules.frozen_codes import shares_codes
+from meshwright.spec.rules.quantized_weights import shares_codes
 from meshwright.spec.weights.boxes import Box, boxes_of, shard
-from meshwright.spec.weights.code_cuts import bytes_of_codes
 from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.weights.optimizer_states import FP32_STATES, StateStorage
+from meshwright.spec.weights.quantized_parts import bytes_of_codes
 
 Phase = Literal["step", "update"]
 PHASES: tuple[Phase, ...] = ("step", "update")
@@ -232,7 +232,7 @@ def memory(
     reduce_dtype: str = "fp32",
     storage: StateStorage = FP32_STATES,
 ) -> dict[Phase, dict[str, int]]:
-    """Return the bytes of one rank by phase ("step" and "update") and kind (ledger.STATES), without empty kinds."""
+    """Return the bytes of one rank by phase ("step" and "update") and kind (purpose.STATES), without empty kinds."""
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
     if shards_are_masters(precision, layout, storage, reduce_dtype):

@@ -20,8 +20,7 @@ from heapq import heapify, heapreplace
 from operator import attrgetter
 from typing import NamedTuple
 
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import ranks_along
+from meshwright.spec.layout.layout import Layout, ranks_along
 from meshwright.spec.memory.held import held_of, parameters_of
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import Parameter
@@ -174,17 +173,18 @@ def dealt(shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] 
     ranks = stage_ranks(layout, rank)
     if rank != ranks[0]:
         return dealt(shape, layout, ranks[0], trained)
-    known: dict[tuple[object, ...], list[Tiles]] = {}
+    tiles_by_kind: dict[tuple[object, ...], list[Tiles]] = {}
     matrices: list[tuple[WholeMatrix, Tiles]] = []
     for parameter in parameters_of(shape, layout, rank):
         if parameter.matrices is None or (trained is not None and parameter.name not in trained):
             continue
         kind = parameter.shape, parameter.dims, parameter.axes, parameter.group
-        if kind not in known:
-            known[kind] = _tiles(parameter, shape, layout, ranks)
+        if kind not in tiles_by_kind:
+            tiles_by_kind[kind] = _tiles(parameter, shape, layout, ranks)
         _, rows, columns = parameter.matrices
-        matrices += [(WholeMatrix(parameter.name, e, rows, columns), tiles) for e, tiles in enumerate(known[kind])]
-    return _in_rounds(_owned(matrices, len(ranks)))
+        for expert, tiles in enumerate(tiles_by_kind[kind]):
+            matrices.append((WholeMatrix(parameter.name, expert, rows, columns), tiles))
+    return _assign_rounds(_assign_owners(matrices, len(ranks)))
 
 
 def _tiles(parameter: Parameter, shape: ModelShape, layout: Layout, ranks: Sequence[int]) -> list[Tiles]:
@@ -210,7 +210,7 @@ def _pieces_of(
         yield first + index, piece, index * piece.rows
 
 
-def _owned(matrices: list[tuple[WholeMatrix, Tiles]], ranks: int) -> list[tuple[WholeMatrix, Tiles, int]]:
+def _assign_owners(matrices: list[tuple[WholeMatrix, Tiles]], ranks: int) -> list[tuple[WholeMatrix, Tiles, int]]:
     """Return the matrices with the stage index of each owner.
 
     Matrices that some ranks hold whole come first, each owned by one of these. The others follow, the most expensive
@@ -239,7 +239,7 @@ def _owned(matrices: list[tuple[WholeMatrix, Tiles]], ranks: int) -> list[tuple[
     return owned
 
 
-def _in_rounds(matrices: list[tuple[WholeMatrix, Tiles, int]]) -> list[DealtMatrix]:
+def _assign_rounds(matrices: list[tuple[WholeMatrix, Tiles, int]]) -> list[DealtMatrix]:
     """Assign rounds: each owner's matrices in their order, as many per round as fit."""
     most = round_elements(
         max((matrix.numel for matrix, *_ in matrices), default=0),
@@ -264,46 +264,36 @@ def round_elements(largest: int, copies: int) -> int:
 def rounds(
     shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None
 ) -> tuple[ExchangeRound, ...]:
-    """Return the rounds of a rank. All ranks of its stage have equally many."""
+    """Return a rank's part of each round, equally many on all ranks of its stage."""
     all_dealt = dealt(shape, layout, rank, trained)
-    here = stage_ranks(layout, rank).index(rank)
-    pieces = _pieces_by_matrix(all_dealt, shape, layout, rank)
-    exchange_rounds = [ExchangeRound() for _ in range(max((entry.round for entry in all_dealt), default=-1) + 1)]
-    for entry in all_dealt:
-        current = exchange_rounds[entry.round]
-        current.gathers |= entry.gathers
-        current.scatters |= entry.scatters
-        held = pieces.get((entry.matrix.name, entry.matrix.expert))
-        if held is not None:
-            piece, start = held
-            part = HeldPart(entry.owner, entry.matrix, start, piece.rows, piece.columns)
-            current.held.append(part)
-            if entry.sender(piece) == here:
-                current.sent.append(part)
-        if entry.owner == here:
-            index = len(current.owned)
-            current.owned.append(entry.matrix)
-            for piece, holders in entry.tiles.items():
-                current.gathered.append(OwnedPart(entry.sender(piece), index, piece))
-                current.scattered += [OwnedPart(holder, index, piece) for holder in holders]
-    # Both sides of an exchange list their pieces in the order of the matrices: a stable sort by peer keeps it.
-    by_peer = attrgetter("peer")
-    for current in exchange_rounds:
-        current.held.sort(key=by_peer)
-        current.sent.sort(key=by_peer)
-        current.gathered.sort(key=by_peer)
-        current.scattered.sort(key=by_peer)
-    return tuple(exchange_rounds)
-
-
-def _pieces_by_matrix(
-    matrices: Sequence[DealtMatrix], shape: ModelShape, layout: Layout, rank: int
-) -> dict[tuple[str, int], tuple[MatrixPiece, int]]:
-    """(name, expert) -> (piece, its first row) of what a rank holds."""
-    names = {entry.matrix.name for entry in matrices}
-    return {
+    index = stage_ranks(layout, rank).index(rank)
+    names = {entry.matrix.name for entry in all_dealt}
+    pieces = {
         (parameter.name, expert): (piece, start)
         for parameter in parameters_of(shape, layout, rank)
         if parameter.name in names
         for expert, piece, start in _pieces_of(parameter, shape, layout, rank)
     }
+    exchange_rounds = [ExchangeRound() for _ in range(max((entry.round for entry in all_dealt), default=-1) + 1)]
+    for entry in all_dealt:
+        current = exchange_rounds[entry.round]
+        current.gathers |= entry.gathers
+        current.scatters |= entry.scatters
+        if (held := pieces.get((entry.matrix.name, entry.matrix.expert))) is not None:
+            piece, start = held
+            part = HeldPart(entry.owner, entry.matrix, start, piece.rows, piece.columns)
+            current.held.append(part)
+            if entry.sender(piece) == index:
+                current.sent.append(part)
+        if entry.owner == index:
+            owned = len(current.owned)
+            current.owned.append(entry.matrix)
+            for piece, holders in entry.tiles.items():
+                current.gathered.append(OwnedPart(entry.sender(piece), owned, piece))
+                current.scattered += [OwnedPart(holder, owned, piece) for holder in holders]
+    # Both sides of an exchange list their pieces in the order of the matrices: a stable sort by peer keeps it.
+    by_peer = attrgetter("peer")
+    for current in exchange_rounds:
+        for parts in (current.held, current.sent, current.gathered, current.scattered):
+            parts.sort(key=by_peer)
+    return tuple(exchange_rounds)

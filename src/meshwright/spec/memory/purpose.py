@@ -1,4 +1,4 @@
-"""Purpose of memory, declared by the part of the program that allocates it and read by trackers of storages.
+"""Kinds of memory, and the purpose that a part of the program declares for what it allocates.
 
 `@takes("buffers")` decorates code that moves tensors between ranks, `@takes("logits")` the loss. It applies to all
 allocations while the function runs, in its own thread. The innermost decorator counts.
@@ -9,10 +9,16 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
+STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
+"""Memory that a rank keeps from step to step. Counters are the optimizer's step numbers, one per tensor."""
+KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
+"""Memory of tensors, by purpose."""
+PLANNED = (*KINDS, "reserve")
+"""The same, and the memory that the planner reserves for everything but tensors."""
 P = ParamSpec("P")
 R = TypeVar("R")
 Purpose = Literal["", "buffers", "logits", "temporaries", "host"]
-"""Kinds of memory (spec.ledger.KINDS) that only their allocator can tell."""
+"""Kinds of memory (`KINDS`) that only their allocator can tell."""
 _purpose: ContextVar[Purpose] = ContextVar("purpose", default="")
 
 

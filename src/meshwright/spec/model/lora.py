@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError, printable
-from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
-from meshwright.spec.model.scheme_names import scheme_named
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme, scheme_named
 
 SAME = "same"
 """Value of `base`: frozen matrices have the format of all weights."""

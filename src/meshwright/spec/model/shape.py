@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.model.linear_attention import LinearAttention
 from meshwright.spec.model.lora import NAMES, LoRAShape
-from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
 
 LARGEST = 2**31
 """Upper bound of sizes of tensors. It keeps a typing error from filling the memory."""

@@ -6,13 +6,46 @@ from typing import Any, Final, Literal
 
 from meshwright.spec.errors import IllegalLayout, PlanError, printable
 from meshwright.spec.layout.cluster import Cluster
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import layers_of_stages
+from meshwright.spec.layout.layout import Layout, layers_of_stages
 from meshwright.spec.model.lora import NONE as NO_TARGETS
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.legal import batch_refusals, divisors, layout_violations, position_refusals
 from meshwright.spec.rules.objectives import distillation_violations, preference_violations
+
+EOS: Final = "eos_token"
+"""Stand-in for the tokenizer's own end-of-text token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """One format. `file` is its template in meshwright/data/templates."""
+
+    file: str
+    turn_end: str
+    """Token that ends an answer, or EOS."""
+    tokens: tuple[str, ...] = ()
+    """Other tokens that the vocabulary must have, each as one id."""
+
+
+CHAT_FORMATS: Final = {
+    "chatml": ChatFormat(file="chatml.jinja", turn_end="<|im_end|>", tokens=("<|im_start|>",)),
+    "llama-3": ChatFormat(
+        file="llama-3.jinja",
+        turn_end="<|eot_id|>",
+        tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    ),
+    "llama-2": ChatFormat(file="llama-2.jinja", turn_end=EOS),
+    "mistral": ChatFormat(
+        file="mistral.jinja", turn_end=EOS, tokens=("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+    ),
+    "mistral-v1": ChatFormat(file="mistral-v1.jinja", turn_end=EOS),
+    "deepseek-v3": ChatFormat(
+        file="deepseek-v3.jinja", turn_end=EOS, tokens=("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>")
+    ),
+}
+"""Name -> format. docs/tuning.md lists the models of each."""
+
 
 ROLES = ("system", "user", "assistant", "tool")
 """Speakers of a conversation."""

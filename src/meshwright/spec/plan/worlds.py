@@ -23,7 +23,7 @@ def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
     """
     layout, violations = plan.layout, plan.violations()
     if layout.world == processes:
-        return _illegal(plan, violations, processes) if violations else None
+        return _report_violation(plan, violations, processes) if violations else None
     factors = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
     ranks = many(layout.world, "rank")
     apart = f"the layout has {factors} = {ranks} and {processes} {'was' if processes == 1 else 'were'} started"
@@ -32,7 +32,7 @@ def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
         return f"{apart}: {start}{_suggest_alternative(plan, processes, ', or take ')}"
     # So many processes would not help: the next refusal would be that of the plan.
     instead = _suggest_alternative(plan, processes, ": take ")
-    return apart + instead if instead else _illegal(plan, violations, processes)
+    return apart + instead if instead else _report_violation(plan, violations, processes)
 
 
 def _torchrun(plan: Plan, nodes: int) -> str:
@@ -47,20 +47,19 @@ def _torchrun(plan: Plan, nodes: int) -> str:
     return f"torchrun --nnodes {nodes} --nproc_per_node {world // nodes}, on each node"
 
 
-def _illegal(plan: Plan, violations: Sequence[str], processes: int) -> str:
+def _report_violation(plan: Plan, violations: Sequence[str], processes: int) -> str:
     more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
-    return (
-        violations[0]
-        + more
-        + (_suggest_alternative(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else "")
+    alternative = (
+        _suggest_alternative(plan, processes, f"; legal with {processes} processes: ") if processes > 1 else ""
     )
+    return violations[0] + more + alternative
 
 
 def nearest_layouts(plan: Plan, processes: int) -> list[Layout]:
     """Return the legal layouts for this number of processes, nearest to the plan's degrees first."""
     layouts = []
     for degrees in _products(processes, len(AXES)):
-        layout = _adapted(plan, dict(zip(AXES, degrees, strict=True)))
+        layout = _adapt_layout(plan, dict(zip(AXES, degrees, strict=True)))
         if not replace(plan, layout=layout).violations():
             layouts.append(layout)
     return sorted(layouts, key=lambda layout: _distance(plan.layout, layout))
@@ -69,7 +68,7 @@ def nearest_layouts(plan: Plan, processes: int) -> list[Layout]:
 def _suggest_alternative(plan: Plan, processes: int, lead: str) -> str:
     """Return `lead` and the nearest legal layouts for this number of processes, such as `layout.dp_shard=2`.
 
-    Without any, return a clause that names nearby numbers of processes that work, or an empty string.
+    If none is legal, return a clause that names nearby numbers of processes that work, or an empty string.
     """
     layouts = nearest_layouts(plan, processes)[:PROPOSED]
     if layouts:
@@ -88,22 +87,25 @@ def _suggest_alternative(plan: Plan, processes: int, lead: str) -> str:
 
 def differences(old: Layout, new: Layout) -> str:
     """Return the changes from one layout to another, as `key=value` words of the command line."""
-    changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
-    return " ".join(f"layout.{name}={_written(getattr(new, name))}" for name in changed)
+
+    def write(setting: object) -> str:
+        return str(list(setting)) if isinstance(setting, tuple) else str(setting).lower()
+
+    return " ".join(f"layout.{name}={write(getattr(new, name))}" for name in _changed_fields(old, new))
 
 
-def _written(setting: object) -> str:
-    return str(list(setting)) if isinstance(setting, tuple) else str(setting).lower()
+def _changed_fields(old: Layout, new: Layout) -> list[str]:
+    return [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
 
 
 def _distance(old: Layout, new: Layout) -> tuple[float, int, int]:
     """Return (doublings of degrees, number of changes, cost of communication), to sort by."""
     apart = sum(abs(math.log2(getattr(new, axis) / getattr(old, axis))) for axis in AXES)
-    changed = [field.name for field in fields(Layout) if getattr(old, field.name) != getattr(new, field.name)]
+    changed = _changed_fields(old, new)
     return round(apart, 6), len(changed), sum(CHANGED_FIRST.index(axis) for axis in changed if axis in AXES)
 
 
-def _adapted(plan: Plan, degrees: dict[str, int]) -> Layout:
+def _adapt_layout(plan: Plan, degrees: dict[str, int]) -> Layout:
     """Return the layout with these degrees. Settings without meaning under them get their default."""
     changes: dict[str, Any] = dict(degrees)
     if degrees["dp_shard"] * degrees["cp"] == 1:

@@ -6,8 +6,50 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY, TRAITS, ObjectiveName, ObjectiveTraits
 from meshwright.spec.weights.optimizer_states import StateStorage
+
+ObjectiveName = Literal["cross-entropy", "dpo", "ipo", "orpo", "distill"]
+CROSS_ENTROPY: ObjectiveName = "cross-entropy"
+DISTILL: ObjectiveName = "distill"
+FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "accuracy")
+"""Means over pairs: rewards of the better and of the other answer, their difference, and the share of positive
+differences."""
+TAUGHT = ("divergence", "cross_entropy")
+"""Means over tokens: divergence of the student's distribution from the teacher's, times T^2, and cross-entropy of the
+text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveTraits:
+    """Properties of an objective that other parts of the program depend on."""
+
+    pairs: bool = False
+    """It compares two answers to a prompt."""
+    reference: bool = False
+    """It reads the answers' log-probabilities under the initial weights of the run."""
+    teacher: bool = False
+    """It reads the distributions of a teacher."""
+    smooths: bool = False
+    """It supports recipe.preference_smoothing."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures reported beside the loss."""
+
+
+TRAITS: dict[ObjectiveName, ObjectiveTraits] = {
+    "cross-entropy": ObjectiveTraits(),
+    "dpo": ObjectiveTraits(pairs=True, reference=True, smooths=True, figures=FIGURES),
+    "ipo": ObjectiveTraits(pairs=True, reference=True, figures=FIGURES),
+    "orpo": ObjectiveTraits(pairs=True, figures=FIGURES),
+    "distill": ObjectiveTraits(teacher=True, figures=TAUGHT),
+}
+PREFERENCES = tuple(name for name, traits in TRAITS.items() if traits.pairs)
+"""Objectives that compare two answers."""
+
+
+def most_answers(sequence: int) -> int:
+    """Return the most answers in a row of `sequence` tokens: pairs of answers, each of two tokens or more."""
+    return sequence // 4 * 2
+
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """Format of weights and of most arithmetic."""
@@ -240,9 +282,7 @@ class Recipe:
         return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
 
     def over(self, rows: int = 0, read: DataRead | None = UNREAD) -> "Recipe":
-        """Return the recipe with the steps that `tokens` mean, or `epochs` of `rows` rows.
-
-        Without either it is unchanged.
+        """Return the recipe with the steps that `tokens` mean, or `epochs` of `rows` rows, or itself if it has neither.
 
         Data `read` earlier counts as read, and only the rest counts in steps of this recipe. None = not known yet, and
         a warm-up longer than the run is then no error. Raises PlanError for one otherwise.
@@ -265,22 +305,23 @@ class Recipe:
         return replace(self, steps=steps, warmup_steps=-1 if follows else self.warmup_steps)
 
     def _steps_between(self, seen: int, tokens: int) -> int:
-        """Return the steps from `seen` tokens until at least `tokens` are read."""
+        """Return the number of steps from `seen` tokens until at least `tokens` are read."""
         steps = 0
         for border in (*(stage.tokens for stage in self.batch_ramp if stage.tokens < tokens), tokens):
-            each = self.global_batch_at(seen) * self.sequence
-            more = max(0, -(-(border - seen) // each))
-            steps, seen = steps + more, seen + more * each
+            step_tokens = self.global_batch_at(seen) * self.sequence
+            more = max(0, -(-(border - seen) // step_tokens))
+            steps, seen = steps + more, seen + more * step_tokens
         return steps
 
     def tokens_of_run(self, read: DataRead = UNREAD) -> int:
-        """Return the tokens read after the last step, the batch ramp included."""
+        """Return the number of tokens read after the last step, the batch ramp included."""
         done, seen = read.steps, read.tokens
         while done < self.steps:
-            each = self.global_batch_at(seen) * self.sequence
+            step_tokens = self.global_batch_at(seen) * self.sequence
             following = next((stage.tokens for stage in self.batch_ramp if stage.tokens > seen), math.inf)
-            steps = min(self.steps - done, math.ceil((following - seen) / each) if following < math.inf else self.steps)
-            done, seen = done + steps, seen + steps * each
+            steps = math.ceil((following - seen) / step_tokens) if following < math.inf else self.steps
+            steps = min(self.steps - done, steps)
+            done, seen = done + steps, seen + steps * step_tokens
         return seen
 
     @property

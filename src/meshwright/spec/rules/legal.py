@@ -10,13 +10,11 @@ from functools import cache
 
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule import refusal, stage_layers
-from meshwright.spec.layout.schedule_kinds import V_PLACED
+from meshwright.spec.layout.schedule import V_PLACED, refusal, stage_layers
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.rules.capturing import capturing_refusals
-from meshwright.spec.rules.fake_quantization import fake_quantization_refusals
-from meshwright.spec.rules.frozen_codes import frozen_code_refusals
+from meshwright.spec.rules.compilation import capturing_refusals
+from meshwright.spec.rules.quantized_weights import fake_quantization_refusals, frozen_code_refusals
 from meshwright.spec.weights.inventory import parameters, tp_holders
 from meshwright.spec.weights.optimizer_states import cut_blocks
 

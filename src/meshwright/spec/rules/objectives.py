@@ -5,11 +5,10 @@ from dataclasses import fields, replace
 from typing import Final
 
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule_kinds import V_PLACED
+from meshwright.spec.layout.schedule import V_PLACED
 from meshwright.spec.model.lora import NONE
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.recipe.objectives import CROSS_ENTROPY, DISTILL, PREFERENCES
-from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
+from meshwright.spec.recipe.recipe import CROSS_ENTROPY, DISTILL, NO_SCHEME, PREFERENCES, Recipe
 from meshwright.spec.rules.legal import layout_violations
 
 FORWARD_ONLY = "only the teacher's likeliest tokens are stored, from which a student would learn to shift away"

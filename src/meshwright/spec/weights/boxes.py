@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.places import expert_place, place_of
+from meshwright.spec.layout.layout import Layout, expert_place, place_of
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders
 

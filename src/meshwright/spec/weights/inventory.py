@@ -161,11 +161,6 @@ def num_parameters(shape: ModelShape) -> int:
     return sum(p.numel for p in parameters(shape))
 
 
-def num_trained_parameters(shape: ModelShape) -> int:
-    """Return the number of trained parameters: all, or those of the adapters."""
-    return sum(p.numel for p in parameters(shape) if p.trained)
-
-
 def num_active_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that one token meets: of the routed experts only top_k."""
     if shape.moe is None:

@@ -8,7 +8,7 @@ from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.unbuilt_parts import UnbuiltParts
-from meshwright.spec.recipe.objectives import DISTILL
+from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.stacks.declaration.hub_models import hub_name
 from meshwright.stacks.declaration.option import Facts
 

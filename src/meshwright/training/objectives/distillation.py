@@ -17,7 +17,7 @@ from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergen
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Recipe
-from meshwright.spec.recipe.objectives import TAUGHT
+from meshwright.spec.recipe.recipe import TAUGHT
 from meshwright.training.step.batches import Batch
 
 LIKELIEST, LOGS = "teacher likeliest", "teacher log-probabilities"

@@ -21,7 +21,7 @@ from meshwright.data import Corpus
 from meshwright.model import Transformer
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
-from meshwright.spec.memory.sampling import at_once
+from meshwright.spec.memory.buffers import at_once
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.step.batches import Batch, Share
 from meshwright.training.step.evaluate import evaluating

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.predictions import Predictions
-from meshwright.spec.recipe.objectives import FIGURES, most_answers
+from meshwright.spec.recipe.recipe import FIGURES, most_answers
 from meshwright.training.step.batches import Batch
 
 REFERENCE = "reference"

@@ -25,7 +25,7 @@ from meshwright.parallel import Engine
 from meshwright.parallel.groups.agree import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.recipe.objectives import most_answers
+from meshwright.spec.recipe.recipe import most_answers
 from meshwright.spec.units import duration
 from meshwright.store import checkpoint
 from meshwright.training.objectives import reference_store as store

@@ -10,11 +10,15 @@ ZeRO-3 shards the rest without knowing its structure: all tensors of a matrix fo
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
-from meshwright.spec.model.quantization_schemes import WIDTHS, Scheme, Size
-from meshwright.spec.model.scheme_names import scheme_named
-from meshwright.spec.weights.boxes import Box
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.quantization_schemes import WIDTHS, Scheme, Size, scheme_named
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import Box, boxes_of
+from meshwright.spec.weights.inventory import Parameter, parameters
 
 BYTE_OF_CODES = 8
 """Codes after which a byte is complete, for any number of bits per code."""
@@ -96,13 +100,13 @@ def bytes_of_codes(name: str, box: Box, ranks: int = 1) -> int:
 
 
 def lines_of_codes(name: str, box: Box) -> int:
-    """Return the lines of a matrix's run."""
+    """Return the number of lines of a matrix's run."""
     scheme = scheme_named(name)
     return 0 if scheme is None else lines(CodesCut(scheme=scheme, box=box).sizes().values())
 
 
 def lines(sizes: Iterable[Size]) -> int:
-    """Return the lines of a run of tensors."""
+    """Return the number of lines of a run of tensors."""
     return sum(-(-nbytes((size,)) // LINE_BYTES) for size in sizes)
 
 
@@ -114,3 +118,47 @@ def share_bytes(count: int, ranks: int) -> int:
 def nbytes(sizes: Iterable[Size]) -> int:
     """Return the bytes of tensors of these sizes."""
     return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in sizes)
+
+
+class SharedScales(NamedTuple):
+    """Scales that tensor-parallel ranks find together to round their parts of a matrix, or of a stack, like the whole.
+
+    A rank that holds a whole run of inputs with one scale finds it alone. If inputs are cut within runs (W_o, W_down),
+    the ranks take the maximum of their own ranges, which is exact. Scales that are codes themselves have a mean over
+    the whole matrix, so every rank needs all scales. Whole experts, spread over ep, and matrices that ZeRO gathers
+    before use need none of this.
+    """
+
+    numbers: int = 0
+    """Numbers whose maximum the ranks take each time the matrix is rounded, in fp32. 0 = each finds its own scales."""
+    rows: bool = False
+    """Rows of the activations that it multiplies are cut, too."""
+    within_groups: bool = False
+    """Runs of inputs that share a scale are cut."""
+
+
+@lru_cache(maxsize=4096)
+def shared_scales(parameter: Parameter, shape: ModelShape, scheme: Scheme, tp: int, ep: int = 1) -> SharedScales:
+    """Return the scales of a matrix that `tp` ranks find together.
+
+    All ranks must get the same answer, although the box of one of them may be whole.
+    """
+    if tp == 1 or "tp" not in parameter.axes or (ep > 1 and "ep" in parameter.axes):
+        return SharedScales()
+    boxes = [boxes_of((parameter,), shape, Layout(tp=tp), rank)[parameter.name] for rank in range(tp)]
+    *stack, rows, columns = parameter.shape
+    by_rows, by_columns = (any(box.sizes[dim] < box.whole[dim] for box in boxes) for dim in (-2, -1))
+    within = by_columns and any(box.offsets[-1] % (scheme.group or columns) for box in boxes)
+    if not (within or (scheme.scales == "double" and (by_rows or by_columns))):
+        return SharedScales(rows=by_columns)
+    sides = 1 if scheme.zeros == "fixed" else 2
+    return SharedScales(sides * prod(stack) * rows * scheme.groups(columns), by_columns, within)
+
+
+def rounded_matrices(shape: ModelShape) -> Iterable[Parameter]:
+    """Return one matrix of each kind that schemes apply to, whatever its layer."""
+    kinds: dict[tuple[str, tuple[int, ...]], Parameter] = {}
+    for parameter in parameters(shape):
+        if parameter.matrices is not None:
+            kinds.setdefault((parameter.name.removeprefix(f"layers.{parameter.layer}."), parameter.shape), parameter)
+    return kinds.values()
