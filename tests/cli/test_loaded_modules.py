@@ -45,11 +45,11 @@ ENGINE = ("compress", "kernels", "model", "formats", "parallel", "training", "ob
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {
     "the list of verbs": Loads(("--help",), 5, ("api", "spec.plan", "spec.presets", "planner", *ENGINE)),
-    "plan": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8"), 130, ("data", "stacks", *ENGINE)),
+    "plan": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8"), 125, ("data", "stacks", *ENGINE)),
     "plan --serve": Loads(
-        ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 128, ("data", "stacks", "planner.search", *ENGINE)
+        ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 123, ("data", "stacks", "planner.search", *ENGINE)
     ),
-    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 161, ("data", *ENGINE)),
+    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 156, ("data", *ENGINE)),
     "doctor --help": Loads(("doctor", "--help"), 16, ("api", "planner", "planfile", "data", *ENGINE)),
 }
 LONG = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planfile import absolute, read, without_folders, write
-from meshwright.planfile.folders import FolderModel
+from meshwright.planfile.reading import FolderModel
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 

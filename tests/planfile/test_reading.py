@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planfile import read
-from meshwright.planfile.folders import FolderModel
+from meshwright.planfile.reading import FolderModel
 from meshwright.planfile.text import LARGEST_FILE_BYTES
 from meshwright.spec import BatchStage, Cluster, Plan, presets
 from meshwright.spec.errors import HubError, IllegalLayout, PlanError

@@ -11,7 +11,7 @@ from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.documents import check_new_file
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import TrainAnswer, run_alone
-from meshwright.planfile.overrides import overridden_keys
+from meshwright.planfile.keys import overridden_keys
 from meshwright.planfile.writing import dump
 from meshwright.spec import Data, Plan, presets
 from meshwright.spec.errors import ArgumentError, PlanError

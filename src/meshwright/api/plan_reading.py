@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.planfile.folders import FolderModel
-from meshwright.planfile.reading import MUST_SAY
+from meshwright.planfile.reading import MUST_SAY, FolderModel
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.spec.model.shape import ModelShape

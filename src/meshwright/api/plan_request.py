@@ -12,7 +12,7 @@ from meshwright import planfile
 from meshwright.api.hub_configs import CONFIG, config_folder, is_hub_name
 from meshwright.api.plan_reading import base_words, plan_of, read_folder, read_to_plan
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
-from meshwright.planfile.folders import ReadFolder
+from meshwright.planfile.reading import ReadFolder
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.machine.clusterfile import is_file, load_named
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES

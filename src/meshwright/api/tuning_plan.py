@@ -16,7 +16,7 @@ from meshwright.api.tuning_defaults import (
 )
 from meshwright.data.preparation import holds_pairs
 from meshwright.data.sequences.numbered_rows import check_objective
-from meshwright.planfile.overrides import overridden_keys
+from meshwright.planfile.keys import overridden_keys
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import RANDOM

@@ -1,10 +1,12 @@
-"""Names of the keys of a plan file, their names in other tools, and suggestions for unknown keys."""
+"""Names of the keys of a plan file and of overrides, their names in other tools, and suggestions for unknown keys."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from meshwright.planfile.text import Node, parse_override
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.presets import nearest
 
@@ -270,20 +272,20 @@ def suggestion(section: str, key: str) -> str:
         return f"it is now {RENAMED[join(section, plain)]}"
     if plain in NOT_A_KEY:
         return NOT_A_KEY[plain]
-    here = {name: join(section, name) for name in sections()[section]}
-    here |= {alias: join(section, name) for alias, name in ALIASES.get(section, {}).items()}
-    elsewhere = _everywhere()
+    nearby = {name: join(section, name) for name in sections()[section]}
+    nearby |= {alias: join(section, name) for alias, name in ALIASES.get(section, {}).items()}
+    elsewhere = _names_by_key()
     if plain in elsewhere:
         return f"did you mean {elsewhere[plain]}?"
-    close = [names[close_name] for names in (here, elsewhere) for close_name in nearest(plain, names, 1)]
+    close = [names[close_name] for names in (nearby, elsewhere) for close_name in nearest(plain, names, 1)]
     return f"the nearest known key is {close[0]}" if close else "no key is like it; `meshwright init` prints them"
 
 
 @cache
-def _everywhere() -> dict[str, str]:
+def _names_by_key() -> dict[str, str]:
     """Return {key or alias: dotted name}. Among equal names, the section nearest to the top wins."""
     dotted: dict[str, str] = {}
-    for section, keys in sorted(sections().items(), key=lambda item: item[0].count(".")):
+    for section, keys in sorted(sections().items(), key=lambda entry: entry[0].count(".")):
         names = {name: name for name in keys if name != "preset"} | ALIASES.get(section, {})
         for name, key in names.items():
             dotted.setdefault(name, join(section, key))
@@ -302,3 +304,61 @@ def part_of(hint: Any) -> Any | None:
     """Return the dataclass inside a type such as `MoEShape | None` or `tuple[BatchStage, ...]`, or None."""
     inner = [arg for arg in get_args(hint) if arg not in (NoneType, Ellipsis)] if not is_dataclass(hint) else [hint]
     return inner[0] if len(inner) == 1 and is_dataclass(inner[0]) else None
+
+
+OPTIONAL = LENGTHS[1:]
+"""Lengths that are 0 when unused."""
+
+
+def overridden_keys(override: str) -> set[str]:
+    """Return the canonical dotted names of the keys that an override sets.
+
+    `recipe.max-steps=5` and `recipe={steps: 5}` both set recipe.steps.
+    """
+    return set(_parse_settings(override))
+
+
+def _parse_settings(override: str) -> dict[str, Any]:
+    path, node = parse_override(override)
+    section = ""
+    for key in path:
+        section = join(section, canonical_key(section, key) if section in sections() else key)
+    return dict(_flatten(section, node))
+
+
+def _flatten(name: str, node: Node) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node.value, dict):
+        yield name, node.value
+        return
+    for key, child in node.value.items():
+        yield from _flatten(join(name, canonical_key(name, key) if name in sections() else key), child)
+
+
+def _lengths(override: str) -> set[str]:
+    """Return the LENGTHS that an override sets. `recipe.epochs=0` sets none: it leaves the length to the others."""
+    unused = {key for key, word in _parse_settings(override).items() if key in OPTIONAL and _is_zero(word)}
+    return (overridden_keys(override) & set(LENGTHS)) - unused
+
+
+def _is_zero(word: Any) -> bool:
+    try:
+        return float(word) == 0
+    except (TypeError, ValueError):
+        return False
+
+
+def with_one_length(overrides: Sequence[str]) -> Sequence[str]:
+    """Return the overrides plus those that reset the other LENGTHS: the last override of the length wins."""
+    for override in reversed(overrides):
+        if keys := _lengths(override):
+            return [*overrides, *(f"{key}=0" for key in OPTIONAL if key not in keys)]
+    return overrides
+
+
+def ignored_lengths(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a note for each override of the length that a later one replaces."""
+    lengths = [(override, keys) for override in overrides if (keys := _lengths(override))]
+    for override, keys in lengths[:-1]:
+        last, taken = lengths[-1]
+        if keys - taken:
+            yield f"{override} is not taken: {last} says how long the run is, and comes later"

@@ -7,12 +7,13 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from meshwright.planfile.folders import ReadFolder, fields_of
 from meshwright.planfile.keys import (
     INSTEAD,
     MODELS,
@@ -20,20 +21,69 @@ from meshwright.planfile.keys import (
     STARTS_FROM,
     canonical_key,
     canonical_word,
+    ignored_lengths,
     join,
     part_of,
     sections,
     suggestion,
+    with_one_length,
 )
-from meshwright.planfile.mixtures import MAY_BE_MIXED, mixture_of
-from meshwright.planfile.overrides import ignored_lengths, with_one_length
-from meshwright.planfile.paths import located
-from meshwright.planfile.text import OVERRIDE, Node, parse_file, parse_override, shown
+from meshwright.planfile.paths import resolve_paths
+from meshwright.planfile.text import MAY_BE_MIXED, OVERRIDE, Node, mixture_of, parse_file, parse_override, shown
 from meshwright.spec import presets
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import MeshwrightError, PlanError
 from meshwright.spec.hub_names import download_hint, missing, shape_alone
 from meshwright.spec.layout.layout import AXES
+from meshwright.spec.model.lora import NONE
+from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import RANDOM, Plan
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderModel:
+    """Shape and quantization of a Hugging Face folder or a run."""
+
+    shape: ModelShape
+    codes: str = ""
+    """Quantization of the matrices as a value of `model.lora.base`. Empty = plain numbers."""
+    refusal: MeshwrightError | None = None
+    """Why no adapter can be trained beside codes that `model.lora.base` cannot name. None = one can."""
+
+
+ReadFolder = Callable[[Path], FolderModel]
+
+
+def _fields_of_folder(folder: FolderModel, fields: Mapping[str, Any], section: str, name: str) -> dict[str, Any]:
+    """Return the fields of the model or teacher in a folder `name` whose weights are used. `fields` are set on top.
+
+    Codes are used as they are; those of a teacher without a name in `model.lora.base` are restored to numbers. Raises
+    PlanError if nothing can be trained beside the codes, or the plan asks for other ones.
+    """
+    shape = asdict(folder.shape)
+    if section == "model" and folder.refusal is not None:
+        raise folder.refusal
+    if not folder.codes:
+        return shape
+    # a teacher is never trained, so its codes are held as a frozen base without adapters
+    if section != "model":
+        return shape | {"lora": {"rank": 1, "targets": NONE, "base": folder.codes}}
+    # codes have no gradient: without adapters nothing would be trained
+    lora = fields.get("lora")
+    if not isinstance(lora, Mapping):
+        raise PlanError(
+            f"model={name} holds codes ({folder.codes}), which only adapters can train: give "
+            "model.lora.rank=16, or the folder that it was quantized from"
+        )
+    if lora.get("base", folder.codes) != folder.codes:
+        raise PlanError(
+            f"model={name} is quantized to {folder.codes} already, and model.lora.base={lora['base']} would "
+            "round it again: leave model.lora.base out, or give the folder that it was quantized from"
+        )
+    return shape | {"lora": {"base": folder.codes}}
+
 
 DEFAULT_MODEL = "llama-tiny"
 FOLDERS = "a preset, a run folder, or a Hugging Face directory"
@@ -62,23 +112,22 @@ def read(
     whether the plan can run.
 
     Args:
-        path: The plan file.
-        overrides: Overrides as KEY=VALUE.
         read_folder: Reads the shape of a Hugging Face folder named by `model`. Its weights are used unless `model.init`
             is set, and its tokenizer when `data.tokenizer` is auto.
         notes: Receives a note for each key read under another tool's name. None = these become warnings.
-        processes: Number of processes.
 
     Raises:
         PlanError: Names the position, the key and the nearest legal value.
     """
     reader = _Reader(read_folder)
-    tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Node({}, "")
+    tree = Node({}, "")
+    if path is not None:
+        tree = resolve_paths(reader.canonicalize(parse_file(Path(path)), ""), Path(path))
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Node(DEFAULT_MODEL, ""))
     for override in with_one_length(overrides):
-        tree = reader.overridden(tree, override)
-    plan = reader.plan(reader.filled(tree, processes))
+        tree = reader.apply_override(tree, override)
+    plan = reader.build_plan(reader.fill_auto_degree(tree, processes))
     # notes of a plan that cannot be read would hide its error, so they come last
     for note in reader.notes:
         if notes is None:
@@ -101,10 +150,10 @@ class _Reader:
     def refuse(self, where: str, sentence: str) -> None:
         self.problems.append(PlanError(_with_position(where, sentence)))
 
-    def named(self, node: Node, section: str) -> Node:
+    def canonicalize(self, node: Node, section: str) -> Node:
         """Return the node with canonical keys. Unknown and duplicate keys are recorded as problems."""
         if isinstance(node.value, list):
-            return Node([self.named(child, section) for child in node.value], node.where)
+            return Node([self.canonicalize(child, section) for child in node.value], node.where)
         if not isinstance(node.value, dict):
             return node
         by_name: dict[str, Node] = {}
@@ -112,7 +161,10 @@ class _Reader:
         for key, child in node.value.items():
             name = canonical_key(section, key)
             if join(section, name) in MAY_BE_MIXED and (mixture := mixture_of(child)):
-                key, name, child = self._mixed(section, mixture)
+                if section:
+                    key, name, child = "mixture", "mixture", mixture
+                else:
+                    key, name, child = "data", "data", Node({"mixture": mixture}, mixture.where)
             if name not in sections()[section]:
                 # Only the first problem is told, and a search for the nearest name takes a millisecond.
                 advice = "" if self.problems else f": {suggestion(section, key)}"
@@ -121,24 +173,16 @@ class _Reader:
                 self.refuse(child.where, f"{join(section, name)} is given twice, as {written_as[name]} and as {key}")
             else:
                 written_as[name] = key
-                by_name[name] = self._item(section, key, name, child)
+                if key.replace("-", "_") != name:
+                    note = f"{join(section, key)} is read as {join(section, name)}"
+                    self.notes.append(_with_position(child.where, note))
+                    if isinstance(child.value, str):
+                        child = Node(canonical_word(key, child.value), child.where)
+                subsection = join(section, name)
+                by_name[name] = self.canonicalize(child, subsection) if subsection in sections() else child
         return Node(by_name, node.where)
 
-    def _mixed(self, section: str, mixture: Node) -> tuple[str, str, Node]:
-        """Return the key, canonical name and node of a mixture in short form."""
-        if section:
-            return "mixture", "mixture", mixture
-        return "data", "data", Node({"mixture": mixture}, mixture.where)
-
-    def _item(self, section: str, key: str, name: str, child: Node) -> Node:
-        if key.replace("-", "_") != name:
-            self.notes.append(_with_position(child.where, f"{join(section, key)} is read as {join(section, name)}"))
-            if isinstance(child.value, str):
-                child = Node(canonical_word(key, child.value), child.where)
-        subsection = join(section, name)
-        return self.named(child, subsection) if subsection in sections() else child
-
-    def overridden(self, tree: Node, override: str) -> Node:
+    def apply_override(self, tree: Node, override: str) -> Node:
         """Return the tree with one dotted key replaced. data=PATH leaves the other keys of data unchanged."""
         path, node = parse_override(override)
         name = canonical_key("", path[0])
@@ -148,9 +192,9 @@ class _Reader:
             path = (name, "mixture")
         for key in reversed(path):
             node = Node({key: node}, node.where)
-        return _put(tree, self.named(node, ""), len(path), "")
+        return _put(tree, self.canonicalize(node, ""), len(path), "")
 
-    def filled(self, tree: Node, processes: int) -> Node:
+    def fill_auto_degree(self, tree: Node, processes: int) -> Node:
         """Return the tree with a number for a degree that is `auto`: processes over the other degrees, rounded down.
 
         Too many processes are refused later, like those of any layout. On one rank ZeRO is set to 0.
@@ -170,7 +214,7 @@ class _Reader:
         axis = open_axes[0]
         degrees[axis] = "1"
         if not all(word.isdecimal() and int(word) for word in degrees.values()):
-            return tree  # said with the rest of the layout
+            return tree  # reported with the rest of the layout
         number = max(1, processes // math.prod(map(int, degrees.values())))
         items[axis] = Node(str(number), items[axis].where)
         degrees[axis] = str(number)
@@ -180,17 +224,18 @@ class _Reader:
             self.notes.append(f"layout.zero={zero.value} has nobody to share with on {processes} process: read as 0")
         return Node({**tree.value, "layout": Node(items, layout.where)}, tree.where)
 
-    def plan(self, tree: Node) -> Plan:
+    def build_plan(self, tree: Node) -> Plan:
         """Return the Plan of a tree with canonical keys, or raise the first problem."""
         assert isinstance(tree.value, dict)
         values: dict[str, Any] = {}
         for key, hint in sections()[""].items():
             node = tree.value.get(key)
             if node is not None and (node.value is not None or key in MUST_SAY):
-                values[key] = self._section(key, hint, node)
+                values[key] = self._check_section(key, hint, node)
         # shapes cannot be built from keys that are wrong, and pydantic's errors would hide these
         if self.problems:
-            self._raise()
+            more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
+            raise type(self.problems[0])(f"{self.problems[0]}{more}")
         plan = Plan(**values, init=self.inits["model"], teacher_init=self.inits["teacher"])
         plan = replace(plan, recipe=plan.recipe.over()) if plan.recipe.tokens else plan
         source = plan.init if plan.init != RANDOM else plan.teacher_init  # a student speaks as its teacher does
@@ -199,12 +244,10 @@ class _Reader:
             return plan
         return replace(plan, data=replace(plan.data, tokenizer=tokenizer))
 
-    def _section(self, key: str, hint: Any, node: Node) -> Any:
+    def _check_section(self, key: str, hint: Any, node: Node) -> Any:
         """Return one top-level value, or None after recording its problems."""
-        from meshwright.planfile.validation import check
-
         try:
-            checked, misfits = check(key, hint, self._unfolded(node, key, hint))
+            checked, misfits = _check(key, hint, self._expand(node, key, hint))
         except PlanError as error:
             path = re.split(r"[^a-z_0-9.]", str(error), maxsplit=1)[0].split(".")[1:]
             self.problems.append(type(error)(_with_position(_position(node, path), str(error))))
@@ -213,45 +256,43 @@ class _Reader:
             self.refuse(_position(node, path), sentence)
         return checked
 
-    def _unfolded(self, node: Node, section: str, hint: Any) -> Any:
+    def _expand(self, node: Node, section: str, hint: Any) -> Any:
         """Return plain values for pydantic: presets expanded, shorthands written out, words prepared for their type."""
         if isinstance(node.value, str) and section in SHORTHAND:
             node = Node({SHORTHAND[section]: node}, node.where)
         part = part_of(hint)
         if isinstance(node.value, list):
-            return [self._unfolded(child, section, part) if part else child.value for child in node.value]
+            return [self._expand(child, section, part) if part else child.value for child in node.value]
         if not isinstance(node.value, dict):
-            return _word(hint, node.value)
+            return _prepare_word(hint, node.value)
         if part is None:
             return {}
         types = sections()[section]
-        fields = {key: self._unfolded(child, join(section, key), types[key]) for key, child in node.value.items()}
-        return self._started(fields, section) if section in STARTS_FROM else fields
+        fields = {key: self._expand(child, join(section, key), types[key]) for key, child in node.value.items()}
+        return self._apply_preset(fields, section) if section in STARTS_FROM else fields
 
-    def _started(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
+    def _apply_preset(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
         """Return the fields of a section: those of its preset, changed by the others."""
         name = fields.pop("preset", None)
         init = fields.pop("init", None) if section in MODELS else None
-        self.inits |= {} if init is None else {section: self._init(section, init)}
+        if init is not None:
+            # Whether the folder exists is checked when its weights are read.
+            if not isinstance(init, str) or not init:
+                raise PlanError(f"{section}.init must be random, or a Hugging Face folder whose weights are taken")
+            self.inits[section] = init if init == RANDOM else os.path.expanduser(init)
         if not isinstance(name, str):
             return {"name": "custom", **fields} if section == "cluster.device" else fields
         if section in MODELS:
-            base = self._model(section, name, fields, weights=init is None)
+            base = self._read_model(section, name, fields, weights=init is None)
             base["name"] = f"{base['name']} (changed)" if fields.keys() - {"lora"} else base["name"]
         elif section == "cluster":
             device, per_node = presets.devices_in_node(name)
             base = {"device": asdict(device), "devices_per_node": per_node}
         else:
             base = asdict(presets.device(name))
-        return _merged(base, fields)
+        return _merge(base, fields)
 
-    def _init(self, section: str, value: Any) -> str:
-        """Return `model.init` or `teacher.init`. Whether the folder exists is checked when its weights are read."""
-        if isinstance(value, str) and value:
-            return value if value == RANDOM else os.path.expanduser(value)
-        raise PlanError(f"{section}.init must be random, or a Hugging Face folder whose weights are taken")
-
-    def _model(self, section: str, name: str, fields: Mapping[str, Any], *, weights: bool) -> dict[str, Any]:
+    def _read_model(self, section: str, name: str, fields: Mapping[str, Any], *, weights: bool) -> dict[str, Any]:
         """Return the fields of a preset or of a folder.
 
         A name that looks like a path is one; otherwise preset names come first. `weights`: those of a folder are used.
@@ -289,16 +330,14 @@ class _Reader:
             raise PlanError(
                 f"{section}={name!r} is a folder, and folders are not read here: give a preset's name or sizes"
             )
-        if weights:
-            self.inits[section] = str(folder)
-        return fields_of(self.read_folder(folder), fields, section, name, weights=weights)
-
-    def _raise(self) -> None:
-        more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-        raise type(self.problems[0])(f"{self.problems[0]}{more}")
+        model = self.read_folder(folder)
+        if not weights:
+            return asdict(model.shape)
+        self.inits[section] = str(folder)
+        return _fields_of_folder(model, fields, section, name)
 
 
-def _word(hint: Any, word: str | None) -> Any:
+def _prepare_word(hint: Any, word: str | None) -> Any:
     """Prepare a word for pydantic: 1e6 is a whole number, and numbers among fixed choices become numbers."""
     if word is None or hint is str:
         return word
@@ -323,21 +362,18 @@ def _put(tree: Node, over: Node, levels: int, section: str) -> Node:
     return Node(items, tree.where or over.where)
 
 
-def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the fields changed. Mappings in both are merged recursively."""
     merged = dict(base)
     for key, change in fields.items():
-        both = isinstance(change, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], change) if both else change
+        is_nested = isinstance(change, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], change) if is_nested else change
     return merged
 
 
 def _position(node: Node, path: Sequence[str | int]) -> str:
     """Return the position of the deepest written node along a path."""
-    return next((step.where for step in reversed([node, *_along(node, path)]) if step.where), "")
-
-
-def _along(node: Node, path: Sequence[str | int]) -> Iterator[Node]:
+    where = node.where
     for key in path:
         below = node.value
         if isinstance(below, dict) and key in below:
@@ -345,9 +381,58 @@ def _along(node: Node, path: Sequence[str | int]) -> Iterator[Node]:
         elif isinstance(below, list) and isinstance(key, int) and key < len(below):
             node = below[key]
         else:
-            return
-        yield node
+            break
+        where = node.where or where
+    return where
 
 
 def _with_position(where: str, sentence: str) -> str:
     return sentence if where in ("", OVERRIDE) else f"{where}: {sentence}"
+
+
+EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "tuple": "a list"}
+"""First word of pydantic's error type -> the expectation as the message words it."""
+
+Misfit = tuple[tuple[str | int, ...], str]
+"""Path below the checked key to a value that does not fit, and the message."""
+
+
+def _check(key: str, hint: type | UnionType, plain: object) -> tuple[Any, list[Misfit]]:
+    """Return `plain` as an instance of `hint`, and all misfits. A dataclass's own PlanError is raised unchanged."""
+    # Imported when the first plan is read: pydantic takes half of the start-up budget of a verb.
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(hint).validate_python(plain), []
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=True)
+        return None, [(details["loc"], _explain_misfit(key, dict(details))) for details in errors]
+
+
+@cache
+def _adapter(hint: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
+
+
+def _explain_misfit(section: str, details: dict[str, Any]) -> str:
+    """Return the message of one pydantic error: key, given value, expectation."""
+    key = ".".join([section, *map(str, details["loc"])])
+    kind = str(details["type"])
+    if kind == "missing":
+        return f"{key} is missing: give it" + (", or start from a preset" if key.startswith("model.") else "")
+    if kind == "literal_error":
+        expected = str(details["ctx"]["expected"])
+    elif kind == "dataclass_type":
+        expected = "one word or a mapping of keys" if key in SHORTHAND else "a mapping of keys"
+    else:
+        expected = EXPECTED.get(kind.split("_")[0], str(details["msg"]))
+    plain = details["input"]
+    if plain is None:
+        text = "(nothing)"
+    elif isinstance(plain, dict | list | tuple):
+        text = "{...}" if isinstance(plain, dict) else "[...]"
+    else:
+        text = shown(str(plain))
+    return f"{key}={text} must be {expected}"

@@ -5,6 +5,7 @@ guesses of YAML 1.1 are not made. Only mappings, lists and words are read. Tags,
 small file can neither expand to a large one nor create objects.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class Node:
     """Position such as `plan.yaml:7`, or OVERRIDE. Empty for defaults."""
 
 
-def _hint(error: OSError, path: Path) -> str:
+def _advise(error: OSError, path: Path) -> str:
     if isinstance(error, FileNotFoundError):
         return ": make one with `meshwright init > plan.yaml`"
     if not isinstance(error, IsADirectoryError):
@@ -55,7 +56,7 @@ def parse_file(path: Path) -> Node:
             near = whereabouts(str(path), "model=")
             raise PlanError(f"{path} does not exist: give a plan file, or a model as model=FOLDER{near}") from error
         raise PlanError(
-            f"{path}: cannot be read, {(error.strerror or str(error)).lower()}{_hint(error, path)}"
+            f"{path}: cannot be read, {(error.strerror or str(error)).lower()}{_advise(error, path)}"
         ) from error
     except ValueError as error:
         raise PlanError(f"{str(path)!r} is no path: {error}") from error
@@ -84,10 +85,10 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Node]:
         text.encode()
     except UnicodeEncodeError as error:
         raise PlanError(f"{shown(key)} holds bytes that are no UTF-8 text") from error
-    return path, _override_value(word.strip())
+    return path, _parse_word(word.strip())
 
 
-def _override_value(word: str) -> Node:
+def _parse_word(word: str) -> Node:
     """Parse the value of an override. A glob such as `[ab]*.txt` looks like a list but stays a word."""
     if word[:1] in ("{", "["):
         try:
@@ -178,3 +179,43 @@ def shown(text: str, most: int = 80) -> str:
     """Return a user's text for a one-line message: truncated, and escaped where it is not printable."""
     text = text if len(text) <= most else text[:most] + "..."
     return text if text.isprintable() else ascii(text)
+
+
+MAY_BE_MIXED = ("data", "data.path", "data.mixture")
+WEIGHTED = r"(.+):(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"
+"""Pattern of a source as one word, PATH:WEIGHT."""
+_FORM = "data=a.jsonl:0.7,b.jsonl:0.3"
+
+
+def mixture_of(node: Node) -> Node | None:
+    """Return the `data.mixture` list that a value of one of MAY_BE_MIXED describes, or None for a path or mapping.
+
+    A word is a mixture when it has at least two parts, separated by commas, that end in `:WEIGHT`. Raises PlanError
+    when only some of them do.
+    """
+    if isinstance(node.value, list):
+        return Node([_source(source) for source in node.value], node.where) if node.value else None
+    if not isinstance(node.value, str) or "," not in node.value:
+        return None
+    parts = node.value.split(",")
+    weighted = [part for part in parts if re.fullmatch(WEIGHTED, part)]
+    if not weighted:
+        return None
+    # a path may contain commas, but not weights: one weight is enough to take the word for a mixture
+    if len(weighted) < len(parts):
+        bare = next(part for part in parts if part not in weighted)
+        raise PlanError(f"data={node.value}: {bare or 'one part'} has no weight: give each its own, as {_FORM}")
+    return Node([_source(Node(part, node.where)) for part in parts], node.where)
+
+
+def _source(source: Node) -> Node:
+    """Return one source: the keys of `PATH:WEIGHT`, or a mapping unchanged."""
+    if not isinstance(source.value, str):
+        return source
+    match = re.fullmatch(WEIGHTED, source.value)
+    if match is None:
+        raise PlanError(
+            f"data: {source.value} has no weight: give {{path: {source.value}, weight: 1}}, or {source.value}:1"
+        )
+    path, weight = (Node(word, source.where) for word in match.groups())
+    return Node({"path": path, "weight": weight}, source.where)

@@ -16,9 +16,9 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from meshwright.planfile.keys import MODELS, MOVED, SHORTHAND, STARTS_FROM, join, part_of, sections
-from meshwright.planfile.mixtures import WEIGHTED
-from meshwright.planfile.paths import written
+from meshwright.planfile.paths import relocate_paths
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
+from meshwright.planfile.text import WEIGHTED
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import Plan, as_document
@@ -46,8 +46,6 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
     """Write the plan to a file atomically, so that `read` returns the same plan. Raises PlanError.
 
     Args:
-        plan: The plan.
-        path: The file.
         open_warmup: Write a warm-up that follows from the number of steps as -1, so that it still does after a change.
         another: The argument that chooses another file, for messages.
     """
@@ -72,7 +70,7 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
 
 def content(plan: Plan, folder: Path, *, open_warmup: bool = False) -> str:
     """Return the text that `write` puts into a file in `folder`."""
-    document = written(dump(plan), folder)
+    document = relocate_paths(dump(plan), folder)
     if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
         document["recipe"]["warmup_steps"] = -1
     return str(yaml.safe_dump(document, sort_keys=False, width=WIDTH))
@@ -118,7 +116,11 @@ def schema() -> dict[str, Any]:
         _describe(document if not section else document["$defs"][kind.__name__], kind)
     for section in SHORTHAND:
         _allow_word(document, section, kinds)
-    _allow_list(document)
+    # `data` may be a list of the sources of a mixture, each a mapping or one word, PATH:WEIGHT
+    reference = {"$ref": f"#/$defs/{_kind('data.mixture').__name__}"}
+    source = {"anyOf": [{"type": "string", "pattern": f"^{WEIGHTED}$"}, reference]}
+    document["$defs"][_kind("data").__name__]["properties"]["mixture"]["items"] = source
+    document["properties"]["data"]["anyOf"].append({"type": "array", "items": source})
     for axis in MAY_BE_AUTO:
         degree = document["$defs"]["Layout"]["properties"][axis]
         degree["anyOf"] = [{"type": degree.pop("type")}, {"const": AUTO}]
@@ -189,18 +191,9 @@ def _allow_word(document: dict[str, Any], section: str, kinds: dict[str, Any]) -
     word_type = part["properties"].get(SHORTHAND[section], {}).get("type")
     if word_type and section not in STARTS_FROM:
         word["type"] = word_type
-    known = holder["properties"][key]
-    null = [option for option in known.get("anyOf", ()) if option.get("type") == "null"]
-    about = known.get("description", "")
+    declared = holder["properties"][key]
+    null = [option for option in declared.get("anyOf", ()) if option.get("type") == "null"]
+    about = declared.get("description", "")
     whole = {"$ref": f"#/$defs/{kinds[section].__name__}"}
-    default = {name: known[name] for name in ("default",) if null}
+    default = {name: declared[name] for name in ("default",) if null}
     holder["properties"][key] = {"anyOf": [word, whole, *null], **default, "description": about}
-
-
-def _allow_list(document: dict[str, Any]) -> None:
-    """Let `data` be a list of the sources of a mixture, each possibly a word, `PATH:WEIGHT`."""
-    source = {
-        "anyOf": [{"type": "string", "pattern": f"^{WEIGHTED}$"}, {"$ref": f"#/$defs/{_kind('data.mixture').__name__}"}]
-    }
-    document["$defs"][_kind("data").__name__]["properties"]["mixture"]["items"] = source
-    document["properties"]["data"]["anyOf"].append({"type": "array", "items": source})
