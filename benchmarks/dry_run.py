@@ -166,7 +166,7 @@ def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
     group = saving_group(mesh).process_group if plan.copies_state("cpu") else None
     program = TrainingProgram(
         plan=plan, mesh=mesh, device=torch.device("cpu"), on_part=lambda part: None, initialize=True,
-        assigned=lambda tensors: checkpoint.assigned(tensors, group), documents=plan.recipe.document_mask,
+        assigned=lambda tensors: checkpoint.assign_tensors(tensors, group), documents=plan.recipe.document_mask,
     )  # fmt: skip
     program.build()
     sent = []

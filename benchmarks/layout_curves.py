@@ -112,7 +112,7 @@ def difference(curve: Sequence[float], right: Sequence[float]) -> list[float]:
 
 def weights(run: Path) -> Iterable[tuple[str, torch.Tensor]]:
     """Of the last checkpoint."""
-    saved = checkpoint.latest(run / "checkpoints")
+    saved = checkpoint.find_latest(run / "checkpoints")
     assert saved is not None
     return checkpoint.stream(saved, sorted(name for name in checkpoint.names(saved) if name.startswith("model.")))
 

@@ -14,7 +14,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe, num_parameters
-from meshwright.store import checkpoint, checkpoint_reader
+from meshwright.store import checkpoint, checkpoint_files
 from meshwright.store import commit as commits
 from meshwright.store.model_weights import MASTER, weights
 from meshwright.store.tensor_piece import Piece
@@ -81,7 +81,7 @@ def directory(out: Path, shape: ModelShape, source: Path, dtype: torch.dtype) ->
 def test_any_layout_exports_the_bytes_of_one_process(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(checkpoint_reader, "RUN_BYTES", 3000)
+    monkeypatch.setattr(checkpoint_files, "RUN_BYTES", 3000)
     wanted = DTYPES[precision if dtype == "as trained" else dtype]
     save(tmp_path / "one", shrink(name), precision, Layout(compile="off"))
     alone = directory(tmp_path / "a", shrink(name), tmp_path / "one" / "step-000001", wanted)
@@ -92,7 +92,7 @@ def test_any_layout_exports_the_bytes_of_one_process(
 
 
 def test_the_files_of_a_checkpoint_are_hashed_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_reader, "RUN_BYTES", 3000)
+    monkeypatch.setattr(checkpoint_files, "RUN_BYTES", 3000)
     real, seen = commits.record, []
     monkeypatch.setattr(commits, "record", lambda path: (seen.append(path.name), real(path))[1])
     source = saved / "llama-3.1-8b" / "step-000001"
@@ -117,7 +117,7 @@ def measure_export(source: Path, out: Path, report: Path) -> None:
     """Measure, in a process of its own, the peak memory of exports, streamed and not."""
     peaks = {}
     for name, run_bytes in (("streamed", RUN_BYTES), ("at once", 2**40)):
-        checkpoint_reader.RUN_BYTES = run_bytes
+        checkpoint_files.RUN_BYTES = run_bytes
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         tensors = weights(source, torch.float32)

@@ -41,9 +41,9 @@ def disturbed(texts: Path, tmp_path: Path, act: str, bad: int = 1, world: int = 
         world, words(texts, run, f"layout.dp_shard={world}", "recipe.global_batch=6"), tmp_path, fault=In(5, act, bad)
     )
     assert ended.seconds < 25, "before a launcher would kill (30 s); how long it takes depends on the machine"
-    saved = checkpoint.latest(run / "checkpoints")
+    saved = checkpoint.find_latest(run / "checkpoints")
     assert saved is not None and saved.name == "step-000003"
-    checkpoint.values(saved)
+    checkpoint.read_values(saved)
     return ended
 
 
@@ -91,7 +91,7 @@ def test_a_cluster_that_wants_its_machine_back(texts: Path, tmp_path: Path) -> N
     run = tmp_path / "run"
     ended = launch(2, words(texts, run, "layout.dp_shard=2"), tmp_path, fault=In(5, "terminate"))
     assert ended.codes == [0, 0] and not ended.errors
-    assert str(checkpoint.latest(run / "checkpoints")).endswith("step-000005")
+    assert str(checkpoint.find_latest(run / "checkpoints")).endswith("step-000005")
 
 
 def test_an_output_that_nobody_reads(texts: Path, tmp_path: Path) -> None:

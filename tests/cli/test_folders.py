@@ -134,7 +134,7 @@ def test_resume_auto_from_another_folder_goes_on(
 
 def test_names_are_never_shared(tmp_path: Path) -> None:
     plan = planfile.read(None, [f"run={tmp_path}/auto", "model.name=a b/c (changed)"])
-    folders = [default_folders.settled(plan) for _ in range(3)]
+    folders = [default_folders.settle_run(plan) for _ in range(3)]
     assert [Path(path).name.partition("-a-b-c")[2] for path in folders] == ["", "-2", "-3"]
     (tmp_path / "latest").mkdir()
     default_folders.point_latest(Path(folders[0]))

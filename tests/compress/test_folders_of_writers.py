@@ -21,7 +21,7 @@ from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError
-from meshwright.store.base_weights import open_base
+from meshwright.store.model_weights import open_base
 from tests.compress.test_formats import SHAPES, SIZES, restored
 from tests.compress.test_packed_formats import by_autoawq, by_autogptq
 from tests.training.test_weights import directory

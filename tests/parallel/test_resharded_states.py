@@ -87,7 +87,7 @@ def test_states_written_under_one_layout_are_read_under_another(tmp_path: Path, 
     scales = [name for name in alone.optimizer.tensors() if "_scale." in name]
     assert bool(scales) == (states.get("optimizer_states") == "int8")
     for number in range(len(LAYOUTS)):
-        path = checkpoint.latest(tmp_path / f"{number}")
+        path = checkpoint.find_latest(tmp_path / f"{number}")
         assert path is not None
         check(path, made({}, states))
 

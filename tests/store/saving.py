@@ -17,7 +17,7 @@ import torch
 
 from meshwright.spec.errors import CheckpointError, RunError
 from meshwright.store import checkpoint
-from meshwright.store.lock import RunLock
+from meshwright.store.run_folder import RunLock
 
 SKIPPED = 77
 
@@ -132,7 +132,7 @@ def _fails_and_recovers(folder: Path, reason: str, megabytes: float) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002"]
     assert checkpoint.load(first, tensors_of(9, 0.1)) == {"step": 1}
     save_step(folder, 4, megabytes=0.1)
-    assert checkpoint.latest(folder) == folder / "step-000004"
+    assert checkpoint.find_latest(folder) == folder / "step-000004"
 
 
 def measure_memory(folder: Path, report: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.spec.errors import CheckpointError
-from meshwright.store import checkpoint, checkpoint_folder, checkpoint_reader, checkpoint_writer
+from meshwright.store import checkpoint, checkpoint_files, checkpoint_folder
 from meshwright.store import commit as commits
 
 
@@ -85,14 +85,14 @@ def refusal(path: Path, tensors: dict[str, Tensor] | None = None, **options: boo
 
 @pytest.mark.parametrize("file_bytes", [1, 200, 2**28], ids=["file a tensor", "some files", "one file"])
 def test_every_kind_of_tensor_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_bytes: int) -> None:
-    monkeypatch.setattr(checkpoint_writer, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr(checkpoint_files, "FILE_BYTES", file_bytes)
     tensors = state()
     path = checkpoint.save(tmp_path / "new" / "folder", step=60, tensors=tensors, values=VALUES, score=1.0, keep_last=1)
     assert path == tmp_path / "new" / "folder" / "step-000060"
     files = len(list(path.glob("*.safetensors")))
     assert files == {1: len(tensors), 2**28: 1}.get(file_bytes, files) and (file_bytes != 200 or 2 < files < 16)
     loaded = blank(tensors)
-    assert checkpoint.load(path, loaded) == VALUES == checkpoint.values(path)
+    assert checkpoint.load(path, loaded) == VALUES == checkpoint.read_values(path)
     assert_same(loaded, tensors)
     assert checkpoint.names(path) == {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
@@ -144,7 +144,7 @@ def test_the_files_are_those_of_torchs_own_writer(tmp_path: Path) -> None:
         return {"about": about, **content}
 
     theirs = tmp_path / "theirs"
-    with checkpoint_reader.quiet():
+    with checkpoint_files.quiet():
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(theirs), save_distributed=True))
     ours = checkpoint.save(tmp_path / "ours", step=1, tensors=tensors, values={}, score=None, keep_last=1)
     (their_file,), (our_file,) = theirs.glob("*.safetensors"), ours.glob("*.safetensors")
@@ -206,7 +206,7 @@ def test_truncated_files_are_found(tmp_path: Path, pattern: str, change: str) ->
         file.unlink()
     text = refusal(path)
     assert ("not committed" if (pattern, change) == ("COMMIT", "gone") else file.name) in text
-    assert checkpoint.latest(tmp_path) == older
+    assert checkpoint.find_latest(tmp_path) == older
 
 
 def test_a_foreign_shard_is_refused(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_commit_and_values_of_the_wrong_type_are_refused(tmp_path: Path) -> None
     files = (*(f for f in good.files if f.name != "state.json"), commits.record(path / "state.json"))
     commits.write(path, commits.Commit(step=3, score=None, files=files))
     with pytest.raises(CheckpointError, match=r"has no state\.json"):
-        checkpoint.values(path)
+        checkpoint.read_values(path)
 
 
 def test_hashes_are_those_of_sha256sum(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_abort_while_saving_is_an_abort(tmp_path: Path, monkeypatch: pytest.M
     def abort(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_writer, "write_safetensors", abort)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", abort)
     with pytest.raises(KeyboardInterrupt):
         small(tmp_path, 2)
     assert list(tmp_path.iterdir()) == [older]
@@ -301,13 +301,13 @@ def test_an_abort_while_saving_is_an_abort(tmp_path: Path, monkeypatch: pytest.M
 
 def test_no_room_says_how_much_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older = small(tmp_path, 1)
-    real = checkpoint_writer.pieces
+    real = checkpoint_files.pieces
 
     def full(tensor: Tensor) -> object:
         yield from real(tensor)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_writer, "pieces", full)
+    monkeypatch.setattr(checkpoint_files, "pieces", full)
     tensors = {"w": torch.zeros(2**20)}
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save(tmp_path, step=2, tensors=tensors, values={}, score=None, keep_last=1)
@@ -319,19 +319,23 @@ def test_no_room_says_how_much_is_needed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, score in ((1, 5.0), (2, 3.0), (3, 4.0), (4, None), (5, 3.0), (6, float("nan"))):
         small(tmp_path, step, score, keep_last=2)
-        assert checkpoint.latest(tmp_path) == tmp_path / f"step-{step:06d}"
-    assert [(saved.step, saved.score) for saved in checkpoint.listing(tmp_path)] == [(2, 3.0), (5, 3.0), (6, None)]
-    assert checkpoint.best(tmp_path) == tmp_path / "step-000002"
+        assert checkpoint.find_latest(tmp_path) == tmp_path / f"step-{step:06d}"
+    assert [(saved.step, saved.score) for saved in checkpoint.list_checkpoints(tmp_path)] == [
+        (2, 3.0),
+        (5, 3.0),
+        (6, None),
+    ]
+    assert checkpoint.find_best(tmp_path) == tmp_path / "step-000002"
     assert len(list(tmp_path.iterdir())) == 3
     small(tmp_path, 7, 2.0, keep_last=1)
-    assert [saved.step for saved in checkpoint.listing(tmp_path)] == [7]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [7]
 
 
 def test_the_newest_is_that_of_the_last_step_and_not_of_the_last_name(tmp_path: Path) -> None:
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
         small(tmp_path, step, None, keep_last=2)
-    assert [saved.step for saved in checkpoint.listing(tmp_path)] == [1_000_000, 1_000_001]
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-1000001"
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [1_000_000, 1_000_001]
+    assert checkpoint.find_latest(tmp_path) == tmp_path / "step-1000001"
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -342,7 +346,7 @@ def test_the_rule_of_keeping(tmp_path: Path, scores: list[float | None], keep_la
         small(folder, step, score, keep_last=keep_last)
     scored = [(score, step) for step, score in enumerate(scores, start=1) if score is not None]
     newest = set(range(len(scores) - keep_last + 1, len(scores) + 1)) - set(range(-keep_last, 1))
-    assert {s.step for s in checkpoint.listing(folder)} == newest | ({min(scored)[1]} if scored else set())
+    assert {s.step for s in checkpoint.list_checkpoints(folder)} == newest | ({min(scored)[1]} if scored else set())
 
 
 def test_a_course_that_was_given_up_is_forgotten(tmp_path: Path) -> None:
@@ -350,8 +354,8 @@ def test_a_course_that_was_given_up_is_forgotten(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         small(tmp_path, step, score=1 / step)
     small(tmp_path, 4, score=9.0)
-    assert [(s.step, s.score) for s in checkpoint.listing(tmp_path)] == [(2, 0.5), (4, 9.0)]
-    assert checkpoint.best(tmp_path) == tmp_path / "step-000002"
+    assert [(s.step, s.score) for s in checkpoint.list_checkpoints(tmp_path)] == [(2, 0.5), (4, 9.0)]
+    assert checkpoint.find_best(tmp_path) == tmp_path / "step-000002"
 
 
 def test_broken_ones_are_passed_over_with_a_warning_and_left_alone(
@@ -359,14 +363,14 @@ def test_broken_ones_are_passed_over_with_a_warning_and_left_alone(
 ) -> None:
     paths = [small(tmp_path, step, keep_last=2) for step in (1, 2)]
     (paths[1] / "state.json").unlink()
-    assert checkpoint.latest(tmp_path) == paths[0]
+    assert checkpoint.find_latest(tmp_path) == paths[0]
     assert "step-000002: state.json cannot be read" in caplog.text
-    assert [bool(saved.problem) for saved in checkpoint.listing(tmp_path)] == [False, True]
+    assert [bool(saved.problem) for saved in checkpoint.list_checkpoints(tmp_path)] == [False, True]
     small(tmp_path, 3, keep_last=2)
     small(tmp_path, 4, keep_last=2)
-    assert [saved.step for saved in checkpoint.listing(tmp_path)] == [2, 3, 4]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [2, 3, 4]
     shutil.rmtree(paths[1])
-    assert checkpoint.latest(tmp_path / "nowhere") is None and checkpoint.best(tmp_path) is None
+    assert checkpoint.find_latest(tmp_path / "nowhere") is None and checkpoint.find_best(tmp_path) is None
 
 
 def test_leftovers_are_swept_and_a_committed_save_is_finished(tmp_path: Path) -> None:
@@ -376,7 +380,7 @@ def test_leftovers_are_swept_and_a_committed_save_is_finished(tmp_path: Path) ->
     (torn / "COMMIT").unlink()
     shutil.copytree(done, whole)
     shutil.copytree(done, tmp_path / ".removing-1234-step-000000")
-    assert checkpoint.latest(tmp_path) == done, "looking changes nothing"
+    assert checkpoint.find_latest(tmp_path) == done, "looking changes nothing"
     assert len(list(tmp_path.iterdir())) == 4
     checkpoint.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000003"]
@@ -394,7 +398,7 @@ def test_a_folder_that_cannot_be_removed_does_not_stop_the_run(
         patch.setattr(checkpoint_folder.shutil, "rmtree", busy)
         small(tmp_path, 2, keep_last=1)
     assert "cannot be deleted yet" in caplog.text
-    assert [saved.step for saved in checkpoint.listing(tmp_path)] == [2]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [2]
     small(tmp_path, 3, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]
 
@@ -411,5 +415,5 @@ def test_the_checkpoint_before_survives_a_failed_rename(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "rename", stubborn)
     with pytest.raises(CheckpointError, match="Input/output error"):
         small(tmp_path, 3, score=2.0)
-    assert [(saved.step, saved.score) for saved in checkpoint.listing(tmp_path)] == [(3, 1.0)]
+    assert [(saved.step, saved.score) for saved in checkpoint.list_checkpoints(tmp_path)] == [(3, 1.0)]
     assert [path.name for path in tmp_path.iterdir()] == ["step-000003"]

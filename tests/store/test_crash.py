@@ -15,7 +15,7 @@ from tests.store import saving
 
 def whole(folder: Path, megabytes: float) -> int:
     """The step of the newest checkpoint, every number of which must tell that step."""
-    path = checkpoint.latest(folder)
+    path = checkpoint.find_latest(folder)
     assert path is not None
     tensors = saving.tensors_of(0, megabytes)
     step = int(checkpoint.load(path, tensors)["step"])
@@ -60,7 +60,7 @@ def test_killed_before_every_change_of_the_file_system(tmp_path: Path, again: bo
         assert all(path.name.startswith("step-") for path in folder.iterdir())
         event += 1
     assert code == 0 and event > 12
-    assert [saved.step for saved in checkpoint.listing(folder)] == [step]
+    assert [saved.step for saved in checkpoint.list_checkpoints(folder)] == [step]
 
 
 def test_full_disk(tmp_path: Path) -> None:

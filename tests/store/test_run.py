@@ -17,8 +17,7 @@ from meshwright.data import Tokenizer
 from meshwright.spec import ModelShape, Plan, Recipe
 from meshwright.spec.errors import CheckpointError, PlanError, RunError
 from meshwright.store import checkpoint
-from meshwright.store.lock import RunLock
-from meshwright.store.run_folder import MetricsLog, RunFolder
+from meshwright.store.run_folder import MetricsLog, RunFolder, RunLock
 from tests.store import saving
 
 
@@ -103,7 +102,7 @@ def test_a_run_is_not_overwritten_but_goes_on(tmp_path: Path) -> None:
         run.metrics.write_text('{"step": 20}\n')
     assert "already holds a run (last checkpoint: step 20): resume=auto continues it" in refusal(tmp_path)
     with create(tmp_path, resume=True, steps=900) as run:
-        assert checkpoint.latest(run.checkpoints) == run.checkpoints / "step-000020"
+        assert checkpoint.find_latest(run.checkpoints) == run.checkpoints / "step-000020"
         assert MetricsLog.read(run.metrics) == [{"step": 20}]
         assert RunFolder.open(tmp_path).plan.recipe.steps == 500, "nobody knows yet whether the new plan fits"
         run.keep_plan()
@@ -125,7 +124,7 @@ def test_killed_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> N
     with create(tmp_path) as run:
         run.metrics.write_text('{"step": 1}\n')
     with create(tmp_path, resume=True) as run:
-        assert checkpoint.latest(run.checkpoints) is None and not run.metrics.exists()
+        assert checkpoint.find_latest(run.checkpoints) is None and not run.metrics.exists()
 
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:

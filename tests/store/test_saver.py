@@ -22,9 +22,9 @@ from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import CheckpointError, NonFiniteLoss
 from meshwright.spec.weights.boxes import Box
-from meshwright.store import checkpoint, checkpoint_writer, staging
-from meshwright.store.saver import Saver
-from meshwright.store.staging import Staging
+from meshwright.store import checkpoint, checkpoint_files
+from meshwright.store import saver as saver_module
+from meshwright.store.saver import Saver, Staging
 from meshwright.store.tensor_piece import Piece
 from meshwright.training import job, loop
 from tests.store import saving
@@ -52,8 +52,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.reached, self.error = threading.Event(), threading.Event(), None
-        self.real = checkpoint_writer.write_safetensors
-        monkeypatch.setattr(checkpoint_writer, "write_safetensors", self.write)
+        self.real = checkpoint_files.write_safetensors
+        monkeypatch.setattr(checkpoint_files, "write_safetensors", self.write)
 
     def write(self, *inputs: Any) -> Any:
         self.reached.set()
@@ -92,7 +92,7 @@ def test_the_files_are_those_of_a_save_that_was_waited_for(tmp_path: Path, gate:
     told: list[int] = []
     with saver(tmp_path / "behind", told) as ours:
         ours.save(3, tensors, {"step": 3}, 0.5)
-        assert gate.reached.wait(30) and checkpoint.latest(tmp_path / "behind") is None and told == []
+        assert gate.reached.wait(30) and checkpoint.find_latest(tmp_path / "behind") is None and told == []
         before = {name: tensor.detach().clone() for name, tensor in tensors.items() if name != "piece"}
         for name in before:
             tensors[name].detach().zero_()
@@ -116,7 +116,7 @@ def test_one_save_is_under_way_at_most_and_one_buffer_is_used(tmp_path: Path, ga
         assert time.perf_counter() - started > 0.2 and told == [1]
         assert [slab.data_ptr() for slab in ours._staging.slabs] == slabs
         assert ours.blocked_s > 0.2
-    assert told == [1, 2] and [saved.step for saved in checkpoint.listing(tmp_path)] == [1, 2]
+    assert told == [1, 2] and [saved.step for saved in checkpoint.list_checkpoints(tmp_path)] == [1, 2]
 
 
 def test_every_tensor_that_is_written_is_a_sign_of_life(tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_every_tensor_that_is_written_is_a_sign_of_life(tmp_path: Path) -> None:
 def test_a_last_save_is_not_copied(tmp_path: Path) -> None:
     with saver(tmp_path) as ours:
         ours.save(1, saving.tensors_of(1), {}, None, last=True)
-        assert ours._staging.slabs == [] and checkpoint.latest(tmp_path) == tmp_path / "step-000001"
+        assert ours._staging.slabs == [] and checkpoint.find_latest(tmp_path) == tmp_path / "step-000001"
 
 
 def test_staging_cuts_slabs_and_keeps_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "SLAB_BYTES", 200)
+    monkeypatch.setattr(saver_module, "SLAB_BYTES", 200)
     actual, tensors = Staging(), state()
     for _ in range(2):
         copies = actual.copy(tensors)
@@ -167,7 +167,7 @@ def test_a_run_leaves_the_same_checkpoints(texts: Path, tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_at_the_next_step(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second save fails in the background: training stops, the first checkpoint stays."""
-    real, calls = checkpoint_writer.write_safetensors, []
+    real, calls = checkpoint_files.write_safetensors, []
 
     def second_is_full(*inputs: Any) -> Any:
         calls.append(inputs)
@@ -175,12 +175,12 @@ def test_a_full_disk_is_told_at_the_next_step(texts: Path, tmp_path: Path, monke
             raise OSError(28, "No space left on device")
         return real(*inputs)
 
-    monkeypatch.setattr(checkpoint_writer, "write_safetensors", second_is_full)
+    monkeypatch.setattr(checkpoint_files, "write_safetensors", second_is_full)
     plan = behind(running.plan(texts, tmp_path / "run", **{**OPTIONS, "steps": 40, "checkpoint_every": 10}))
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         loop.run(plan, watchers=[Patient()])
     assert "\n" not in str(caught.value) and "earlier checkpoints are kept" in str(caught.value)
-    assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [10]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == [10]
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000010"]
     assert 20 < max(running.steps_of(running.metrics(tmp_path / "run"))) < 30, "before the save after it"
     monkeypatch.undo()
@@ -212,17 +212,17 @@ def test_a_second_interruption_ends_the_save(texts: Path, tmp_path: Path, gate: 
                 gate.open.set()
                 raise KeyboardInterrupt
 
-    slow = checkpoint_writer.write_safetensors
+    slow = checkpoint_files.write_safetensors
 
     def asking(path: Path, items: Any, resolve: Any) -> Any:
         time.sleep(0.2)
         return slow(path, items, resolve)
 
-    checkpoint_writer.write_safetensors = asking  # over the gate, which a fixture takes away
+    checkpoint_files.write_safetensors = asking  # over the gate, which a fixture takes away
     plan = behind(running.plan(texts, tmp_path / "run", **OPTIONS))
     with pytest.raises(KeyboardInterrupt):
         loop.run(plan, watchers=[Twice()])
-    checkpoint_writer.write_safetensors = gate.real
+    checkpoint_files.write_safetensors = gate.real
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     assert loop.run(plan, resume="auto").stopped == "done"
 
@@ -280,7 +280,7 @@ def fill_disk_behind(folder: Path) -> None:
             assert "No space left on device" in str(error) and "\n" not in str(error), error
         assert [path.name for path in folder.iterdir()] == ["step-000001"]
         ours.save(3, saving.tensors_of(3, 0.1), {"step": 3}, None)
-    assert checkpoint.latest(folder) == folder / "step-000003"
+    assert checkpoint.find_latest(folder) == folder / "step-000003"
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_two_ranks_write_the_same_files(texts: Path, tmp_path: Path) -> None:
 
 def run_and_fail(texts: str, folder: str) -> tuple[str, bool, int]:
     """On one of two ranks: the disk of the second is full at the second save."""
-    real, calls = checkpoint_writer.write_safetensors, []
+    real, calls = checkpoint_files.write_safetensors, []
 
     def full(*inputs: Any) -> Any:
         calls.append(inputs)
@@ -340,7 +340,7 @@ def run_and_fail(texts: str, folder: str) -> tuple[str, bool, int]:
             raise OSError(28, "No space left on device")
         return real(*inputs)
 
-    checkpoint_writer.write_safetensors = full
+    checkpoint_files.write_safetensors = full
     plan = running.plan(Path(texts), Path(folder, "run"), **{**OPTIONS, "steps": 500, "checkpoint_every": 10})
     try:
         loop.run(behind(plan, dp_shard=2, zero=1), watchers=[Patient()])

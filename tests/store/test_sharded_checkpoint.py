@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshwright.spec.errors import CheckpointError
-from meshwright.store import checkpoint, checkpoint_writer
+from meshwright.store import checkpoint, checkpoint_files
 from tests.store import saving
 
 SHAPES = {"even": (4, 6), "uneven": (5, 3), "narrow": (1, 8), "empty": (0, 3), "deep": (3, 4, 5)}
@@ -61,15 +61,15 @@ def fail_together(rank: int, folder: Path) -> None:
     """The disk of rank 1 is full, then a shard is damaged: both ranks hear of it, none waits."""
     tensors = laid_out(whole(), 0)
     checkpoint.save(folder / "two", step=1, tensors=tensors, values={}, score=None, keep_last=1)
-    real = checkpoint_writer.write_safetensors
+    real = checkpoint_files.write_safetensors
 
     def full(*inputs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    checkpoint_writer.write_safetensors = full if rank else real  # type: ignore[assignment]
+    checkpoint_files.write_safetensors = full if rank else real  # type: ignore[assignment]
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpoint.save(folder / "two", step=2, tensors=tensors, values={}, score=None, keep_last=1)
-    checkpoint_writer.write_safetensors = real
+    checkpoint_files.write_safetensors = real
     torch.distributed.barrier()
     assert [path.name for path in (folder / "two").iterdir()] == ["step-000001"]
     path = folder / "two" / "step-000001"
@@ -87,7 +87,7 @@ def fail_together(rank: int, folder: Path) -> None:
 def test_saved_on_two_ranks_loaded_anywhere(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "one", step=5, tensors=whole(), values={}, score=None, keep_last=1)
     assert saving.ranks(save_and_reload, tmp_path) == [0, 0]
-    path = checkpoint.latest(tmp_path / "two")
+    path = checkpoint.find_latest(tmp_path / "two")
     assert path is not None
     files = json.loads((path / "COMMIT").read_text())["files"]
     assert {name[:11] for name in files} == {"shard-00001", "shard-00002", "state.json"}

@@ -29,14 +29,14 @@ def run(files: Path) -> Path:
     loop.run(worse, resume="auto", watchers=[watcher])
     scores = {evaluation.step: evaluation.loss for evaluation in watcher.evaluations}
     best = min(scores, key=lambda step: (scores[step], step))
-    stored = {saved.step: saved.score for saved in checkpoint.listing(files / "run" / "checkpoints")}
+    stored = {saved.step: saved.score for saved in checkpoint.list_checkpoints(files / "run" / "checkpoints")}
     assert stored == {best: scores[best], 12: scores[12]}, "step 10 was not evaluated, and is no best"
     assert best == 8, "else this shows nothing"
     return files / "run"
 
 
 def test_the_best_is_kept_and_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    best = checkpoint.best(run / "checkpoints")
+    best = checkpoint.find_best(run / "checkpoints")
     assert best is not None and locate(run, "best")[1] == best != locate(run)[1] == locate(run, "12")[1]
     assert main(["export", str(run), str(tmp_path / "out"), "--checkpoint", "best", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == str(best)

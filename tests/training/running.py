@@ -121,13 +121,13 @@ def tensors(saved: Path) -> dict[str, Tensor]:
 def assert_same_end(run: Path, right: Path) -> None:
     """Metrics, and every bit of the last checkpoint: weights, optimizer, scale, random states, counters."""
     assert metrics(run) == metrics(right)
-    mine, theirs = (checkpoint.latest(folder / "checkpoints") for folder in (run, right))
+    mine, theirs = (checkpoint.find_latest(folder / "checkpoints") for folder in (run, right))
     assert mine is not None and theirs is not None and mine.name == theirs.name
     ours_by_name, other = tensors(mine), tensors(theirs)
     assert ours_by_name.keys() == other.keys() and len(ours_by_name) > 20
     for name, tensor in ours_by_name.items():
         assert torch.equal(tensor, other[name]), name
-    ours, others = (checkpoint.values(saved) for saved in (mine, theirs))
+    ours, others = (checkpoint.read_values(saved) for saved in (mine, theirs))
     assert {**ours, "seconds": 0} == {**others, "seconds": 0}
 
 

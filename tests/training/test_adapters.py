@@ -121,7 +121,7 @@ def test_layouts_train_the_same_adapter(files: Path) -> None:
 def test_a_checkpoint_holds_the_adapter_alone(files: Path) -> None:
     asked = plan(files, *LORA)
     loop.run(asked)
-    latest = checkpoint.latest(files / "run" / "checkpoints")
+    latest = checkpoint.find_latest(files / "run" / "checkpoints")
     assert latest is not None
     names = [name for name in checkpoint.names(latest) if name.startswith(("model.", "optimizer."))]
     assert names and all(".lora." in name for name in names)
@@ -239,7 +239,7 @@ def test_a_merged_model_routes_as_the_trained_one(files: Path) -> None:
     (files / "moe" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     asked = plan(files, f"model={files / 'moe'}", *LORA, "recipe.steps=1", "recipe.precision=bf16")
     loop.run(asked)
-    latest = checkpoint.latest(files / "run" / "checkpoints")
+    latest = checkpoint.find_latest(files / "run" / "checkpoints")
     assert latest is not None
     merged = dict(final_weights(asked, latest, torch.bfloat16))
     biases = [name for name in merged if name.endswith("correction_bias")]

@@ -34,7 +34,7 @@ def test_the_size_is_that_of_a_checkpoint(texts: Path, tmp_path: Path, recipe: d
     shape = replace(running.SHAPE, vocab=4096, hidden=64)
     plan = running.plan(texts, tmp_path / "run", shape=shape, steps=1, **recipe)
     loop.run(plan)
-    [saved] = checkpoint_folder.listing(tmp_path / "run" / "checkpoints")
+    [saved] = checkpoint_folder.list_checkpoints(tmp_path / "run" / "checkpoints")
     beside = saved.size_bytes - checkpoint_bytes(shape, plan.recipe)
     assert 0 < beside < 40 * KIB, "names, hashes and random states"
     assert saved.size_bytes > 4 * 40 * KIB

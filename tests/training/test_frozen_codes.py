@@ -191,7 +191,7 @@ def test_an_export_is_what_was_trained(files: Path) -> None:
     loop.run(asked)
     prompt = tokens(2, 11)
     state = state_of(asked)
-    latest = checkpoint.latest(files / "run" / "checkpoints")
+    latest = checkpoint.find_latest(files / "run" / "checkpoints")
     assert latest is not None
     checkpoint.load(latest, state.tensors())
     right = state.engine.model.eval()(prompt)
@@ -206,7 +206,7 @@ def test_an_export_is_what_was_trained(files: Path) -> None:
 def test_checkpoints_hold_the_adapter_and_know_their_base(files: Path) -> None:
     asked = plan(files, *LORA, "model.lora.base=nf4-double", "recipe.steps=6", "recipe.checkpoint_every=3")
     loop.run(asked)
-    latest = checkpoint.latest(files / "run" / "checkpoints")
+    latest = checkpoint.find_latest(files / "run" / "checkpoints")
     assert latest is not None
     names = [name for name in checkpoint.names(latest) if name.startswith(("model.", "optimizer."))]
     assert names and all(".lora." in name for name in names)

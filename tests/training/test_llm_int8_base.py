@@ -14,7 +14,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec.errors import HubError, IllegalLayout
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.quantization_schemes import scheme_named
-from meshwright.store.base_weights import open_base
+from meshwright.store.model_weights import open_base
 from meshwright.training.optimizer import kept_bytes
 from tests.training.test_adapters import peft_run
 from tests.training.test_frozen_codes import LORA, files, losses, state_of

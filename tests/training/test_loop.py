@@ -136,7 +136,7 @@ def test_without_held_out_text_nothing_is_evaluated(make: Make, tmp_path: Path) 
     summary = loop.run(replace(plan, data=replace(plan.data, validation=0.0)), watchers=[notes])
     assert notes.evaluations == [] and not list(steps_of(metrics(tmp_path / "run"), "eval"))
     assert summary.eval_loss is None and summary.bits_per_byte is None and summary.best_step is None
-    assert [saved.score for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [None]
+    assert [saved.score for saved in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == [None]
 
 
 def test_every_step_is_recorded_however_rarely_it_is_told(make: Make, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_checkpoints_score_is_the_loss_of_its_own_weights(make: Make, tmp_path
         loop.run(plan, watchers=[Crashed(5)])
     loop.run(plan, resume="auto")
     losses = {row["step"]: row["loss"] for row in metrics(tmp_path / "run") if row.get("kind") == "eval"}
-    scores = {saved.step: saved.score for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")}
+    scores = {saved.step: saved.score for saved in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")}
     assert scores == {2: None, 4: None, 6: losses[6], 8: None, 10: None, 12: losses[12]}
 
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_an_interruption_makes_has_a_score_only_if_it_was_eval
     for step in (5, 7):
         plan = running.plan(texts, tmp_path / str(step), checkpoint_every=0)
         summary = loop.run(plan, watchers=[Terminated(step)])
-        [saved] = checkpoint.listing(tmp_path / str(step) / "checkpoints")
+        [saved] = checkpoint.list_checkpoints(tmp_path / str(step) / "checkpoints")
         assert saved.step == summary.step == step
         assert saved.score == (summary.eval_loss if step == 5 else None)
         assert summary.eval_loss is not None
@@ -283,7 +283,7 @@ def test_a_loss_that_is_no_number_ends_the_run_at_once(
     )
     assert notes.saves == [4] and notes.summary is None
     assert list(steps_of(metrics(tmp_path / "run"))) == [1, 2, 3, 4, 5, 6]
-    assert checkpoint.latest(tmp_path / "run" / "checkpoints") == last
+    assert checkpoint.find_latest(tmp_path / "run" / "checkpoints") == last
     assert all(tensor.isfinite().all() for name, tensor in tensors(last).items() if not name.startswith("rng."))
 
     monkeypatch.undo()
@@ -312,7 +312,7 @@ def test_weights_without_a_held_out_loss_are_not_saved(
     monkeypatch.setattr("meshwright.training.step.evaluate.evaluate", broken)
     with pytest.raises(NonFiniteLoss, match=r"step 8: the held-out loss is nan; the last good checkpoint is .*000004"):
         loop.run(make(eval_every=4))
-    assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [4]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == [4]
 
 
 def test_fp16_overflows_are_skipped_and_told(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +455,7 @@ def test_auto_begins_where_there_is_nothing_yet(make: Make) -> None:
 def test_another_runs_checkpoint_by_its_path(begun: Plan, make: Make, tmp_path: Path) -> None:
     """It goes on from there in a folder of its own; the other run stays."""
     before = metrics(tmp_path / "run")
-    saved = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    saved = checkpoint.find_latest(tmp_path / "run" / "checkpoints")
     summary = loop.run(replace(begun, run=str(tmp_path / "fork")), resume=str(saved))
     assert summary.step == 12 and list(steps_of(metrics(tmp_path / "fork"))) == list(range(7, 13))
     assert metrics(tmp_path / "run") == before

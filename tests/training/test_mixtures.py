@@ -74,7 +74,7 @@ def test_a_mixture_of_one_source_is_its_run(make: Make, tmp_path: Path) -> None:
         if "kind" in ours:  # bits per byte come from a mean by weight
             assert ours.pop("bits_per_byte") == pytest.approx(other.pop("bits_per_byte"), rel=1e-12)
         assert ours == other
-    ends = [checkpoint.latest(tmp_path / name / "checkpoints") for name in ("mixed", "alone")]
+    ends = [checkpoint.find_latest(tmp_path / name / "checkpoints") for name in ("mixed", "alone")]
     assert ends[0] is not None and ends[1] is not None
     ours, other = (tensors(end) for end in ends if end is not None)
     assert ours.keys() == other.keys() and all(ours[name].equal(other[name]) for name in ours)

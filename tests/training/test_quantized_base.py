@@ -24,7 +24,7 @@ from meshwright.spec.errors import CheckpointError, HubError, PlanError
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.quantization_schemes import SCHEMES, base_name, scheme_named
 from meshwright.store import checkpoint
-from meshwright.store.base_weights import base_weights, open_base
+from meshwright.store.model_weights import base_weights, open_base
 from meshwright.training import job, loop
 from meshwright.training.optimizer import kept_bytes
 from tests.model.shrunk import tokens
@@ -96,7 +96,7 @@ def test_its_codes_are_the_frozen_base(files: Path, form: str, scheme: str, more
     assert kept_bytes.memory(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
     dense = plan(files, f"model={restored_twin(folder, files / 'twin', asked)}", f"run={files / 'dense'}", *LORA)
     assert losses(asked) == [pytest.approx(pair, abs=1e-5, rel=1e-4) for pair in losses(dense)]
-    latest = checkpoint.latest(files / "run" / "checkpoints")
+    latest = checkpoint.find_latest(files / "run" / "checkpoints")
     assert latest is not None
     checkpoint.load(latest, state.tensors())
     prompt = tokens(2, 11)

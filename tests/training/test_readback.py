@@ -176,7 +176,7 @@ def test_a_signal_that_is_heard_late_ends_after_the_step_that_was_begun(
     plan = running.plan(texts, tmp_path / "run", checkpoint_every=0, eval_every=0)
     summary = loop.run(plan, watchers=[Terminated(6)])
     assert (summary.step, summary.stopped) == (7, "terminated")
-    assert [saved.step for saved in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [7]
+    assert [saved.step for saved in checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")] == [7]
     steps = list(running.steps_of(running.metrics(tmp_path / "run")))
     assert steps == list(range(1, 8)), "the step that was begun is recorded too"
     monkeypatch.undo()

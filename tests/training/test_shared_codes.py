@@ -174,7 +174,7 @@ def test_a_run_goes_on_under_another_layout(files: Path) -> None:
     prompt = tokens(2, 11)
     here, there = (load(folder).model(prompt) for folder in (files / "merged", asked.run))
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4)
-    newest = checkpoint.latest(files / "shared" / "checkpoints")
+    newest = checkpoint.find_latest(files / "shared" / "checkpoints")
     assert newest is not None
     names = [name for name in checkpoint.names(newest) if name.startswith(("model.", "optimizer."))]
     assert names and all(".lora." in name for name in names)

@@ -127,7 +127,7 @@ def states(run: Path) -> dict[int, dict[str, torch.Tensor]]:
     """Weights and moments of every checkpoint, by step."""
     return {
         saved.step: {name: value for name, value in tensors(saved.path).items() if not name.startswith("rng.")}
-        for saved in checkpoint.listing(run / "checkpoints")
+        for saved in checkpoint.list_checkpoints(run / "checkpoints")
     }
 
 
@@ -200,7 +200,7 @@ def test_spikes_and_rows_go_on_after_a_resume_to_the_bit(
             loop.run(plan, watchers=[Crashed(step + 1)], resume="auto")
     loop.run(plan, resume="auto")
     running.assert_same_end(tmp_path / "run", tmp_path / "whole")
-    values = checkpoint.values(tmp_path / "run" / "checkpoints" / "step-000004")
+    values = checkpoint.read_values(tmp_path / "run" / "checkpoints" / "step-000004")
     assert values["skipping"][2:] == [1, 1]
 
 

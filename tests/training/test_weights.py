@@ -65,7 +65,7 @@ def plan(tmp_path: Path, *words: str, model: str = "hf") -> Plan:
 
 def saved(run: Path, kind: str = "model.") -> dict[str, Tensor]:
     """The weights (or other tensors of a kind) of a run's last checkpoint by name."""
-    latest = checkpoint.latest(run / "checkpoints")
+    latest = checkpoint.find_latest(run / "checkpoints")
     assert latest is not None
     names = [name for name in checkpoint.names(latest) if name.startswith(kind)]
     return {name.removeprefix(kind): tensor for name, tensor in checkpoint.stream(latest, names)}

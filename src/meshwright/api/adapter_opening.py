@@ -17,8 +17,7 @@ from meshwright.spec.model.lora import SAME
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
-from meshwright.store.base_weights import base_fingerprint
-from meshwright.store.model_weights import locate, weights
+from meshwright.store.model_weights import base_fingerprint, locate, weights
 
 
 def opened_adapters(
@@ -59,7 +58,7 @@ def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> S
     """Open one adapter of a model that was read from `source`. Raises as `opened_adapters`."""
     if is_adapter(path):
         return peft_adapter(model, path)
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
         return _adapter_of_run(name, path, source)
     raise ArgumentError(
         f"adapter={name}: {path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
@@ -89,7 +88,7 @@ def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
             f"adapter={name} needs its own codes: {path} trained it beside {lora.base}. For other weights "
             "write it in PEFT's format (`meshwright export --adapter`)"
         )
-    trained_beside = checkpoints.values(checkpoint).get("base")
+    trained_beside = checkpoints.read_values(checkpoint).get("base")
     fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
     if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
         raise ArgumentError(

@@ -21,7 +21,7 @@ from meshwright.observe.compare.table import as_json, percent, verdict
 from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
-from meshwright.store.durable import one_line, replace_file
+from meshwright.store.durable import replace_file, report_in_one_line
 from meshwright.store.run_folder import RunFolder
 
 Told = Callable[[str], None]
@@ -154,7 +154,7 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
 
     finished = [open_run(folder) for folder in folders]
     planners = [planner_of(run.plan_as_run, cluster) for run in finished]
-    with one_line(target, "out="):
+    with report_in_one_line(target, "out="):
         replace_file(target, page(finished, planners, tolerance).encode())
     return target
 

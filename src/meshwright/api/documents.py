@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import ArgumentError
-from meshwright.store.durable import one_line, refuse_unwritable, replace_file
+from meshwright.store.durable import refuse_unwritable, replace_file, report_in_one_line
 
 
 def plain(content: Any) -> Any:
@@ -48,5 +48,5 @@ def check_page(out: Path, name: str, *, option: str = "out=") -> None:
 
 def write_page(file: Path, page: str) -> None:
     """Write a page whole or not at all. Names that are no valid text get question marks. Raises RunError."""
-    with one_line(file, "--html"):
+    with report_in_one_line(file, "--html"):
         replace_file(file, page.encode(errors="replace"))

@@ -28,7 +28,7 @@ from meshwright.spec.presets import suggested
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import option_words
 from meshwright.stacks.stack_errors import sentences
-from meshwright.store.durable import one_line, replace_file
+from meshwright.store.durable import replace_file, report_in_one_line
 
 BESIDE = ("cluster", "nodes", "stack", "price")
 """Keys of `beside`. `for` means `stack`."""
@@ -67,7 +67,7 @@ class ExploreAnswer(Answer):
         """Write the page. Raises ArgumentError if it cannot be written."""
         out = Path(file)
         check_page(out, "explorer.html")
-        with one_line(out, "out"):
+        with report_in_one_line(out, "out"):
             replace_file(out, self.html.encode())
         return out
 

@@ -22,9 +22,8 @@ from meshwright.model.transformer import build_quantized, skeleton
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store import checkpoint_folder
-from meshwright.store.base_weights import open_base
 from meshwright.store.model_place import AUTO, LAST, check_model
-from meshwright.store.model_weights import final_weights, locate
+from meshwright.store.model_weights import final_weights, locate, open_base
 from meshwright.store.run_folder import RunFolder, ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.optimizer.precision import DTYPES
@@ -93,7 +92,7 @@ def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
 
     Takes a run folder, one of its checkpoints, a Hugging Face directory or a GGUF file. Raises as `load`.
     """
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
         run, checkpoint_path = locate(path, checkpoint)
         return _trained_run(run, checkpoint_path, skeleton(run.plan.model.base), path)
     if is_gguf_path(path):
@@ -106,7 +105,7 @@ def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
 
 
 def _trained_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) -> TrainedModel:
-    tokenizer = run.known_tokenizer(checkpoint)
+    tokenizer = run.load_tokenizer(checkpoint)
     return TrainedModel(
         model=model.eval(),
         tokenizer=tokenizer,

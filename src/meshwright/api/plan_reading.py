@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> FolderModel:
         return FolderModel(shape=planned)
     if (folder / CONFIG).is_file() and not quantization(folder):
         return FolderModel(shape=read_config(folder)[1])
-    from meshwright.store.base_weights import open_weights  # imports torch, which the reader of codes needs
+    from meshwright.store.model_weights import open_weights  # imports torch, which the reader of codes needs
 
     opened = open_weights(folder)
     return FolderModel(shape=opened.hub.shape, codes=opened.base, refusal=opened.refusal)

@@ -19,7 +19,7 @@ from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, duration, gib, many
 from meshwright.store import default_folders
 from meshwright.store.default_folders import point_latest
-from meshwright.store.durable import one_line, refuse_unwritable, replace_file
+from meshwright.store.durable import refuse_unwritable, replace_file, report_in_one_line
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
@@ -172,7 +172,7 @@ def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
         return None
     from meshwright.observe.profile.perfetto import trace
 
-    plan = replace(plan, run=default_folders.settled(plan))
+    plan = replace(plan, run=default_folders.settle_run(plan))
     answer = ProfileAnswer(
         profile=measured, plan=plan, files=(Path(plan.run, "profile.json"), Path(plan.run, "trace.json"))
     )
@@ -183,7 +183,7 @@ def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
 def _write(plan: "Plan", documents: Mapping[str, object]) -> None:
     """Write each file whole or not at all, and the plan if there is none, for `compare`, `report` and `calibrate`."""
     folder = Path(plan.run)
-    with one_line(folder):
+    with report_in_one_line(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "plan.yaml").exists():
             planfile.write(plan, folder / "plan.yaml")

@@ -32,7 +32,7 @@ from meshwright.spec.errors import OutsideTolerance, PlanError
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
-from meshwright.store.durable import one_line
+from meshwright.store.durable import report_in_one_line
 from meshwright.store.model_place import LAST
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Batch
@@ -258,7 +258,7 @@ def quantize(
     predicted = predicted_bytes(FORMATS[format], whole_model)
     made = QuantizedFolder(target, original, whole_model, FORMATS[format])
     made.check_room(predicted, calibrated=taken.calibrated)
-    with one_line(target, "OUT"):
+    with report_in_one_line(target, "OUT"):
         if taken.calibrated:
             assert text is not None
             made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
@@ -292,7 +292,7 @@ def _quantize_to_gguf(
     check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
     layers: list[QuantizedLayer] = []
-    with one_line(target, "OUT"):
+    with report_in_one_line(target, "OUT"):
         written = write_gguf(target, original, plan, layers.append)
     measured, errors = BeforeQuantized(path, checkpoint, text).against(target, names) if text else (None, {})
     return QuantizeAnswer(

@@ -17,7 +17,7 @@ from meshwright.formats.hub import export_folder
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import PlanError
 from meshwright.spec.user_cache import default_root
-from meshwright.store.durable import one_line
+from meshwright.store.durable import report_in_one_line
 from meshwright.store.model_weights import locate
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.teachers.teacher import TeacherFolder, folder_of
@@ -68,7 +68,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
         return out
     # written once into the cache; a later run starts at once
     dtype, chat = _dtype(source), source.hub.chat_template if source.hub else None
-    with one_line(out):
+    with report_in_one_line(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         export_folder(
             out,

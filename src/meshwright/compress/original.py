@@ -41,7 +41,7 @@ def open_original(path: Path, which: str) -> OriginalModel:
 
     Raises RunError when there is none, CheckpointError or HubError when it is damaged, PlanError for an adapter.
     """
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
         return _open_run(path, which)
     if (path / "config.json").is_file():
         return _open_directory(path)
@@ -61,7 +61,7 @@ def _open_run(path: Path, which: str) -> OriginalModel:
         shape=run.plan.model.base,
         dtype=DTYPES[run.plan.recipe.precision],
         weights=lambda dtype: final_weights(run.plan, checkpoint, dtype),
-        tokenizer=run.known_tokenizer(checkpoint),
+        tokenizer=run.load_tokenizer(checkpoint),
         chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
         generation=read_json(run.path / GENERATION),
         dropout=run.plan.recipe.dropout,

@@ -27,7 +27,7 @@ from meshwright.spec.layout.schedule import schedule
 from meshwright.spec.memory.buffers import cache_bytes
 from meshwright.spec.memory.held import WIDTHS, written_bytes
 from meshwright.spec.recipe.recipe import most_answers
-from meshwright.store.staging import Staging, copied_bytes
+from meshwright.store.saver import Staging, copied_bytes
 from meshwright.training.loop import new_state
 from meshwright.training.objectives.distillation import LIKELIEST, LOGS
 from meshwright.training.objectives.objectives import objective_of

@@ -27,15 +27,14 @@ from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
 from meshwright.store import commit as commits
+from meshwright.store.checkpoint_files import Assignment, CheckpointWriter, Kind, Reader, quiet, raised_as_is
+from meshwright.store.checkpoint_files import names as names
+from meshwright.store.checkpoint_files import stream as stream
 from meshwright.store.checkpoint_folder import Saved as Saved
-from meshwright.store.checkpoint_folder import best as best
-from meshwright.store.checkpoint_folder import latest as latest
-from meshwright.store.checkpoint_folder import listing as listing
+from meshwright.store.checkpoint_folder import find_best as find_best
+from meshwright.store.checkpoint_folder import find_latest as find_latest
+from meshwright.store.checkpoint_folder import list_checkpoints as list_checkpoints
 from meshwright.store.checkpoint_folder import sweep as sweep
-from meshwright.store.checkpoint_reader import Kind, Reader, quiet, raised_as_is
-from meshwright.store.checkpoint_reader import names as names
-from meshwright.store.checkpoint_reader import stream as stream
-from meshwright.store.checkpoint_writer import Assignment, CheckpointWriter
 from meshwright.store.commit import Commit, FileRecord
 from meshwright.store.durable import sync_folder, write_file
 from meshwright.store.random_state import PREFIX as RNG_PREFIX
@@ -76,7 +75,7 @@ def save(
         CheckpointError: The disk is full or not writable (earlier checkpoints remain), or `values` is not JSON.
     """
     state = _encode_state(values)
-    saving, target = checkpoint_folder.place_for(folder, step)
+    saving, target = checkpoint_folder.paths_of_step(folder, step)
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,11 +102,11 @@ def save(
         failure.reported_elsewhere = _rank(group) > 0
         raise failure from None
     if _rank(group) == 0:
-        checkpoint_folder.keep(folder, step, keep_last)
+        checkpoint_folder.remove_surplus(folder, step, keep_last)
     return target
 
 
-def newest_whole(
+def find_newest_whole(
     candidates: Sequence[Path], group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
 ) -> Path | None:
     """Return the first candidate whose bytes match its COMMIT. Log a warning for each damaged one before it.
@@ -128,16 +127,18 @@ def newest_whole(
     if not damaged:
         return None
     newest, run = damaged[0], candidates[0].parent.parent
-    raise _also_said(newest, f"no checkpoint of {run} can be used; the last one: {newest}")
+    raise _reword(newest, f"no checkpoint of {run} can be used; the last one: {newest}")
 
 
-def named(checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None) -> Path:
+def verify_named(
+    checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
+) -> Path:
     """Verify a checkpoint that the user named and return it. Raises CheckpointError; no other one is tried."""
     try:
         verify(checkpoint, group, begun)
     except DamagedCheckpoint as error:
         advice = "take another one, or the run itself (resume=auto) for its newest that is whole"
-        raise _also_said(error, f"{error}; {advice}") from None
+        raise _reword(error, f"{error}; {advice}") from None
     return checkpoint
 
 
@@ -149,13 +150,13 @@ def verify(
     `begun` is called once per file. Raises DamagedCheckpoint, or CheckpointError for a newer version.
     """
 
-    def look() -> Commit:
+    def read_and_hash() -> Commit:
         commit = commits.read(checkpoint)
         commits.check_sizes(checkpoint, commit)
         commits.check_hashes(checkpoint, commit.files[_rank(group) :: _world(group)], begun)
         return commit
 
-    return _agreed(look, group)
+    return _agree(read_and_hash, group)
 
 
 def load(
@@ -179,25 +180,25 @@ def load(
         DamagedCheckpoint: A file differs from COMMIT.
         CheckpointError: The checkpoint is of another model or of a newer version.
     """
-    commit = _agreed(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
+    commit = _agree(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
     # Every rank checks before any rank writes into a tensor: a load changes all tensors or none.
-    saved = _agreed(reader.kinds, group)
-    everyone = union_of_names(_not_random(tensors), group) if _distributed() else set(tensors)
-    _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
+    saved = _agree(reader.kinds, group)
+    everyone = union_of_names(_drop_random(tensors), group) if _distributed() else set(tensors)
+    _agree(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
     wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
     reader.fill(wanted, group, alone=not _distributed())
     return _decode_state(checkpoint, commit)
 
 
-def values(checkpoint: Path) -> dict[str, Any]:
+def read_values(checkpoint: Path) -> dict[str, Any]:
     """Read and verify the values saved beside the tensors. No tensor is read. Raises CheckpointError."""
     commit = commits.read(checkpoint)
     commits.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
     return _decode_state(checkpoint, commit)
 
 
-def assigned(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> set[str]:
+def assign_tensors(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> set[str]:
     """Return the names of the tensors that this rank writes in a save by all ranks of `group`.
 
     Identical pieces are written by one rank only. This plans a save and writes nothing.
@@ -241,7 +242,7 @@ def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointEr
     nearest_folder = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
     free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(nearest_folder).free)} are free"
-    remaining = "; earlier checkpoints are kept" if listing(target.parent) else ""
+    remaining = "; earlier checkpoints are kept" if list_checkpoints(target.parent) else ""
     # A limit on file sizes is not cured by free space.
     if error.errno == errno.EFBIG:
         free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
@@ -259,17 +260,17 @@ def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str
             f"checkpoint {checkpoint} is of another model: {what}; take the plan it was trained with"
         )
 
-    for name in _not_random(tensors):
+    for name in _drop_random(tensors):
         tensor = tensors[name]
         if name not in saved:
-            raise refuse(f"it has no '{name}' ({_described(_kind(tensor))} here)")
+            raise refuse(f"it has no '{name}' ({_describe(_kind(tensor))} here)")
         if saved[name] != _kind(tensor):
-            raise refuse(f"'{name}' is {_described(saved[name])} there, {_described(_kind(tensor))} here")
-    for name in sorted(set(_not_random(saved)) - everyone):
-        raise refuse(f"it has '{name}' ({_described(saved[name])}) too")
+            raise refuse(f"'{name}' is {_describe(saved[name])} there, {_describe(_kind(tensor))} here")
+    for name in sorted(set(_drop_random(saved)) - everyone):
+        raise refuse(f"it has '{name}' ({_describe(saved[name])}) too")
 
 
-def _not_random(names: Iterable[str]) -> list[str]:
+def _drop_random(names: Iterable[str]) -> list[str]:
     """Drop the states of random generators, which differ by rank."""
     return [name for name in names if not name.startswith(RNG_PREFIX)]
 
@@ -278,7 +279,7 @@ def _kind(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _described(kind: Kind) -> str:
+def _describe(kind: Kind) -> str:
     return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}"
 
 
@@ -313,22 +314,22 @@ def _world(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if _distributed() else 1
 
 
-def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run `look` on every rank. If one rank raises CheckpointError, all raise it, so that none hangs later."""
+def _agree(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run `work` on every rank. If one rank raises CheckpointError, all raise it, so that none hangs later."""
     answers: list[T] = []
     refusal: CheckpointError | None = None
     try:
-        answers.append(look())
+        answers.append(work())
     except CheckpointError as error:
         refusal = error
     # Reached by every rank, with or without an error, since gathering is a collective.
     refusals = [error for error in (gather_objects(refusal, group) if _distributed() else [refusal]) if error]
     if refusals:
-        raise _also_said(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
+        raise _reword(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
     return answers[0]
 
 
-def _also_said(
+def _reword(
     error: CheckpointError,
     sentence: str,
     kind: type[CheckpointError] = CheckpointError,

@@ -33,7 +33,7 @@ class Saved:
     """Why it cannot be used. Empty = committed, and every file has its full length."""
 
 
-def require(resume: str) -> None:
+def check_resume(resume: str) -> None:
     """Raise CheckpointError unless `resume` is auto, no, or the path of a folder."""
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
@@ -41,20 +41,18 @@ def require(resume: str) -> None:
 
 def refuse_taken(run: Path) -> None:
     """Raise RunError when the folder already holds a run. Cheap: reads little more than file names."""
-    saved = listing(run / "checkpoints")
-    if saved or (run / "hf").exists() or _holds_a_record(run / "metrics.jsonl"):
+    saved = list_checkpoints(run / "checkpoints")
+    metrics = run / "metrics.jsonl"
+    has_record = False
+    if metrics.is_file():
+        with metrics.open("rb") as file:
+            has_record = b"\n" in file.read(MOST_OF_A_RECORD)
+    if saved or has_record or (run / "hf").exists():
         last = f" (last checkpoint: step {saved[-1].step})" if saved else ""
         raise RunError(f"{run} already holds a run{last}: resume=auto continues it, or choose another run=")
 
 
-def _holds_a_record(metrics: Path) -> bool:
-    if not metrics.is_file():
-        return False
-    with metrics.open("rb") as file:
-        return b"\n" in file.read(MOST_OF_A_RECORD)
-
-
-def listing(folder: Path) -> list[Saved]:
+def list_checkpoints(folder: Path) -> list[Saved]:
     """List all checkpoints by rising step, broken ones with their problem. Reads COMMIT files and file sizes only."""
     checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -64,31 +62,31 @@ def listing(folder: Path) -> list[Saved]:
     return sorted(checkpoints, key=lambda saved: saved.step)
 
 
-def latest(folder: Path) -> Path | None:
+def find_latest(folder: Path) -> Path | None:
     """Return the newest committed checkpoint whose files have their full length. Contents are not read.
 
     Broken checkpoints are skipped with a logged warning.
     """
-    for saved in reversed(listing(folder)):
+    for saved in reversed(list_checkpoints(folder)):
         if not saved.problem:
             return saved.path
         log.warning("passed over: %s", saved.problem)
     return None
 
 
-def newest_first(folder: Path) -> list[Path]:
+def list_newest_first(folder: Path) -> list[Path]:
     """List the paths of all checkpoints, damaged or not, newest first."""
-    return [saved.path for saved in reversed(listing(folder))]
+    return [saved.path for saved in reversed(list_checkpoints(folder))]
 
 
-def is_one(path: Path) -> bool:
+def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, complete or not."""
     return (path / commits.NAME).is_file() or (_NAME.fullmatch(path.resolve().name) is not None and path.is_dir())
 
 
-def best(folder: Path) -> Path | None:
+def find_best(folder: Path) -> Path | None:
     """Return the checkpoint with the lowest score, the earliest among equals. None when none was evaluated."""
-    lowest = _best([saved for saved in listing(folder) if not saved.problem])
+    lowest = _best([saved for saved in list_checkpoints(folder) if not saved.problem])
     return lowest.path if lowest else None
 
 
@@ -110,7 +108,7 @@ def sweep(folder: Path) -> None:
         _delete(path)
 
 
-def place_for(folder: Path, step: int) -> tuple[Path, Path]:
+def paths_of_step(folder: Path, step: int) -> tuple[Path, Path]:
     """Return the temporary and the final path of the checkpoint of a step."""
     name = f"step-{step:06d}"
     return folder / (_SAVING + name), folder / name
@@ -131,13 +129,13 @@ def publish(saving: Path, target: Path) -> None:
         _delete(old)
 
 
-def keep(folder: Path, step: int, keep_last: int) -> None:
+def remove_surplus(folder: Path, step: int, keep_last: int) -> None:
     """Apply retention after saving `step`: keep the newest `keep_last` and the best, remove all others.
 
     Later steps are removed too: they belong to training that was abandoned by resuming from before them. Broken
     checkpoints remain, since nothing is known about them. A failed removal is logged, not raised.
     """
-    sound = [saved for saved in listing(folder) if not saved.problem]
+    sound = [saved for saved in list_checkpoints(folder) if not saved.problem]
     # The best one is kept beside the newest, and none of an abandoned future.
     current = [saved for saved in sound if saved.step <= step]
     retained = [*current[-max(1, keep_last) :], _best(current)]

@@ -147,22 +147,19 @@ def _decode(folder: Path, raw: bytes) -> Commit:
         )
         commit = Commit(step=body["step"], score=body["score"], files=files)
         # Encoded again, every byte must be the same, the hash included.
-        sound = _encode(commit) == raw and _makes_sense(commit)
+        # The hash proves that nothing changed, not that the author is trustworthy: types and names are checked, too.
+        sound = (
+            _encode(commit) == raw
+            and type(commit.step) is int
+            and (commit.score is None or isinstance(commit.score, float | int))
+            and all(type(f.size_bytes) is int and isinstance(f.sha256, str) for f in files)
+            and all(_PLAIN_NAME.fullmatch(f.name) for f in files)
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
         raise _damaged(folder, f"{NAME} is truncated or damaged")
     return commit
-
-
-def _makes_sense(commit: Commit) -> bool:
-    """Check types and file names. The hash proves that nothing changed, not that the author is trustworthy."""
-    return (
-        type(commit.step) is int
-        and (commit.score is None or isinstance(commit.score, float | int))
-        and all(type(f.size_bytes) is int and isinstance(f.sha256, str) for f in commit.files)
-        and all(_PLAIN_NAME.fullmatch(f.name) for f in commit.files)
-    )
 
 
 def _text(body: dict[str, Any]) -> bytes:

@@ -28,29 +28,27 @@ def is_open(run: str) -> bool:
     return Path(run).name == AUTO
 
 
-def begun(plan: Plan, resume: str) -> str:
+def find_begun_run(plan: Plan, resume: str) -> str:
     """Return the run folder to resume from: for `DIR/auto` with resume=auto, the newest run that this plan continues.
 
     A link is resolved, since `latest` may point elsewhere tomorrow.
     """
     path = Path(plan.run)
     if is_open(plan.run):
-        resumable = newest_of(path.parent, plan) if resume == "auto" else None
-        return str(resumable or path)
+        return str((resume == "auto" and _find_resumable(path.parent, plan)) or path)
     return str(path.parent / os.readlink(path)) if path.is_symlink() else plan.run
 
 
-def settled(plan: Plan) -> str:
+def settle_run(plan: Plan) -> str:
     """Return the run folder of a plan, creating a new one for `DIR/auto`.
 
     The name is `DIR/2026-11-22-llama-tiny`, with -2, -3 ... if taken. The folder is made at once, so that no other
     process takes it. Raises RunError when it cannot be made.
     """
-    return str(_new(Path(plan.run).parent, plan.model.name)) if is_open(plan.run) else plan.run
-
-
-def _new(root: Path, model: str) -> Path:
-    words = re.sub(r"[^A-Za-z0-9._]+", "-", model.removesuffix(" (changed)")).strip("-.") or "model"
+    if not is_open(plan.run):
+        return plan.run
+    root = Path(plan.run).parent
+    words = re.sub(r"[^A-Za-z0-9._]+", "-", plan.model.name.removesuffix(" (changed)")).strip("-.") or "model"
     name = f"{date.today().isoformat()}-{words}"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -59,21 +57,21 @@ def _new(root: Path, model: str) -> Path:
             path = root / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
                 path.mkdir()
-                return path
+                return str(path)
     except OSError as error:
         raise RunError(f"{error.filename or root}: {error.strerror or error}; choose another run=") from None
     raise AssertionError("there is always a next number")
 
 
 def drop_unbegun(path: Path) -> None:
-    """Remove the folder that `settled` made for a run that never started: one without steps and not `latest`."""
+    """Remove the folder that `settle_run` made for a run that never started: one without steps and not `latest`."""
     link = path.parent / LATEST
     is_latest = link.is_symlink() and os.readlink(link) == path.name
-    if not (is_latest or (path / "metrics.jsonl").exists() or checkpoint_folder.listing(path / "checkpoints")):
+    if not (is_latest or (path / "metrics.jsonl").exists() or checkpoint_folder.list_checkpoints(path / "checkpoints")):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def newest_of(root: Path, plan: Plan) -> Path | None:
+def _find_resumable(root: Path, plan: Plan) -> Path | None:
     """Return the newest run under `root` that this plan can resume.
 
     Runs with an equal recipe come first, then those whose recipe differs only in length and intervals (evaluation,
@@ -84,7 +82,7 @@ def newest_of(root: Path, plan: Plan) -> Path | None:
     return next(equal, runs[0][0] if runs else None)
 
 
-def left_alone(plan: Plan, resume: str) -> str | None:
+def explain_new_run(plan: Plan, resume: str) -> str | None:
     """Explain why resume=auto starts a new run: name the newest run that differs in its recipe alone.
 
     None when no run is that close, or when the folder was not chosen automatically.
@@ -93,11 +91,11 @@ def left_alone(plan: Plan, resume: str) -> str | None:
         return None
     for run, old in _runs(Path(plan.run).parent):
         if _is_compatible(old, plan) and (names := _changed_keys(old, plan)):
-            here, there = getattr(plan.recipe, names[0]), getattr(old.recipe, names[0])
+            ours, theirs = getattr(plan.recipe, names[0]), getattr(old.recipe, names[0])
             others = len(names) - 1
             more = f" ({others} more {'key differs' if others == 1 else 'keys differ'})" if others else ""
             return (
-                f"a new run: {run} has recipe.{names[0]}={there}, this plan {here}{more}; "
+                f"a new run: {run} has recipe.{names[0]}={theirs}, this plan {ours}{more}; "
                 f"run={run} resume=auto goes on with it"
             )
     return None
@@ -119,18 +117,17 @@ def point_latest(run: Path) -> None:
 
 
 def _runs(root: Path) -> Iterator[tuple[Path, Plan]]:
-    """Yield (run folder, plan), newest first. Unreadable plans are skipped."""
+    """Yield (run folder, plan), newest first by last checkpoint or plan. Unreadable plans are skipped."""
     folders = [path for path in root.iterdir() if not path.is_symlink()] if root.is_dir() else []
     runs = [path for path in folders if (path / "plan.yaml").is_file() and (path / "checkpoints").is_dir()]
-    for path in sorted(runs, key=_age):
+
+    def last_change(run: Path) -> tuple[float, str]:
+        saved = [path for path in checkpoint_folder.list_newest_first(run / "checkpoints") if path.is_dir()]
+        return -max(path.stat().st_mtime for path in [run / "plan.yaml", *saved[:1]]), run.name
+
+    for path in sorted(runs, key=last_change):
         with suppress(MeshwrightError):
             yield path, planfile.read(path / "plan.yaml")
-
-
-def _age(run: Path) -> tuple[float, str]:
-    """Return a sort key that puts the newest run first, by its last checkpoint or its plan."""
-    saved = [path for path in checkpoint_folder.newest_first(run / "checkpoints") if path.is_dir()]
-    return -max(path.stat().st_mtime for path in [run / "plan.yaml", *saved[:1]]), run.name
 
 
 def _is_compatible(old: Plan, new: Plan) -> bool:

@@ -74,7 +74,7 @@ def refuse_unwritable(path: Path, named: str = "run=") -> None:
 
 
 @contextmanager
-def one_line(path: Path, another: str = "run=") -> Iterator[None]:
+def report_in_one_line(path: Path, another: str = "run=") -> Iterator[None]:
     """Turn an OSError into a one-line RunError. `another` is the argument that chooses another path."""
     try:
         yield

@@ -36,7 +36,7 @@ def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST,
 
 
 def _kind(path: Path) -> Kind | None:
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
         return "run"
     if (path / "config.json").is_file():
         return "folder"

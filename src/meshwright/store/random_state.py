@@ -19,7 +19,11 @@ def rng_state(rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Tensors are named rng.RANK.NAME, so that ranks do not overwrite each other. The device has no number in the name:
     which GPUs a process sees, and in what order, may change between runs. Generator objects are not included.
     """
-    tensors = {"python": _python_state(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
+    # Each is 627 numbers: words, position, whether a spare normal number exists, and that number. float64 holds 32-bit
+    # integers exactly.
+    _, words, spare = random.getstate()
+    python = torch.tensor([*words, spare is not None, spare or 0.0], dtype=torch.float64)
+    tensors = {"python": python, "numpy": _numpy_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     return {f"{PREFIX}{rank}.{name}": state for name, state in tensors.items()}, {"rng": _KIND}
@@ -34,39 +38,22 @@ def set_rng_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any], rank
         if not name.startswith(PREFIX) or owner != str(rank):
             continue
         if source == "python":
-            _set_python_state(state)
+            *words, has_spare, spare = state.tolist()
+            random.setstate((3, tuple(int(word) for word in words), spare if has_spare else None))
         elif source == "numpy":
-            _set_numpy_state(state)
+            *words, position, has_gauss, gauss = state.tolist()
+            key = np.array(words, dtype=np.uint32)
+            np.random.set_state((_KIND, key, int(position), int(has_gauss), gauss))
         elif source == "torch":
             torch.set_rng_state(state.cpu())
         elif source == "cuda" and torch.cuda.is_available():
             torch.cuda.set_rng_state(state.cpu())
 
 
-def _python_state() -> Tensor:
-    """Return 627 float64 numbers: words, position, whether a spare normal number exists, and that number.
-
-    float64 holds 32-bit integers exactly.
-    """
-    _, words, spare = random.getstate()
-    return torch.tensor([*words, spare is not None, spare or 0.0], dtype=torch.float64)
-
-
-def _set_python_state(state: Tensor) -> None:
-    *words, has_spare, spare = state.tolist()
-    random.setstate((3, tuple(int(word) for word in words), spare if has_spare else None))
-
-
 def _numpy_state() -> Tensor:
-    """Return 627 numbers in the same order."""
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     if state["bit_generator"] != _KIND:
         raise ValueError(f"numpy's global generator is a {state['bit_generator']}, not the usual {_KIND}")
     inner = state["state"]
     return torch.tensor([*inner["key"].tolist(), inner["pos"], state["has_gauss"], state["gauss"]], dtype=torch.float64)
-
-
-def _set_numpy_state(state: Tensor) -> None:
-    *words, position, has_gauss, gauss = state.tolist()
-    np.random.set_state((_KIND, np.array(words, dtype=np.uint32), int(position), int(has_gauss), gauss))

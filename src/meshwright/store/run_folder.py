@@ -1,10 +1,16 @@
 """The run folder: paths of everything that a run writes, and its metrics as JSON lines."""
 
+import errno
+import fcntl
 import json
+import logging
 import math
 import os
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,12 +21,71 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
 from meshwright.spec.hub_names import missing
 from meshwright.store import checkpoint_folder
-from meshwright.store.durable import one_line, replace_file
-from meshwright.store.lock import RunLock
+from meshwright.store.durable import replace_file, report_in_one_line
+
+_LOCK = ".lock"
+_held: set[Path] = set()
+_guard = threading.Lock()
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunLock:
+    """A POSIX record lock that is held. The kernel releases it when the process dies, however it dies.
+
+    Forked workers do not inherit it, so none of them can outlive it.
+    """
+
+    path: Path
+    handle: int
+
+    @classmethod
+    def take(cls, folder: Path) -> "RunLock":
+        """Lock `folder` for this process. Raises RunError naming the holder, OSError when the folder is read-only."""
+        path = (folder / _LOCK).resolve()
+        with _guard:  # record locks do not exclude their own process, and closing any handle releases them
+            if path in _held:
+                raise RunError(f"this process already runs in {folder}: choose another run=")
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                _lock(handle, folder)
+                since = datetime.now(UTC).isoformat("T", "seconds")
+                signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, json.dumps(signature).encode() + b"\n", 0)
+            except BaseException:
+                os.close(handle)
+                raise
+            _held.add(path)
+        return cls(path, handle)
+
+    def release(self) -> None:
+        """Release the folder. A second call does nothing."""
+        with _guard:
+            if self.path in _held:
+                _held.discard(self.path)
+                os.close(self.handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):  # a network file system without locks
+            log.warning("%s cannot be locked (%s): take care that no second run uses it", folder, error.strerror)
+            return
+        try:
+            signature = json.loads(os.pread(handle, 4096, 0))
+            holder = f"process {signature['pid']} on {signature['host']} since {signature['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            holder = "it did not sign"
+        raise RunError(
+            f"another run is going on in {folder} ({holder}): choose another run=, or wait until it ends"
+        ) from None
+
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
 RUN = "a run folder, which run= named"
 
 
@@ -57,9 +122,15 @@ class RunFolder:
         """
         if path.exists() and not path.is_dir():
             raise RunError(f"run={path} is a file, not a folder: choose another run=")
-        with one_line(path):
+        with report_in_one_line(path):
             path.mkdir(parents=True, exist_ok=True)
-            if not (path / "checkpoints").exists() and _is_another_plan(path / "plan.yaml", plan):
+            file = path / "plan.yaml"
+            # A profile leaves an equal plan, which may be overwritten.
+            if (
+                not (path / "checkpoints").exists()
+                and file.exists()
+                and file.read_text(encoding="utf-8", errors="replace") != planfile.content(plan, path)
+            ):
                 raise RunError(
                     f"{path} holds a plan.yaml that belongs to no training run; refusing to overwrite it: "
                     "choose another run="
@@ -122,7 +193,7 @@ class RunFolder:
         """Path of the loss plot."""
         return self.path / "loss.png"
 
-    def known_tokenizer(self, saved: Path) -> Tokenizer:
+    def load_tokenizer(self, saved: Path) -> Tokenizer:
         """Load the tokenizer that a checkpoint was trained with.
 
         Raises RunError when its file is lost or replaced: with another tokenizer, token ids change their meaning.
@@ -171,7 +242,7 @@ class RunFolder:
         """Check and prepare the locked folder."""
         # First: a save that was killed after COMMIT becomes a checkpoint here, and counts below.
         checkpoint_folder.sweep(self.checkpoints)
-        checkpoints = checkpoint_folder.listing(self.checkpoints)
+        checkpoints = checkpoint_folder.list_checkpoints(self.checkpoints)
         if not resume:
             self.refuse_taken()
         if checkpoints and all(saved.problem for saved in checkpoints):
@@ -211,9 +282,9 @@ def ids_of(entry: object) -> tuple[int, ...]:
     return tuple(token for token in ids if isinstance(token, int))
 
 
-def keep(file: Path, document: Mapping[str, Any]) -> None:
+def write_document(file: Path, document: Mapping[str, Any]) -> None:
     """Write ledger.json or dryrun.json of a run. Raises RunError when the disk is full."""
-    with one_line(file):
+    with report_in_one_line(file):
         replace_file(file, (json.dumps(document, indent=1) + "\n").encode())
 
 
@@ -232,7 +303,7 @@ class MetricsLog:
         if self.silent:
             return
         line = json.dumps(_as_json(record), allow_nan=False) + "\n"
-        with one_line(self.path):
+        with report_in_one_line(self.path):
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
             unwritten = line.encode()
@@ -242,7 +313,7 @@ class MetricsLog:
     def sync(self) -> None:
         """Fsync all records. Called before a checkpoint, which must never be ahead of the metrics."""
         if self._file:
-            with one_line(self.path):
+            with report_in_one_line(self.path):
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -262,7 +333,7 @@ class MetricsLog:
         lines, last = [], 0
         for number, line in _whole_lines(self.path):
             try:
-                last = _parsed(self.path, number, line).get("step", last)
+                last = _parse_record(self.path, number, line).get("step", last)
             except RunError:
                 if last < step:
                     raise
@@ -270,7 +341,7 @@ class MetricsLog:
             if last > step:
                 break
             lines.append(line + b"\n")
-        with one_line(self.path):
+        with report_in_one_line(self.path):
             replace_file(self.path, b"".join(lines))
 
     @staticmethod
@@ -279,7 +350,11 @@ class MetricsLog:
 
         An incomplete last line is still being written, so it is skipped. Raises RunError for a damaged line.
         """
-        return [_from_json(_parsed(path, number, line)) for number, line in _whole_lines(path)] if path.exists() else []
+        return (
+            [_from_json(_parse_record(path, number, line)) for number, line in _whole_lines(path)]
+            if path.exists()
+            else []
+        )
 
     @staticmethod
     def losses(path: Path, every: int, most: int = 200) -> tuple[float, ...]:
@@ -297,18 +372,13 @@ def _tokenizer_of(saved: Path) -> str:
     return str(state.get("tokenizer", "")) if isinstance(state, dict) else ""
 
 
-def _is_another_plan(path: Path, plan: Plan) -> bool:
-    """Return whether writing this plan would overwrite a different one. A profile of it leaves an equal file."""
-    return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan, path.parent)
-
-
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with one_line(path):
+    with report_in_one_line(path):
         *lines, _torn = path.read_bytes().split(b"\n")
     yield from enumerate(lines, start=1)
 
 
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse_record(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line, parse_constant=refuse_constant)
     except (ValueError, RecursionError):

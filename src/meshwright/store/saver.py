@@ -10,20 +10,77 @@ at the same one.
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from meshwright.parallel.groups.group import Group
 from meshwright.spec.errors import CheckpointError, MeshwrightError
 from meshwright.store import checkpoint
-from meshwright.store.checkpoint_reader import ONE_PROCESS
-from meshwright.store.staging import Staging
+from meshwright.store.checkpoint_files import ONE_PROCESS
+from meshwright.store.tensor_piece import Piece
+
+SLAB_BYTES = 256 * 2**20
+"""Size of the slabs in which memory is taken; a larger tensor gets its own. torch rounds pinned memory up to a power of
+two, which could otherwise double its size."""
+ALIGNMENT_BYTES = 64
+
+
+class Staging:
+    """Host memory for a copy of the training state, which is written while training changes the original.
+
+    It is taken once and reused. For tensors on a GPU it is pinned, so that they cross the bus at full speed.
+    """
+
+    def __init__(self) -> None:
+        self.slabs: list[Tensor] = []
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors and pieces to host memory and wait for completion. The next copy overwrites them."""
+        held = {name: tensor.held if isinstance(tensor, Piece) else tensor.detach() for name, tensor in tensors.items()}
+        copies = self._views(held)
+        for name, copy in copies.items():
+            copy.copy_(held[name], non_blocking=True)
+        if any(tensor.is_cuda for tensor in held.values()):
+            torch.cuda.current_stream().synchronize()
+        return {
+            name: Piece(copies[name], tensor.box) if isinstance(tensor, Piece) else copies[name]
+            for name, tensor in tensors.items()
+        }
+
+    def _views(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return consecutive views of the slabs, one per tensor. Slabs are added as needed."""
+        pinned = any(tensor.is_cuda for tensor in held.values())
+        remaining = sum(map(_aligned_bytes, held.values()))
+        views, slab, used = {}, 0, 0
+        for name, tensor in held.items():
+            room = _aligned_bytes(tensor)
+            while slab < len(self.slabs) and used + room > len(self.slabs[slab]):
+                slab, used = slab + 1, 0
+            if slab == len(self.slabs):
+                size_bytes = max(room, min(SLAB_BYTES, remaining))
+                self.slabs.append(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned))
+            size_bytes = tensor.numel() * tensor.element_size()
+            views[name] = self.slabs[slab][used : used + size_bytes].view(tensor.dtype).view(tensor.shape)
+            used, remaining = used + room, remaining - room
+        return views
+
+
+def copied_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the host memory in bytes that a copy of these tensors and pieces needs."""
+    return sum(_aligned_bytes(tensor.held if isinstance(tensor, Piece) else tensor) for tensor in tensors)
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    """Return the size of a tensor rounded up to ALIGNMENT_BYTES."""
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
 
 GRACE_S = 30.0
 """Longest wait for a save in flight after a crash. Other ranks of the save may be waiting for a dead one."""
@@ -85,7 +142,7 @@ class Saver:
             flight.path = write(tensors=tensors)
         else:
             # The copy is made before this returns: the next step changes the tensors.
-            flight.start(partial(write, tensors=self._staging.copy(self._to_write(tensors, self.group))))
+            flight.start(partial(write, tensors=self._staging.copy(self._assigned_tensors(tensors, self.group))))
         self._flight = flight
         if self.group is None or last:
             self._join()
@@ -137,10 +194,10 @@ class Saver:
         # After an error that all ranks share the save can end; after any other a rank may be dead.
         self.settle(None if issubclass(kind, MeshwrightError | KeyboardInterrupt) else GRACE_S)
 
-    def _to_write(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    def _assigned_tensors(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Return the tensors that this rank writes. Of identical pieces on several ranks, one rank writes."""
         if self._assigned is None:
-            self._assigned = checkpoint.assigned(tensors, group.process_group)
+            self._assigned = checkpoint.assign_tensors(tensors, group.process_group)
         return {name: tensor for name, tensor in tensors.items() if name in self._assigned}
 
     def _join(self, limit_s: float | None = None) -> None:

@@ -165,7 +165,7 @@ def check_space(plan: Plan) -> str | None:
     Raises RunError when not even one more fits. A finished run is not checked.
     """
     run, recipe = Path(plan.run), plan.recipe
-    saved_checkpoints = checkpoint_folder.listing(run / "checkpoints")
+    saved_checkpoints = checkpoint_folder.list_checkpoints(run / "checkpoints")
     if saved_checkpoints and saved_checkpoints[-1].step >= recipe.steps:
         return None
     free = free_bytes(run)

@@ -83,8 +83,8 @@ def open_job(
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     rank_zero = RankZero(mesh["world"])
     check_same(mesh["world"], "plans or versions", _describe_start(plan, resume))
-    plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.begun(plan, resume)))
-    leftover_warning = rank_zero.run(lambda: default_folders.left_alone(plan, resume))
+    plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.find_begun_run(plan, resume)))
+    leftover_warning = rank_zero.run(lambda: default_folders.explain_new_run(plan, resume))
     rank_zero.run(lambda: check_resume(plan, resume))
 
     device = devices.pick_device()
@@ -162,7 +162,7 @@ def load_corpus(job: Job, progress: Callable[[int, int], None] | None) -> tuple[
 def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
     """Create or reopen the run folder. Rank 0 holds its lock; other ranks only read it."""
     planned_run = job.plan.run
-    job.plan = replace(job.plan, run=job.rank_zero.broadcast(lambda: default_folders.settled(job.plan)))
+    job.plan = replace(job.plan, run=job.rank_zero.broadcast(lambda: default_folders.settle_run(job.plan)))
     path = Path(job.plan.run)
     with ExitStack() as stack:
         if job.plan.run != planned_run and job.rank_zero.is_here:
@@ -174,7 +174,7 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
 
 def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
     folder = RunFolder.create(path, job.plan, corpus.tokenizer, resume=job.resume != "no")
-    if job.resume in ("no", "auto") and not checkpoint_folder.listing(folder.checkpoints):
+    if job.resume in ("no", "auto") and not checkpoint_folder.list_checkpoints(folder.checkpoints):
         pretrained.keep_extra_files(job.plan, path, corpus.tokenizer)
     return folder
 

@@ -22,7 +22,7 @@ from meshwright.spec.memory.held import shards_are_masters
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import NO_SCHEME, DataRead
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
-from meshwright.store.base_weights import base_fingerprint
+from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training.job import (
     Job,
@@ -144,9 +144,9 @@ def find_checkpoint(job: Job, folder: RunFolder) -> Path | None:
     if job.resume == "no":
         return None
     if job.resume != "auto":
-        return checkpoint.named(Path(job.resume), begun=job.pulse.piece_begun)
-    candidates = job.rank_zero.broadcast(lambda: checkpoint_folder.newest_first(folder.checkpoints))
-    return checkpoint.newest_whole(candidates, begun=job.pulse.piece_begun)
+        return checkpoint.verify_named(Path(job.resume), begun=job.pulse.piece_begun)
+    candidates = job.rank_zero.broadcast(lambda: checkpoint_folder.list_newest_first(folder.checkpoints))
+    return checkpoint.find_newest_whole(candidates, begun=job.pulse.piece_begun)
 
 
 def _recipe_of_run(checkpoint_path: Path | None) -> Recipe | None:
@@ -240,7 +240,7 @@ def load_checkpoint(state: TrainState, folder: RunFolder, checkpoint_path: Path)
         return
     tensors = state.tensors()
     checkpoint.load(checkpoint_path, tensors, verified=True)
-    state.restore(tensors, checkpoint.values(checkpoint_path))
+    state.restore(tensors, checkpoint.read_values(checkpoint_path))
     if state.engine.mesh.rank == 0:
         # Records of steps after the checkpoint belong to a course of training that is abandoned.
         for path in (folder.metrics, folder.samples):

@@ -8,7 +8,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
-from meshwright.store.base_weights import base_fingerprint
+from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.objectives.reference import holds_weights_only
 from meshwright.training.resume import pretrained
@@ -20,8 +20,10 @@ def check_resume(plan: Plan, resume: str) -> None:
     """Check, before anything is prepared, that the checkpoint to resume from and the first weights exist."""
     if resume == "no":
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
-    checkpoint_folder.require(resume)
-    fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
+    checkpoint_folder.check_resume(resume)
+    fresh = resume == "no" or (
+        resume == "auto" and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
+    )
     if fresh or plan.model.lora is not None:
         pretrained.check_weights(plan)
     check_teacher(plan)
@@ -36,7 +38,7 @@ def check_resumed(plan: Plan, corpus: Corpus, checkpoint_path: Path) -> None:
                 "its folder as model=DIR"
             )
         return
-    values = checkpoint.values(checkpoint_path)
+    values = checkpoint.read_values(checkpoint_path)
     for what, planned in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
         if values[what] != planned:
             raise _position_lost(checkpoint_path, f"recipe.{what}={values[what]}", f"recipe.{what}={planned}")
@@ -82,7 +84,7 @@ def data_read(checkpoint_path: Path | None) -> DataRead:
     """Return what the run of a checkpoint had read: nothing without a checkpoint, or with an imported one."""
     if checkpoint_path is None or holds_weights_only(checkpoint_path):
         return UNREAD
-    values = checkpoint.values(checkpoint_path)
+    values = checkpoint.read_values(checkpoint_path)
     return DataRead(steps=values["step"], rows=values["cursor"], tokens=values["tokens"])
 
 

@@ -17,7 +17,7 @@ from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.store import checkpoint
-from meshwright.store.run_folder import MetricsLog, RunFolder, keep
+from meshwright.store.run_folder import MetricsLog, RunFolder, write_document
 from meshwright.store.saver import Saver
 from meshwright.training import device
 from meshwright.training.job import Job
@@ -98,7 +98,7 @@ class Trainer:
         feed = Feed(rows, self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_rank_zero)
         if self.is_rank_zero and self.job.forecast.dry_run is not None:
-            keep(self.folder.dry_run, self.job.forecast.dry_run)
+            write_document(self.folder.dry_run, self.job.forecast.dry_run)
         self._notify("started", self._run_info())
         self.state.engine.train()
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
@@ -230,7 +230,7 @@ class Trainer:
     ) -> NonFiniteLoss:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
         self.saver.settle()
-        last = checkpoint.latest(self.folder.checkpoints)
+        last = checkpoint.find_latest(self.folder.checkpoints)
         remaining = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
         return NonFiniteLoss(
             f"step {step}{where}: the {what} is {number}{row}; {remaining}. Lower recipe.learning_rate (now "
@@ -302,7 +302,7 @@ class Trainer:
             loss_plot(records, self.folder.loss_plot)
         ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
         if self.is_rank_zero and ledger:
-            keep(self.folder.ledger, ledger)
+            write_document(self.folder.ledger, ledger)
         self._clock.close()
         progress, validation, clock = self.state.progress, self.corpus.validation, self._clock
         bits = None
@@ -329,7 +329,7 @@ class Trainer:
             saving_seconds=self.saver.blocked_s,
             malformed_rows=self.corpus.malformed.malformed,
             peak_allocated_bytes=device.peak_bytes(self.device),
-            checkpoint=checkpoint.latest(self.folder.checkpoints),
+            checkpoint=checkpoint.find_latest(self.folder.checkpoints),
             stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(self._stop.agreed or "", "done"),
         )
         self._notify("ended", summary)

@@ -50,11 +50,11 @@ def calibrate(
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs correct a cluster file")
     from meshwright.planner.machine.clusterfile import text
-    from meshwright.store.durable import one_line, replace_file
+    from meshwright.store.durable import replace_file, report_in_one_line
 
     machine = _learned(cluster, runs) if cluster and runs else _measured(quick)
     if out is not None:
-        with one_line(out, "--out"):
+        with report_in_one_line(out, "--out"):
             replace_file(out, text(machine).encode())
     if json:
         import tomllib

@@ -69,7 +69,7 @@ def check_export(
         check_model(source, checkpoint=which)
         check_gguf_path(out)
     else:
-        if not checkpoint_folder.is_one(source):
+        if not checkpoint_folder.is_checkpoint(source):
             RunFolder.open(source)
         if out.suffix in WEIGHT_FILES:
             raise PlanError(f"OUT {out} is a folder with the name of a file: take {out.with_suffix('')}, or NAME.gguf")
@@ -86,14 +86,14 @@ def write_gguf_file(
     """
     from meshwright.compress.gguf_stream import plan_gguf, write_gguf
     from meshwright.compress.original import open_original
-    from meshwright.store.durable import one_line
+    from meshwright.store.durable import report_in_one_line
     from meshwright.training.optimizer.precision import DTYPES
 
     check_export(source, out, dtype, which, adapter=adapter)
     original = open_original(source, which)
     wanted = DTYPES[dtype] if dtype else original.dtype
     plan = plan_gguf(original, wanted)
-    with one_line(out, "OUT"):
+    with report_in_one_line(out, "OUT"):
         written = write_gguf(out, original, plan)
     return {"out": out, "bytes": written, "predicted_bytes": plan.bytes, "note": plan.note}
 
@@ -114,7 +114,7 @@ def write_directory(
     from meshwright.formats.hub.adapter import export_adapter
     from meshwright.formats.hub.directory import PromptFiles
     from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
-    from meshwright.store.durable import one_line
+    from meshwright.store.durable import report_in_one_line
     from meshwright.store.model_place import check_dtype
     from meshwright.store.model_weights import final_weights, locate, weights
     from meshwright.training.optimizer.precision import DTYPES
@@ -132,11 +132,11 @@ def write_directory(
         )
     template = run.path / TEMPLATE
     prompts = PromptFiles(
-        tokenizer=run.known_tokenizer(checkpoint),
+        tokenizer=run.load_tokenizer(checkpoint),
         chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
         generation=read_json(run.path / GENERATION),
     )
-    with one_line(out, "OUT"):
+    with report_in_one_line(out, "OUT"):
         if adapter:
             tensors = dict(weights(checkpoint, torch.float32, verified=True))
             export_adapter(out, tensors, run.plan.model, base=run.plan.init, dtype=wanted, prompts=prompts)

@@ -106,7 +106,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
-    checkpoint_folder.require(resume)
+    checkpoint_folder.check_resume(resume)
     if resume == "no":
         checkpoint_folder.refuse_taken(Path(plan.run))
     if rank() == 0:

@@ -1,6 +1,6 @@
 """Safetensors files, read and written one tensor at a time: 8 bytes of length, a JSON header, the tensors' bytes.
 
-Checkpoints use these headers and bytes too (store/checkpoint_writer.py). Headers are checked before any data is read.
+Checkpoints use these headers and bytes too (store/checkpoint_files.py). Headers are checked before any data is read.
 Format: https://github.com/huggingface/safetensors.
 """
 

@@ -116,7 +116,7 @@ class Reference:
         """Return (hash of the first weights, sentence, tables), on rank 0."""
         run_file = self.run / store.NAME
         earlier_weights = (
-            str(checkpoint.values(self.checkpoint_path).get("first_weights", ""))
+            str(checkpoint.read_values(self.checkpoint_path).get("first_weights", ""))
             if self._is_resumed and self.checkpoint_path
             else ""
         )

@@ -24,8 +24,8 @@ from meshwright.parallel.zero.data import local, take_codes
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import RANDOM, SAMPLES
-from meshwright.store.base_weights import OTHERWISE, folder_of_weights
 from meshwright.store.durable import replace_file
+from meshwright.store.model_weights import OTHERWISE, folder_of_weights
 from meshwright.store.run_folder import ids_of
 from meshwright.store.tensor_piece import Piece
 from meshwright.training.optimizer.precision import DTYPES

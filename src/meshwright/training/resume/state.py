@@ -54,7 +54,7 @@ class TrainState:
     progress: Progress
     skipper: StepSkipper = field(default_factory=StepSkipper)
     base: str = ""
-    """Fingerprint of the frozen weights beside an adapter (store/base_weights.py)."""
+    """Fingerprint of the frozen weights beside an adapter (store/model_weights.py)."""
     first_weights: str = ""
     """Hash of the first weights, when the run compares answers with theirs (training/objectives/reference.py)."""
 

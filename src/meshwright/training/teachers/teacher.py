@@ -27,9 +27,8 @@ from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.rules.objectives import teacher_layout
-from meshwright.store.base_weights import BaseFolder, open_weights
 from meshwright.store.commit import NAME
-from meshwright.store.model_weights import final_weights, locate
+from meshwright.store.model_weights import BaseFolder, final_weights, locate, open_weights
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.objectives.distillation import Distillation, divergence_of
 from meshwright.training.optimizer.kept_bytes import codes

@@ -30,7 +30,7 @@ from meshwright.parallel.groups.agree import RankZero, gather_objects
 from meshwright.spec import Plan
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.units import GB, duration
-from meshwright.store.durable import one_line
+from meshwright.store.durable import report_in_one_line
 from meshwright.training.objectives.distillation import LIKELIEST, LOGS
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Batch, RowReader, Share, to_batch
@@ -110,7 +110,7 @@ def _cache_folder(plan: Plan, corpus: Corpus, device: torch.device) -> Path:
 
 def _find_missing(tables: TeacherTables, needed: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the rows to compute, on rank 0, and announce them."""
-    with one_line(tables.folder, "cache folder (XDG_CACHE_HOME)"):
+    with report_in_one_line(tables.folder, "cache folder (XDG_CACHE_HOME)"):
         tables.make()
         missing = tables.missing(needed)
         tables.check_room(len(missing))
