@@ -42,10 +42,9 @@ MOST_MODULES = 22
 """Most modules of a folder, beside its __init__."""
 
 READS_ENVIRONMENT: dict[str, str] = {
-    "compat/cpu_units.py": "oneDNN takes the instructions that it may use from the environment alone",
+    "compat/cpu.py": "oneDNN takes its instructions, and glibc a threshold, from the environment alone",
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
-    "compat/freed_memory.py": "glibc takes the threshold that a user sets from the environment alone",
-    "compat/onednn_cache.py": "oneDNN takes the size of its cache from the environment alone",
+    "compat/onednn.py": "oneDNN takes the size of its cache from the environment alone",
     "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",
     "spec/user_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.compat import flash4
+from meshwright.compat import attention as kernels_of_torch
 from meshwright.kernels.attention import attend as attention
 from meshwright.kernels.attention import gpu as gpu_attention
 from meshwright.kernels.attention import varlen
@@ -105,7 +105,7 @@ class Library(ModuleType):
     """flash_attn.cute.interface, with the parameters that 4.0.0b5 to 4.0.0b36 have in common, of those that matter."""
 
     def __init__(self, results: int = 5) -> None:
-        super().__init__(flash4.MODULE)
+        super().__init__(kernels_of_torch.FLASH_4)
         self.results, self.calls = results, list[str]()
 
     def _flash_attn_fwd(
@@ -144,7 +144,7 @@ class Library(ModuleType):
 @pytest.fixture(params=[2, 5], ids=["as b5", "as b36"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
     stand_in = Library(request.param)
-    monkeypatch.setitem(sys.modules, flash4.MODULE, stand_in)
+    monkeypatch.setitem(sys.modules, kernels_of_torch.FLASH_4, stand_in)
     return stand_in
 
 
@@ -226,7 +226,7 @@ def test_a_kernel_that_is_wrong_is_not_taken(
 
 
 def test_a_library_that_cannot_be_imported_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, flash4.MODULE, None)
+    monkeypatch.setitem(sys.modules, kernels_of_torch.FLASH_4, None)
     assert "ModuleNotFoundError" in gpu_attention.problem("flash-4", CPU, torch.bfloat16, 64, 64, 2, "documents")
 
 

@@ -17,7 +17,7 @@ for rows, inputs in ((1, 64), (5, 256), (1, 1024), (17, 1024), (70, 1028)):
     x = torch.randint(1, 256, (rows, inputs), dtype=torch.uint8)
     codes = torch.randint(-128, 128, (48, inputs), dtype=torch.int8)
     x[0], x[-1], codes[0], codes[1] = 1, 255, -128, 127
-    packed, ones, zeros = integers.packed_int8(codes), torch.ones(48), torch.zeros(48, dtype=torch.int64)
+    packed, ones, zeros = integers.pack_int8(codes), torch.ones(48), torch.zeros(48, dtype=torch.int64)
     found = integers.int8_product(x, packed, ones, zeros)
     assert torch.equal(found.double(), (x.double() - 128) @ codes.double().t()), (rows, inputs)
 """

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.compat import int4_layouts
+from meshwright.compat import integers
 from meshwright.kernels.quantized import device_products
 from meshwright.kernels.quantized.contest import CHECKED, CLASSES, ProductContest, ProductWay
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
@@ -228,10 +228,10 @@ def test_ways_say_what_they_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None
     assert "bf16" in ways["torch's 4-bit product"].missing(matrix(), fp16)
     assert "whole numbers" in ways["torch's 4-bit product"].missing(matrix(name="nf4"), bf16)
     assert "multiples" in ways["torch's 4-bit product"].missing(matrix(81), bf16)
-    monkeypatch.setattr(int4_layouts, "gemlite_version", lambda: "0.6")
+    monkeypatch.setattr(integers, "gemlite_version", lambda: "0.6")
     assert not ways["gemlite"].missing(matrix(), fp16)
     assert "whole numbers" in ways["gemlite"].missing(matrix(name="nf4"), bf16)
-    monkeypatch.setattr(int4_layouts, "gemlite_version", lambda: "")
+    monkeypatch.setattr(integers, "gemlite_version", lambda: "")
     assert "pip install" in ways["gemlite"].missing(matrix(), fp16)
 
 

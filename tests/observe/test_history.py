@@ -213,7 +213,7 @@ def test_without_a_history_a_profile_has_its_parts(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_torch_without_cuda_has_none() -> None:
-    assert compat.record_allocations(10) is False and compat.recorded_allocations() is None
+    assert compat.record_allocations(10) is False and compat.stop_recording_allocations() is None
 
 
 def above(summary: account.AllocatorAccount, before_bytes: int) -> tuple[int, int]:

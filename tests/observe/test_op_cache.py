@@ -78,7 +78,7 @@ def _both(counted: Counted, function: Callable[..., Any], *like: Tensor) -> tupl
 )
 def test_a_result_is_the_same_again(counted: Counted, function: Callable[..., Any]) -> None:
     first, second, (x, y) = _both(counted, function, torch.empty(8, 4), torch.empty(4, 8))
-    assert compat.alike(first, second)
+    assert compat.are_alike(first, second)
     if first.untyped_storage().nbytes() == x.untyped_storage().nbytes() and function(x, y)._is_view():
         assert compat.storage_key(second.untyped_storage()) == compat.storage_key(x.untyped_storage())
 

@@ -1,11 +1,12 @@
 """Private names of torch and of the C library in one package, each with the reason why it is needed."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,51 +14,47 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from meshwright.compat.cpu_units import HAS_VECTORS as HAS_VECTORS
-from meshwright.compat.cpu_units import HAS_WIDE_VECTORS as HAS_WIDE_VECTORS
-from meshwright.compat.cpu_units import cpu_multiplies as cpu_multiplies
-from meshwright.compat.cpu_units import has_bf16_units as has_bf16_units
+from meshwright.compat.attention import attention_backward as attention_backward
+from meshwright.compat.attention import banded_attention as banded_attention
+from meshwright.compat.attention import banded_attention_backward as banded_attention_backward
+from meshwright.compat.attention import choose_attention as choose_attention
+from meshwright.compat.attention import cuda_attention as cuda_attention
+from meshwright.compat.attention import cudnn_attention as cudnn_attention
+from meshwright.compat.attention import cudnn_version as cudnn_version
+from meshwright.compat.attention import efficient_attention as efficient_attention
+from meshwright.compat.attention import efficient_attention_backward as efficient_attention_backward
+from meshwright.compat.attention import flash_4_attention as flash_4_attention
+from meshwright.compat.attention import flash_4_attention_backward as flash_4_attention_backward
+from meshwright.compat.attention import flash_4_past as flash_4_past
+from meshwright.compat.attention import flash_4_version as flash_4_version
+from meshwright.compat.attention import flash_attention as flash_attention
+from meshwright.compat.attention import flash_attention_backward as flash_attention_backward
+from meshwright.compat.attention import has_flash_attention as has_flash_attention
+from meshwright.compat.attention import pin_flash_attention as pin_flash_attention
+from meshwright.compat.attention import takes_flash as takes_flash
+from meshwright.compat.attention import varlen_attention as varlen_attention
+from meshwright.compat.attention import varlen_attention_backward as varlen_attention_backward
+from meshwright.compat.attention import varlen_attn as varlen_attn
+from meshwright.compat.attention import varlen_backward as varlen_backward
+from meshwright.compat.cpu import HAS_VECTORS as HAS_VECTORS
+from meshwright.compat.cpu import HAS_WIDE_VECTORS as HAS_WIDE_VECTORS
+from meshwright.compat.cpu import cpu_multiplies as cpu_multiplies
+from meshwright.compat.cpu import has_bf16_units as has_bf16_units
+from meshwright.compat.cpu import keep_freed_memory as keep_freed_memory
 from meshwright.compat.fakes import FakeMaker as FakeMaker
-from meshwright.compat.fakes import alike as alike
-from meshwright.compat.fakes import data_dependent as data_dependent
+from meshwright.compat.fakes import are_alike as are_alike
+from meshwright.compat.fakes import data_dependent_errors as data_dependent_errors
 from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import is_fake as is_fake
 from meshwright.compat.fakes import lies_in_memory as lies_in_memory
 from meshwright.compat.fakes import storage_key as storage_key
-from meshwright.compat.flash4 import flash_4_attention as flash_4_attention
-from meshwright.compat.flash4 import flash_4_attention_backward as flash_4_attention_backward
-from meshwright.compat.flash4 import flash_4_past as flash_4_past
-from meshwright.compat.flash4 import flash_4_version as flash_4_version
-from meshwright.compat.foreach import add_to_each as add_to_each
-from meshwright.compat.foreach import copy_each as copy_each
-from meshwright.compat.foreach import fused_adamw as fused_adamw
-from meshwright.compat.foreach import norms as norms
-from meshwright.compat.freed_memory import keep_freed_memory as keep_freed_memory
 from meshwright.compat.fsdp import fsdp_drop_gradients as fsdp_drop_gradients
 from meshwright.compat.fsdp import fsdp_keep_reduce_dtype as fsdp_keep_reduce_dtype
 from meshwright.compat.fsdp import fsdp_post_backward as fsdp_post_backward
 from meshwright.compat.fsdp import let_selective_recomputation_pass_hooks as let_selective_recomputation_pass_hooks
-from meshwright.compat.groups import named_group as named_group
-from meshwright.compat.sdpa import attention_backward as attention_backward
-from meshwright.compat.sdpa import banded_attention as banded_attention
-from meshwright.compat.sdpa import banded_attention_backward as banded_attention_backward
-from meshwright.compat.sdpa import chosen_attention as chosen_attention
-from meshwright.compat.sdpa import cuda_attention as cuda_attention
-from meshwright.compat.sdpa import cudnn_attention as cudnn_attention
-from meshwright.compat.sdpa import cudnn_version as cudnn_version
-from meshwright.compat.sdpa import efficient_attention as efficient_attention
-from meshwright.compat.sdpa import efficient_attention_backward as efficient_attention_backward
-from meshwright.compat.sdpa import flash_attention as flash_attention
-from meshwright.compat.sdpa import flash_attention_backward as flash_attention_backward
-from meshwright.compat.sdpa import has_flash_attention as has_flash_attention
-from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
-from meshwright.compat.sdpa import takes_flash as takes_flash
-from meshwright.compat.sdpa import varlen_attention as varlen_attention
-from meshwright.compat.sdpa import varlen_attention_backward as varlen_attention_backward
-from meshwright.compat.sdpa import varlen_attn as varlen_attn
-from meshwright.compat.sdpa import varlen_backward as varlen_backward
+from meshwright.compat.process_groups import create_named_group as create_named_group
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
@@ -111,7 +108,7 @@ def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
     return out
 
 
-def onednn_packed(weight: torch.Tensor) -> torch.Tensor:
+def pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     """Return a matrix (N, K) in the opaque layout that `onednn_product` reads fastest."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     return packed
@@ -149,6 +146,36 @@ def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta
         total += a @ b
     else:
         total.copy_(a @ b)
+
+
+def fused_adamw(
+    masters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    moments: tuple[list[torch.Tensor], list[torch.Tensor]],
+    steps: list[torch.Tensor],
+    **numbers: Any,
+) -> None:
+    """Run one fused AdamW pass over many tensors. `steps` are incremented by the caller.
+
+    `torch.optim.AdamW(fused=True).step()` regroups tensors in Python at every call, a tenth of a millisecond plus some
+    microseconds per tensor.
+    """
+    torch._fused_adamw_(masters, gradients, *moments, [], steps, amsgrad=False, maximize=False, **numbers)
+
+
+def add_to_each(tensors: list[torch.Tensor], x: torch.Tensor) -> None:
+    """Add x to each tensor in place, in one launch on a GPU. torch's own optimizers use these private functions."""
+    torch._foreach_add_(tensors, [x] * len(tensors))  # by one tensor, it reads that on the host where tensors are fake
+
+
+def copy_each(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each tensor, converting dtypes, in one launch on a GPU."""
+    torch._foreach_copy_(into, sources)
+
+
+def norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the Euclidean norm () fp32 of each. `torch.nn.utils.get_total_norm` squares 16-bit numbers in 16 bits."""
+    return list(torch._foreach_norm(tensors, 2.0, torch.float32))
 
 
 def scaled_product(
@@ -222,10 +249,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the shape that rms_norm has on a GPU, for fake tensors that stand in for GPU tensors.
-
-    See cuda_attention.
-    """
+    """Return a tensor as rms_norm does on a GPU, without its values, for fake tensors that stand in for GPU tensors."""
     normalized: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return normalized
 
@@ -277,10 +301,9 @@ GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduc
 
 def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return a tensor of a subclass with a shape but no memory. torch uses this in its own subclasses only."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
-        kind, torch.Size(shape), dtype=like.dtype, device=like.device
-    )
-    return made
+    size = torch.Size(shape)
+    tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, size, dtype=like.dtype, device=like.device)
+    return tensor
 
 
 def real_tensors() -> AbstractContextManager[Any]:
@@ -330,7 +353,7 @@ def record_allocations(entries: int) -> bool:
     return False
 
 
-def recorded_allocations() -> dict[str, Any] | None:
+def stop_recording_allocations() -> dict[str, Any] | None:
     """Stop `record_allocations` and return its records, or None if that fails."""
     snapshot = None
     with suppress(*_CANNOT):
@@ -351,3 +374,28 @@ def capability(index: int | None) -> int:
     """Return the compute capability of a CUDA device, such as 90."""
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
+
+
+REPEATS, SLEEP_CYCLES, SCRATCH_BYTES = 9, 2_000_000, 2**28
+"""Number of measurements, sleep cycles that let the host run ahead, and bytes written to flush the cache."""
+
+
+def device_seconds(run: Callable[[], object]) -> float:
+    """Return the median device time of a call with a cold cache, in seconds.
+
+    The device sleeps until the host has launched everything, as in a CUDA graph.
+    """
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+    run()
+    marks = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        scratch.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        run()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize()
+    middle: float = median(begin.elapsed_time(end) for begin, end in marks) / 1e3
+    return middle

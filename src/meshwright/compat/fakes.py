@@ -155,12 +155,12 @@ def fake_maker(mode: Any) -> FakeMaker | None:
         tensor = maker.fresh((2, 3), (3, 1), torch.float32, torch.device("cpu"))
         part = maker.view(tensor.untyped_storage(), 1, (2,), (1,), torch.float32, torch.device("cpu"))
         whole = torch.empty(2, 3, dtype=torch.float32, device="cpu")
-        return maker if alike(tensor, whole) and alike(part, whole.view(-1)[1:3]) else None
+        return maker if are_alike(tensor, whole) and are_alike(part, whole.view(-1)[1:3]) else None
     except (AttributeError, TypeError, RuntimeError):
         return None
 
 
-def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether torch treats two fake tensors alike: sizes, memory, attributes and dispatch keys."""
     with torch._C._DisableTorchDispatch():
         sizes = [(x.shape, x.stride(), x.dtype, x.storage_offset(), x.layout, x.is_neg(), x.is_conj()) for x in (a, b)]
@@ -172,7 +172,7 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def data_dependent() -> tuple[type[Exception], ...]:
+def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that torch raises when the value of a fake tensor is needed."""
     from torch._subclasses import fake_tensor
 

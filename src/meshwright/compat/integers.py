@@ -1,6 +1,8 @@
-"""Products of 8-bit and 4-bit integers on a CPU, which torch has under private names only."""
+"""Products of 8-bit and 4-bit integers: torch's, under private names, and gemlite's."""
 
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module, metadata
 from typing import Literal
 
 import torch
@@ -17,13 +19,13 @@ def has_int8_product() -> bool:
     return hasattr(torch.ops.onednn, "qlinear_pointwise") and hasattr(torch.ops.onednn, "qlinear_prepack")
 
 
-def packed_int8(codes: Tensor) -> Tensor:
+def pack_int8(codes: Tensor) -> Tensor:
     """Pack codes (N, K) int8 into oneDNN's opaque layout of the same size."""
     packed: Tensor = torch.ops.onednn.qlinear_prepack(codes.contiguous(), None)
     return packed
 
 
-def unpacked_int8(packed: Tensor) -> Tensor:
+def unpack_int8(packed: Tensor) -> Tensor:
     """Return the codes (N, K) of a packed matrix."""
     return packed.to_dense().t()
 
@@ -54,11 +56,9 @@ def _exact_way() -> Literal["offset", "signed", "halves"]:
     """Find a way in which oneDNN's sums are exact, by trial: its environment variables matter too.
 
     - `halves`: CPUs without VNNI add two products in 16 bits, where 2 x 255 x 127 saturates at 32,767. The halves of a
-      row
-      are at most 128, and 2 x 128 x 127 fits.
+      row are at most 128, and 2 x 128 x 127 fits.
     - `signed`: with AMX, sums become fp32 before the offset of 128 is subtracted, and fp32 is inexact beyond 2^24.
-      Signed
-      rows need no subtraction, but other CPUs multiply them some hundred times slower.
+      Signed rows need no subtraction, but other CPUs multiply them some hundred times slower.
     - `offset`: all other CPUs.
     """
     with real_tensors():
@@ -72,7 +72,7 @@ def _is_exact(inputs: int) -> bool:
     x, codes = torch.full((32, inputs), 255, dtype=torch.uint8), torch.full((16, inputs), 127, dtype=torch.int8)
     x[:, 0] = 254
     product = _product(
-        x, 128, packed_int8(codes), torch.ones(16, dtype=torch.float32), torch.zeros(16, dtype=torch.int64)
+        x, 128, pack_int8(codes), torch.ones(16, dtype=torch.float32), torch.zeros(16, dtype=torch.int64)
     )
     return bool((product.double() == (x.double() - 128) @ codes.double().t()).all())
 
@@ -83,7 +83,7 @@ def has_int4_product() -> bool:
     return by_vectors and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
 
 
-def packed_int4(codes: Tensor) -> Tensor:
+def pack_int4(codes: Tensor) -> Tensor:
     """Pack codes (N, K) within 0 .. 15 for the product, half a byte each. N must be a multiple of 16."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     return packed
@@ -99,3 +99,55 @@ def int8_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a (M, K) int8 times b (N, K) int8 transposed -> (M, N) int32. GPUs need M > 16, K and N multiples of 8."""
     product: Tensor = torch._int_mm(a, b.t())
     return product
+
+
+INT4_GROUPS_OF_GPU = (32, 64, 128, 256)
+"""Group sizes that torch's product supports."""
+
+
+def gpu_int4_missing(inputs: int, outputs: int) -> str:
+    """Return why torch's 4-bit product cannot take a matrix of this size, or an empty string."""
+    if not hasattr(torch.ops.aten, "_weight_int4pack_mm"):
+        return "this torch has no 4-bit product"
+    return "" if inputs % 32 == 0 and outputs % 8 == 0 else "it takes multiples of 32 inputs and 8 outputs"
+
+
+def pack_gpu_int4(codes: Tensor) -> Tensor:
+    """Repack 4-bit codes (N, K / 2), the first in the lower half of a byte, for torch's product."""
+    tiles = next(count for count in (8, 4, 2) if codes.shape[1] * 2 % (16 * count) == 0)
+    turned = (codes << 4) | (codes >> 4)  # torch has the first code in the upper half
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack(turned.contiguous(), tiles)
+    return packed
+
+
+def gpu_int4_product(x: Tensor, packed: Tensor, group: int, scales_and_shifts: Tensor) -> Tensor:
+    """Return x (M, K) bf16 times the weights (q - 8) s + z -> (M, N) bf16. Scales and shifts: (K / group, N, 2)."""
+    product: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, group, scales_and_shifts)
+    return product
+
+
+def gemlite_version() -> str:
+    """Return the version of the installed package, or an empty string."""
+    try:
+        return metadata.version("gemlite")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def gemlite_product(
+    codes: Tensor, scales: Tensor, zeros: Tensor | int, group: int, dtype: torch.dtype
+) -> tuple[Callable[[Tensor], Tensor], int]:  # fmt: skip
+    """Return a product by gemlite's kernels, x (M, K) -> (M, N), and the bytes of its layout.
+
+    codes (N, K), one per byte; scales and zeros (N, K / group). gemlite tunes its kernels at the first product of each
+    number of rows.
+    """
+    gemlite = import_module("gemlite")
+    kinds = {torch.bfloat16: gemlite.DType.BF16, torch.float16: gemlite.DType.FP16}
+    outputs, inputs = codes.shape
+    layer = gemlite.GemLiteLinearTriton(
+        W_nbits=4, group_size=group, in_features=inputs, out_features=outputs, input_dtype=kinds[dtype],
+        output_dtype=kinds[dtype],
+    )  # fmt: skip
+    layer.pack(codes, scales.to(dtype), zeros if isinstance(zeros, int) else zeros.to(dtype))
+    return layer, sum(tensor.nbytes for tensor in (*layer.buffers(), *layer.parameters()))

@@ -1,11 +1,34 @@
-"""Methods of torch's process groups, which all public collectives call: private names, each with its reason."""
+"""torch's process groups: names that every member derives alone, and the methods that all public collectives call."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+
+_torch: Any = distributed_c10d
+
+
+def create_named_group(ranks: Sequence[int], timeout: timedelta | None, purpose: str = "") -> dist.ProcessGroup:
+    """Create a group that only its members join, named by purpose and ranks.
+
+    torch names such a group by a per-process counter and has no public way to set the name. Some ranks belong to more
+    groups than others, such as the ends of a pipeline. They would wait for each other under different names. The number
+    at the end distinguishes a group from earlier ones of the same ranks.
+    """
+    key = hashlib.sha1(f"{purpose} {'_'.join(map(str, sorted(ranks)))}".encode(), usedforsecurity=False).hexdigest()
+    name = f"{key}_{sum(str(known).startswith(key) for known in _torch._world.pg_names.values())}"
+    by_count = _torch._process_group_name
+    _torch._process_group_name = lambda *_, **__: name
+    try:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        _torch._process_group_name = by_count
+    return group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +123,7 @@ def group_methods() -> dict[str, Any]:
     return {name: read for name, read in every.items() if hasattr(dist.ProcessGroup, name)}
 
 
-def groups_made() -> list[tuple[str, tuple[int, ...]]]:
+def created_groups() -> list[tuple[str, tuple[int, ...]]]:
     """Return (name, ranks) of this process's groups in order of creation. Ranks meet under these names."""
     world = dist.distributed_c10d._world
     return [(name, tuple(dist.get_process_group_ranks(group))) for group, name in world.pg_names.items()]

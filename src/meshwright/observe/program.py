@@ -223,7 +223,7 @@ def without_values() -> Iterator[None]:
     """Run a program on tensors without values. Raises PlanError when a size or a choice depends on values."""
     try:
         yield
-    except compat.data_dependent() as error:
+    except compat.data_dependent_errors() as error:
         raise PlanError(
             f"this model cannot be run without values: a size or a choice depends on them ({str(error)[:200]})"
         ) from None

@@ -250,7 +250,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if simulated_kind() == "cuda":
         return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
-    return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
+    return compat.choose_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
 
 def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.compat.device_time import device_seconds
+from meshwright.compat import device_seconds
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 
 CLASSES = (2, 16, 32, 64, 128, 256, 512, 1024, 2048)

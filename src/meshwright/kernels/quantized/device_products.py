@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.compat import int4_layouts
+from meshwright.compat import integers
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import fp8
 from meshwright.kernels.quantized.contest import ProductContest, ProductWay
@@ -110,24 +110,24 @@ def _fused(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, _: Any = 
 def _torch_obstacle(matrix: QuantizedMatrix, dtype: torch.dtype) -> str:
     if matrix.scheme.codes != "integer" or dtype != torch.bfloat16:
         return "it takes whole numbers and bf16"
-    if matrix.scheme.group not in int4_layouts.INT4_GROUPS_OF_GPU:
+    if matrix.scheme.group not in integers.INT4_GROUPS_OF_GPU:
         return f"it takes no groups of {matrix.scheme.group or matrix.size_in}"
-    return int4_layouts.gpu_int4_missing(matrix.size_in, matrix.size_out)
+    return integers.gpu_int4_missing(matrix.size_in, matrix.size_out)
 
 
 def _torch_layout(matrix: QuantizedMatrix, _: torch.dtype) -> tuple[Any, int]:
     scales_and_shifts = matrix.scales_and_shifts()
-    packed = int4_layouts.gpu_packed_int4(matrix.codes)
+    packed = integers.pack_gpu_int4(matrix.codes)
     return (packed, scales_and_shifts), packed.nbytes + scales_and_shifts.nbytes
 
 
 def _by_torch(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:
-    y = int4_layouts.gpu_int4_product(rows.contiguous(), layout[0], matrix.scheme.group, layout[1])
+    y = integers.gpu_int4_product(rows.contiguous(), layout[0], matrix.scheme.group, layout[1])
     return y if bias is None else y.add_(bias)
 
 
 def _gemlite_obstacle(matrix: QuantizedMatrix, _: torch.dtype) -> str:
-    if not int4_layouts.gemlite_version():
+    if not integers.gemlite_version():
         return f"not installed: {install('gemlite')}"
     if matrix.scheme.codes != "integer" or not matrix.scheme.group:
         return "it takes whole numbers in groups"
@@ -136,7 +136,7 @@ def _gemlite_obstacle(matrix: QuantizedMatrix, _: torch.dtype) -> str:
 
 def _gemlite_layout(matrix: QuantizedMatrix, dtype: torch.dtype) -> tuple[Any, int]:
     zeros: Tensor | int = 8 if matrix.zeros is None else matrix.every_zero()
-    return int4_layouts.gemlite_product(matrix.whole_codes(), matrix.scales, zeros, matrix.scheme.group, dtype)
+    return integers.gemlite_product(matrix.whole_codes(), matrix.scales, zeros, matrix.scheme.group, dtype)
 
 
 def _by_gemlite(rows: Tensor, _: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:

@@ -223,7 +223,7 @@ class OnednnProduct:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """Take `weight` (N, K) fp32 and `bias` (N,)."""
-        self._packed, self._bias = compat.onednn_packed(weight.contiguous()), bias
+        self._packed, self._bias = compat.pack_for_onednn(weight.contiguous()), bias
         self.bytes = weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class Int8Product:
         self, codes: Tensor, scales: Tensor, bias: Tensor | None = None, outliers: "OutlierColumns | None" = None
     ):
         """Take codes (N, K) int8, scales (N,) fp32 and bias (N,) of matrices side by side."""
-        self._packed, self._scales = integers.packed_int8(codes), scales.contiguous()
+        self._packed, self._scales = integers.pack_int8(codes), scales.contiguous()
         self._zeros = torch.zeros(len(codes), dtype=torch.int64)
         self._outliers, self._bias = outliers, bias
         loops = serving_library.compiled()

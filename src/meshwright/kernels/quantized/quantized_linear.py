@@ -178,7 +178,7 @@ def _int8_product(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
     packed = matrix.prepared.get("onednn")
     if packed is None:
         zeros = torch.zeros(matrix.size_out, dtype=torch.int64)
-        packed = integers.packed_int8(matrix.codes), scales.contiguous(), zeros
+        packed = integers.pack_int8(matrix.codes), scales.contiguous(), zeros
         if matrix.keeps_copies:
             matrix.prepared["onednn"] = packed
     return integers.int8_product(codes, *packed)
@@ -204,7 +204,7 @@ def _restored_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None)
     packs = device_kind(rows) == "cpu" and _keeps_onednn_copy(matrix, dtype)
     if str(dtype) not in matrix.prepared:
         restored = matrix.restored(dtype)
-        matrix.prepared[str(dtype)] = compat.onednn_packed(restored) if packs else restored
+        matrix.prepared[str(dtype)] = compat.pack_for_onednn(restored) if packs else restored
     product = compat.onednn_product if packs else cpu_product.linear
     operand = rows.to(dtype).contiguous() if packs else rows.to(dtype)
     return product(operand, matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
@@ -260,7 +260,7 @@ def takes_int4(matrix: QuantizedMatrix, rows: Tensor) -> bool:
 
 def _int4_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     if "int4" not in matrix.prepared:
-        packed = integers.packed_int4(matrix.whole_codes())
+        packed = integers.pack_int4(matrix.whole_codes())
         matrix.prepared["int4"] = packed, matrix.scheme.group, matrix.scales_and_shifts()
     y = integers.int4_product(rows.to(torch.bfloat16).contiguous(), *matrix.prepared["int4"])
     return y if bias is None else y + bias

@@ -20,9 +20,9 @@ from meshwright import compat
 from meshwright.compat.process_groups import (
     GroupCall,
     Launch,
+    created_groups,
     group_methods,
     group_name,
-    groups_made,
     is_collective_operation,
     launch_of,
 )
@@ -80,7 +80,9 @@ class TraceRecorder(compat.BareMode):
             if group.process_group is not None:
                 axes.setdefault(group_name(group.process_group), name)
         axes = self._axes | axes
-        return tuple(Communicator(name=name, ranks=ranks, axis=axes.get(name, "own")) for name, ranks in groups_made())
+        return tuple(
+            Communicator(name=name, ranks=ranks, axis=axes.get(name, "own")) for name, ranks in created_groups()
+        )
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -121,10 +123,10 @@ class TraceRecorder(compat.BareMode):
 
     def _start(self, group: dist.ProcessGroup, call: GroupCall) -> int:
         if not self._groups:
-            self._groups = {name: n for n, (name, _) in enumerate(groups_made())}
+            self._groups = {name: n for n, (name, _) in enumerate(created_groups())}
         name = group_name(group)
         if name not in self._groups:  # made after the first collective
-            self._groups = {name: n for n, (name, _) in enumerate(groups_made())}
+            self._groups = {name: n for n, (name, _) in enumerate(created_groups())}
         if self._axis:
             self._axes.setdefault(name, self._axis)
             self._axis = self._axis if self._batch is not None else ""

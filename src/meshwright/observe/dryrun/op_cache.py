@@ -221,7 +221,7 @@ class OpCache:
         if shared and needed > storage.nbytes():
             raise CannotReplay
         outcome = CachedView(shared[0], needed, int(out.storage_offset()), like) if shared else like
-        return outcome if compat.alike(outcome.make(self.maker, tensors), out) else None
+        return outcome if compat.are_alike(outcome.make(self.maker, tensors), out) else None
 
 
 def plain_call(operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from meshwright import compat
-from meshwright.compat import lowering
-from meshwright.compat.torch_compile import compiled_by
+from meshwright.compat import torch_compile
+from meshwright.compat.torch_compile import replace_compiler
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
@@ -157,7 +157,7 @@ def watch_rank(plan: Plan, rank: int, device: str, load: float, counts: Sequence
         watch = FakeWatch(ROUNDING_BYTES[device], cached_calls(fake), within)
         blocks = LoweredBlocks(fake, watch)
         lowers = device == "cuda" and is_lowered(plan.layout, plan.model, plan.recipe.fake_quantize)
-        with without_values(), compiled_by(blocks.compiled) if lowers else nullcontext():
+        with without_values(), replace_compiler(blocks.compiled) if lowers else nullcontext():
             return Watched(program, watch).run(counts)
 
 
@@ -252,7 +252,7 @@ class LoweredBlocks:
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Compile like torch.compile. Without gradients the call runs as it is: no such pass has the peak."""
-        code = lowering.lowered(call, self._watched, _TunedKernel)
+        code = torch_compile.lower(call, self._watched, _TunedKernel)
 
         def run(*arguments: Any) -> Any:
             if not torch.is_grad_enabled() or self.is_beyond:

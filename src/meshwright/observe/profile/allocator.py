@@ -123,7 +123,7 @@ class DeviceAllocationRecorder:
 
     def __exit__(self, *_: Any) -> None:
         self.begin("end")
-        snapshot = compat.recorded_allocations() if self._recording else None
+        snapshot = compat.stop_recording_allocations() if self._recording else None
         if snapshot is not None:
             self.history = read_history(snapshot, self.device.index or 0, ROUNDING_BYTES["cuda"])
 

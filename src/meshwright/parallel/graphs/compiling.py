@@ -44,7 +44,7 @@ def is_compiled(layout: Layout, device: torch.device) -> bool:
     if layout.compile != "on":
         return False
     if simulated_kind():
-        return torch_compile.stands_in()
+        return torch_compile.is_compiler_replaced()
     if missing := torch_compile.compile_tool_missing(device.type):
         raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
     return True
@@ -54,9 +54,9 @@ def unrecomputed_policy(layout: Layout, shape: ModelShape) -> Recompute:
     """Return the recomputation policy of blocks that the layout does not recompute: usually `none`.
 
     It is `norms` in a dry run without a stand-in for the compiler, when compiled blocks would recompute norms by
-    themselves (compat.torch_compile.keeping_less).
+    themselves (compat.torch_compile.let_recompute_norms).
     """
-    stood_for = simulated_kind() and not torch_compile.stands_in()
+    stood_for = simulated_kind() and not torch_compile.is_compiler_replaced()
     return "norms" if stood_for and keeps_no_norms(layout, shape, simulated_kind()) else "none"
 
 
@@ -150,10 +150,10 @@ def _behind_experts(
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of a module twice: for whole backward passes, and for split ones (KEEPS_BUFFERS)."""
-    once, in_two = torch_compile.compiled(call), torch_compile.compiled(call, options=KEEPS_BUFFERS)
+    once, in_two = torch_compile.compile_function(call), torch_compile.compile_function(call, options=KEEPS_BUFFERS)
 
     def run(module: nn.Module, *arguments: Any) -> Any:
-        with torch_compile.keeping_less():
+        with torch_compile.let_recompute_norms():
             if not splits():
                 return once(module, *arguments)
             with traced(module.parameters()):

@@ -162,7 +162,7 @@ def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.Pro
     if len(ranks) == world and not purpose:
         return dist.group.WORLD
     limit = compat.time_limit(dist.group.WORLD)
-    return compat.named_group(ranks, limit, purpose)
+    return compat.create_named_group(ranks, limit, purpose)
 
 
 def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> DeviceMesh:

@@ -1,9 +1,11 @@
-"""torch's attention kernels by name.
+"""Attention kernels by name: torch's own, and FlashAttention 4.
 
-scaled_dot_product_attention chooses among them, hides their log-sum-exp, and has no document boundaries.
+scaled_dot_product_attention chooses among torch's, hides their log-sum-exp, and has no document boundaries.
 """
 
+import importlib
 import inspect
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ _NAMES = {
 }
 
 
-def chosen_attention(
+def choose_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, dropout: float, scale: float, grouped: bool
 ) -> str:
     """Return the kernel that torch would choose for q, k, v (B, heads, positions, width), or `unknown`.
@@ -55,9 +57,9 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, device: str,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, device: str,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp (B, H, S).
 
     On a CPU, a mask (S, T) is added to the scores. The public scaled_dot_product_attention calls the same operations
@@ -73,19 +75,19 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     causal: bool,
     scale: float,
     device: str,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k, v for these keys, given output and log-sum-exp over all keys; see flash_attention.
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v in `flash_attention` for these keys, from output and log-sum-exp over all keys.
 
     Without dropout the random state is not read, and without packed lengths neither are the cumulative lengths.
     """
@@ -100,36 +102,34 @@ def flash_attention_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-def banded_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, left: int, right: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def banded_attention(q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return a GPU's flash attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and log-sum-exp (B, H, S).
 
     Query i sees the keys from i + T - S - left to i + T - S + right; -1 = no limit. Every query must see a key. This is
     the operation of varlen_attention without document boundaries, which takes heads after positions.
     """
-    turned = (x.transpose(1, 2) for x in (q, k, v))
+    transposed = (x.transpose(1, 2) for x in (q, k, v))
     sizes = None, None, q.shape[2], k.shape[2]
     outputs = torch.ops.aten._flash_attention_forward(
-        *turned, *sizes, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
+        *transposed, *sizes, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
     )
     return outputs[0].transpose(1, 2), outputs[1]
 
 
 def banded_attention_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, left: int, right: int, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v for these keys, given output and log-sum-exp over all keys."""
-    turned = (x.transpose(1, 2) for x in (gradient, q, k, v, out))
+    transposed = (x.transpose(1, 2) for x in (gradient, q, k, v, out))
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)
     sizes = None, None, q.shape[2], k.shape[2]
     gradients = torch.ops.aten._flash_attention_backward(
-        *turned, lse, *sizes, 0.0, False, unread, unread[0], scale=scale, window_size_left=left,
+        *transposed, lse, *sizes, 0.0, False, unread, unread[0], scale=scale, window_size_left=left,
         window_size_right=right,
     )  # fmt: skip
-    of_q, of_k, of_v = (x.transpose(1, 2) for x in gradients)
-    return of_q, of_k, of_v
+    q_gradient, k_gradient, v_gradient = (x.transpose(1, 2) for x in gradients)
+    return q_gradient, k_gradient, v_gradient
 
 
 def has_flash_attention(device: str) -> bool:
@@ -140,7 +140,7 @@ def has_flash_attention(device: str) -> bool:
     return hasattr(torch.ops.aten, name) and hasattr(torch.ops.aten, f"{name}_backward")
 
 
-def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
+def takes_flash(q: Tensor, v: Tensor) -> bool:
     """Return whether a GPU's flash kernel, which takes no masks, supports these dtypes and head widths."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
 
@@ -152,9 +152,9 @@ def attention_backward(kernel: str) -> Any:
 
 
 def cuda_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None, dropout_p: float,
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, dropout_p: float,
     is_causal: bool, scale: float, enable_gqa: bool,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Call the kernel that scaled_dot_product_attention uses on a GPU, for fake tensors that stand in for GPU tensors.
 
     torch would choose by the device that fake tensors report. Raises AssertionError where torch would store the S x T
@@ -162,7 +162,7 @@ def cuda_attention(
     """
     if attn_mask is None and takes_flash(q, v):
         outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
-        out: torch.Tensor = outputs[0]
+        out: Tensor = outputs[0]
         return out
     assert not enable_gqa, "torch's other fused kernel takes equal heads only"
     bias = None
@@ -170,19 +170,19 @@ def cuda_attention(
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    weighted: torch.Tensor = efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
+    weighted: Tensor = efficient(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
     return weighted
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, longest: int, *, window: int,
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, window: int,
     scale: float, dropout: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return a GPU's causal flash attention over packed documents: q (T, H, E), k and v (T, K, E).
 
     Documents start at `borders` (N + 1,) int32 and have at most `longest` positions; `window` 0 = none. Returns the
     output (T, H, E), the log-sum-exp (H, T), and the initial random state (2,) of dropout. torch.nn.attention.varlen
-    calls the same operation without dropout; see varlen_attn.
+    calls the same operation without dropout (`varlen_attn`).
     """
     sizes = (borders, borders, longest, longest)
     outputs = torch.ops.aten._flash_attention_forward(
@@ -191,7 +191,7 @@ def varlen_attention(
     return outputs[0], outputs[1], outputs[2]
 
 
-def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any, **options: Any) -> torch.Tensor:
+def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *borders: Any, **options: Any) -> Tensor:
     """Call torch.nn.attention.varlen.varlen_attn with the signature of this torch.
 
     The number of query heads may be a multiple of those of k and v (..., K, E), which versions after 2.11 must be told.
@@ -199,24 +199,24 @@ def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any
     """
     from torch.nn.attention.varlen import varlen_attn as function
 
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
     # 2.11 takes fewer key heads without being told.
-    if "enable_gqa" in known:
+    if "enable_gqa" in parameters:
         options["enable_gqa"] = q.shape[-2] != k.shape[-2]
-    missing = [name for name in options if name not in known]
+    missing = [name for name in options if name not in parameters]
     if missing:
         raise NotImplementedError(f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}")
     outputs: Any = function(q, k, v, *borders, **options)
-    out: torch.Tensor = outputs  # log-sum-exps come with it only where they are asked for
+    out: Tensor = outputs  # log-sum-exps come with it only where they are asked for
     return out
 
 
 def varlen_attention_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    borders: torch.Tensor, longest: int, *, window: int, scale: float, dropout: float = 0.0,
-    random: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v; see varlen_attention. Without dropout the random state is not read."""
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    borders: Tensor, longest: int, *, window: int, scale: float, dropout: float = 0.0,
+    random: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v in `varlen_attention`. Without dropout the random state is not read."""
     if random is None:
         random = torch.empty(2, dtype=torch.uint64, device=q.device)
     sizes = (borders, borders, longest, longest)
@@ -227,8 +227,8 @@ def varlen_attention_backward(
 
 
 def efficient_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return a GPU's memory-efficient attention, which supports fp32 and a bias (B, H, S, T) on the scores.
 
     q (B, H, S, E), k (B, H, T, E), v (B, H, T, V) -> (B, H, S, V) and the log-sum-exp (B, H, S rounded up to a multiple
@@ -240,10 +240,10 @@ def efficient_attention(
 
 
 def efficient_attention_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
-    out: torch.Tensor, lse: torch.Tensor, *, causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of q, k, v; see efficient_attention. Without dropout the random state is not read."""
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None,
+    out: Tensor, lse: Tensor, *, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v in `efficient_attention`. Without dropout the random state is not read."""
     unread = torch.empty((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, bias, out, lse, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
@@ -260,3 +260,68 @@ def varlen_backward() -> Any:
 def _sides(window: int) -> dict[str, int]:
     """Return the arguments for the visible keys before and after a query."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+FLASH_4 = "flash_attn.cute.interface"
+"""Module of FlashAttention 4 (package flash-attn-4, Python compiled by CuTe DSL at first use).
+
+torch 2.13 can install it in place of its own flash kernel (torch.nn.attention.activate_flash_attention_impl). That
+setting applies to the whole process, so dropout and unsupported head sizes would fail. It also unpacks two results of a
+function that returns four or five since 4.0.0b20. The functions below use the arguments of 4.0.0b5 to 4.0.0b36.
+"""
+
+
+def flash_4_version() -> str:
+    """Return the version of the installed package, or an empty string."""
+    try:
+        return metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def flash_4_attention(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, *, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute attention as compat.varlen_attention does, without dropout.
+
+    q (T, H, E), k (T, K, E), v (T, K, V) in 16 bits -> (T, H, V) and the log-sum-exp (H, T) fp32. Raises ImportError
+    when the package or one of its dependencies is missing.
+    """
+    forward = importlib.import_module(FLASH_4)._flash_attn_fwd
+    outputs: Any = forward(q, k, v, **_documents(borders, longest, window, scale), return_lse=True)
+    return outputs[0], outputs[1]
+
+
+def flash_4_past(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float) -> Tensor:
+    """Compute attention of the last queries (B, S, H, E) over k (B, T, K, E), v (B, T, K, V) -> (B, S, H, V).
+
+    No gradients. Query i of S sees the keys up to i + T - S.
+    """
+    forward = importlib.import_module(FLASH_4)._flash_attn_fwd
+    outputs: Any = forward(q, k, v, **_masked(window, scale), return_lse=False)
+    out: Tensor = outputs[0]
+    return out
+
+
+def flash_4_attention_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    borders: Tensor, longest: int, *, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v of flash_4_attention. Query gradients are summed in any order."""
+    backward = importlib.import_module(FLASH_4)._flash_attn_bwd
+    outputs: Any = backward(q, k, v, out, gradient, lse, **_documents(borders, longest, window, scale))
+    return outputs[0], outputs[1], outputs[2]
+
+
+def _documents(borders: Tensor, longest: int, window: int, scale: float) -> dict[str, Any]:
+    """Return the arguments that both passes share."""
+    rows = {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {**_masked(window, scale), **rows}
+
+
+def _masked(window: int, scale: float) -> dict[str, Any]:
+    """Return the arguments that hide keys. A window counts the visible keys up to the query."""
+    sides = (window - 1, 0) if window else (None, None)
+    return {
+        "softmax_scale": scale, "causal": True, "window_size_left": sides[0], "window_size_right": sides[1]
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""fp32 products by oneDNN of operands in any memory order, which torch has no public function for.
+"""oneDNN: fp32 products of operands in any memory order, without a public function in torch, and its cache.
 
 torch's `mm` calls oneDNN when fp32 matrices may be rounded to bf16 inside
 (`torch.backends.mkldnn.matmul.fp32_precision`). oneDNN rounds them only where that is faster, with AMX. On other
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import RLock
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -75,3 +75,19 @@ def _are_exact() -> bool:
                 if (product.double() - exact).norm() > ROUNDED * exact.norm():
                     return False
     return True
+
+
+CAPACITY: Final = 128
+"""Cached products, one per combination of sizes. A model with one batch shape has some tens."""
+NAMES: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
+"""oneDNN's environment variables. It reads the first that is set, at its first product."""
+
+
+def keep_few_products() -> None:
+    """Limit oneDNN's cache to CAPACITY products unless the environment sets a limit.
+
+    With its default of 1,024, experts whose rows change in every step fill hundreds of MiB, and the gaps between these
+    blocks are lost to larger tensors.
+    """
+    if not any(name in os.environ for name in NAMES):
+        os.environ[NAMES[0]] = str(CAPACITY)
