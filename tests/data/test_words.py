@@ -111,10 +111,36 @@ def test_bytes_are_their_own_ids(text: str) -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    [r"(a|b)", r"\d+", r"\w", r"a.c", r"^a", r"a$", r"[a[bc]]", r"[a&&b]", r"(?<=a)b", r"[\S]", r"a{2}+", r"\bx"],
+    [
+        r"(a|b)",
+        r"\d+",
+        r"\w",
+        r"a.c",
+        r"^a",
+        r"a$",
+        r"[a[bc]]",
+        r"[a&&b]",
+        r"(?<=a)b",
+        r"[\S]",
+        r"a{2}+",
+        r"\bx",
+        r"\p{Han}",
+    ],
 )
 def test_patterns_that_mean_something_else_to_python_are_left_to_the_library(pattern: str) -> None:
     assert word_encoder.translate(pattern, unicode=False) is None
+
+
+def test_words_of_a_script_are_left_to_the_library() -> None:
+    """Python's categories know no scripts: two words would be one, whose bytes merge across the border."""
+    spec = json.loads(made("llama3"))
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\p{Han}|[^\p{Han}]+"}
+    alphabet = word_encoder.byte_alphabet()
+    pair = [alphabet["\u65e5".encode()[-1]], alphabet["\u672c".encode()[0]]]
+    spec["model"]["merges"].append(pair)
+    spec["model"]["vocab"]["".join(pair)] = 330
+    encode, library, dtype = encoders(json.dumps(spec))
+    assert ids(encode, "\u65e5\u672c", dtype) == expected(library, "\u65e5\u672c")
 
 
 @pytest.mark.parametrize("ending", ["line\nnext", "line\n next", "line \n\n  next", "a.\nb"])

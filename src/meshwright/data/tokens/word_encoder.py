@@ -198,14 +198,14 @@ def _plain_pattern(spec: dict[str, Any]) -> str | None:
     return split["pattern"].get("Regex") if isolated and not level["use_regex"] else None
 
 
-_TOKEN = re.compile(r"\\p\{(\w+)\}|\\(.)|(\(\?(?:i?:|!|=|>))|(.)", re.DOTALL)
+_TOKEN = re.compile(r"\\p\{([CLMNPSZ][a-z]?)\}|\\(.)|(\(\?(?:i?:|!|=|>))|(.)", re.DOTALL)
 
 
 def translate(pattern: str, *, unicode: bool) -> str | None:
     r"""Translate a pattern to Python's `re`, for ASCII or for text without characters of uncertain class.
 
-    None = it contains more than is supported (captures, anchors, look-behind, nested classes, escapes except \p \s \S
-    \r \n \t).
+    None = it contains more than is supported (captures, anchors, look-behind, nested classes, scripts, escapes except
+    \p \s \S \r \n \t).
     """
     if re.search(r"\d}\+", pattern):
         return None
