@@ -6,19 +6,24 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.kernels.c import build, serving_library
+from meshwright.kernels.c import build, serving_library, training_library
 from meshwright.kernels.c.panels import Panels
 from meshwright.kernels.c.serving_library import Loops
 
 SOURCES = ("rows.c", "block.c", "attention.c", "panels.c")
-START = """
+ALL = """
 from meshwright.kernels.c import serving_library, training_library
-print(serving_library.compiled() is not None)"""
+print(serving_library.compiled() is not None and training_library.is_compiled())"""
+ONE = """
+from meshwright.kernels.c import build
+print(build.load("rows.c") is not None)"""
 
 
 @pytest.fixture
@@ -39,46 +44,60 @@ def starts(counted: Path) -> int:
     return len(counted.read_text().splitlines()) if counted.exists() else 0
 
 
-def process() -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def process(program: str = ONE) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def libraries(counted: Path) -> list[Path]:
+    return sorted((counted.parent / "cache" / "meshwright" / "loops").glob("*.so"))
 
 
 def test_the_second_process_starts_no_compiler(counted: Path) -> None:
-    text, notes = process().communicate()
-    assert text == "True\n" and "compiling C loops for this processor, once" in notes
-    assert starts(counted) == len(serving_library.STEPS) + 1, "each source, and the link"
-    text, notes = process().communicate()
-    assert (text, notes) == ("True\n", "")
-    assert starts(counted) == len(serving_library.STEPS) + 1
+    text, notes = process(ALL).communicate()
+    assert text == "True\n" and notes.count("compiling C loops for this processor, once") == 1
+    count = len(serving_library.STEPS) + len(training_library.STEPS) + 2
+    assert starts(counted) == count, "each source, and the link of each library"
+    assert process(ALL).communicate() == ("True\n", "")
+    assert starts(counted) == count
 
 
 def test_processes_that_start_at_once_compile_once(counted: Path) -> None:
     processes = [process() for _ in range(3)]
     assert [process.communicate()[0] for process in processes] == ["True\n"] * 3
-    assert starts(counted) == len(serving_library.STEPS) + 1
-    (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
-    assert [left.name for left in path.parent.iterdir() if not left.name.endswith(".lock")] == [path.name]
+    assert starts(counted) == 2
+    (path,) = libraries(counted)
+    assert [entry for entry in path.parent.iterdir() if entry.suffix != ".lock"] == [path]
 
 
-def test_a_damaged_library_is_made_again(counted: Path) -> None:
-    """In processes of their own: a library that is loaded already hides what its file became."""
-    process().communicate()
-    (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
-    path.write_bytes(b"\x7fELF and nothing more")
-    assert process().communicate()[0] == "True\n"
-    assert starts(counted) == 2 * (len(serving_library.STEPS) + 1) and path.stat().st_size > 10_000
+def test_without_locks_the_last_of_several_builders_wins(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.user_cache, "lock", lambda _: nullcontext())
+    with ThreadPoolExecutor(4) as pool:
+        assert None not in pool.map(build.load, ["rows.c"] * 4)
+    assert len(libraries(counted)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut short", "bytes in the middle"])
+def test_a_damaged_library_is_compiled_again(damage: str, counted: Path) -> None:
+    assert build.load("rows.c") is not None
+    (path,) = libraries(counted)
+    sound = path.read_bytes()
+    half = len(sound) // 2
+    path.unlink()  # or the library that is loaded would change
+    path.write_bytes(sound[:half] if damage == "cut short" else sound[:half] + b"\xff\x00" + sound[half + 2 :])
+    assert build.load("rows.c") is not None and starts(counted) == 4
+    assert build.load("rows.c") is not None and starts(counted) == 4
 
 
 def test_another_source_option_compiler_or_processor_is_another_library(
     counted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert build.built("rows.c") is not None
-    assert build.built("rows.c", threads=build.THREADS[1:]) is not None
+    assert build.load("rows.c") is not None
+    assert build.load("rows.c", threads=build.THREADS[1:]) is not None
     monkeypatch.setattr(build, "processor", lambda: "another one")
-    assert build.built("rows.c") is not None
+    assert build.load("rows.c") is not None
     wrapper = counted.parent / "bin" / "cc"
     os.utime(wrapper, (1, 1))
-    assert build.built("rows.c") is not None
+    assert build.load("rows.c") is not None
     assert starts(counted) == 8
 
 
@@ -92,8 +111,9 @@ def test_a_cache_that_cannot_be_written_is_named(
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setattr(Path, "home", no_home)
-    assert build.built("rows.c") is not None
-    assert "C loops are compiled at each start" in caplog.text and "XDG_CACHE_HOME" in caplog.text
+    assert build.load("rows.c") is not None
+    assert build.load("rows.c") is not None
+    assert caplog.text.count("C loops are compiled at each start") == 1 and "XDG_CACHE_HOME" in caplog.text
     assert "Errno" not in caplog.text
 
 
@@ -102,13 +122,13 @@ def no_home() -> Path:
 
 
 def test_a_cache_that_may_be_read_alone_is_used(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build.built("rows.c") is not None
+    assert build.load("rows.c") is not None
 
     def refused(_: Path) -> None:
         raise PermissionError("Read-only file system")
 
     monkeypatch.setattr(build.user_cache, "lock", refused)
-    assert build.built("rows.c") is not None and starts(counted) == 2
+    assert build.load("rows.c") is not None and starts(counted) == 2
 
 
 def test_where_nothing_may_be_run_a_copy_is_loaded(
@@ -116,27 +136,27 @@ def test_where_nothing_may_be_run_a_copy_is_loaded(
 ) -> None:
     """As of a file system that is mounted noexec."""
     cache = counted.parent / "cache"
-    loaded = ctypes.CDLL
+    open_library = ctypes.CDLL
 
-    def run_elsewhere(name: str) -> ctypes.CDLL:
+    def open_elsewhere(name: str) -> ctypes.CDLL:
         if name.startswith(str(cache)):
             raise OSError("failed to map segment from shared object")
-        return loaded(name)
+        return open_library(name)
 
-    monkeypatch.setattr(build.ctypes, "CDLL", run_elsewhere)
-    monkeypatch.setattr(build, "_runs_nothing", lambda folder: folder.is_relative_to(cache))
-    assert build.built("rows.c") is not None and build.built("rows.c") is not None
+    monkeypatch.setattr(build.ctypes, "CDLL", open_elsewhere)
+    assert build.load("rows.c") is not None and build.load("rows.c") is not None
     assert starts(counted) == 2, "the copy costs no compiler"
+    assert caplog.text.count(f"nothing may be run from {cache}/meshwright/loops; set XDG_CACHE_HOME") == 1
     monkeypatch.setattr(build.tempfile, "tempdir", str(cache))
-    assert build.built("rows.c") is None
-    assert f"nothing may be run from {cache}" in caplog.text and "TMPDIR" in caplog.text
+    assert build.load("rows.c") is None
+    assert f"nothing may be run from {cache}; TMPDIR" in caplog.text
 
 
 def test_a_compiler_that_takes_nothing_is_quoted(
     counted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "FLAGS", ("-DWIDE=this is no number",))
-    assert build.built("panels.c") is None
+    assert build.load("panels.c") is None
     assert "C loops are left out" in caplog.text and "error" in caplog.text
 
 
@@ -158,7 +178,7 @@ def test_a_serving_step_in_vectors_of_other_processors(
 ) -> None:
     """Products have the same bits, since a lane of a vector is one sum. Attention adds lanes up in another order."""
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *narrow))
-    made = build.built(*serving_library.STEPS)
+    made = build.load(*serving_library.STEPS)
     assert made is not None
     loops, widest = Loops(made), serving_library.compiled()
     assert widest is not None

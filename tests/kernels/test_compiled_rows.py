@@ -243,4 +243,4 @@ def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: 
     single.chmod(0o755)
     monkeypatch.setattr(build, "COMPILERS", (str(single),))
     assert training_library._library.__wrapped__() is None
-    assert build.built(*serving_library.STEPS) is not None, "the loops of serving run on one thread too"
+    assert build.load(*serving_library.STEPS) is not None, "the loops of serving run on one thread too"

@@ -289,7 +289,7 @@ def test_what_they_do_not_take_goes_the_other_ways(dtype: torch.dtype, width: in
 def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, mask, seen = case("documents")
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert build.built("sequence_attention.c") is None
+    assert build.load("sequence_attention.c") is None
     monkeypatch.setattr(training_library, "is_compiled", lambda: False)
     q, k, v = inputs
     assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")

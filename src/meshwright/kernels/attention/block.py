@@ -13,37 +13,11 @@ from torch import Tensor
 
 from meshwright.kernels.attention.paged import RowsCall
 from meshwright.kernels.attention.store import PagedStore
-from meshwright.kernels.c.panels import FLOAT, INT, POINTER, PanelFields, Panels, pointer
-from meshwright.kernels.c.serving_library import AttentionFields, Loops
+from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.c.panels import Panels, pointer
+from meshwright.kernels.c.serving_library import Loops
 
 PARTS = ("qkv", "o", "gate_up", "down")
-
-
-class _BlockFields(ctypes.Structure):
-    _fields_ = (
-        ("attention", AttentionFields), *((name, PanelFields) for name in PARTS), ("norm", POINTER),
-        ("q_norm", POINTER), ("k_norm", POINTER), ("mlp_norm", POINTER), ("eps", FLOAT), ("qk_eps", FLOAT),
-        ("mlp_eps", FLOAT),
-    )  # fmt: skip
-
-
-class _StepFields(ctypes.Structure):
-    _fields_ = (
-        ("cosine", POINTER), ("sine", POINTER), ("slots", POINTER), ("tables", POINTER), ("offsets", POINTER),
-        ("last", POINTER), ("rows", INT), ("longest", INT),
-    )  # fmt: skip
-
-
-class LowRankFields(ctypes.Structure):
-    """LowRank of block.c: a low-rank matrix beside a part of a block's product, for some rows of a step."""
-
-    _fields_ = (
-        ("a", POINTER), ("b", POINTER), ("rows", POINTER), ("begin", INT), ("count", INT), ("column", INT),
-    )  # fmt: skip
-
-
-class _LowRanksFields(ctypes.Structure):
-    _fields_ = (("some", POINTER * len(PARTS)), ("counts", INT * len(PARTS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +62,11 @@ class FusedStep:
     def __init__(self, cos: Tensor, sin: Tensor, slots: Tensor, call: RowsCall) -> None:
         """Take cos and sin (1, R, 1, E / 2) and slots (R,)."""
         self._alive = cos.contiguous(), sin.contiguous(), slots, call
-        tensors = *self._alive[:3], call.tables, call.offsets, call.last
-        self.fields = _StepFields(*map(pointer, tensors), len(slots), call.longest)
+        cosine, sine, *_ = self._alive
+        self.fields = structure("Step")(
+            cosine=pointer(cosine), sine=pointer(sine), slots=pointer(slots), tables=pointer(call.tables),
+            offsets=pointer(call.offsets), last=pointer(call.last), rows=len(slots), longest=call.longest,
+        )  # fmt: skip
 
 
 @final
@@ -100,28 +77,29 @@ class FusedBlock:
         self._loops, self._parts = loops, parts
         keys, values = parts.keys, parts.values
         (_, size, key_heads, width), value_width = keys.sizes, values.sizes[3]
-        attention = AttentionFields(
+        attention = structure("Attention")(
             keys=pointer(keys.codes), values=pointer(values.codes), key_scales=pointer(keys.scales),
             value_scales=pointer(values.scales), heads=parts.heads, key_heads=key_heads, width=width,
             value_width=value_width, value_stride=value_width, block=size, window=parts.window, e4m3=0,
             scale=parts.scale,
         )  # fmt: skip
-        norms = [None if norm is None else pointer(norm.weight) for norm in self._norms]
-        eps = parts.norm.eps, 0.0 if parts.q_norm is None else parts.q_norm.eps, parts.mlp_norm.eps
-        self._fields = _BlockFields(attention, *(getattr(parts, name).fields for name in PARTS), *norms, *eps)
+        norms = {name: getattr(parts, name) for name in ("norm", "q_norm", "k_norm", "mlp_norm")}
+        self._fields = structure("Block")(
+            attention=attention,
+            **{name: getattr(parts, name).fields for name in PARTS},
+            **{name: None if norm is None else pointer(norm.weight) for name, norm in norms.items()},
+            eps=parts.norm.eps,
+            qk_eps=0.0 if parts.q_norm is None else parts.q_norm.eps,
+            mlp_eps=parts.mlp_norm.eps,
+        )
 
-    @property
-    def _norms(self) -> list[Norm | None]:
-        return [self._parts.norm, self._parts.q_norm, self._parts.k_norm, self._parts.mlp_norm]
-
-    def __call__(self, x: Tensor, step: FusedStep, beside: Mapping[str, Sequence[LowRankFields]]) -> Tensor:
+    def __call__(self, x: Tensor, step: FusedStep, beside: Mapping[str, Sequence[ctypes.Structure]]) -> Tensor:
         """Run the step's rows x (1, R, D) fp32, contiguous, through the block. Returns (1, R, D).
 
-        Their keys and values are stored. `beside`: adapters added to the products named in PARTS.
+        Their keys and values are stored. `beside`: structs LowRank that are added to the products named in PARTS.
         """
         if not beside:
             return self._loops.block(self._fields, step.fields, None, x)
-        arrays = [(LowRankFields * len(adapters))(*adapters) for adapters in (beside.get(name, ()) for name in PARTS)]
-        pointers = (POINTER * len(PARTS))(*map(ctypes.addressof, arrays))
-        low_ranks = _LowRanksFields(pointers, (INT * len(PARTS))(*map(len, arrays)))
+        arrays = [(structure("LowRank") * len(beside.get(name, ())))(*beside.get(name, ())) for name in PARTS]
+        low_ranks = structure("LowRanks")(tuple(map(ctypes.addressof, arrays)), tuple(map(len, arrays)))
         return self._loops.block(self._fields, step.fields, low_ranks, x)

@@ -1,26 +1,26 @@
-"""Builds this folder's C sources for this processor, once, and keeps the libraries in the user's cache.
+"""Compile this folder's C sources for this processor, once, and keep the libraries in the user's cache.
 
-A library's name is a digest of its inputs: sources, headers, compiler, options and processor. So a shared home serves
-many kinds of machines, and another release builds its own.
+A library's name is a digest of its inputs (sources, headers, compiler, options, processor) and one of its bytes. A
+shared home thus serves many kinds of machines, another release builds its own, and a damaged file is not loaded.
 """
 
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import product
 from pathlib import Path
 
+from meshwright.kernels.c.declarations import FOLDER, declare_functions
 from meshwright.spec import user_cache
 
-FOLDER = Path(__file__).parent
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fopenmp-simd")
 LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of another library takes the place of ours
@@ -29,11 +29,13 @@ THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
 """Alternatives, of which the first that the compiler accepts is used. FOR_THIS_CPU has alternatives too."""
 IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
 """Lines of /proc/cpuinfo that decide which machine code runs."""
+DIGITS = 32
+"""Hexadecimal digits of a digest in a file's name."""
 
 log = logging.getLogger(__name__)
 
 
-def built(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.CDLL | None:
+def load(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.CDLL | None:
     """Load the library of C sources of this folder, compiled now unless an earlier process did.
 
     Args:
@@ -44,30 +46,63 @@ def built(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.C
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None
+    library = _load_from_cache(compiler, names, threads)
+    if library is not None:
+        declare_functions(library, names)
+    return library
+
+
+def _load_from_cache(compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ...]]) -> ctypes.CDLL | None:
+    key = _digest_inputs(compiler, names, threads)
     try:
-        path = user_cache.default_root() / "loops" / f"{_digest(compiler, names, threads)}.so"
-        if path.is_file() and (library := _loaded(path)):
-            return library
-        with user_cache.lock(path):
-            if not path.is_file() or not (_runs_nothing(path.parent) or _loaded(path)):
-                log.warning("compiling C loops for this processor, once, into %s", path.parent)
-                if not _compile(compiler, names, threads, path):
-                    return None
-        return _loaded(path) or _from_elsewhere(path)
+        folder = user_cache.default_root() / "loops"
+        path = _find(folder, key)
+        if path is None:
+            with user_cache.lock(folder / key):
+                path = _find(folder, key)  # another process may have compiled it while this one waited
+                if path is None:
+                    _tell(f"compiling C loops for this processor, once, into {folder}")
+                    path = _compile(compiler, names, threads, folder, key)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        log.warning("C loops are compiled at each start: %s; set XDG_CACHE_HOME to a folder with room", reason)
-    return _from_elsewhere(None, compiler, names, threads)
+        _tell(f"C loops are compiled at each start: {reason}; set XDG_CACHE_HOME to a folder with room")
+        return _load_temporary(lambda scratch: _compile(compiler, names, threads, scratch, key))
+    if path is None or (library := _open(path)):
+        return None if path is None else library
+    _tell(f"C loops are copied at each start: nothing may be run from {folder}; set XDG_CACHE_HOME to another folder")
+    return _load_temporary(lambda scratch: Path(shutil.copy(path, scratch)))
 
 
-def _digest(compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ...]]) -> str:
+def _load_temporary(write: Callable[[Path], Path | None]) -> ctypes.CDLL | None:
+    """Load a library that `write` puts into a temporary folder, for this process alone."""
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            path = write(Path(scratch))
+            if path is None or (library := _open(path)):
+                return None if path is None else library
+    except OSError as error:
+        _tell(f"C loops are left out: {error}; TMPDIR and XDG_CACHE_HOME name folders for them")
+    else:
+        _tell(f"C loops are left out: nothing may be run from {tempfile.gettempdir()}; TMPDIR names another folder")
+    return None
+
+
+def _digest_inputs(compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ...]]) -> str:
+    """Return the key of a library.
+
+    A compiler's size and time stand for its version: asking it would start a process at each start.
+    """
     program = Path(compiler).resolve()
     stat = program.stat()
     options = FLAGS, LINKING, FOR_THIS_CPU, list(threads)
     digest = hashlib.sha256(repr((str(program), stat.st_size, stat.st_mtime_ns, options, processor())).encode())
     for path in sorted({*FOLDER.glob("*.h"), *(FOLDER / name for name in names)}):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()[:DIGITS]
+
+
+def _digest_bytes(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
 
 
 def processor() -> str:
@@ -80,59 +115,46 @@ def processor() -> str:
     return "\n".join(kind + [line for line in lines if line.partition(":")[0].strip() in IDENTITY])
 
 
-def _compile(compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ...]], path: Path) -> bool:
-    """Write the library to `path`, complete or not at all. Sources are compiled side by side."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _find(folder: Path, key: str) -> Path | None:
+    """Return the cached library of a key whose bytes are those that were compiled."""
+    return next((path for path in folder.glob(f"{key}-*.so") if path.stem == f"{key}-{_digest_bytes(path)}"), None)
+
+
+def _compile(
+    compiler: str, names: Sequence[str], threads: Sequence[tuple[str, ...]], folder: Path, key: str
+) -> Path | None:
+    """Write a library into `folder`, complete or not at all. Returns None if the compiler refuses the sources."""
     refusals = []
-    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as scratch:
 
-        def compiled(words: list[str]) -> bool:
-            ended = subprocess.run(words, capture_output=True, check=False, text=True, errors="replace")
-            refusals.extend([line for line in ended.stderr.splitlines() if "error" in line] if ended.returncode else [])
-            return ended.returncode == 0
+    def compiles(words: list[str]) -> bool:
+        ended = subprocess.run(words, capture_output=True, check=False, text=True, errors="replace")
+        refusals.extend([line for line in ended.stderr.splitlines() if "error" in line] if ended.returncode else [])
+        return ended.returncode == 0
 
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as scratch:  # beside the library: a rename is atomic
+        library = Path(scratch) / "library.so"
         for special, shared in product(FOR_THIS_CPU, threads):
             parts = [str(Path(scratch) / f"{name}.o") for name in names]
             options = [compiler, *FLAGS, *special, *shared]
             commands = [[*options, "-c", str(FOLDER / name), "-o", to] for name, to in zip(names, parts, strict=True)]
-            with ThreadPoolExecutor(len(names)) as pool:
-                if not all(pool.map(compiled, commands)):
+            with ThreadPoolExecutor(len(names)) as pool:  # sources are compiled side by side
+                if not all(pool.map(compiles, commands)):
                     continue
-            whole = Path(scratch) / "library.so"
-            if compiled([*options, "-shared", *parts, "-o", str(whole), "-lm", *LINKING]):
-                whole.replace(path)
-                return True
-    log.warning("C loops are left out: %s: %s", compiler, refusals[0] if refusals else "no reason given")
-    return False
+            if compiles([*options, "-shared", *parts, "-o", str(library), "-lm", *LINKING]):
+                return library.replace(folder / f"{key}-{_digest_bytes(library)}.so")
+    _tell(f"C loops are left out: {compiler}: {refusals[0] if refusals else 'no reason given'}")
+    return None
 
 
-def _loaded(path: Path) -> ctypes.CDLL | None:
+def _open(path: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(path))
-    except OSError:  # damaged, or in a folder from which nothing may be run
+    except OSError:  # in a folder from which nothing may be run
         return None
 
 
-def _runs_nothing(folder: Path) -> bool:
-    """Return whether a folder's file system forbids running code from it."""
-    return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
-
-
-def _from_elsewhere(
-    path: Path | None, compiler: str = "", names: Sequence[str] = (), threads: Sequence[tuple[str, ...]] = ()
-) -> ctypes.CDLL | None:
-    """Load a copy of `path` from the temporary folder, or without a path compile it there for this process alone."""
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            copy = Path(scratch) / "library.so"
-            if path is not None:
-                shutil.copyfile(path, copy)
-            elif not _compile(compiler, names, threads, copy):
-                return None
-            if library := _loaded(copy):
-                return library
-    except OSError as error:
-        log.warning("C loops are left out: %s; TMPDIR and XDG_CACHE_HOME name folders for them", error)
-        return None
-    log.warning("C loops are left out: nothing may be run from %s; TMPDIR names another folder", tempfile.gettempdir())
-    return None
+@cache
+def _tell(notice: str) -> None:
+    """Log a notice once, however many libraries it is about."""
+    log.warning(notice)

@@ -16,23 +16,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from meshwright.kernels.c.declarations import structure
+
 LANES, FOUR = 16, 4
 """Rows of a panel, and inputs of 8 bits that a lane adds up at once."""
 FLOATS, BF16, INT8, CODES = range(4)
 """Kinds of panels, as in rows.h."""
 CHECKED = 2**22
 """Elements that are compared at a time."""
-
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class PanelFields(ctypes.Structure):
-    """Panels, of rows.h."""
-
-    _fields_ = (
-        ("numbers", POINTER), ("sums", POINTER), ("scales", POINTER), ("zeros", POINTER), ("table", POINTER),
-        ("bias", POINTER), ("columns", INT), ("width", INT), ("group", INT), ("kind", INT), ("narrow", INT),
-    )  # fmt: skip
 
 
 def pointer(tensor: Tensor | None) -> int | None:
@@ -61,13 +52,16 @@ class Panels:
     """(16,) fp32."""
     group: int = 0
     """Inputs of a row of codes that share a scale."""
-    fields: PanelFields = field(init=False)
+    fields: ctypes.Structure = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = self.rows, self.width, self.group, self.kind
-        narrow = self.scales is not None and self.scales.dtype == torch.bfloat16
-        pointers = map(pointer, (self.numbers, self.sums, self.scales, self.zeros, self.table, self.bias))
-        object.__setattr__(self, "fields", PanelFields(*pointers, *sizes, narrow))
+        names = "numbers", "sums", "scales", "zeros", "table", "bias"
+        fields = structure("Panels")(
+            **{name: pointer(getattr(self, name)) for name in names}, columns=self.rows, width=self.width,
+            group=self.group, kind=self.kind,
+            narrow=self.scales is not None and self.scales.dtype == torch.bfloat16,
+        )  # fmt: skip
+        object.__setattr__(self, "fields", fields)
 
     @property
     def bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.c.panels import FLOAT, INT, POINTER
+from meshwright.kernels.c.declarations import structure
 from meshwright.kernels.c.training_library import DTYPES, VECTOR, library
 
 TILE = 64
@@ -18,31 +18,6 @@ WIDEST = 256
 """Widest head that was tried."""
 Documents = list[tuple[slice, int, int]]
 """Rows, first position, and position after the last, of each document."""
-
-
-class StridedFields(ctypes.Structure):
-    """Strided, of sequence_attention.c."""
-
-    _fields_ = (("at", POINTER), ("row", INT), ("position", INT), ("head", INT), ("narrow", INT))
-
-    @classmethod
-    def from_tensor(cls, x: Tensor) -> "StridedFields":
-        """Describe a tensor (B, S, heads, width) with contiguous rows."""
-        return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), x.dtype == torch.bfloat16)
-
-
-class SequenceFields(ctypes.Structure):
-    """Sequences, of sequence_attention.c."""
-
-    _fields_ = (
-        *((name, StridedFields) for name in ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v")),
-        ("sums", POINTER), ("room", POINTER), ("documents", POINTER),
-        *((name, INT) for name in (
-            "count", "length", "heads", "key_heads", "width", "value_width", "window", "parts", "threads", "each",
-            "pairs",
-        )),
-        ("scale", FLOAT),
-    )  # fmt: skip
 
 
 def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -68,14 +43,11 @@ def attend(
     threads = torch.get_num_threads()
     room = _room(q, threads * each)
     if not compat.is_fake(q):
-        listed = _document_list(documents)
-        tensors = (StridedFields.from_tensor(x) for x in (q, k, v, out, *[out] * 4))
-        fields = SequenceFields(
-            *tensors, sums.data_ptr(), room.data_ptr(), listed.data_ptr(), *_sizes(q, k, v, listed), window, 1, threads,
-            each, compat.cpu_multiplies(q.dtype), scale,
-        )  # fmt: skip
+        tensors = {"q": q, "k": k, "v": v, "out": out, "gradient": out}
+        spans = _document_list(documents)
+        fields = _fields(tensors, sums, room, spans, window=window, scale=scale, parts=1, threads=threads, each=each)
         if library().attend_sequences(ctypes.byref(fields)):
-            raise MemoryError(f"no memory for a list of {len(listed)} documents")
+            raise MemoryError(f"no memory for a list of {len(spans)} documents")
     return out, sums
 
 
@@ -96,12 +68,13 @@ def gradients(
     each = TILE * (4 * (q.shape[3] + v.shape[3]) + 5 * TILE // 2) + group // parts * longest * (q.shape[3] + 1)
     room = _room(q, threads * each)
     if not compat.is_fake(q):
-        listed = _document_list(documents)
-        tensors = (StridedFields.from_tensor(x) for x in (q, k, v, out, gradient, of_q, of_k, of_v))
-        fields = SequenceFields(
-            *tensors, sums.data_ptr(), room.data_ptr(), listed.data_ptr(), *_sizes(q, k, v, listed), window, parts,
-            threads, each, compat.cpu_multiplies(q.dtype), scale,
-        )  # fmt: skip
+        tensors = {
+            "q": q, "k": k, "v": v, "out": out, "gradient": gradient, "of_q": of_q, "of_k": of_k, "of_v": of_v
+        }  # fmt: skip
+        spans = _document_list(documents)
+        fields = _fields(
+            tensors, sums, room, spans, window=window, scale=scale, parts=parts, threads=threads, each=each
+        )
         library().sequences_gradients(ctypes.byref(fields))
     if parts > 1:
         of_k, of_v = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (of_k, of_v))
@@ -138,5 +111,17 @@ def _document_list(documents: Documents) -> Tensor:
     return torch.tensor(spans, dtype=torch.int64, device="cpu")
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[int, ...]:
-    return len(documents), q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+def _fields(tensors: dict[str, Tensor], sums: Tensor, room: Tensor, spans: Tensor, **fields: float) -> ctypes.Structure:
+    """Return the struct Sequences of tensors (B, S, heads, width) with contiguous rows. It keeps none of them alive."""
+    q, k, v = (tensors[name] for name in "qkv")
+    strided = {
+        name: structure("Strided")(
+            at=x.data_ptr(), row=x.stride(0), position=x.stride(1), head=x.stride(2), narrow=x.dtype == torch.bfloat16
+        )
+        for name, x in tensors.items()
+    }
+    return structure("Sequences")(
+        **strided, sums=sums.data_ptr(), room=room.data_ptr(), documents=spans.data_ptr(), count=len(spans),
+        length=q.shape[1], heads=q.shape[2], key_heads=k.shape[2], width=q.shape[3], value_width=v.shape[3],
+        pairs=compat.cpu_multiplies(q.dtype), **fields,
+    )  # fmt: skip

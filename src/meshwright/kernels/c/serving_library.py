@@ -14,8 +14,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.c.build import built
-from meshwright.kernels.c.panels import FLOAT, INT, POINTER, Panels, pointer
+from meshwright.kernels.c import build
+from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.c.panels import Panels, pointer
 
 STEPS = ("attention.c", "block.c", "panels.c", "rows.c")
 """C sources of a step of serving."""
@@ -24,31 +25,6 @@ ROWS, INT8_ROWS, ROWS_BESIDE_BF16 = 64, 32, 8
 
 With numbers and codes, with int8, and with bf16 where the CPU has units for it.
 """
-
-
-class AttentionFields(ctypes.Structure):
-    """Attention, of rows.h."""
-
-    _fields_ = (
-        ("q", POINTER), ("q_row", INT), ("keys", POINTER), ("values", POINTER), ("key_scales", POINTER),
-        ("value_scales", POINTER), ("tables", POINTER), ("offsets", POINTER), ("last", POINTER), ("out", POINTER),
-        ("rows", INT), ("heads", INT), ("key_heads", INT), ("width", INT), ("value_width", INT),
-        ("value_stride", INT), ("block", INT), ("window", INT), ("e4m3", INT), ("scale", FLOAT),
-    )  # fmt: skip
-
-
-_ARGUMENTS: dict[str, list[type]] = {
-    "use_threads": [INT],
-    "rms_norm": [POINTER, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT],
-    "rotate": [POINTER, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT],
-    "swiglu": [POINTER, INT, POINTER, INT, POINTER, INT, INT],
-    "round_rows": [POINTER, INT, POINTER, POINTER, INT, INT],
-    "keep_floats": [POINTER, INT, INT, POINTER, POINTER, INT, INT, INT],
-    "keep_int8": [POINTER, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT],
-    "restore": [POINTER, POINTER],
-}
-
-
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """Types of tensors that loops take.
 
@@ -74,13 +50,6 @@ class Loops:
     """The functions of the library. Tensors are as `takes` requires."""
 
     def __init__(self, library: ctypes.CDLL, any_rows: bool = False) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        library.attend.argtypes, library.block.argtypes = [POINTER, INT], [POINTER] * 5
-        library.multiply.argtypes = [POINTER, INT, POINTER, POINTER, INT]
-        for name in ("attend", "block", "multiply", "has_int8", "has_codes"):
-            getattr(library, name).restype = INT
         self._library, self._any_rows = library, any_rows
         self.has_int8, self.has_codes = bool(library.has_int8()), bool(library.has_codes())
         """Instructions of this processor: sums of 8-bit products, and table lookups."""
@@ -192,11 +161,13 @@ class Loops:
         block, K) of each.
         """
         out = _floats(q.shape[0], q.shape[1], width)
-        fields = AttentionFields(
-            q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
-            *((None, None) if scales is None else map(pointer, scales)),
-            tables.data_ptr(), offsets.data_ptr(), last.data_ptr(), out.data_ptr(), q.shape[0], q.shape[1],
-            keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1], window, keys.dtype != torch.int8, scale,
+        key_scales, value_scales = (None, None) if scales is None else map(pointer, scales)
+        fields = structure("Attention")(
+            q=q.data_ptr(), q_row=q.stride(0), keys=keys.data_ptr(), values=values.data_ptr(), key_scales=key_scales,
+            value_scales=value_scales, tables=tables.data_ptr(), offsets=offsets.data_ptr(), last=last.data_ptr(),
+            out=out.data_ptr(), rows=q.shape[0], heads=q.shape[1], key_heads=keys.shape[2], width=q.shape[2],
+            value_width=width, value_stride=values.shape[3], block=keys.shape[1], window=window,
+            e4m3=keys.dtype != torch.int8, scale=scale,
         )  # fmt: skip
         if self._library.attend(ctypes.byref(fields), longest):
             raise MemoryError(f"no memory for the scores of {longest} keys")
@@ -220,7 +191,7 @@ def compiled() -> Loops | None:
 
 @cache
 def _compiled() -> Loops | None:
-    library = built(*STEPS)
+    library = build.load(*STEPS)
     return None if library is None else Loops(library)
 
 

@@ -5,34 +5,18 @@ from functools import cache
 
 import torch
 
-from meshwright.kernels.c.build import THREADS, built
-from meshwright.kernels.c.panels import FLOAT, INT, POINTER
+from meshwright.kernels.c import build
 
+STEPS = ("sequence_attention.c", "training_rows.c", "logit_rows.c")
+"""C sources of a training step."""
 VECTOR = 16
 """Numbers of a vector. Widths of rows and heads must be multiples of it."""
 DTYPES = (torch.float32, torch.bfloat16)
-_NUMBERS = [INT] * 4
-_ARGUMENTS: dict[str, list[type]] = {
-    "attend_sequences": [POINTER],
-    "sequences_gradients": [POINTER],
-    "norm_rows": [POINTER, POINTER, FLOAT, POINTER, POINTER, *_NUMBERS],
-    "norm_gradients": [*[POINTER] * 6, INT, *_NUMBERS],
-    "gate_rows": [*[POINTER] * 3, *_NUMBERS],
-    "gate_gradients": [*[POINTER] * 6, *_NUMBERS],
-    "losses_of_rows": [POINTER, INT, POINTER, POINTER, POINTER, *_NUMBERS, FLOAT, FLOAT, INT, INT],
-    "gather_rows": [POINTER, INT, POINTER, INT, POINTER, *_NUMBERS],
-    "gradient_rows": [POINTER, INT, POINTER, INT, POINTER, POINTER, INT, INT, INT, FLOAT, FLOAT, INT, INT],
-    "turn_rows": [POINTER, INT, INT, INT, POINTER, POINTER, INT, FLOAT, POINTER, INT, INT, *_NUMBERS],
-}
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = built("sequence_attention.c", "training_rows.c", "logit_rows.c", threads=THREADS[:1])
-    for name, arguments in _ARGUMENTS.items() if library is not None else ():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, INT if name == "attend_sequences" else None
-    return library
+    return build.load(*STEPS, threads=build.THREADS[:1])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there

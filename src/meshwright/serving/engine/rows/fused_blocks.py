@@ -6,13 +6,14 @@ have few rows, each attended alone. All others run as usual, with the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from ctypes import Structure
 from itertools import accumulate
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.attention.block import PARTS, BlockParts, FusedBlock, FusedStep, LowRankFields, Norm
+from meshwright.kernels.attention.block import PARTS, BlockParts, FusedBlock, FusedStep, Norm
 from meshwright.kernels.c.panels import INT8, Panels
 from meshwright.kernels.c.serving_library import INT8_ROWS, Loops, takes
 from meshwright.kernels.quantized.prepared_product import PreparedProduct
@@ -127,9 +128,9 @@ class _PreparedBlock:
             and x.is_contiguous()
         )
 
-    def adapter_fields(self, loops: Loops) -> Mapping[str, Sequence[LowRankFields]] | None:
+    def adapter_fields(self, loops: Loops) -> Mapping[str, Sequence[Structure]] | None:
         """Return what adapters of requests add, by part. None = loops cannot add all of it."""
-        fields_by_part: dict[str, list[LowRankFields]] = {}
+        fields_by_part: dict[str, list[Structure]] = {}
         for part, layers in self._layers.items():
             for layer, column in layers:
                 if layer.lora is None:

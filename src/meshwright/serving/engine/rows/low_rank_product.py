@@ -1,13 +1,13 @@
 """The product of rows with a low-rank matrix, (x A^T) (s B)^T, which an adapter of requests adds for its rows."""
 
-from ctypes import addressof
+from ctypes import Structure, addressof
 from typing import final
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention.block import LowRankFields
 from meshwright.kernels.c import serving_library
+from meshwright.kernels.c.declarations import structure
 from meshwright.kernels.c.panels import LANES, Panels
 from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.linear.linear import product_dtype
@@ -46,18 +46,21 @@ class LowRankProduct:
         tiles = (tile.clone() for tile in padded.split(self._tile))  # equal alignment: each starts an allocation
         return torch.cat([self._plain(tile) for tile in tiles])[: len(rows)]
 
-    def fields(self, rows: Rows, column: int, loops: Loops) -> LowRankFields | None:
-        """Return the fields with which a fused block adds this product for rows of a step, from a `column` on.
+    def fields(self, rows: Rows, column: int, loops: Loops) -> Structure | None:
+        """Return the struct LowRank with which a fused block adds this product for rows of a step, from a `column` on.
 
         None = loops cannot compute it.
         """
         if self._addresses is None:
             return None
+        a, b = self._addresses
         if isinstance(rows, slice):
             begin, count, numbers = rows.start, rows.stop - rows.start, None
         else:
             begin, count, numbers = 0, len(rows), rows.data_ptr()
-        return LowRankFields(*self._addresses, numbers, begin, count, column) if loops.few(count) else None
+        if not loops.few(count):
+            return None
+        return structure("LowRank")(a=a, b=b, rows=numbers, begin=begin, count=count, column=column)
 
     @property
     def bytes(self) -> int:
