@@ -9,9 +9,11 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.linear.linear import SAME
+from meshwright.kernels.quantized.parts import MatrixPart
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
+from meshwright.model.fake_quantized import FakeQuantized, put_fake_quantization
 from meshwright.model.init import fill_initial
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
@@ -37,10 +39,14 @@ from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout, own_stages
 from meshwright.spec.memory.held import adds_gradients, common
 from meshwright.spec.memory.held import held as held_by
+from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.recipe.recipe import NO_SCHEME
 from meshwright.spec.rules.compilation import can_be_compiled, experts_stay_apart
 from meshwright.spec.rules.legal import shares_tied_ends
 from meshwright.spec.weights.boxes import Box, boxes
+from meshwright.spec.weights.inventory import parameters
+from meshwright.spec.weights.quantized_parts import CodesCut, shared_scales
 
 
 def build_engine(
@@ -72,14 +78,14 @@ def build_engine(
             `dtype`.
         micro_batches: Number of micro-batches whose gradients are summed.
         products: A word of recipe.products.
-        masters: ZeRO's shards are fp32 and are gathered in `dtype` (spec.held.shards_are_masters).
+        masters: ZeRO's shards are fp32 and are gathered in `dtype` (`shards_are_masters`).
         adapters: Adapters get their initial values even when `initialize` is off.
         trains: False = all parameters are frozen.
 
     Raises:
         IllegalLayout: One rank has both ends of a tied head, and data-parallel ranks beside it.
     """
-    if shares_tied_ends(shape, layout):  # spec.legal refuses it too; unchecked, it would silently train wrong
+    if shares_tied_ends(shape, layout):  # a plan refuses it too; unchecked, it would silently train wrong
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
@@ -87,6 +93,7 @@ def build_engine(
     mesh = replace(mesh, layout=layout)
     held = boxes(shape, layout, mesh.rank)
     sizes = {name: box.sizes for name, box in held.items()}
+    sharers = {part.parameter.name: part.ranks for part in held_by(shape, layout, mesh.rank) if part.parameter.scheme}
     # None = shards are gathered in the dtype they have.
     gathered = dtype if masters and layout.zero and dtype != torch.float32 else None
     stages = []
@@ -99,7 +106,11 @@ def build_engine(
             if not trains:
                 stage.requires_grad_(False)
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
-            put_codes(stage, shape, layout, mesh.rank, held, dtype)
+            # Codes that several ranks share become parameters of bytes, which ZeRO shards and gathers like all others.
+            for name, codes in frozen_codes([stage], shape).items():
+                codes.cut(held[name])
+                if sharers[name] > 1:
+                    codes.put_into_run(dtype)
             stages.append(stage)
     # Without a wider dtype torch reduces gradients as they are, with no second buffer.
     summed = None if reduce_dtype == dtype else reduce_dtype
@@ -111,20 +122,6 @@ def build_engine(
         # Last, since DoRA's magnitudes are the row lengths of the matrices drawn above.
         measure_rows(engine)
     return engine
-
-
-def put_codes(
-    stage: Transformer, shape: ModelShape, layout: Layout, rank: int, held: dict[str, Box], dtype: torch.dtype
-) -> None:
-    """Allocate this rank's part of the frozen matrices that are held as codes.
-
-    Codes that several ranks share become parameters of bytes in `dtype`, which ZeRO shards and gathers like all others.
-    """
-    sharers = {part.parameter.name: part.ranks for part in held_by(shape, layout, rank) if part.parameter.scheme}
-    for name, codes in frozen_codes([stage], shape).items():
-        codes.cut(held[name])
-        if sharers[name] > 1:
-            codes.put_into_run(dtype)
 
 
 @torch.no_grad()
@@ -291,3 +288,26 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     model.seams.call = choose_call(first, call, rest) if 0 < len(first) < len(model.blocks) else call
     if layout.offload == "activations":
         model.seams.call = Offload(model, model.seams.call, device)
+
+
+def round_weights(engine: Engine, scheme: str) -> None:
+    """Have an engine round every matrix that `meshwright quantize` rounds, as recipe.fake_quantize asks.
+
+    Each part is rounded to the numbers that the whole matrix would be rounded to.
+    """
+    if scheme == NO_SCHEME:
+        return
+    shape, layout = engine.model.shape, engine.mesh.layout
+    scales = {
+        parameter: shared_scales(parameter, shape, SCHEMES[scheme], layout.tp, layout.ep)
+        for parameter in parameters(shape)
+        if parameter.matrices is not None
+    }
+    largest = partial(engine.mesh["tp"].all_reduce, op="max")
+    cut = {}
+    for parameter, shared in scales.items():
+        if any(shared):
+            codes = CodesCut(scheme=SCHEMES[scheme], box=engine.boxes[parameter.name])
+            part = MatrixPart(codes, largest) if shared.numbers else None
+            cut[parameter.name] = FakeQuantized(SCHEMES[scheme], part, largest if shared.rows else None)
+    put_fake_quantization(engine.stages, shape, scheme, cut)

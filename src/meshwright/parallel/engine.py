@@ -67,9 +67,9 @@ class Engine:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers (a router's correction), by name."""
-        known = self.parameters
+        parameters = self.parameters
         named = chain.from_iterable(stage.state_dict().items() for stage in self.stages)
-        return {name: tensor for name, tensor in named if name not in known and not is_run(name)}
+        return {name: tensor for name, tensor in named if name not in parameters and not is_run(name)}
 
     def local_boxes(self) -> dict[str, Box]:
         """Return the box of this rank's part of each parameter, ZeRO's cut included."""
@@ -113,23 +113,20 @@ class Engine:
             self.pipeline.run(passes)
             return
         if self.graphs is not None:
-            assert after is None, "spec.legal refuses recipe.noise_scale_every beside layout.cuda_graphs"
+            assert after is None, "a plan refuses recipe.noise_scale_every beside layout.cuda_graphs"
             self.graphs.run(cast(Sequence[Capturable], passes))
         else:
-            self._run_passes(passes, after)
+            for index, micro_pass in enumerate(passes):
+                last = index == len(passes) - 1
+                data.before_micro_batch(self.model, self.mesh.layout.zero, last=last)
+                for replicas in self.replicas:
+                    replicas.expect(last=last, only=len(passes) == 1)
+                _, loss = micro_pass(self.model, None)
+                loss.backward()
+                if after is not None:
+                    after(micro_pass)
         for replicas in self.replicas:
             replicas.start()
-
-    def _run_passes(self, passes: Sequence[P], after: Callable[[P], None] | None) -> None:
-        for index, micro_pass in enumerate(passes):
-            last = index == len(passes) - 1
-            data.before_micro_batch(self.model, self.mesh.layout.zero, last=last)
-            for replicas in self.replicas:
-                replicas.expect(last=last, only=len(passes) == 1)
-            _, loss = micro_pass(self.model, None)
-            loss.backward()
-            if after is not None:
-                after(micro_pass)
 
     def evaluate(self, passes: Sequence[Pass]) -> Tensor:
         """Run micro-batches forward and return this rank's part of their loss ()."""
@@ -141,7 +138,7 @@ class Engine:
     def finish_gradients(self) -> None:
         """Wait for the sums over replicas, then sum the gradients that are only a part on this rank.
 
-        These belong to parameters that tp ranks, or both ends of a pipeline, hold in common (spec.held.common).
+        These belong to parameters that tp ranks, or both ends of a pipeline, hold in common (`common`).
         """
         for replicas in self.replicas:
             replicas.finish()

@@ -1,4 +1,4 @@
-"""Check that ranks with common parameters hold equal copies, by a checksum along every axis (spec.held.common).
+"""Check that ranks with common parameters (spec/memory/held.py) hold equal copies, by a checksum along every axis.
 
 A rank whose copy differs (a flipped bit, a kernel that rounds otherwise) trains on, and a checkpoint saves the copy of
 whichever rank writes. So this check runs before each checkpoint: one pass over the parameters that are held more than
@@ -61,13 +61,18 @@ def check_replicas(engine: Engine, step: int) -> None:
         name: checksum(held[name]) for name in dict.fromkeys(n for shared, _ in engine.common for n in shared.names)
     }
     device = next(iter(held.values())).device
-    differing = [_differing(torch.stack([sums[n] for n in shared.names]), group) for shared, group in engine.common]
+    differing = []
+    for shared, group in engine.common:
+        mine = torch.stack([sums[name] for name in shared.names])
+        # ~ reverses the order of integers without overflow, so one maximum gives the smallest sum, too.
+        largest, smallest = group.all_reduce(torch.stack((mine, ~mine)), "max").unbind()
+        differing.append(largest != ~smallest)
     # Copies that tp ranks compute by themselves need not be equal to the bit, so these are compared by value.
     suspects = [
         (
             shared.names,
             group,
-            differ if shared.partial or not differ.any() else _apart(shared.names, differ, held, group),
+            differ if shared.partial or not differ.any() else _find_drift(shared.names, differ, held, group),
         )
         for (shared, group), differ in zip(engine.common, differing, strict=True)
     ]
@@ -75,8 +80,12 @@ def check_replicas(engine: Engine, step: int) -> None:
     bad = sum((differ.any().long() for _, _, differ in suspects), torch.zeros((), dtype=torch.int64, device=device))
     if not world.all_reduce(bad, "max").item():
         return
-    mine = [_who(names[int(differ.nonzero()[0])], held, group) for names, group, differ in suspects if differ.any()]
-    sentences = [sentence for rank in gather_objects(mine, world.process_group) for sentence in rank]
+    complaints = [
+        _describe_copies(names[int(differ.nonzero()[0])], held, group)
+        for names, group, differ in suspects
+        if differ.any()
+    ]
+    sentences = [sentence for rank in gather_objects(complaints, world.process_group) for sentence in rank]
     error = RunError(
         f"step {step}: {sentences[0]}; this checkpoint was not written. "
         "Take resume=auto to go on from the last one, and look at the memory and the kernels of that rank"
@@ -85,13 +94,7 @@ def check_replicas(engine: Engine, step: int) -> None:
     raise error
 
 
-def _differing(sums: Tensor, group: Group) -> Tensor:
-    """Compare sums (N,) over the ranks -> (N,) bool. ~ reverses the order of integers without overflow."""
-    both = group.all_reduce(torch.stack((sums, ~sums)), "max")
-    return both[0] != ~both[1]
-
-
-def _apart(names: Sequence[str], differ: Tensor, held: dict[str, Tensor], group: Group) -> Tensor:
+def _find_drift(names: Sequence[str], differ: Tensor, held: dict[str, Tensor], group: Group) -> Tensor:
     """Return which of the differing copies (N,) are more than DRIFT apart, or not finite."""
     apart = torch.zeros_like(differ)
     for number in differ.nonzero().flatten().tolist():
@@ -104,24 +107,20 @@ def _apart(names: Sequence[str], differ: Tensor, held: dict[str, Tensor], group:
     return apart
 
 
-def _who(name: str, held: dict[str, Tensor], group: Group) -> str:
+def _describe_copies(name: str, held: dict[str, Tensor], group: Group) -> str:
     """Describe which ranks of a group hold the wrong copy."""
     mine = torch.stack((checksum(held[name]), torch.isfinite(held[name]).all().long()))
     copies = group.all_gather(mine.unsqueeze(0)).tolist()
     # Numbers that are not finite name the culprit; otherwise the majority is taken to be right.
     broken = [rank for rank, (_, finite) in zip(group.ranks, copies, strict=True) if not finite]
     if broken and len(broken) < group.size:
-        return f"{_ranks(broken)} {_holds(broken)} a {name} with numbers that are not finite, and other ranks do not"
+        return f"{_ranks(broken)} a {name} with numbers that are not finite, and other ranks do not"
     (usual, times), *_ = Counter(total for total, _ in copies).most_common(1)
     others = [rank for rank, (total, _) in zip(group.ranks, copies, strict=True) if total != usual]
     if 2 * times > group.size:
-        return f"{_ranks(others)} {_holds(others)} another {name} than the other {times} ranks that share it"
-    return f"{_ranks(group.ranks)} hold different copies of {name}"
+        return f"{_ranks(others)} another {name} than the other {times} ranks that share it"
+    return f"{_ranks(group.ranks)} different copies of {name}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _holds(ranks: Sequence[int]) -> str:
-    return "holds" if len(ranks) == 1 else "hold"
+    return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"

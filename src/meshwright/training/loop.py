@@ -14,8 +14,8 @@ from meshwright.data.report.advice import advice
 from meshwright.data.report.run_reading import announced
 from meshwright.data.sequences.numbered_rows import NumberedRows
 from meshwright.parallel import Mesh, build_engine
+from meshwright.parallel.apply import round_weights
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.parallel.rounding import round_weights
 from meshwright.spec import Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.memory.held import shards_are_masters

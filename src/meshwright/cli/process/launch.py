@@ -75,7 +75,7 @@ def refuse_unnumbered(environ: Mapping[str, str]) -> None:
 def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
     """Make this process one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs. Alone, do nothing.
 
-    `hang_after_s`: see parallel.health.blame.Limits. Raises RunError when a backend is missing, there are fewer GPUs
+    `hang_after_s`: as `Limits.hang_s` of the watchdog. Raises RunError when a backend is missing, there are fewer GPUs
     than processes, an address is taken or unreachable, or a rank does not come.
     """
     global _watchdog
@@ -155,10 +155,9 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     import torch
     import torch.distributed as dist
 
-    from meshwright.parallel.health.blame import Limits
     from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.parallel.health.rendezvous import meet
-    from meshwright.parallel.health.watchdog import RankPlace, Watchdog
+    from meshwright.parallel.health.watchdog import Limits, RankPlace, Watchdog
     from meshwright.training.phases import PHASES, READS
 
     reach_s = min(REACH_S, limit_s)

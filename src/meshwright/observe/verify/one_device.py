@@ -18,8 +18,8 @@ from meshwright.model.init import fill_initial, width_deviation
 from meshwright.model.moe import Router
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher, case_objective
 from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel.apply import round_weights
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.rounding import round_weights
 from meshwright.parallel.zero.data import local
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout

@@ -27,15 +27,57 @@ from meshwright.kernels.loss.linear_divergence import linear_divergence, linear_
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
-from meshwright.parallel.axes import operators
 from meshwright.parallel.axes.column_parallel import ColumnParallelProducts
 from meshwright.parallel.axes.row_parallel import RowParallelProducts
-from meshwright.parallel.axes.sequence import SequenceSlices, gather, scatter
-from meshwright.parallel.groups.group import Group
+from meshwright.parallel.axes.sequence import SequenceSlices, gather, resized, scatter
+from meshwright.parallel.groups.group import Group, find_group
 from meshwright.spec.weights.boxes import share
 
 SUMMED = ("o", "down")
 """Linears whose product is a part of a sum over tp. One rank adds the bias."""
+
+
+# Compiled code calls collectives as operators, like a product: the compiler does not look inside. Otherwise every
+# collective would end a graph, and recomputation, whose body the compiler takes whole or not at all, would run
+# uncompiled. An operator takes tensors and plain numbers, so a group is named by its number. Every rank of a group
+# compiles the same block, in which collectives depend on one another's outputs, so all ranks call them in one order.
+@torch.library.custom_op("meshwright::enter", mutates_args=())
+def enter_operator(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
+    """Compute f, or g with sp."""
+    return gather(find_group(group), x, pieces) if sp else x.clone(memory_format=torch.contiguous_format)
+
+
+@enter_operator.register_fake
+def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
+    return x.new_empty(resized(x.shape, find_group(group).size if sp else 1, 1))
+
+
+@torch.library.custom_op("meshwright::leave", mutates_args=())
+def leave_operator(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
+    """Compute f*, or g* with sp."""
+    ranks = find_group(group)
+    return scatter(ranks, x, pieces) if sp else ranks.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+
+@leave_operator.register_fake
+def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
+    return x.new_empty(resized(x.shape, 1, find_group(group).size if sp else 1))
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group, ctx.sp, ctx.pieces = inputs
+
+
+def _enter_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return leave_operator(gradient, ctx.group, ctx.sp, ctx.pieces), None, None, None
+
+
+def _leave_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return enter_operator(gradient, ctx.group, True, ctx.pieces) if ctx.sp else gradient, None, None, None
+
+
+enter_operator.register_autograd(_enter_backward, setup_context=_keep_group)
+leave_operator.register_autograd(_leave_backward, setup_context=_keep_group)
 
 
 class _Enter(torch.autograd.Function):
@@ -69,7 +111,7 @@ class _Leave(torch.autograd.Function):
 def enter(x: Tensor, slices: SequenceSlices) -> Tensor:
     """Apply f or g, before a product whose matrix is split by rows (outputs)."""
     if torch.compiler.is_compiling():
-        traced: Tensor = operators.enter(x, slices.group.number, slices.sp, slices.of_slice(x))
+        traced: Tensor = enter_operator(x, slices.group.number, slices.sp, slices.of_slice(x))
         return traced
     entered: Tensor = _Enter.apply(x, slices.group, slices.sp, slices.of_slice(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
     return entered
@@ -78,7 +120,7 @@ def enter(x: Tensor, slices: SequenceSlices) -> Tensor:
 def leave(x: Tensor, slices: SequenceSlices) -> Tensor:
     """Apply f* or g*, after a product whose matrix is split by columns (inputs)."""
     if torch.compiler.is_compiling():
-        traced: Tensor = operators.leave(x, slices.group.number, slices.sp, slices.of_whole(x))
+        traced: Tensor = leave_operator(x, slices.group.number, slices.sp, slices.of_whole(x))
         return traced
     total: Tensor = _Leave.apply(x, slices.group, slices.sp, slices.of_whole(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
     return total
@@ -125,7 +167,7 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
 def _sum_over(x: Tensor, group: Group) -> Tensor:
     """Return the sum of all ranks' x, without a gradient."""
     if torch.compiler.is_compiling():
-        traced: Tensor = operators.leave(x, group.number, False, 1)
+        traced: Tensor = leave_operator(x, group.number, False, 1)
         return traced
     return group.all_reduce(x.clone())
 

@@ -104,7 +104,7 @@ def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
     compiled.
     """
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
-    as_one = _compiled(block_call(recompute, compiled=True))
+    as_one = _compile(block_call(recompute, compiled=True))
     in_parts = block_call(around, _around_experts()) if apart else as_one
 
     def run(block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None) -> tuple[Tensor, Tensor | None]:
@@ -122,8 +122,8 @@ def _around_experts() -> BlockCall:
     runs would become constants of the code, and ZeRO gathers their parameters in a hook. The cut is made by hand,
     because the compiler, when it must skip a part of a module inside a block, also skips that module.
     """
-    before, behind = _compiled(_before_experts), _compiled(_behind_experts)
-    halves = _compiled(begin), _compiled(finish)
+    before, behind = _compile(_before_experts), _compile(_behind_experts)
+    halves = _compile(begin), _compile(finish)
 
     def run(
         block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
@@ -148,7 +148,7 @@ def _behind_experts(
     return x + block.drop(out), balance
 
 
-def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(call: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of a module twice: for whole backward passes, and for split ones (KEEPS_BUFFERS)."""
     once, in_two = torch_compile.compile_function(call), torch_compile.compile_function(call, options=KEEPS_BUFFERS)
 

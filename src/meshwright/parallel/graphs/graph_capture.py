@@ -9,8 +9,8 @@ The first WARM calls of a form run uncaptured: they compile, tune and load code,
 They are ordinary calls, so nothing is computed twice.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -69,11 +69,18 @@ class CudaCapture:
     def bytes(self) -> int:
         """Bytes of the pool, from the allocator's list of segments. Takes some milliseconds."""
         segments = torch.cuda.memory_snapshot()
-        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool))
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self.pool))
 
-    def beside(self) -> AbstractContextManager[None]:
-        """Return a context on the capturing stream, which joins the current stream on entry and on exit."""
-        return _OnStream(self.stream)
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Run on the capturing stream inside, which joins the current stream on entry and on exit."""
+        outer = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outer.wait_stream(self.stream)
 
     def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """Return the addresses of tensors."""
@@ -90,20 +97,6 @@ class CudaCapture:
         with torch.cuda.stream(self.stream), capturing:
             work()
         return graph.replay
-
-
-class _OnStream(AbstractContextManager[None]):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream, self.inside = stream, torch.cuda.stream(stream)
-
-    def __enter__(self) -> None:
-        self.outer = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(self.outer)
-        self.inside.__enter__()
-
-    def __exit__(self, *failure: object) -> None:
-        self.inside.__exit__(*failure)
-        self.outer.wait_stream(self.stream)
 
 
 class NoCapture:
@@ -172,7 +165,7 @@ class FormGraphs(Generic[Work]):
         # A capture must not compile or load code, which the first run of a kernel does.
         with self.capture.beside():
             work(call)
-        form.standing, form.launch = self._captured(call, work)
+        form.standing, form.launch = self._capture(call, work)
 
     def call(self, call: Work, work: Callable[[Work], None]) -> bool:
         """Do the work and return whether a graph did it."""
@@ -180,7 +173,7 @@ class FormGraphs(Generic[Work]):
         form = self._forms.setdefault(key, _Form()) if key is not None else _Form()
         form.seen += 1
         if form.launch is None and form.seen > WARM and self.captured < self.most and key is not None:
-            form.standing, form.launch = self._captured(call, work)
+            form.standing, form.launch = self._capture(call, work)
         if form.launch is None or form.standing is None:
             with self.capture.beside():
                 work(call)
@@ -191,7 +184,7 @@ class FormGraphs(Generic[Work]):
         form.standing.give(call)
         return True
 
-    def _captured(self, call: Work, work: Callable[[Work], None]) -> tuple[Work | None, Launch | None]:
+    def _capture(self, call: Work, work: Callable[[Work], None]) -> tuple[Work | None, Launch | None]:
         standing = call.standing()
         standing.take(call)
         return standing, self.capture.record(lambda: work(standing))

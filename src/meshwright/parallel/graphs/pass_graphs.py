@@ -53,7 +53,7 @@ class PassGraphs(FormGraphs[Capturable]):
     def _begin(self) -> None:
         """Zero the gradients and attach them again: whoever reads them may have detached them."""
         if not self.gradients:
-            self._lay()
+            self._lay_out()
         for buffer in self._buffers:
             buffer.zero_()
         for parameter, gradient in self.gradients.items():
@@ -63,7 +63,7 @@ class PassGraphs(FormGraphs[Capturable]):
             bucket.buffer = buffer
         self.read([*self.model.parameters(), *self.model.buffers()])
 
-    def _lay(self) -> None:
+    def _lay_out(self) -> None:
         """Lay gradients out one behind the other: those of each bucket, then the others by dtype."""
         for bucket in self._buckets():
             self._side_by_side(bucket.parameters, bucket.dtype)
@@ -86,12 +86,12 @@ class PassGraphs(FormGraphs[Capturable]):
             self.gradients[parameter] = part.view_as(parameter)
         self._buffers.append(buffer)
 
-    def _captured(
+    def _capture(
         self, call: Capturable, work: Callable[[Capturable], None]
     ) -> tuple[Capturable | None, Launch | None]:  # fmt: skip
         """Capture work. Return nothing if the device cannot: passes then run without graphs, and none is lost."""
         try:
-            return FormGraphs._captured(self, call, work)
+            return FormGraphs._capture(self, call, work)
         except RuntimeError as error:
             self.most = 0
             reason = str(error).partition("\n")[0]

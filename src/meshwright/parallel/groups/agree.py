@@ -63,9 +63,9 @@ def check_same(world: Group, what: str, mine: str) -> None:
     first, second = (broadcast_object(rank, mine, world.process_group) for rank in (0, differing))
     lines = zip((first + "\n").splitlines(), (second + "\n").splitlines(), strict=False)
     # Quote the first line that differs. If one text continues the other, quote both ends.
-    here, there = next(((a, b) for a, b in lines if a != b), (first[-60:], second[-60:]))
+    line, other_line = next(((a, b) for a, b in lines if a != b), (first[-60:], second[-60:]))
     raise MeshwrightError(
-        f"rank 0 and rank {differing} disagree about {what}: {here.strip()[:80]!r} and {there.strip()[:80]!r}. "
+        f"rank 0 and rank {differing} disagree about {what}: {line.strip()[:80]!r} and {other_line.strip()[:80]!r}. "
         "Start every rank with the same command and version"
     )
 
@@ -74,7 +74,7 @@ def union_of_names(mine: Iterable[str], group: dist.ProcessGroup | None) -> set[
     """Return the names that any rank has. Ranks with equal names send a digest only, except for one of them."""
     names = sorted(mine)
     digests = gather_objects(digest(names), group)
-    return set().union(*(broadcast_object(digests.index(each), names, group) for each in sorted(set(digests))))
+    return set().union(*(broadcast_object(digests.index(text), names, group) for text in sorted(set(digests))))
 
 
 def digest(texts: Iterable[str]) -> str:

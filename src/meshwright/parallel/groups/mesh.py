@@ -135,7 +135,14 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
     key = purpose if len(ranks) > 1 else "", ranks
     new = key not in mesh.made
     if new:
-        mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
+        world = mesh.layout.world
+        if world == 1:
+            mesh.made[key] = None
+        # The world group exists already. With a purpose it must not be shared: collectives are matched by their order.
+        elif len(ranks) == world and not purpose:
+            mesh.made[key] = dist.group.WORLD
+        else:
+            mesh.made[key] = compat.create_named_group(ranks, compat.time_limit(dist.group.WORLD), purpose)
     group = Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
     if new and _uses_nccl(group):  # Gloo also serves GPU tensors, and keeps the world's limit
         compat.limit_gpu_collectives(group.process_group, GPU_LIMIT)
@@ -155,23 +162,13 @@ def saving_group(mesh: Mesh) -> Group:
     return Group("saving", world.ranks, world.index, process_group)
 
 
-def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.ProcessGroup | None:
-    if world == 1:
-        return None
-    # The world group exists already. With a purpose it must not be shared: collectives are matched by their order.
-    if len(ranks) == world and not purpose:
-        return dist.group.WORLD
-    limit = compat.time_limit(dist.group.WORLD)
-    return compat.create_named_group(ranks, limit, purpose)
-
-
 def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> DeviceMesh:
     """Make the device mesh for fully_shard from existing groups: (replicate, shard), or (shard,) without replicas."""
     if outer.size == 1:
         return DeviceMesh.from_group(_real(mesh, inner), device_type, mesh_dim_names=("shard",))
-    here = inner.ranks[inner.index]
+    this_rank = inner.ranks[inner.index]
     # One row per replica. Ranks are numbered regularly, so each row is this rank's shard group, shifted.
-    table = [[rank + other - here for other in inner.ranks] for rank in outer.ranks]
+    table = [[rank + other - this_rank for other in inner.ranks] for rank in outer.ranks]
     groups = [_real(mesh, outer), _real(mesh, inner)]
     return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
 

@@ -108,8 +108,8 @@ class Beat:
     @staticmethod
     def decode(text: bytes) -> "Beat":
         """Parse a beat. Fields of other versions are ignored."""
-        known = Beat.__dataclass_fields__
-        return Beat(**{name: value for name, value in json.loads(text).items() if name in known})
+        fields = Beat.__dataclass_fields__
+        return Beat(**{name: entry for name, entry in json.loads(text).items() if name in fields})
 
     @property
     def position(self) -> str:
@@ -142,7 +142,8 @@ class HeartbeatWatch:
         names = [_name(frame) for frame in frames]
         phase, calls = self.phase(names), self.pulse.calls
         # A backward pass compiles on autograd's thread while the main thread only waits.
-        if phase in QUICK and any(_compiles(frame) for frame in threads.values()):
+        others = (inner for frame in threads.values() for inner in _frames(frame))
+        if phase in QUICK and any(_name(frame).startswith(COMPILING) for frame in others):
             phase = COMPILE
         # In a step a busy helper thread must not hide that the main thread hangs.
         pieces = 0 if phase in QUICK else self.pulse.pieces
@@ -164,8 +165,8 @@ class HeartbeatWatch:
         )
 
     def _waits(self, innermost: str, phase: str) -> bool:
-        known = innermost in self.reads or innermost in (BACKWARD, *WAITS) or innermost.startswith(COLLECTIVES)
-        return known or (self.queues and phase in QUICK)
+        reads = innermost in self.reads or innermost in (BACKWARD, *WAITS) or innermost.startswith(COLLECTIVES)
+        return reads or (self.queues and phase in QUICK)
 
     def after(self, trace: TracebackType | None) -> Beat:
         """Return where the thread was when it raised the error that ends it."""
@@ -181,18 +182,14 @@ class HeartbeatWatch:
         """Return the phase of the outermost known function, from function names, innermost first."""
         if any(name.startswith(COMPILING) for name in names):
             return COMPILE
-        known = [self.phases[name] for name in names if name in self.phases]
-        return known[-1] if known else "step" if self.pulse.step else "start"
+        phases = [self.phases[name] for name in names if name in self.phases]
+        return phases[-1] if phases else "step" if self.pulse.step else "start"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _compiles(frame: FrameType) -> bool:
-    return any(_name(each).startswith(COMPILING) for each in _frames(frame))
 
 
 def _module(frame: FrameType) -> str:

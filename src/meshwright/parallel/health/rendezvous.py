@@ -58,12 +58,14 @@ def _welcome(store: dist.Store, world: int, limit_s: float) -> str:
                     store.set(f"welcome/{word}", attempt)
                     greeted.add(word)
         if missing and time.monotonic() > end:
-            raise RunError(f"{named(missing)} of {world} did not come within {limit_s:.0f} s: is every node started?")
+            raise RunError(
+                f"{_name_ranks(missing)} of {world} did not come within {limit_s:.0f} s: is every node started?"
+            )
         time.sleep(PAUSE_S)
     return attempt
 
 
-def named(ranks: set[int]) -> str:
+def _name_ranks(ranks: set[int]) -> str:
     """Return `rank 3`, `ranks 3 and 4`, or `ranks 3, 4, 5, 6, 7 and 9 more`."""
     shown = [str(rank) for rank in sorted(ranks)[:SHOWN]]
     if len(ranks) > SHOWN:

@@ -2,7 +2,7 @@
 
 It runs outside of the collective library: two daemon threads of each rank, with their own connection to the launcher's
 store. Once a second a rank writes its beat (heartbeat.py) and looks for a verdict. The first and the last rank read all
-beats in one request, and judge (blame.py). Ranks of one machine hold each other's processes by pidfd and see a death at
+beats in one request, and judge (`judge`). Ranks of one machine hold each other's processes by pidfd and see a death at
 once. The rank that claims the verdict first prints it. The others wait until it has, and end with the same exit code.
 
     talker    all requests to the store
@@ -10,6 +10,7 @@ once. The rank that claims the verdict first prints it. The others wait until it
 """
 
 import json
+import math
 import os
 import queue
 import select
@@ -24,8 +25,102 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
-from meshwright.parallel.health.blame import ADVICE, Blame, Limits, died, judge, who
-from meshwright.parallel.health.heartbeat import Beat, Heartbeat, HeartbeatWatch
+from meshwright.parallel.health.heartbeat import COMPILE, Beat, Heartbeat, HeartbeatWatch
+
+HANG_S, TIMES_LONGEST, SLOW_S = 300.0, 10.0, 1800.0
+"""Limits in a step, in longest steps, and elsewhere.
+Ending a healthy rank costs all ranks the work since the last checkpoint. A rank that hangs costs the limit.
+"""
+SILENT_S = 120.0
+SILENT_AFTER_LOSS_S = 5.0
+"""Limit of silence once another rank has lost a connection."""
+ADVICE = "every rank was ended; resume=auto goes on from the last checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Longest time without progress. `hang_s`: None = automatic, 0 = no limit."""
+
+    hang_s: float | None = None
+
+    def still_s(self, beat: Beat) -> float:
+        """Return the limit: in a step 5 minutes or 10 times the longest step so far, elsewhere half an hour."""
+        if self.hang_s == 0:
+            return math.inf
+        quick = self.hang_s or max(HANG_S, TIMES_LONGEST * beat.longest_s)
+        return max(SLOW_S, quick) if beat.slow else quick
+
+    @property
+    def silent_s(self) -> float:
+        """Limit without a beat: the process was stopped, or the machine is gone."""
+        return math.inf if self.hang_s == 0 else min(SILENT_S, self.hang_s or SILENT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """A rank and the sentence about it."""
+
+    rank: int
+    sentence: str
+
+
+def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> Blame | None:
+    """Return the culprit, or None. `silent_s`: for how long the beats of each rank have not changed."""
+    going = [rank for rank, beat in enumerate(beats) if not beat.done]
+    if not going:
+        return None
+    lost = any(beats[rank].lost for rank in going)
+    quietest = max(going, key=lambda rank: silent_s[rank])
+    if silent_s[quietest] > (min(SILENT_AFTER_LOSS_S, limits.silent_s) if lost else limits.silent_s):
+        return _blame_silent(quietest, beats, silent_s)
+    # A rank in a collective waits for another one. So blame a rank that does not wait, the one that has stood still
+    # longest. If all wait for each other, blame the one farthest behind: it did not enter the others' collective.
+    blamed = min(going, key=lambda rank: _order(beats[rank]))
+    # Compiling takes minutes, and ranks that wait for a compiling one may take as long.
+    slow = beats[blamed].slow or any(beats[rank].phase == COMPILE for rank in going)
+    limit_s = limits.still_s(replace(beats[blamed], slow=slow))
+    return _blame_still(blamed, beats[blamed]) if beats[blamed].still_s > limit_s else None
+
+
+def _order(beat: Beat) -> tuple[float, ...]:
+    if beat.waits:
+        return True, beat.step, beat.calls, -beat.still_s
+    return False, -beat.still_s
+
+
+def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Blame:
+    """Blame a rank whose beats have stopped. Its step is that of the ranks that wait for it."""
+    others = sum(not beat.done and s > silent_s[rank] / 2 for beat, s in zip(beats, silent_s, strict=True)) - 1
+    more = f" (and {others} more)" if others else ""
+    step, seconds = max(beat.step for beat in beats), silent_s[rank]
+    return Blame(
+        rank,
+        f"{_name_rank(rank, beats[rank])}{more} has been silent for {seconds:.0f} s in step {step}, stopped or cut "
+        f"off; its last beat was at {beats[rank].position}; {ADVICE}",
+    )
+
+
+def _blame_still(rank: int, beat: Beat) -> Blame:
+    """Blame a rank that sends beats but makes no progress."""
+    how = f"has stood still for {beat.still_s:.0f} s"
+    if beat.waits:
+        how = f"is the farthest behind of ranks that have waited for each other for {beat.still_s:.0f} s"
+    return Blame(rank, f"{_name_rank(rank, beat)} {how} at {beat.position} ({beat.where}); {ADVICE}")
+
+
+def _blame_dead(rank: int, beat: Beat, observer: int, observer_beat: Beat) -> Blame:
+    """Blame a rank whose process is gone without a message: its last beat, and where an observer was at the time."""
+    return Blame(
+        rank,
+        f"{_name_rank(rank, beat)} died without a word (killed?) in {observer_beat.position} of rank {observer}; "
+        f"its own last beat was at {beat.position}; {ADVICE}",
+    )
+
+
+def _name_rank(rank: int, beat: Beat) -> str:
+    """Return `rank 3`, with its machine if there are several."""
+    return f"rank {rank} on {beat.host}" if beat.host else f"rank {rank}"
+
 
 BEAT_S = 1.0
 READ_AT_ONCE = 256
@@ -134,11 +229,10 @@ class Watchdog:
         keys = [_key(rank) for rank in range(self.home.world)]
         end_s = time.monotonic() + LAST_S
         with suppress(RuntimeError):
-            while time.monotonic() < end_s and not self._all_done(keys):
+            while time.monotonic() < end_s:
+                if self.store.check(keys) and all(Beat.decode(text).done for text in self.store.multi_get(keys)):
+                    return
                 time.sleep(0.02)
-
-    def _all_done(self, keys: list[str]) -> bool:
-        return self.store.check(keys) and all(Beat.decode(text).done for text in self.store.multi_get(keys))
 
     def failed(self, sentence: str, code: int) -> None:
         """Report that this rank failed: one rank prints it, all end. Returns only if `end` does."""
@@ -160,7 +254,7 @@ class Watchdog:
 
     def _loss_of_this_rank(self, beat: Beat) -> Blame:
         rank = self.home.rank
-        return Blame(rank, f"{who(rank, self.beat)} lost the others at {beat.position}: {beat.lost}")
+        return Blame(rank, f"{_name_rank(rank, self.beat)} lost the others at {beat.position}: {beat.lost}")
 
     # the talker
 
@@ -192,7 +286,7 @@ class Watchdog:
             beat = Beat.decode(self.store.get(_key(rank)))
             # Ranks that have finished their work may end.
             if not beat.done:
-                self._claim(died(rank, beat, self.home.rank, self.beat), FAILED)
+                self._claim(_blame_dead(rank, beat, self.home.rank, self.beat), FAILED)
         self._meet_neighbours()
         seen_all = self._observed
         if seen_all is not None and self.beat.count % seen_all.every == 0:
@@ -263,9 +357,10 @@ class Watchdog:
             died_now, terminated = self._wait_for_signals(dead)
             dead |= died_now
             now = time.monotonic()
-            # Asked at once: a process that saves now has received the signal and ends by itself; one that begins later
-            # has not.
-            terminated_s = terminated_s or now * (terminated and _nobody_saves())
+            # Asked at once: a process that saves now has received the signal and ends by itself, by a handler of its
+            # own (training/step/interrupt.py); one that begins later has not.
+            saves = signal.getsignal(signal.SIGTERM) is not _leave_to_guard
+            terminated_s = terminated_s or now * (terminated and not saves)
             if self._verdict_s:
                 if now > self._verdict_s + 2 * TOLD_S:  # the store does not answer, or a pipe is full
                     self.end(self._code)
@@ -333,11 +428,6 @@ def _key(rank: int) -> str:
 
 def _leave_to_guard(number: int, frame: FrameType | None) -> None:
     """Do nothing on SIGTERM: nothing can be saved. The guard handles it, since the main thread may be stuck."""
-
-
-def _nobody_saves() -> bool:
-    """Return whether no handler in this process ends it normally on SIGTERM, as training.interrupt does."""
-    return signal.getsignal(signal.SIGTERM) is _leave_to_guard
 
 
 def _machine() -> str:

@@ -133,7 +133,7 @@ class Pipeline:
 
     def _warm_up(self, how: WarmUp, rank_program: RankProgram, micro_batches: Sequence[Any], *, train: bool) -> None:
         kinds = {(action.stage, action.kind) for action in rank_program.actions}
-        for form, sample in {form: each for batch in micro_batches for form, each in how.forms(batch).items()}.items():
+        for form, sample in {form: call for batch in micro_batches for form, call in how.forms(batch).items()}.items():
             # A pass whose backward is split runs other code than a whole one, so the kinds of actions are part of the
             # name.
             name = train, form, frozenset(kinds)
@@ -236,23 +236,19 @@ class Passes:
         gradient = self.p2p.take("B", stage, i) if stage < self.last else None
         queue = WeightGradients()
         with queue if split else nullcontext():
-            _run_backward(graph, gradient)
+            # All gradients that the graph reaches, from the output's gradient, and 1 for the stage's own loss.
+            roots, seeds = [], []
+            if graph.output is not None and gradient is not None:
+                roots.append(graph.output)
+                seeds.append(gradient)
+            if graph.loss is not None:
+                roots.append(get_gradient_edge(graph.loss))
+                seeds.append(torch.ones_like(graph.loss))
+            if roots:
+                torch.autograd.backward(roots, seeds)
         if split:
             self.queues[stage, i] = queue
         if graph.x is not None:
             # The stage before has a receive open, so it gets zeros even if nothing here depends on its output.
             x_gradient = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
             self.p2p.put("B", stage - 1, i, x_gradient)
-
-
-def _run_backward(graph: _Graph, gradient: Tensor | None) -> None:
-    """Compute all gradients that the graph reaches, from the output's gradient, and 1 for the stage's own loss."""
-    roots, seeds = [], []
-    if graph.output is not None and gradient is not None:
-        roots.append(graph.output)
-        seeds.append(gradient)
-    if graph.loss is not None:
-        roots.append(get_gradient_edge(graph.loss))
-        seeds.append(torch.ones_like(graph.loss))
-    if roots:
-        torch.autograd.backward(roots, seeds)

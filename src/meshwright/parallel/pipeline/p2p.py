@@ -8,7 +8,7 @@ On a GPU an open receive is a kernel that runs until the tensor arrives. The fir
 until nothing runs: CUDA loads code lazily, and compiled code is loaded when it is made. So any action may have to wait
 for every open receive, and after a wait for a send all computation waits for its receiver.
 
-No deadlock follows, because all ranks number the actions of a step in one order (`spec.replay.numbered`). An action may
+No deadlock follows, because all ranks number the actions of a step in one order (`numbered`). An action may
 only wait for others with smaller numbers: those that make what is received, and those before the receipt of what is
 sent. So some action waits for nothing. A first launch waits for open sends as well, whose receivers AHEAD may hold
 back. Hence the stages of a pipeline are warmed up before the first message.
@@ -63,16 +63,16 @@ def program(lists: Actions, rank: int) -> RankProgram:
     """Extract the program of one rank from the lists of all."""
     order = numbered(lists)
     # Both keyed by (kind, stage, micro-batch): the action itself, and the one its rank does before it.
-    made = {_read(action): number for action, number in order.items() if action.kind != "W"}
+    makers = {_read(action): number for action, number in order.items() if action.kind != "W"}
     before = {_read(b): order[a] for actions in lists for a, b in pairwise(actions) if b.kind != "W"}
-    of_rank = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
+    rank_transfers = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
     others = {}
-    for transfer in of_rank:
+    for transfer in rank_transfers:
         kind, stage, i = _key(transfer)
         # Activations come from the stage before, gradients from the stage behind.
         maker = stage - 1 if kind == "F" else stage + 1
-        others[transfer] = made[kind, maker, i] if transfer.target == rank else before.get((kind, stage, i), -1)
-    return RankProgram(lists[rank], tuple(order[action] for action in lists[rank]), of_rank, others)
+        others[transfer] = makers[kind, maker, i] if transfer.target == rank else before.get((kind, stage, i), -1)
+    return RankProgram(lists[rank], tuple(order[action] for action in lists[rank]), rank_transfers, others)
 
 
 class PointToPoint:
@@ -93,7 +93,7 @@ class PointToPoint:
         self.awaited = {kind: deque(transfer for transfer in self.receives if transfer.kind == kind) for kind in kinds}
         self.arrives = {_key(transfer) for transfer in self.receives}
         # Tensors between stages of this rank, tensors on their way here, and sends that still need their memory.
-        self.here: dict[Key, Tensor] = {}
+        self.within_rank: dict[Key, Tensor] = {}
         self.arriving: dict[Key, tuple[Tensor, list[dist.Work]]] = {}
         self.leaving: list[_Sent] = []
         self.done = 0
@@ -105,7 +105,7 @@ class PointToPoint:
         key: Key = kind, stage, micro_batch
         transfer = self.sends.pop(key, None)
         if transfer is None:
-            self.here[key] = tensor
+            self.within_rank[key] = tensor
             return
         tensor = tensor.contiguous()
         group = self.groups[transfer.link]
@@ -116,7 +116,7 @@ class PointToPoint:
         """Wait for a tensor that was handed to a stage, and return it."""
         key: Key = kind, stage, micro_batch
         if key not in self.arrives:
-            return self.here.pop(key)
+            return self.within_rank.pop(key)
         # AHEAD or the order of actions held it back until now.
         if key not in self.arriving:
             self._receive_up_to(key)
@@ -134,7 +134,7 @@ class PointToPoint:
 
     def close(self) -> None:
         """Wait for all sends."""
-        assert not (any(self.awaited.values()) or self.sends or self.arriving or self.here), (
+        assert not (any(self.awaited.values()) or self.sends or self.arriving or self.within_rank), (
             "the schedule has transfers that no action made or read"
         )
         self._release(0)
@@ -151,7 +151,7 @@ class PointToPoint:
         """Start a receive, after those that come before it on its link."""
         order = self.awaited[key[0]]
         last = next(transfer for transfer in order if _key(transfer) == key)
-        for transfer in [each for each in order if each.link == last.link]:
+        for transfer in [entry for entry in order if entry.link == last.link]:
             order.remove(transfer)
             self._receive(transfer)
             if transfer == last:

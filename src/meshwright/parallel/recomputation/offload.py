@@ -27,7 +27,7 @@ from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
-from meshwright.parallel.recomputation.saved_tensors import SavedTensorHooks, saving_by
+from meshwright.parallel.recomputation.recompute import SavedTensorHooks, saving_by
 from meshwright.spec.memory.purpose import takes
 
 
@@ -97,32 +97,32 @@ class StoredStorage:
 
     def __init__(self, owner: "BlockActivations", flat: Tensor) -> None:
         self.owner, self.size, self.dtype, self.device = owner, flat.numel(), flat.dtype, flat.device
-        self.here: Tensor | None = flat
+        self.on_device: Tensor | None = flat
         self.host: HostBuffer | None = None
         self.arrived: Any = None
         self.readers = 0
 
     def send(self, offload: "Offload") -> None:
         """Copy it to the host. On the device it stays until `release`."""
-        assert self.here is not None
-        self.host = offload.memory.take(self.here)
+        assert self.on_device is not None
+        self.host = offload.memory.take(self.on_device)
         # The buffer is free again once no node of the graph refers to this storage.
         finalize(self, offload.memory.give, self.host)
-        self.host.used = offload.out.copy(self._host_view(), self.here, self.host.used)
+        self.host.used = offload.out.copy(self._host_view(), self.on_device, self.host.used)
 
     def release(self) -> None:
         """Free the device memory, after the copy."""
         if self.host is not None:
             wait(self.host.used)
-            self.here = None
+            self.on_device = None
 
     def fetch(self, offload: "Offload") -> Tensor:
         """Start to copy it back if it is gone from the device."""
-        if self.here is None:
+        if self.on_device is None:
             assert self.host is not None
-            self.here = torch.empty(self.size, dtype=self.dtype, device=self.device)
-            self.arrived = self.host.used = offload.back.copy(self.here, self._host_view(), self.host.used)
-        return self.here
+            self.on_device = torch.empty(self.size, dtype=self.dtype, device=self.device)
+            self.arrived = self.host.used = offload.back.copy(self.on_device, self._host_view(), self.host.used)
+        return self.on_device
 
     def read(self, offload: "Offload") -> Tensor:
         """Return the flat tensor to one of its readers. The last one frees the device memory."""
@@ -130,7 +130,7 @@ class StoredStorage:
         wait(self.arrived)
         self.readers -= 1
         if self.readers <= 0 and self.host is not None:
-            self.here = None
+            self.on_device = None
         return flat
 
     def _host_view(self) -> Tensor:
@@ -268,7 +268,7 @@ def _tensors_of(part: Any) -> Iterator[Tensor]:
 
 
 def _key(tensor: Tensor) -> int | None:
-    """Return the key of its storage. A sharded parameter has none."""
+    """Return the key of a tensor's storage. None for a sharded parameter."""
     try:
         return compat.storage_key(tensor.untyped_storage())
     except NotImplementedError:

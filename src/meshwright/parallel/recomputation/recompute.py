@@ -9,7 +9,8 @@
 All repeat the same operations, so loss and gradients keep every bit.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +30,39 @@ from meshwright.model.kv_cache import Past
 from meshwright.model.norm import LayerNorm, RMSNorm
 from meshwright.model.seams import BlockCall, compute, same
 from meshwright.model.transformer import Block
-from meshwright.parallel.recomputation.saved_tensors import SavedTensorHooks, hooks_around, saving_by
+
+
+class SavedTensorHooks(NamedTuple):
+    """Hooks for tensors that autograd saves, the arguments of `saved_tensors_hooks`.
+
+    torch calls only the innermost pair. Here a pair that handles some tensors passes the others to the pair around it:
+    recomputation handles the outputs of norms, offload moves the rest.
+    """
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+
+ALIASES = SavedTensorHooks(Tensor.detach, lambda packed: packed)
+"""Hooks that save an alias. A node that saved its own output would never be freed without a backward pass."""
+_around: ContextVar[SavedTensorHooks] = ContextVar("around", default=ALIASES)
+
+
+def hooks_around() -> SavedTensorHooks:
+    """Return the hooks of the innermost `saving_by` around this code."""
+    return _around.get()
+
+
+@contextmanager
+def saving_by(hooks: SavedTensorHooks) -> Iterator[None]:
+    """Have autograd save tensors by these hooks inside."""
+    token = _around.set(hooks)
+    try:
+        with saved_tensors_hooks(*hooks):
+            yield
+    finally:
+        _around.reset(token)
+
 
 MATRIX_PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default
@@ -92,8 +125,8 @@ class _NormOutput:
     packed.
     """
 
-    def __init__(self, norm: nn.Module, x: Tensor, made: Tensor, around: SavedTensorHooks) -> None:
-        self.norm, self.made, self.version, self.around = norm, ref(made), made._version, around
+    def __init__(self, norm: nn.Module, x: Tensor, output: Tensor, around: SavedTensorHooks) -> None:
+        self.norm, self.output, self.version, self.around = norm, ref(output), output._version, around
         self.x: Tensor | None = x
         self.packed: Any = None
         self.readers = 0
@@ -101,8 +134,8 @@ class _NormOutput:
 
     def is_there(self) -> bool:
         """Return whether the norm's own tensor lives and has not been overwritten. Then its address is unique."""
-        made = self.made()
-        return made is not None and made._version == self.version
+        output = self.output()
+        return output is not None and output._version == self.version
 
     def pack(self) -> None:
         """Count one more reader."""
@@ -111,7 +144,7 @@ class _NormOutput:
         self.readers += 1
 
     @torch.no_grad()
-    def made_again(self) -> Tensor:
+    def compute_again(self) -> Tensor:
         """Return the output, computed once for all of its readers. The last one frees it."""
         output = self.again
         if output is None:
@@ -135,10 +168,10 @@ class _Norms:
         self.outputs: dict[tuple[Any, ...], _NormOutput] = {}
         self.around = hooks_around()
 
-    def mark(self, norm: nn.Module, inputs: tuple[Tensor, ...], made: Tensor) -> None:
+    def mark(self, norm: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Record an output of a norm: a forward hook."""
-        if made.is_contiguous():
-            self.outputs[_address(made)] = _NormOutput(norm, inputs[0].detach(), made, self.around)
+        if output.is_contiguous():
+            self.outputs[_address(output)] = _NormOutput(norm, inputs[0].detach(), output, self.around)
 
     def pack(self, saved: Tensor) -> Any:
         """Pack a norm's output as a reference to the norm. Other tensors go to the hooks around."""
@@ -151,7 +184,9 @@ class _Norms:
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor, or compute the norm once more."""
         return (
-            packed.norm.made_again().view(packed.shape) if isinstance(packed, _Reading) else self.around.unpack(packed)
+            packed.norm.compute_again().view(packed.shape)
+            if isinstance(packed, _Reading)
+            else self.around.unpack(packed)
         )
 
 
@@ -182,7 +217,7 @@ class _AttentionOnce:
 
     def __init__(self, inner: BlockCall) -> None:
         self.inner = inner
-        self.made: Tensor | None = None
+        self.output: Tensor | None = None
         self.learns = False
         """True if the output needs a gradient."""
         self.random: Tensor | None = None
@@ -196,21 +231,21 @@ class _AttentionOnce:
         finally:
             _current_call.reset(before)
 
-    def attended(self, attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    def attend_once(self, attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
         """Return the attention of the first call, and keep what its backward pass needs."""
         device, draws = arguments[0].device, bool(options.get("dropout"))
-        if self.made is None:
+        if self.output is None:
             # The hooks of checkpoint around this call would drop what attention saves; these keep it.
             with saved_tensors_hooks(torch.Tensor.detach, same):
-                made = attend(*arguments, **options)
-            self.made, self.learns, self.random = made.detach(), made.requires_grad, None
+                output = attend(*arguments, **options)
+            self.output, self.learns, self.random = output.detach(), output.requires_grad, None
             if draws:
                 self.random = random_state(device)
-            return made
+            return output
         # A repetition draws nothing here, so later dropout must find the generator as attention left it the first time.
         if self.random is not None:
             torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
-        return self.made.detach().requires_grad_(self.learns)
+        return self.output.detach().requires_grad_(self.learns)
 
 
 _current_call: ContextVar[_AttentionOnce | None] = ContextVar("current_call", default=None)
@@ -221,7 +256,7 @@ def keep_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def attend_once(*arguments: Any, **options: Any) -> Tensor:
         call = _current_call.get()
-        return attend(*arguments, **options) if call is None else call.attended(attend, *arguments, **options)
+        return attend(*arguments, **options) if call is None else call.attend_once(attend, *arguments, **options)
 
     return attend_once
 

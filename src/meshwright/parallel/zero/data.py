@@ -67,13 +67,15 @@ def apply_data_parallel(
     """
     zero = mesh.layout.zero
     assert zero, "ZeRO-0 is replicas.replicate"
-    assert mesh["data"].size > 1, "spec.legal refuses to shard over one rank"
+    assert mesh["data"].size > 1, "a plan refuses to shard over one rank"
     compat.let_selective_recomputation_pass_hooks()
     # Only ZeRO-3 frees a unit after its forward pass.
     frees = zero == 3 and mesh["pp"].size == 1
     policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     routed = any(block.routed for block in model.layers.values())
-    dense, expert = _meshes(mesh, device, experts=routed)
+    dense, expert = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type), None
+    if mesh["ep"].size > 1 and routed:
+        expert = device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
     first, last = _ends(model)
     # Inner units first: fully_shard takes the parameters that no unit inside has taken.
     blocks: list[list[nn.Module]] = []
@@ -105,16 +107,12 @@ def _shard(
         fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
         if mesh[group].size * mesh["replicate"].size > 1:  # on one rank the division would copy every gradient
             cast(FSDPModule, unit[0]).set_gradient_divide_factor(1.0)
-        _count_collectives(unit[0], mesh["replicate"], mesh[group])
-
-
-def _count_collectives(module: nn.Module, replicas: Group, shards: Group) -> None:
-    """Report every collective of a sharded module to the traffic of its two groups."""
-    assert isinstance(module, FSDPModule)
-    module.set_custom_all_gather(_CountedGather(shards))  # type: ignore[arg-type]  # the protocol, structurally
-    module.set_custom_reduce_scatter(_CountedScatter(shards))  # type: ignore[arg-type]  # the protocol, structurally
-    if replicas.size > 1:
-        module.set_all_reduce_hook(replicas.tell_all_reduce)
+        # Every collective of the module is reported to the traffic of its two groups.
+        module, replicas = cast(FSDPModule, unit[0]), mesh["replicate"]
+        module.set_custom_all_gather(_CountedGather(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
+        module.set_custom_reduce_scatter(_CountedScatter(mesh[group]))  # type: ignore[arg-type]  # the protocol, structurally
+        if replicas.size > 1:
+            module.set_all_reduce_hook(replicas.tell_all_reduce)
 
 
 class _CountedCollective:
@@ -139,12 +137,7 @@ class _CountedGather(_CountedCollective):
 
 class _CountedScatter(_CountedCollective):
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self.group.tell_reduce_scatter(input_tensor)
         return compat.reduce_scatter_into(output_tensor, input_tensor, group, op, async_op)
@@ -176,14 +169,6 @@ def _prefetch(units: Sequence[Sequence[nn.Module]]) -> None:
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     """List the modules under fully_shard."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _meshes(mesh: Mesh, device: torch.device, *, experts: bool) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the device meshes of all parameters, and of expert stacks if they are spread over ep."""
-    dense = device_mesh(mesh, mesh["replicate"], mesh["shard"], device.type)
-    if mesh["ep"].size == 1 or not experts:
-        return dense, None
-    return dense, device_mesh(mesh, mesh["replicate"], mesh["expert_shard"], device.type)
 
 
 def widen_gradients(model: Transformer, mesh: Mesh, dtype: torch.dtype) -> list[GradientSum]:

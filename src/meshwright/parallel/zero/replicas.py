@@ -43,8 +43,8 @@ class Bucket:
     group: Group
     dtype: torch.dtype
     """The dtype of the sum."""
-    made_here: int
-    """Gradients that a pass makes here: none of another rank's bias, two of a matrix that both ends share."""
+    gradients: int
+    """Number of gradients that a pass makes: none of another rank's bias, two of a matrix that both ends share."""
     missing: int = 0
     """Gradients that the last backward pass of the step has not made yet."""
     pending: Pending | None = None
@@ -76,7 +76,7 @@ class Bucket:
         return self._cut[1]
 
     def __post_init__(self) -> None:
-        self.missing = self.made_here
+        self.missing = self.gradients
 
     @takes("buffers")
     def start(self) -> None:
@@ -85,22 +85,22 @@ class Bucket:
             self._allocate()
         assert self.buffer is not None
         # In a step of one micro-batch gradients lie where autograd made them: gather them in one call.
-        here, laid = compat.storage_key(self.buffer.untyped_storage()), []
+        own_key, copies = compat.storage_key(self.buffer.untyped_storage()), []
         for parameter, part in zip(self.parameters, self._parts(), strict=True):
             if parameter.grad is None:
                 part.zero_()
-            elif compat.storage_key(parameter.grad.untyped_storage()) != here:
-                laid.append((part, parameter.grad))
+            elif compat.storage_key(parameter.grad.untyped_storage()) != own_key:
+                copies.append((part, parameter.grad))
             parameter.grad = part
-        if laid:
-            compat.copy_each(*map(list, zip(*laid, strict=True)))
+        if copies:
+            compat.copy_each(*map(list, zip(*copies, strict=True)))
         self.pending, self.buffer, self._cut = self.group.start_all_reduce(self.buffer), None, None
 
     def finish(self) -> None:
         """Wait for the sum."""
         if self.pending is not None:
             self.pending.wait()
-        self.pending, self.missing = None, self.made_here
+        self.pending, self.missing = None, self.gradients
 
 
 class Replicas:
@@ -116,7 +116,7 @@ class Replicas:
                 parameter,
                 bucket.dtype,
                 partial(self.allocate, bucket, index),
-                partial(self.made, number),
+                partial(self.note_gradient, number),
                 meets=parameter in meeting,
             )
             for number, bucket in enumerate(self.buckets)
@@ -145,7 +145,7 @@ class Replicas:
             bucket.finish()
         self.started = 0
 
-    def made(self, number: int) -> None:
+    def note_gradient(self, number: int) -> None:
         """Note that a gradient of a bucket is made."""
         if not self.expecting:
             return
@@ -159,7 +159,7 @@ class Replicas:
 def replicate(stages: Iterable[Transformer], mesh: Mesh, dtype: torch.dtype | None = None) -> tuple[Replicas, ...]:
     """Set up the sums of the gradients of each stage over ranks with the same parameters, in `dtype` (None = theirs).
 
-    No two stages of a rank share a parameter: spec.legal refuses that beside data parallelism.
+    No two stages of a rank share a parameter: a plan refuses that beside data parallelism.
     """
     return tuple(_replicate(stage, mesh, dtype) for stage in stages)
 
@@ -183,34 +183,34 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     merge = mesh["pp"].size == 1
     # Experts are summed over fewer ranks than the rest, so they have buckets of their own.
     grouped = [
-        *_together([[p for p in unit if p not in experts] for unit in units], dtype, merge, mesh["data"]),
-        *_together([[p for p in unit if p in experts] for unit in units], dtype, merge, mesh["expert_data"]),
+        *_merge_units([[p for p in unit if p not in experts] for unit in units], dtype, merge, mesh["data"]),
+        *_merge_units([[p for p in unit if p in experts] for unit in units], dtype, merge, mesh["expert_data"]),
     ]
     buckets = []
     # A bucket is complete with the unit whose gradients are made last, so buckets start in that order.
     for _, parameters, group in sorted(grouped, key=lambda entry: entry[0]):
-        buckets += _buckets(parameters, group, dtype, times)
+        buckets += _make_buckets(parameters, group, dtype, times)
     return Replicas(buckets, meeting(model))
 
 
-def _together(
+def _merge_units(
     units: Sequence[Sequence[nn.Parameter]], dtype: torch.dtype | None, merge: bool, group: Group
 ) -> Iterator[tuple[int, list[nn.Parameter], Group]]:
     """Yield (number of the last unit, parameters, group) of each bucket."""
     numbers = [number for number, unit in enumerate(units) if unit]
     sizes = (sum(p.numel() * (dtype or p.dtype).itemsize for p in units[number]) for number in numbers)
     for count in bucket_counts(sizes) if merge else [1] * len(numbers):
-        here, numbers = numbers[:count], numbers[count:]
-        yield here[-1], [p for number in here for p in units[number]], group
+        merged, numbers = numbers[:count], numbers[count:]
+        yield merged[-1], [p for number in merged for p in units[number]], group
 
 
-def _buckets(
+def _make_buckets(
     parameters: Sequence[nn.Parameter],
     group: Group,
     dtype: torch.dtype | None,
     times: Mapping[Tensor | None, int],
 ) -> list[Bucket]:
-    """Return one bucket for each dtype, none in a group of one rank. `times`: gradients of a parameter, if not 1."""
+    """Return one bucket for each dtype, none in a group of one rank. `times`: number of gradients, if not 1."""
     if group.size == 1:
         return []
     dtypes = list(dict.fromkeys(parameter.dtype for parameter in parameters))
