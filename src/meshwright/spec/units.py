@@ -35,6 +35,7 @@ def count(number: float) -> str:
     """Format a count with K, M, B, T (powers of 1000) and three digits: parameters, tokens, FLOP."""
     if not isfinite(number):
         return str(number)
+    # From 0.9995 on, three digits would round up to the next unit.
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(number) >= size * 0.9995:
             return f"{number / size:.3g}{letter}" if abs(number) < 999.5 * size else f"{number / size:.0f}{letter}"

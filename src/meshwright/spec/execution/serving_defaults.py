@@ -30,12 +30,13 @@ MOST_STEP_TOKENS = 16_384
 
 
 def step_tokens(processors: int, hidden: int, sequences: int = GPU_SEQUENCES) -> int:
-    """Return the tokens of a step at which a GPU's products reach 90 % of their rate, a power of two.
+    """Return the number of tokens at which a GPU's products reach 90 % of their rate, a power of two.
 
     The narrowest products of a block give `hidden` columns. Each of the `sequences` has a token in a step, and prompts
     have at least as many tokens.
     """
     wanted = LEAST_WAVES * processors * TILE_ELEMENTS / hidden
+    # Rounded up to a power of two.
     tokens = 1 << max(0, int(wanted) - 1).bit_length()
     return max(2 * sequences, min(tokens, MOST_STEP_TOKENS))
 
@@ -67,5 +68,6 @@ def position_numbers(longest: int) -> tuple[int, ...]:
     """Return the position counts of graphs for sequences of at most `longest` positions."""
     counts = [SPLIT]
     while counts[-1] < longest:
+        # The last count is the longest sequence, rounded up to a whole program.
         counts.append(min(counts[-1] * SPARSE, -(-longest // SPLIT) * SPLIT))
     return tuple(counts)

@@ -112,6 +112,7 @@ class Layout:
         if self.recompute_layers < 0:
             raise IllegalLayout(f"layout.recompute_layers={self.recompute_layers} must be 0 (all) or more")
         for field, words in WORDS.items():
+            # Checked here, since a plan may also be built in Python, without the types of a plan file.
             if getattr(self, field) not in words:
                 check_word(field, getattr(self, field))
 
@@ -176,6 +177,7 @@ class Layout:
         """Return the number of forward passes of a rank in a step. Raises IllegalLayout if it is uneven."""
         per_rank = global_batch // self.dp
         size = self.micro_batch_of(global_batch)
+        # Fewer sequences than readers leave a rank without any: size is 0.
         if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
             unit = max(1, self.micro_batch) * self.dp
             raise IllegalLayout(
@@ -194,6 +196,7 @@ class Layout:
         """Return the number of equal pieces in which sequences pass tensor-parallel products. sp shares each piece."""
         if self.tp == 1:
             return 1
+        # Two pieces hide a collective behind products only where sending takes longer than starting it.
         pieces = self.tp_chunks or (2 if device == "cuda" and positions * hidden >= PIECED and self.tp <= NEAR else 1)
         return 1 if positions % (pieces * (self.tp if self.sp else 1)) else pieces
 
@@ -207,6 +210,7 @@ class Layout:
         if self.ep == 1 or self.ep_chunks:
             return self.ep_chunks or 1
         local, near = moe.experts // self.ep, self.ep <= NEAR
+        # Few rows per expert: the gradients of a piece would cost more than its exchange hides.
         thin = rows * (self.ep - 1) < moe.experts * moe.ffn * (NEAR_ROWS if near else FAR_ROWS)
         if device != "cuda" or self.splits_backward or thin:
             return 1
@@ -235,7 +239,7 @@ def check_word(field: str, value: object) -> None:
 def place_of(layout: Layout, rank: int) -> dict[str, int]:
     """Return a rank's coordinate on each axis."""
     coordinates = {}
-    for axis in reversed(AXES):
+    for axis in reversed(AXES):  # the innermost axis changes with every rank
         rank, coordinates[axis] = divmod(rank, getattr(layout, axis))
     return coordinates
 
@@ -274,6 +278,7 @@ def expert_ranks(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int,
     """Return (ranks that share the experts, ranks that hold the same ones) in dp_shard x cp x tp, ep innermost."""
     ranks = ranks_along(layout, ("dp_shard", "cp", "tp"), rank)
     index = ranks.index(rank)
+    # Neighbours share the experts; every ep-th rank holds the same ones.
     start = index - index % layout.ep
     return ranks[start : start + layout.ep], ranks[index % layout.ep :: layout.ep]
 

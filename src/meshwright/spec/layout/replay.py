@@ -115,6 +115,7 @@ def in_order(actions: Actions) -> tuple[Turn, ...]:
                 wanted = needs(action, len(placement))
                 if not all(map(positions.__contains__, wanted)):
                     break
+                # What the rank made itself comes before on its list: only another rank's result can delay it.
                 foreign = [positions[needed] for needed in wanted if placement[needed[1]] != rank]
                 if action.kind != "W":
                     positions["F" if action.kind == "F" else "B", action.stage, action.micro_batch] = len(turns)
@@ -181,7 +182,7 @@ def _check_complete(actions: Actions, stages: int) -> None:
     for action, rank in listed:
         if holder.setdefault(action.stage, rank) != rank:
             raise IllegalLayout(f"{action} is on pipeline rank {rank}, but its stage is on rank {holder[action.stage]}")
-        for letter in action.kind:
+        for letter in action.kind:  # BW is a B and a W
             key = letter, action.stage, action.micro_batch
             if key in done:
                 raise IllegalLayout(f"pipeline rank {rank} has {action}, which was done already")
@@ -197,7 +198,7 @@ def _count_in_flight(rank_actions: Sequence[Action]) -> int:
     for action in rank_actions:
         alive += action.kind == "F"
         peak = max(peak, alive)
-        alive -= action.kind in ("W", "BW")
+        alive -= action.kind in ("W", "BW")  # after B alone, W still needs the activations
     return peak
 
 
@@ -237,6 +238,7 @@ def links(placement: Sequence[int]) -> tuple[StageLink, ...]:
     stage_links |= {StageLink("B", link.target, link.source) for link in stage_links}
 
     def order(link: StageLink) -> tuple[int, int, StageLink]:
+        # The pair is named by its front rank, whichever way the tensor goes.
         first = link.source if (link.target - link.source) % ranks == 1 else link.target
         return first % 2, first, link
 
@@ -261,6 +263,7 @@ def transfers(actions: Actions) -> tuple[Transfer, ...]:
     sent: list[Transfer] = []
     for action in numbered(actions):
         stage, rank = action.stage + (1 if action.kind == "F" else -1), placement[action.stage]
+        # W sends nothing, the ends of the pipeline have no neighbour, and a V hands over on its own rank.
         if action.kind == "W" or not 0 <= stage < len(placement) or placement[stage] == rank:
             continue
         kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"

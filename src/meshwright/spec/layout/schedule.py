@@ -284,6 +284,7 @@ def check(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> None:
 
 
 def _actions_of_rounds(order: Rounds, rank: int, p: int, m: int, v: int) -> tuple[Action, ...]:
+    # A round has p micro-batches or more, if there are as many, and passes all chunks before the next begins.
     width = m // max(1, m // p)
     turns = [(n // width % v, n // (width * v) * width + n % width) for n in range(v * m)]
     forward = [Action("F", chunk * p + rank, i) for chunk, i in turns]
@@ -302,19 +303,21 @@ def _actions_of_rounds(order: Rounds, rank: int, p: int, m: int, v: int) -> tupl
 
 
 def _actions_of_words(order: Words, rank: int, p: int, m: int, stages: tuple[int, ...]) -> tuple[Action, ...]:
+    # An order for too few micro-batches is one for the fewest, without the passes of those that do not exist.
     micro_batches = max(m, order.fewest.times(p, m, rank))
     seen: Counter[tuple[str, int]] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     actions, turn = [], 1
     repeated = ((word, repeats.times(p, micro_batches, rank)) for word, repeats in order.phrases)
     for token in (token for word, times in repeated for _ in range(times) for token in word.split()):
-        if token == "W":
+        if token == "W":  # completes the oldest B, whichever its stage
             actions.append(Action("W", *waiting.popleft()))
             continue
         kind, digit = token[:-1], token[-1]
         if digit == "~":
             digit, turn = str(turn), 1 - turn
         stage = stages[int(digit)]
+        # B and BW take their micro-batches from one count: a stage has one backward pass for each.
         counter = "B" if kind == "BW" else kind
         next_pass = stage, seen[counter, stage]
         seen[counter, stage] += 1
@@ -333,6 +336,7 @@ def forward_only(placement: Sequence[int], micro_batches: int) -> Actions:
     waiting: list[set[tuple[int, int]]] = [set() for _ in range(max(placement) + 1)]
     waiting[placement[0]] = {(0, i) for i in range(micro_batches)}
     actions: list[list[Action]] = [[] for _ in waiting]
+    # All ranks choose before any pass ends, so an output is read one time unit later at the earliest.
     while any(waiting):
         taken = [
             min(ready, key=lambda waiting_pass: (-waiting_pass[0], waiting_pass[1])) if ready else None
@@ -368,6 +372,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     sizes = [share] * stages
     for stage in order[:remainder]:
         sizes[stage] += 1
+    # The places of the embedding and the head, which were counted as layers.
     sizes[0] -= 1
     sizes[-1] -= 1
     return ranges(sizes)

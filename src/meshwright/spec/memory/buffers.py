@@ -64,10 +64,10 @@ def at_once(recipe: Recipe, layout: Layout) -> int:
 
 
 def position_bytes(shape: ModelShape, width: int) -> int:
-    """Return the bytes of keys and values of one position in all layers, with `width` bytes per number."""
+    """Return the number of bytes of keys and values of a position in all layers, `width` bytes each."""
     if shape.mla is None:
         numbers = 2 * shape.kv_heads * shape.head_dim
-    elif shape.lora is None:
+    elif shape.lora is None:  # the latent vector itself is cached
         numbers = shape.mla.kv_rank + shape.mla.rope_dim
     else:
         numbers = shape.kv_heads * (shape.head_dim + shape.mla.v_dim)
@@ -75,7 +75,7 @@ def position_bytes(shape: ModelShape, width: int) -> int:
 
 
 def cache_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, width: int) -> int:
-    """Return the bytes of the cache of a rank that samples."""
+    """Return the number of bytes of the cache of a rank that samples."""
     block_bytes = BLOCK * position_bytes(shape, width)
     wanted = at_once(recipe, layout) * -(-min(recipe.sequence, shape.max_positions) // BLOCK)
     return (max(1, min(wanted, MOST_BYTES // block_bytes)) + SPARE) * block_bytes

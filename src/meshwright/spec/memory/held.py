@@ -72,7 +72,7 @@ LATE = ("pp", "tp")
 
 
 def master_bytes(precision: str, storage: StateStorage) -> int:
-    """Return the bytes per element of a master weight."""
+    """Return the number of bytes per element of a master weight."""
     return WIDTHS[precision].master if storage.masters else 0
 
 
@@ -90,7 +90,7 @@ def adds_gradients(layout: Layout, micro_batches: int) -> bool:
 
 
 def gradient_bytes(precision: str, layout: Layout, *, micro_batches: int = 1, reduce_dtype: str = "fp32") -> int:
-    """Return the bytes per element of a gradient, for steps of at most `micro_batches` on a rank."""
+    """Return the number of bytes per element of a gradient, for steps of at most `micro_batches` on a rank."""
     wide = reduce_dtype == "fp32" and adds_gradients(layout, micro_batches)
     return 4 if wide else WIDTHS[precision].gradient
 
@@ -140,6 +140,7 @@ def held_of(selected: Sequence[Parameter], shape: ModelShape, layout: Layout, ra
     held_parameters = []
     for parameter in selected:
         ranks, index = expert_sharers if parameter.group == "expert" else sharers
+        # Codes are sharded by a rule of their own.
         shared = shares_codes(layout) if parameter.scheme else layout.zero > 0
         ranks, index = (ranks, index) if shared else (1, 0)
         held_parameters.append(
@@ -152,6 +153,7 @@ def parameters_of(shape: ModelShape, layout: Layout, rank: int) -> list[Paramete
     """List the parameters of a rank's stages. The last stage also has a tied head's matrix."""
     stages, ranges = own_stages(layout, place_of(layout, rank)["pp"]), layers_of_stages(shape.layers, layout)
     layers = {layer for stage in stages for layer in ranges[stage]}
+    # Parameters outside the layers belong to the ends of the pipeline.
     first, last = 0 in stages, len(ranges) - 1 in stages
     outside = {"embedding"} if first else set()
     outside |= {"norm", "head"} if last else set()
@@ -188,6 +190,7 @@ def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
     for parameter in parameters_of(shape, layout, rank):
         if parameter.scheme:  # no parameter of the engine
             continue
+        # Holders of the same part are neighbours in rank, since tp is the innermost axis.
         n, parts = tp_holders(parameter, shape, layout), tp_parts(parameter, shape, layout)
         first = rank - coordinates["tp"] % n
         for axis, ranks, partial in (
@@ -236,7 +239,7 @@ def memory(
     gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
     if shards_are_masters(precision, layout, storage, reduce_dtype):
-        width = replace(width, master=0, shard=width.master)
+        width = replace(width, master=0, shard=width.master)  # counted once, as shards
     held_parameters = held(shape, layout, rank)
     moments = sum(moment_bytes(held_parameter, storage) for held_parameter in held_parameters)
     return {
@@ -246,7 +249,7 @@ def memory(
 
 
 def moment_bytes(held_parameter: HeldParameter, storage: StateStorage) -> int:
-    """Return the bytes of the moments of this rank's part. 0 for a frozen parameter."""
+    """Return the number of bytes of the moments of this rank's part. 0 for a frozen parameter."""
     if not held_parameter.parameter.trained:
         return 0
     return storage.format_of(held_parameter.parameter).nbytes(held_parameter.owned_box.sizes)
@@ -255,7 +258,7 @@ def moment_bytes(held_parameter: HeldParameter, storage: StateStorage) -> int:
 def written_bytes(
     shape: ModelShape, layout: Layout, precision: str, rank: int = 0, *, storage: StateStorage = FP32_STATES
 ) -> int:
-    """Return the bytes of weights and optimizer states that a rank writes to a checkpoint.
+    """Return the number of bytes of weights and optimizer states that a rank writes to a checkpoint.
 
     Identical pieces are written by one rank, and all ranks write equally much. torch decides which rank writes a
     tensor, so the real number may differ by a tensor.
@@ -265,6 +268,7 @@ def written_bytes(
     for held_parameter in held(shape, layout, rank):
         if not held_parameter.parameter.trained:
             continue
+        # Ranks of a stage that hold the same elements, ZeRO included: they share the writing.
         copies = ranks * held_parameter.box.numel / held_parameter.parameter.numel / held_parameter.ranks
         total += (held_parameter.owned * bytes_each + moment_bytes(held_parameter, storage)) / max(1.0, copies)
     return round(total)

@@ -171,6 +171,7 @@ def stage_ranks(layout: Layout, rank: int) -> tuple[int, ...]:
 def dealt(shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None) -> list[DealtMatrix]:
     """Return all matrices of a rank's stage in order, the same on all its ranks. `trained` = None for all names."""
     ranks = stage_ranks(layout, rank)
+    # All ranks of a stage have the same matrices: count them once, for its first rank.
     if rank != ranks[0]:
         return dealt(shape, layout, ranks[0], trained)
     tiles_by_kind: dict[tuple[object, ...], list[Tiles]] = {}
@@ -178,6 +179,7 @@ def dealt(shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] 
     for parameter in parameters_of(shape, layout, rank):
         if parameter.matrices is None or (trained is not None and parameter.name not in trained):
             continue
+        # Layers repeat: equal parameters are cut alike.
         kind = parameter.shape, parameter.dims, parameter.axes, parameter.group
         if kind not in tiles_by_kind:
             tiles_by_kind[kind] = _tiles(parameter, shape, layout, ranks)
@@ -202,7 +204,7 @@ def _pieces_of(
     """Yield (expert, piece, its first row in the held part) of each matrix of which a rank holds a piece."""
     [part] = held_of([parameter], shape, layout, rank)
     box = part.owned_box
-    if not box.numel:
+    if not box.numel:  # ZeRO may leave a rank nothing of a matrix with few rows
         return
     first, experts = (box.offsets[0], box.sizes[0]) if len(box.sizes) > 2 else (0, 1)
     piece = MatrixPiece(*box.offsets[-2:], *box.sizes[-2:])
@@ -257,7 +259,7 @@ def _assign_rounds(matrices: list[tuple[WholeMatrix, Tiles, int]]) -> list[Dealt
 
 
 def round_elements(largest: int, copies: int) -> int:
-    """Return the most elements of matrices that a rank owns in a round, each sent to `copies` ranks."""
+    """Return the largest number of elements that a rank owns in a round, each sent to `copies` ranks."""
     return max(largest, ROUND_ELEMENTS // copies)
 
 

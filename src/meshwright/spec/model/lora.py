@@ -54,17 +54,17 @@ class LoRAShape:
         if not 0 <= self.dropout < 1:
             raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
         if self.base != SAME and (self.scheme is None or not self.scheme.trains_beside):
-            known_bases = [name for name in SCHEMES if (scheme := scheme_named(name)) and scheme.trains_beside]
+            bases = [name for name in SCHEMES if (scheme := scheme_named(name)) and scheme.trains_beside]
             raise PlanError(
                 f"model.lora.base={printable(self.base)} is no format beside which adapters can be trained: take "
-                f"same, {', '.join(known_bases)}, or a layout as int4-g128-zeros-fp16"
+                f"same, {', '.join(bases)}, or a layout as int4-g128-zeros-fp16"
             )
-        known = [name for names in NAMES.values() for name in names]
+        matrices = [name for names in NAMES.values() for name in names]
         for name in self.targets.split(",") if self.targets != NONE else ():
-            if name not in ("all", *NAMES, *known):
+            if name not in ("all", *NAMES, *matrices):
                 raise PlanError(
                     f"model.lora.targets={printable(self.targets)}: {name!r} names no matrix; take all, attention, "
-                    f"mlp, or names of {', '.join(known)}"
+                    f"mlp, or names of {', '.join(matrices)}"
                 )
 
     def without(self, matrices: Sequence[str]) -> list[str]:

@@ -164,7 +164,7 @@ class Scheme:
         return plain or (rounded and self.threshold == PUBLISHED_THRESHOLD)
 
     def groups(self, columns: int) -> int:
-        """Return the scales per row of `columns` inputs. The last group may be short."""
+        """Return the number of scales per row of `columns` inputs. The last group may be short."""
         return -(-columns // self.group) if self.group else 1
 
     def sizes(self, rows: int, columns: int, stack: Sequence[int] = (), *, outlier_columns: int = 0) -> dict[str, Size]:
@@ -193,17 +193,17 @@ class Scheme:
         return sizes
 
     def bits_per_weight(self, rows: int, columns: int) -> float:
-        """Return the bits per weight of a matrix, scales and zeros included."""
+        """Return the number of bits per weight of a matrix, scales and zeros included."""
         return 8 * self.nbytes((rows, columns)) / (rows * columns)
 
     def nbytes(self, size: Sequence[int]) -> int:
-        """Return the bytes of all tensors that represent a matrix (rows, columns), or a stack of them."""
+        """Return the number of bytes of all tensors of a matrix (rows, columns), or of a stack of them."""
         *stack, rows, columns = size
         return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in self.sizes(rows, columns, stack).values())
 
 
 def _bytes(count: int, bits: int) -> int:
-    """Return the bytes that hold `count` codes packed tightly."""
+    """Return the number of bytes that hold `count` codes packed tightly."""
     return -(-count * bits // 8)
 
 
@@ -308,6 +308,7 @@ def scheme_named(name: str) -> Scheme | None:
         "name": name, "about": "as a folder holds it", "bits": bits, "group": group, "zeros": zeros, "method": method,
         "scales": SCALES[match["scales"]], "codes": KINDS.get(match["kind"]) or FLOATS[bits],
     }  # fmt: skip
+    # A well-formed name may still combine what no scheme has, such as zeros with 8 bits.
     try:
         return Scheme(**fields)
     except PlanError:
@@ -326,6 +327,7 @@ def base_name(scheme: Scheme) -> str:
     kind = {codes: kind for kind, codes in KINDS.items()}.get(scheme.codes, "fp")
     full = f"{kind}{scheme.bits}-{f'g{scheme.group}' if scheme.group else 'rows'}-{word}-{scales}"
     known = (name for name, other in SCHEMES.items() if other.trains_beside and layout(other) == layout(scheme))
+    # A name of the table only for the scheme of that name: others share the layout, but not the method.
     return next((name for name in known if name == scheme.name), full)
 
 

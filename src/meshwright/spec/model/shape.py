@@ -197,6 +197,7 @@ class ModelShape:
     """Low-rank adapters, which alone are trained; null = every weight is trained."""
 
     def __post_init__(self) -> None:
+        # Defaults that follow from other fields. The dataclass is frozen, hence object.__setattr__.
         if self.kv_heads == 0:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.head_dim == 0 and self.mla is not None:
@@ -211,6 +212,7 @@ class ModelShape:
         self._check()
 
     def _check(self) -> None:
+        # Sizes come first: what follows divides by them.
         for field in ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
             if not 1 <= getattr(self, field) < LARGEST:
                 raise PlanError(f"model.{field}={getattr(self, field)} must be at least 1 and below 2**31")
@@ -273,6 +275,7 @@ class ModelShape:
     @property
     def matrices(self) -> tuple[str, ...]:
         """Names of a layer's matrices that can have an adapter: those of attention, then those of MLPs."""
+        # Latent attention has other matrices, and the gated delta rule two more.
         latent = (*(("q_down", "q_up") if self.mla.q_rank else ("q",)), "kv_down", "kv_up") if self.mla else ()
         rates = (
             ("rate", "decay") if self.unbuilt is not None and self.unbuilt.linear and self.unbuilt.linear.delta else ()

@@ -148,6 +148,7 @@ class Data:
     def _check_mixture(self) -> None:
         if self.path not in ("", STDLIB):
             raise PlanError(f"data.path={self.path} and data.mixture: give one of them")
+        # The default path is no request beside a mixture.
         object.__setattr__(self, "path", "")
         whole = sum(source.weight for source in self.mixture)
         for source in self.mixture:
@@ -268,6 +269,7 @@ class Plan:
         batches = self.recipe.global_batches
         if not self.recipe.noise_scale_every or any(self.layout.micro_batch_of(batch) < batch for batch in batches):
             return []
+        # A batch of one sequence cannot be cut; any other is cut by its largest proper divisor.
         largest = max(batches)
         advice = "recipe.global_batch=2 and layout.micro_batch=1"
         if largest > 1:

@@ -38,7 +38,7 @@ def world_violation(plan: Plan, processes: int, nodes: int = 1) -> str | None:
 def _torchrun(plan: Plan, nodes: int) -> str:
     """Return the torchrun command that starts one process per rank of the layout. It takes the count of one node."""
     world, cluster = plan.layout.world, plan.cluster
-    if cluster.devices == world:
+    if cluster.devices == world:  # the plan itself says how many nodes its ranks take
         nodes = cluster.nodes
     if nodes == 1:
         return f"torchrun --nproc_per_node {world}"
@@ -108,6 +108,7 @@ def _distance(old: Layout, new: Layout) -> tuple[float, int, int]:
 def _adapt_layout(plan: Plan, degrees: dict[str, int]) -> Layout:
     """Return the layout with these degrees. Settings without meaning under them get their default."""
     changes: dict[str, Any] = dict(degrees)
+    # ZeRO, sp and virtual stages are refused without ranks to share with.
     if degrees["dp_shard"] * degrees["cp"] == 1:
         changes["zero"] = 0
     if degrees["tp"] == 1:

@@ -96,10 +96,10 @@ def shape_of(fields: Mapping[str, Any]) -> ModelShape:
 
 
 def _made(kind: type[T], where: str, present: Mapping[str, Any]) -> T:
-    known = inspect.signature(kind).parameters
-    for key in present.keys() - known.keys():
-        raise PlanError(f"{where}.{key} is not known; {suggested(key, known)}")
-    for key, field in known.items():
+    fields = inspect.signature(kind).parameters
+    for key in present.keys() - fields.keys():
+        raise PlanError(f"{where}.{key} is not known; {suggested(key, fields)}")
+    for key, field in fields.items():
         if field.default is field.empty and key not in present:
             raise PlanError(f"{where}.{key} is missing: give it")
     return kind(**present)
@@ -107,7 +107,7 @@ def _made(kind: type[T], where: str, present: Mapping[str, Any]) -> T:
 
 def model_names() -> tuple[str, ...]:
     """Return every model without aliases, family by family."""
-    return tuple(dict.fromkeys(known.name for known in _models().values()))
+    return tuple(dict.fromkeys(entry.name for entry in _models().values()))
 
 
 def published(name: str, argument: str = "") -> Published:
@@ -124,8 +124,9 @@ def device(name: str, argument: str = "") -> Device:
 def device_names() -> tuple[str, ...]:
     """Return every device by its shortest name, without aliases, `local` first."""
     seen: dict[int, str] = {}
-    for name, known in _devices().items():
-        seen.setdefault(id(known), name)
+    # Aliases come after the name and share its object.
+    for name, preset in _devices().items():
+        seen.setdefault(id(preset), name)
     return tuple(seen.values())
 
 
@@ -134,8 +135,8 @@ def cluster(name: str, nodes: int = 1) -> Cluster:
 
     Errors as `model`.
     """
-    known, per_node = devices_in_node(name)
-    return Cluster(device=known, devices_per_node=per_node, nodes=nodes)
+    kind, per_node = devices_in_node(name)
+    return Cluster(device=kind, devices_per_node=per_node, nodes=nodes)
 
 
 def devices_in_node(name: str) -> tuple[Device, int]:
@@ -177,7 +178,8 @@ def _device_key(name: str) -> str:
     if preset is None and (sizes := [word for word in words if word.isdecimal()]):
         preset = _spellings().get("".join(sorted(word for word in words if word != sizes[-1])))
         gigabytes = _devices()[preset].memory_bytes / 1e9 if preset else 0.0
-        if not gigabytes / 1.075 <= int(sizes[-1][:9]) <= 1.005 * gigabytes:  # a size in GiB or in GB
+        # The size may be in GB, or in GiB, which is 7 % less. Any other means another device.
+        if not gigabytes / 1.075 <= int(sizes[-1][:9]) <= 1.005 * gigabytes:
             preset = None
     return preset or _plain(name)
 
@@ -193,8 +195,9 @@ def _words_of(name: str) -> list[str]:
 def _spellings() -> Mapping[str, str]:
     """Map the joined words of each device's names and aliases to its preset. rtx4090 and rtx-4090 are equal."""
     presets: dict[str, str] = {}
-    for key, known in reversed(list(_devices().items())):
-        for spelled in (known.name, key):
+    # In reverse, so that of two devices with one spelling the first listed remains.
+    for key, preset in reversed(list(_devices().items())):
+        for spelled in (preset.name, key):
             words = _words_of(spelled)
             presets.update(dict.fromkeys(("".join(sorted(words)), "".join(words)), key))
     return presets
@@ -215,17 +218,19 @@ def device_note(name: str, nodes: int = 1) -> str:
         network = f", with {sold.network_bytes_per_s / 1e9:g} GB/s of network each" if sold.network_bytes_per_s else ""
         return f"{name} is taken as {sold.devices} {device(sold.device).name}{network}."
     kind, per_node = split_cluster(name)
-    known = _devices().get(kind)
-    if known is None:
+    preset = _devices().get(kind)
+    if preset is None:
         return ""
     notes = []
-    is_sized = f"{known.memory_bytes / 2**30:.0f}" in _words_of(name)
+    is_sized = f"{preset.memory_bytes / 2**30:.0f}" in _words_of(name)
     sizes = (other for other in device_names() if re.fullmatch(rf"{re.escape(kind)}-\d+", other))
-    others = [other for other in sizes if _devices()[other].memory_bytes < known.memory_bytes]
+    others = [other for other in sizes if _devices()[other].memory_bytes < preset.memory_bytes]
     # A bare name means the larger GPU, which matters to whoever rents the smaller one.
     if others and not is_sized:
         named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
-        notes.append(f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}.")
+        notes.append(
+            f"{kind} is taken as {preset.name} ({preset.memory_bytes / 2**30:.0f} GiB); there are also {named}."
+        )
     if nodes > 1 and per_node == 1 and _device_key(name) == kind:
         notes.append(
             f"{kind} --nodes {nodes} is {nodes} nodes of one device. One node of {nodes} is --cluster {kind}x{nodes}."
@@ -318,8 +323,8 @@ def converted(key: str, value: Any) -> tuple[str, Any]:
     return key, value
 
 
-def _add(table: dict[str, T], names: list[str], known: T) -> None:
+def _add(table: dict[str, T], names: list[str], entry: T) -> None:
     taken = table.keys() & names
     if taken:
         raise ValueError(f"presets: {sorted(taken)} are defined twice")
-    table.update(dict.fromkeys(names, known))
+    table.update(dict.fromkeys(names, entry))

@@ -295,6 +295,7 @@ class Recipe:
         else:  # epochs as they were written: 1.1 of 10 rows are 11, and in binary a little more
             more = math.ceil((Fraction(str(self.epochs)) * rows - read.rows) / self.global_batch)
         steps = max(1, read.steps + max(0, more))
+        # A default warm-up follows the number of steps; one that was asked for stays.
         follows = self.warmup_steps == min(20, self.steps // 10)
         if self.warmup_steps > steps and is_known and not follows:
             length = f"recipe.tokens={self.tokens}" if self.tokens else f"recipe.epochs={self.epochs:g}"
@@ -307,6 +308,7 @@ class Recipe:
     def _steps_between(self, seen: int, tokens: int) -> int:
         """Return the number of steps from `seen` tokens until at least `tokens` are read."""
         steps = 0
+        # Between two borders of the ramp, every step reads equally many tokens.
         for border in (*(stage.tokens for stage in self.batch_ramp if stage.tokens < tokens), tokens):
             step_tokens = self.global_batch_at(seen) * self.sequence
             more = max(0, -(-(border - seen) // step_tokens))

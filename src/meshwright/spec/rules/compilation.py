@@ -107,6 +107,7 @@ def hindrances(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tu
 
 def left_to_auto(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield why layout.cuda_graphs=auto is off, as things that every graph, or some device, does."""
+    # `on` is refused for these by the rules of quantized weights, and by the check of the device.
     if not can_be_compiled(shape, recipe.fake_quantize):
         yield "repeats launches, and matrices are made anew in each pass"
     if shape.moe is not None:
@@ -129,7 +130,7 @@ def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
                 f"cannot reset a random state, as layout.recompute={layout.recompute} does for {key}={rate}",
                 f"layout.recompute=none or {OFF}",
             )
-            return
+            return  # one refusal of the random state is enough
     hides = recipe.document_mask or any(shape.window_of(layer) for layer in range(shape.layers))
     if recipe.dropout and recipe.precision == "fp32" and hides:
         yield (

@@ -47,12 +47,14 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if shape.moe is not None and layout.ep == 1 and tp > shape.moe.ffn:
         refused.append(f"layout.tp={tp} exceeds model.moe.ffn={shape.moe.ffn}, and layout.ep=1 spreads no experts")
     if refused:
+        # One degree resolves all of them, so every refusal ends with the same advice.
         advice = f"take {_nearest_tp(shape, recipe, layout)}"
         yield from (f"{sentence}{'; ' if ':' in sentence else ': '}{advice}" for sentence in refused)
     if layout.sp and tp == 1:
         yield "layout.sp=true shares the sequence among tp ranks, and layout.tp=1: take layout.sp=false or a larger tp"
     local = recipe.sequence // layout.cp
     if layout.sp and local % tp:
+        # Experts spread over ep need sp, since each rank sends tokens of its own.
         instead = "" if layout.ep > 1 else " or layout.sp=false"
         yield (
             f"layout.sp=true cuts a rank's {local} positions into layout.tp={tp} equal parts: "
@@ -69,6 +71,7 @@ def _tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
 
 def _deals_key_heads(shape: ModelShape, tp: int) -> bool:
     """Return whether each tp rank has equally many key heads, or each key head equally many ranks."""
+    # Latent attention makes the keys of all heads from one vector, so only the query heads count.
     return shape.mla is not None or shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
 
 
@@ -85,6 +88,7 @@ def _nearest_tp(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
         and others * tp % layout.ep == 0
     ]
     tp = min(legal, key=lambda tp: (abs(tp - layout.tp), tp), default=1)
+    # What a single rank cannot have must be turned off along with it.
     alone = " layout.sp=false" if tp == 1 and layout.sp else ""
     return f"layout.tp={tp}{alone}" + ("" if legal else " layout.ep=1")
 
@@ -116,6 +120,7 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             yield f"layout.vp={layout.vp} cuts a pipeline rank's layers, and layout.pp=1: take layout.vp=1"
         if layout.stages:
             number = len(layout.stages)
+            # Offer the degree for which these stages would be right, if there is one.
             fits = sum(layout.stages) == shape.layers and layout.vp == 1 and name not in V_PLACED and number > 1
             yield (
                 f"layout.stages={list(layout.stages)} deals layers to {number} pipeline stages, and layout.pp=1: "
@@ -150,6 +155,7 @@ def _tied_ends(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[st
 def _schedule(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if layout.pp == 1:
         return
+    # A batch that cannot be cut evenly has a refusal of its own (`batch_refusals`).
     for batch in set(recipe.global_batches):
         count = layout.even_micro_batches(batch)
         sentence = refusal(layout.schedule, layout.pp, count, layout.vp) if count else None
@@ -161,6 +167,7 @@ def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
     """Return the most pipeline ranks that layers and schedule allow, in words of the command line."""
     alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
     counts = [count for batch in set(recipe.global_batches) if (count := layout.even_micro_batches(batch))]
+    # Best first: the schedule as it is, then one stage per rank, each with as many ranks as possible.
     legal: Iterator[dict[str, object]] = (
         {"pp": pp, "vp": vp, "schedule": schedule}
         for schedule, vp in ((layout.schedule, layout.vp), (alone, 1))
@@ -170,7 +177,7 @@ def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
     unpiped: dict[str, object] = {"pp": 1, "vp": 1}
     settings = next(legal, unpiped)
     if layout.stages:
-        settings["stages"] = "[]"
+        settings["stages"] = "[]"  # sizes by hand are for the old number of stages
     return " ".join(f"layout.{key}={setting}" for key, setting in settings.items() if getattr(layout, key) != setting)
 
 
@@ -189,6 +196,7 @@ def _expert(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
         yield f"layout.ep={ep} spreads experts, and the model has none: take layout.ep=1"
         return
     ranks = layout.dp_shard * layout.cp * layout.tp
+    # ep must divide both the experts and the ranks that it borrows.
     near = nearest_divisor(math.gcd(shape.moe.experts, ranks), ep)
     if shape.moe.experts % ep:
         yield f"layout.ep={ep} does not divide the {shape.moe.experts} experts: take layout.ep={near}"
@@ -233,6 +241,7 @@ def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
     rounded = ("attention", "mlp", "expert") if recipe.products == "fp8-all" else ("attention", "mlp")
     for parameter in parameters(shape):
         if parameter.group in rounded and parameter.decays:
+            # ep spreads whole experts, and neighbours may hold the same key heads.
             whole = parameter.group == "expert" and layout.ep > 1
             ranks = 1 if whole else layout.tp // tp_holders(parameter, shape, layout)
             sizes = [
@@ -295,6 +304,7 @@ def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
     experts = shape.moe.experts if shape.moe else 1
     if recipe.optimizer_states != "int8" or shape.heads % tp or experts % ep or ranks * tp % ep:
         return
+    # ZeRO may cut stacks of experts inside a row. Others it cuts along rows, whatever the number of sharers.
     sharers = (ranks * tp // ep if ep > 1 else ranks) if layout.zero else 1
     if cut := cut_blocks(shape, tp, ep, sharers if shape.moe else 1):
         name, length, block = cut

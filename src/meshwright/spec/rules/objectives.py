@@ -80,6 +80,7 @@ def distillation_violations(
             f"or take recipe.objective={CROSS_ENTROPY}"
         )
         return
+    # The rules below assume a teacher.
     yield from _offline(recipe, mixed=mixed)
     yield from _on_policy(recipe, student, teacher, layout)
     yield from _vocabularies(student, teacher, layout, drawn=drawn)
@@ -132,6 +133,7 @@ def _on_policy(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout:
         return
     on_policy = f"recipe.distillation_on_policy={share:g}"
     for key, legal in SAMPLES_UNDER.items():
+        # On one rank nothing is cut, and ZeRO cuts nothing without data parallelism.
         if layout.world > 1 and (setting := getattr(layout, key)) != legal and not (key == "zero" and layout.dp == 1):
             yield (
                 f"{on_policy} has every rank sample with whole weights, and layout.{key}={setting} cuts them: take "
@@ -174,6 +176,7 @@ def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
     backward pass. In a pipeline it uses the student's ranks with its own layers dealt evenly. Its last stage is on the
     rank of the student's last stage.
     """
+    # A dense teacher has no experts to spread. Other schedules than a V share the plain order of forward passes.
     spreads, in_v = layout.ep if teacher.moe else 1, layout.schedule in V_PLACED
     return replace(
         layout, zero=3 if layout.zero == 3 else 0, recompute="none", recompute_layers=0, offload="off", ep=spreads,
@@ -184,11 +187,12 @@ def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
 
 def _laid_out(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
     """Yield violations of the teacher alone. It has its student's layout, online or asked once."""
+    # Settings of training, which a teacher is exempt from.
     plain = replace(
         recipe, products="same", fake_quantize=NO_SCHEME, dropout=0.0, noise_scale_every=0, optimizer_states="fp32",
         master_weights="fp32",
     )  # fmt: skip
-    known = layout_violations(student, recipe, layout)
+    of_student = layout_violations(student, recipe, layout)
     for sentence in layout_violations(teacher, plain, teacher_layout(layout, teacher)):
-        if sentence not in known:
+        if sentence not in of_student:  # reported once already
             yield f"of the teacher: {sentence}"

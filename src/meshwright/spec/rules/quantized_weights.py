@@ -75,6 +75,7 @@ def fake_quantization_refusals(shape: ModelShape, recipe: Recipe, layout: Layout
         return
     yield from _cut_groups(shape, recipe.fake_quantize, layout, setting)
     if shape.lora is not None:
+        # Offer codes beside the adapters, if the scheme can hold them.
         beside = SCHEMES[recipe.fake_quantize].trains_beside
         held = f"model.lora.base={recipe.fake_quantize}, which holds them as codes beside the adapters, or "
         yield f"{setting} trains the matrices that are rounded, and model.lora freezes them: take {held * beside}{off}"

@@ -96,6 +96,7 @@ def _box(parameter: Parameter, shape: ModelShape, layout: Layout, tp: int, ep: i
         elif axis == "tp" and parameter.group == "expert" and layout.ep > 1:
             pass  # whole experts, spread over ep instead
         elif axis == "tp" and letter in "HK":
+            # Heads are split whole: an offset in elements is one in heads times their width.
             heads = shape.heads if letter == "H" else shape.kv_heads
             first, number = heads_of(heads, layout.tp, tp)
             offset, size = first * length // heads, number * length // heads
@@ -103,5 +104,6 @@ def _box(parameter: Parameter, shape: ModelShape, layout: Layout, tp: int, ep: i
             offset, size = share(length, layout.tp, tp)
         offsets.append(offset)
         sizes.append(size)
+    # Of neighbours that hold the same part, the first owns it.
     owner = tp % tp_holders(parameter, shape, layout) == 0
     return Box(whole=parameter.shape, offsets=tuple(offsets), sizes=tuple(sizes), owner=owner)

@@ -53,6 +53,7 @@ def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
     share = shape.moe.top_k / shape.moe.experts if shape.moe else 1.0
     head = 2.0 * shape.vocab * shape.hidden
     layers, frozen = 0.0, head if shape.lora else 0.0
+    # Matrices alone: biases and norms have no products.
     for parameter in parameters(shape):
         if parameter.layer >= 0 and parameter.decays:
             product = 2 * parameter.numel * (share if parameter.group == "expert" else 1.0)

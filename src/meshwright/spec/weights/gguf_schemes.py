@@ -38,7 +38,7 @@ class BlockType:
         return columns % self.block == 0
 
     def num_bytes(self, size: Sequence[int]) -> int:
-        """Return the bytes of a tensor whose rows are whole blocks."""
+        """Return the number of bytes of a tensor whose rows are whole blocks."""
         return prod(size[:-1]) * (size[-1] // self.block) * self.bytes
 
 
@@ -101,6 +101,7 @@ class GGUFScheme:
         return kind
 
     def _usual_kind(self, name: str, columns: int, shape: ModelShape) -> str:
+        # Stacked experts count as their matrices, and a fused q, k, v as v.
         part = name.removesuffix(".weight").rpartition(".")[2].removesuffix("_exps").replace("attn_qkv", "attn_v")
         if part == "output" or (shape.tied and part == "token_embd"):
             return "Q8_0" if self.main == "Q8_0" or not BLOCK_TYPES[self.main].holds(columns) else "Q6_K"

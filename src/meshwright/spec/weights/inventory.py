@@ -82,6 +82,7 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     listed: list[Parameter] = []
     whole = shape.unbuilt.whole.split(",") if shape.unbuilt else ()
     for parameter in _parameters(shape.base):
+        # Only hidden matrices are quantized: embeddings, head and routers stay plain numbers.
         codes = shape.lora.scheme is not None and parameter.matrices is not None
         listed.append(replace(parameter, trained=False, scheme=shape.lora.base if codes else ""))
         if parameter.inside and parameter.matrices is not None and shape.lora.adapts(parameter.name):
@@ -177,6 +178,7 @@ def tp_holders(parameter: Parameter, shape: ModelShape, layout: Layout) -> int:
     """
     if layout.ep > 1 and "ep" in parameter.axes:
         return 1
+    # The letter of the dim that tp splits decides: heads may be fewer than ranks, ffn and vocab never are.
     split = next((letter for letter, axis in zip(parameter.dims, parameter.axes, strict=True) if axis == "tp"), "")
     heads = {"": 1, "H": shape.heads, "K": shape.kv_heads}.get(split, layout.tp)
     return max(1, layout.tp // heads)

@@ -54,7 +54,7 @@ class MomentFormat:
         return self.moments * SCALE_BYTES if self.block else 0
 
     def nbytes(self, sizes: tuple[int, ...]) -> int:
-        """Return the bytes of the moments of a piece of these sizes."""
+        """Return the number of bytes of the moments of a piece of these sizes."""
         blocks = prod(self.scale_sizes(sizes)) if self.block else 0
         return self.element_bytes * prod(sizes) + self.block_bytes * blocks
 

@@ -48,6 +48,7 @@ class CodesCut:
     @property
     def first_code(self) -> int:
         """First held code of a row."""
+        # Without groups the held codes begin where a byte does.
         unit = self.scheme.group or (BYTE_OF_CODES if self.scheme.packed else 1)
         return self.box.offsets[-1] // unit * unit
 
@@ -83,6 +84,7 @@ class CodesCut:
         """Return the sizes of the held tensors, as Scheme.sizes does."""
         *stack, rows, _ = self.box.sizes
         sizes = self.scheme.sizes(rows, self.width, stack)
+        # Outer scales run through the whole matrix, so every rank holds all of them.
         if "outer" in sizes:
             rows, columns = self.box.whole[-2:]
             sizes["outer"] = self.scheme.sizes(rows, columns, stack)["outer"]
@@ -90,7 +92,7 @@ class CodesCut:
 
 
 def bytes_of_codes(name: str, box: Box, ranks: int = 1) -> int:
-    """Return the bytes that a rank holds of a quantized matrix shared by `ranks`. 0 for an empty scheme name."""
+    """Return the number of bytes that a rank holds of a quantized matrix. 0 for an empty scheme name."""
     scheme = scheme_named(name)
     if scheme is None:
         return 0
@@ -111,12 +113,12 @@ def lines(sizes: Iterable[Size]) -> int:
 
 
 def share_bytes(count: int, ranks: int) -> int:
-    """Return the bytes of each rank's share of a run. The last share is padded."""
+    """Return the number of bytes of each rank's share of a run. The last share is padded."""
     return -(-count // ranks) * LINE_BYTES
 
 
 def nbytes(sizes: Iterable[Size]) -> int:
-    """Return the bytes of tensors of these sizes."""
+    """Return the number of bytes of tensors of these sizes."""
     return sum(prod(dims) * WIDTHS[dtype] for dims, dtype in sizes)
 
 
@@ -151,6 +153,7 @@ def shared_scales(parameter: Parameter, shape: ModelShape, scheme: Scheme, tp: i
     within = by_columns and any(box.offsets[-1] % (scheme.group or columns) for box in boxes)
     if not (within or (scheme.scales == "double" and (by_rows or by_columns))):
         return SharedScales(rows=by_columns)
+    # With zeros the ranks need both ends of a range, not the largest absolute number alone.
     sides = 1 if scheme.zeros == "fixed" else 2
     return SharedScales(sides * prod(stack) * rows * scheme.groups(columns), by_columns, within)
 
