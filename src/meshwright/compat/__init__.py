@@ -324,6 +324,7 @@ def profiled_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
 
     torch's public memory figures are sums per operation. Single events exist only in Kineto's tree.
     """
+    # Operations nest, so the tree is walked whole.
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         node = waiting.pop()
@@ -390,7 +391,7 @@ def device_seconds(run: Callable[[], object]) -> float:
     marks = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.zero_()
+        scratch.zero_()  # drives the operands out of the cache
         torch.cuda._sleep(SLEEP_CYCLES)
         begin.record()
         run()

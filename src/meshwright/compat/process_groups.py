@@ -1,7 +1,7 @@
 """torch's process groups: names that every member derives alone, and the methods that all public collectives call."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,8 @@ def create_named_group(ranks: Sequence[int], timeout: timedelta | None, purpose:
     at the end distinguishes a group from earlier ones of the same ranks.
     """
     key = hashlib.sha1(f"{purpose} {'_'.join(map(str, sorted(ranks)))}".encode(), usedforsecurity=False).hexdigest()
-    name = f"{key}_{sum(str(known).startswith(key) for known in _torch._world.pg_names.values())}"
+    name = f"{key}_{sum(str(other).startswith(key) for other in _torch._world.pg_names.values())}"
+    # Replaced for the one call that asks for a name.
     by_count = _torch._process_group_name
     _torch._process_group_name = lambda *_, **__: name
     try:
@@ -86,11 +87,7 @@ def _broadcast(tensors: Any, options: Any = None) -> GroupCall:
     )
 
 
-def _barrier(options: Any = None, **named: Any) -> GroupCall:
-    return GroupCall(kind="barrier")
-
-
-_METHODS = {
+_METHODS: dict[str, Callable[..., GroupCall]] = {
     "allreduce": _all_reduce,
     "_allgather_base": _all_gather,
     "all_gather_single": _all_gather,
@@ -101,7 +98,7 @@ _METHODS = {
     "send": _send,
     "recv": _receive,
     "broadcast": _broadcast,
-    "barrier": _barrier,
+    "barrier": lambda *_, **__: GroupCall(kind="barrier"),
 }
 _UNREAD = (
     "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
@@ -110,17 +107,13 @@ _UNREAD = (
 )  # fmt: skip
 
 
-def _unread(*arguments: Any, **named: Any) -> GroupCall:
-    return GroupCall(kind="unknown")
-
-
 def group_methods() -> dict[str, Any]:
     """Return {method that starts a collective: function that reads its arguments}.
 
     All functions of torch.distributed and fully_shard end in these methods. torch 2.13 renamed some and has no list.
     """
-    every = {**_METHODS, **dict.fromkeys(_UNREAD, _unread)}
-    return {name: read for name, read in every.items() if hasattr(dist.ProcessGroup, name)}
+    unread = dict.fromkeys(_UNREAD, lambda *_, **__: GroupCall(kind="unknown"))
+    return {name: read for name, read in {**_METHODS, **unread}.items() if hasattr(dist.ProcessGroup, name)}
 
 
 def created_groups() -> list[tuple[str, tuple[int, ...]]]:

@@ -255,9 +255,10 @@ def _load_code(code: str, kernel: Callable[[], Kernel]) -> Callable[[list[Any]],
         code = code.replace(text, stand_in)
     kernels.make = kernel
     module: Any = PyCodeCache.load(code)  # as Inductor loads what it has written
+    # Lowering has checked sizes and alignment already.
     vars(module).update(
         empty_strided_cpu=_empty, empty_strided_cuda=_empty, reinterpret_tensor=_part, extern_kernels=_Products(),
-        assert_size_stride=_nothing, assert_alignment=_nothing, run_and_save_state=_run_and_save_state,
+        assert_size_stride=lambda *_: None, assert_alignment=lambda *_: None, run_and_save_state=_run_and_save_state,
         run_with_state=_run_with_state,
     )  # fmt: skip
     call: Callable[[list[Any]], Any] = module.call
@@ -306,7 +307,3 @@ def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> 
 
 def _part(x: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
     return x.as_strided(sizes, strides, x.storage_offset() + offset)
-
-
-def _nothing(*_: Any) -> None:
-    """Skip checks of sizes and alignment, which lowering has made."""

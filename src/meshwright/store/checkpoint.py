@@ -77,6 +77,7 @@ def save(
     state = _encode_state(values)
     saving, target = checkpoint_folder.paths_of_step(folder, step)
 
+    # Both run on the coordinator alone: before any rank writes, and after all have.
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
@@ -194,6 +195,7 @@ def load(
 def read_values(checkpoint: Path) -> dict[str, Any]:
     """Read and verify the values saved beside the tensors. No tensor is read. Raises CheckpointError."""
     commit = commits.read(checkpoint)
+    # Tensors are not read, so their files need no hash.
     commits.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
     return _decode_state(checkpoint, commit)
 

@@ -192,6 +192,7 @@ class CheckpointWriter(StorageWriter):
             written = write_safetensors(path, items, planner.resolve_data)
             return [WriteResult(item.index, _size_bytes(item), written) for item in items]
 
+        # Threads write side by side, since hashing releases the interpreter's lock.
         with ThreadPoolExecutor(max(1, min(THREADS, os.cpu_count() or 1, len(files)))) as pool:
             writes = [write for per_file in pool.map(write, paths, files) for write in per_file]
         done: Future[list[WriteResult]] = Future()
@@ -200,6 +201,7 @@ class CheckpointWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Pass the records of all files to `end`, once every rank has written."""
+        # Every tensor of a file carries the same record.
         self._end(sorted({result.storage_data for rank in results for result in rank}, key=lambda file: file.name))
 
     @classmethod

@@ -109,6 +109,7 @@ def point_latest(run: Path) -> None:
     link = run.parent / LATEST
     if run.name == LATEST or (link.exists() and not link.is_symlink()):
         return
+    # A rename replaces the link, so that a reader finds the old one or the new.
     fresh = link.with_name(f".{LATEST}.{os.getpid()}")
     with suppress(OSError):
         fresh.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ def replace_file(path: Path, data: bytes) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+    # Without this a power cut could still undo the rename.
     sync_folder(path.parent)
 
 

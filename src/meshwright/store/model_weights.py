@@ -143,6 +143,7 @@ def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
     `source` is a checkpoint, or a run folder of which `which` chooses one: last, best, or the number of a step. Raises
     ArgumentError, CheckpointError.
     """
+    # A run folder may be named like a checkpoint, and only a run has a plan.
     if checkpoint_folder.is_checkpoint(source) and not (source / "plan.yaml").is_file():
         if which != LAST:
             raise ArgumentError(

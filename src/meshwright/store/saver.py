@@ -61,6 +61,7 @@ class Staging:
         views, slab, used = {}, 0, 0
         for name, tensor in held.items():
             room = _aligned_bytes(tensor)
+            # What does not fit into the rest of a slab begins the next.
             while slab < len(self.slabs) and used + room > len(self.slabs[slab]):
                 slab, used = slab + 1, 0
             if slab == len(self.slabs):

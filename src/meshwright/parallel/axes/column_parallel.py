@@ -84,8 +84,8 @@ def _products(
     if not sp:
         return products(x, weights, biases, form)
     gathered = (piece.contiguous() for piece in Gathering(group, x, pieces).pieces())
-    made = list(products_of_pieces(gathered, weights, biases, form))
-    return made[0] if pieces == 1 else tuple(torch.cat(parts, SEQUENCE) for parts in zip(*made, strict=True))
+    outputs = list(products_of_pieces(gathered, weights, biases, form))
+    return outputs[0] if pieces == 1 else tuple(torch.cat(parts, SEQUENCE) for parts in zip(*outputs, strict=True))
 
 
 def _gradients(
@@ -104,8 +104,8 @@ def _gradients(
         part = input_gradient(gradients, weights, form)
         total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)
     rows = gathering.whole() if gathering else x if weighed else None
-    of_parameters = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights, form))
-    return [None if total is None else total.wait(), *of_parameters]
+    parameter_parts = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights, form))
+    return [None if total is None else total.wait(), *parameter_parts]
 
 
 @torch.library.custom_op("meshwright::columns", mutates_args=())
@@ -141,8 +141,8 @@ def columns_backward(
     Gradients of `waiting` weights are left for later.
     """
     leaves = [leaf_at(weight) if later else None for weight, later in zip(weights, waiting, strict=True)]
-    made = _gradients(wanted, leaves, x, weights, gradients, find_group(group), sp, pieces, form)
-    return [gradient for gradient in made if gradient is not None]
+    all_gradients = _gradients(wanted, leaves, x, weights, gradients, find_group(group), sp, pieces, form)
+    return [gradient for gradient in all_gradients if gradient is not None]
 
 
 @columns_backward.register_fake
@@ -151,10 +151,15 @@ def _(
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     like = [x, *weights, *(weight[:, 0] for weight in weights)]
-    return [tensor.new_empty(tensor.shape) for tensor, made in zip(like, _made(wanted, waiting), strict=True) if made]
+    return [
+        tensor.new_empty(tensor.shape)
+        for tensor, returned in zip(like, _returned(wanted, waiting), strict=True)
+        if returned
+    ]
 
 
-def _made(wanted: Sequence[bool], waiting: Sequence[bool]) -> list[bool]:
+def _returned(wanted: Sequence[bool], waiting: Sequence[bool]) -> list[bool]:
+    """Return which gradients of x, weights and biases an operator returns: those of waiting weights come later."""
     later = [False, *waiting, *[False] * len(waiting)]
     return [wants and not waits for wants, waits in zip(wanted, later, strict=True)]
 
@@ -166,13 +171,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     x, *weights = ctx.saved_tensors
-    of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
-    wants_bias = iter(of_biases)
-    wanted = [of_x, *of_weights, *(has and next(wants_bias) for has in ctx.biased)]
+    wants_x, wants_weights, wants_biases, *_ = ctx.needs_input_grad
+    wants_bias = iter(wants_biases)
+    wanted = [wants_x, *wants_weights, *(has and next(wants_bias) for has in ctx.biased)]
     options = ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.waiting
     # An operator returns no None either: put its gradients back into their slots.
     present = iter(columns_backward(gradients, x, weights, wanted, *options))
-    all_gradients = [next(present) if made else None for made in _made(wanted, ctx.waiting)]
+    all_gradients = [next(present) if returned else None for returned in _returned(wanted, ctx.waiting)]
     biases = [gradient for gradient, has in zip(all_gradients[-len(weights) :], ctx.biased, strict=True) if has]
     return all_gradients[0], all_gradients[1 : 1 + len(weights)], biases, *[None] * 6
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.experts.experts import Counts, groups_on_device
-from meshwright.model.moe import Experts, ExpertStack, MoE
+from meshwright.model.moe import Experts, MoE
 from meshwright.model.seams import Dispatch
 from meshwright.parallel.groups.group import Group, Pending, find_group
 from meshwright.spec.memory.purpose import takes
@@ -307,19 +307,14 @@ class ExpertParallel:
 
     def compute(self, experts: Experts, tokens: tuple[Tensor, ...], arriving: Arriving) -> tuple[list[Tensor], Way]:
         """Compute the local experts, one piece after the other, and start each on its way back."""
-        back = Way(arriving.way.route)
-        parts = enumerate(zip(tokens, experts.stacks(len(tokens)), strict=True))
-        return [_visit(experts, stacks, token, piece, arriving, back) for piece, (token, stacks) in parts], back
-
-
-def _visit(
-    experts: Experts, stacks: tuple[ExpertStack, ...], token: Tensor, piece: int, arriving: Arriving, back: Way
-) -> Tensor:
-    rows = arrive(token, arriving.way, piece, arriving.sortings[piece])
-    by_expert: Counts = arriving.counts_on_host[piece]
-    if isinstance(stacks[0].matrices, Tensor) and groups_on_device(rows, stacks[0].matrices):
-        by_expert = arriving.counts[piece]
-    return turn(experts.feed_forward(rows, by_expert, stacks), back, piece, arriving.sortings[piece])
+        back, leaving = Way(arriving.way.route), []
+        for piece, (token, stacks) in enumerate(zip(tokens, experts.stacks(len(tokens)), strict=True)):
+            rows = arrive(token, arriving.way, piece, arriving.sortings[piece])
+            by_expert: Counts = arriving.counts_on_host[piece]
+            if isinstance(stacks[0].matrices, Tensor) and groups_on_device(rows, stacks[0].matrices):
+                by_expert = arriving.counts[piece]
+            leaving.append(turn(experts.feed_forward(rows, by_expert, stacks), back, piece, arriving.sortings[piece]))
+        return leaving, back
 
 
 def _regroup(counts: list[int], ranks: int, pieces: int) -> list[list[list[int]]]:

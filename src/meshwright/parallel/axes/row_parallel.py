@@ -7,7 +7,7 @@ backward pass gathers the gradient of y likewise, and multiplies the pieces that
 product is followed by its collective.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,15 @@ def _product(
 ) -> Tensor:  # fmt: skip
     # One call for each piece, and contiguous: selective recomputation keeps products of matrices.
     chunks = (piece.contiguous() for piece in x.chunk(pieces, SEQUENCE))
-    made = (part for (part,) in products_of_pieces(chunks, (weight,), (bias,), form))
+    parts = (part for (part,) in products_of_pieces(chunks, (weight,), (bias,), form))
     if sp:
         scattering = Scattering(group, pieces)
-        for part in made:
+        for part in parts:
             scattering.start(part)
         return scattering.wait()
     if pieces == 1:
-        return group.all_reduce(next(made).clone())  # recomputation may keep the product, so it must not change
-    pending = [group.start_all_reduce(part.clone()) for part in made]
+        return group.all_reduce(next(parts).clone())  # recomputation may keep the product, so it must not change
+    pending = [group.start_all_reduce(part.clone()) for part in parts]
     return torch.cat([total.wait() for total in pending], SEQUENCE)
 
 
@@ -85,33 +85,18 @@ def _gradient(
         whole = gathering.whole()
         return whole, input_gradient((whole,), (weight,), form)
     # Pieces are multiplied as they arrive, each into its part of one tensor.
-    of_x = gradient.new_empty(*resized(gradient.shape[:-1], group.size, 1), weight.shape[1])
-    _gradients_into(of_x.chunk(pieces, SEQUENCE), gathering.pieces(), weight, form)
-    return gathering.whole(), of_x
-
-
-def _gradients_into(
-    outputs: Sequence[Tensor], pieces: Iterable[Tensor], weight: Tensor, form: str = SAME
-) -> None:  # fmt: skip
-    """Write the gradients of x (B, s, in) for one piece (B, s, out) after the other."""
-    if form != SAME:
-        # Rounded once for all pieces.
-        columns = fp8.narrow(weight.t())
-        for piece, output in zip(pieces, outputs, strict=True):
+    x_gradient = gradient.new_empty(*resized(gradient.shape[:-1], group.size, 1), weight.shape[1])
+    columns = fp8.narrow(weight.t()) if form != SAME else None  # rounded once for all pieces
+    for piece, output in zip(gathering.pieces(), x_gradient.chunk(pieces, SEQUENCE), strict=True):
+        if columns is not None:
             output.copy_(fp8.input_gradient((piece,), (columns,)))
-        return
-    for piece, output in zip(pieces, outputs, strict=True):
-        _multiply_into(output, piece, weight)
-
-
-def _multiply_into(output: Tensor, gradient: Tensor, weight: Tensor) -> None:
-    """Set output (B, s, in) to gradient (B, s, out) times weight (out, in)."""
-    if needs_wide(gradient) or pays(gradient, weight.shape[1]):
-        output.copy_(input_gradient((gradient,), (weight,)))
-    elif len(output) == 1:
-        torch.mm(gradient[0], weight, out=output[0])
-    else:
-        torch.bmm(gradient, weight.expand(len(output), -1, -1), out=output)
+        elif needs_wide(piece) or pays(piece, weight.shape[1]):
+            output.copy_(input_gradient((piece,), (weight,)))
+        elif len(output) == 1:
+            torch.mm(piece[0], weight, out=output[0])
+        else:
+            torch.bmm(piece, weight.expand(len(output), -1, -1), out=output)
+    return gathering.whole(), x_gradient
 
 
 class _Rows(torch.autograd.Function):
@@ -125,10 +110,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved.tensors
-        whole, of_x = ctx.summed.gradient(gradient, weight)
+        whole, x_gradient = ctx.summed.gradient(gradient, weight)
         form = ctx.summed.form
-        of_parameters = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,), form)
-        return of_x, *of_parameters, None, None
+        parameter_parts = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,), form)
+        return x_gradient, *parameter_parts, None, None
 
 
 @torch.library.custom_op("meshwright::rows", mutates_args=())
@@ -152,9 +137,9 @@ def rows_backward(
     later: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradient of x and those `wanted` of weight and bias. The weight's may be left for `later`."""
-    whole, of_x = _gradient(gradient.contiguous(), weight, find_group(group), sp, pieces, form)
-    of_parameters = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,), form)
-    return [of_x, *(gradient for gradient in of_parameters if gradient is not None)]
+    whole, x_gradient = _gradient(gradient.contiguous(), weight, find_group(group), sp, pieces, form)
+    parameter_parts = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,), form)
+    return [x_gradient, *(gradient for gradient in parameter_parts if gradient is not None)]
 
 
 @rows_backward.register_fake
@@ -162,10 +147,10 @@ def _(
     gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str,
     later: bool,
 ) -> list[Tensor]:  # fmt: skip
-    like, made = (weight, weight[:, 0]), (wanted[0] and not later, wanted[1])
+    like, is_returned = (weight, weight[:, 0]), (wanted[0] and not later, wanted[1])
     return [
         x.new_empty(x.shape),
-        *(each.new_empty(each.shape) for each, is_made in zip(like, made, strict=True) if is_made),
+        *(tensor.new_empty(tensor.shape) for tensor, returned in zip(like, is_returned, strict=True) if returned),
     ]
 
 
@@ -177,12 +162,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     x, weight = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[1:3])
-    of_x, *of_parameters = rows_backward(
+    x_gradient, *parameter_parts = rows_backward(
         gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.later
     )
-    present = iter(of_parameters)
-    made = wanted[0] and not ctx.later, wanted[1]
-    return of_x, *(next(present) if is_made else None for is_made in made), *[None] * 5
+    present = iter(parameter_parts)
+    is_returned = wanted[0] and not ctx.later, wanted[1]
+    return x_gradient, *(next(present) if returned else None for returned in is_returned), *[None] * 5
 
 
 rows.register_autograd(_backward, setup_context=_setup)
