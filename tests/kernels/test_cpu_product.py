@@ -248,7 +248,7 @@ def test_autocast_changes_none_of_them(count: int) -> None:
 def test_a_product_may_be_asked_for_inside_of_another() -> None:
     """As a handler of a signal does, or a mode that sees the first."""
     a, b, before = torch.randn(128, 128).t(), torch.randn(128, 128), setting()
-    with onednn._by_onednn():
+    with onednn._use_onednn():
         assert error(cpu_product.multiply(a, b), a.double() @ b.double()) < 1e-6
         assert setting() == "bf16"
     assert setting() == before
@@ -259,7 +259,7 @@ def test_a_forked_process_has_neither_the_lock_nor_the_setting_of_a_thread() -> 
     entered = Event()
 
     def multiply_long() -> None:
-        with onednn._by_onednn():
+        with onednn._use_onednn():
             entered.set()
             time.sleep(0.2)
 

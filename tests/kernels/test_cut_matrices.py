@@ -7,7 +7,7 @@ import torch
 
 from meshwright.kernels.quantized.matrix import cut, experts
 from meshwright.kernels.quantized.quantize import quantize_matrix
-from meshwright.spec.model.quantization_schemes import scheme_named
+from meshwright.spec.model.quantization_schemes import find_scheme
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.quantized_parts import CodesCut, bytes_of_codes
 
@@ -27,7 +27,7 @@ def drawn_box(random: Random) -> Box:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_part_restores_the_bits_of_the_whole(name: str) -> None:
-    random, scheme = Random(name), scheme_named(name)
+    random, scheme = Random(name), find_scheme(name)
     assert scheme is not None
     for number in range(25):
         box = drawn_box(random)
@@ -52,7 +52,7 @@ def test_a_part_restores_the_bits_of_the_whole(name: str) -> None:
 
 def test_a_cut_that_is_none_holds_as_much_as_the_whole() -> None:
     for name in NAMES:
-        scheme = scheme_named(name)
+        scheme = find_scheme(name)
         assert scheme is not None
         box = Box(whole=(48, 320), offsets=(0, 0), sizes=(48, 320))
         assert CodesCut(scheme=scheme, box=box).sizes() == scheme.sizes(48, 320)

@@ -15,7 +15,7 @@ from meshwright.parallel.groups import mesh
 from meshwright.parallel.groups.mesh import Made, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
 from meshwright.spec.layout.layout import expert_ranks, place_of, rank_of, ranks_along
-from meshwright.spec.memory.held import common
+from meshwright.spec.memory.held import list_common
 from tests.parallel.telling import Told
 
 LAYOUT = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
@@ -96,7 +96,7 @@ def _two_layouts() -> list[float]:
     totals = []
     for layout in (Layout(pp=4, micro_batch=1), Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2, micro_batch=1)):
         ours = make_mesh(layout, made=made)
-        for shared in common(shape, layout, ours.rank):
+        for shared in list_common(shape, layout, ours.rank):
             make_group(shared.axis, shared.ranks, ours).all_reduce(torch.ones(1))
         totals.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))
     again = make_mesh(Layout(dp_shard=2, tp=2))  # the same ranks once more, without those that were made

@@ -8,7 +8,7 @@ from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.time.matrix_costs import _layer_matrices, layer_matrices, moved, spread
 from meshwright.spec import Layout, ModelShape, presets
-from meshwright.spec.memory.matrix_exchange import dealt, flop
+from meshwright.spec.memory.matrix_exchange import deal_matrices, flop
 from meshwright.spec.weights.inventory import parameters
 
 
@@ -16,7 +16,7 @@ def spread_of(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
     """Parameter -> (pieces of its first matrix, the most ranks that hold one)."""
     return {
         matrix.matrix.name: (len(matrix.tiles), max(map(len, matrix.tiles.values())))
-        for matrix in dealt(shape, layout, 0)
+        for matrix in deal_matrices(shape, layout, 0)
         if matrix.matrix.expert == 0
     }
 
@@ -53,7 +53,7 @@ def test_what_travels_is_what_is_dealt_on_average(name: str, layout: Layout) -> 
     shape = presets.model(name)
     routed = shape.moe is not None
     sent, ranks = Counter[str](), layout.world
-    for matrix in dealt(shape, layout, 0):
+    for matrix in deal_matrices(shape, layout, 0):
         for piece, holders in matrix.tiles.items():
             sent["gathered"] += piece.numel * (matrix.owner not in holders)
             sent["scattered"] += piece.numel * sum(holder != matrix.owner for holder in holders)

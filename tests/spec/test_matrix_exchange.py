@@ -7,8 +7,8 @@ import pytest
 from meshwright.observe.verify.random_case import random_case
 from meshwright.spec import Layout, ModelShape, MoEShape, presets
 from meshwright.spec.layout.layout import pipeline_ranks
-from meshwright.spec.memory.held import held, parameters_of
-from meshwright.spec.memory.matrix_exchange import ExchangeRound, dealt, flop, rounds, stage_ranks
+from meshwright.spec.memory.held import list_held, parameters_of
+from meshwright.spec.memory.matrix_exchange import ExchangeRound, deal_matrices, flop, rounds, stage_ranks
 from meshwright.spec.weights.inventory import num_parameters, parameters
 
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, max_positions=16)
@@ -69,7 +69,7 @@ def holders(shape: ModelShape, layout: Layout, ranks: tuple[int, ...], views: li
         for exchange in view:
             for part in exchange.held:
                 back[part.matrix.name] += part.numel
-        wanted = {part.parameter.name: part.owned for part in held(shape, layout, rank) if part.parameter.matrices}
+        wanted = {part.parameter.name: part.owned for part in list_held(shape, layout, rank) if part.parameter.matrices}
         assert dict(back) == {name: size for name, size in wanted.items() if size}
 
 
@@ -120,16 +120,16 @@ def test_the_inventory_names_matrices() -> None:
 
 def test_only_what_learns_is_orthogonalized() -> None:
     names = frozenset({"layers.0.mlp.up.weight"})
-    matrices = dealt(SHAPE, Layout(dp_shard=2, zero=3), 1, names)
+    matrices = deal_matrices(SHAPE, Layout(dp_shard=2, zero=3), 1, names)
     assert [entry.matrix.name for entry in matrices] == list(names)
-    assert not dealt(SHAPE, Layout(), 0, frozenset())
+    assert not deal_matrices(SHAPE, Layout(), 0, frozenset())
 
 
 @pytest.mark.parametrize(("layout", "most"), [(Layout(dp_shard=8, zero=3), 1.01), (Layout(dp_shard=64, zero=3), 1.5)])
 def test_the_work_is_even(layout: Layout, most: float) -> None:
     """224 matrices of three sizes on 8 and on 64 ranks."""
     shape, loads = presets.model("llama-3.1-8b"), Counter[int]()
-    for entry in dealt(shape, layout, 0):
+    for entry in deal_matrices(shape, layout, 0):
         loads[entry.owner] += flop(entry.matrix.rows, entry.matrix.columns)  # type: ignore[assignment]  # FLOP are floats
     assert len(loads) == layout.world
     assert max(loads.values()) < most * sum(loads.values()) / layout.world
@@ -137,10 +137,10 @@ def test_the_work_is_even(layout: Layout, most: float) -> None:
 
 def test_experts_that_a_rank_holds_whole_do_not_travel() -> None:
     shape = presets.model("qwen3-30b-a3b")
-    for entry in dealt(shape, Layout(dp_shard=16, ep=8), 0):
+    for entry in deal_matrices(shape, Layout(dp_shard=16, ep=8), 0):
         if ".experts." in entry.matrix.name:
             assert not entry.gathers and entry.owner in next(iter(entry.tiles.values()))
-    ep = [entry for entry in dealt(shape, Layout(dp_shard=8, ep=8), 0) if ".experts." in entry.matrix.name]
+    ep = [entry for entry in deal_matrices(shape, Layout(dp_shard=8, ep=8), 0) if ".experts." in entry.matrix.name]
     assert not any(entry.scatters for entry in ep)
 
 

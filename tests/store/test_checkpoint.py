@@ -144,7 +144,7 @@ def test_the_files_are_those_of_torchs_own_writer(tmp_path: Path) -> None:
         return {"about": about, **content}
 
     theirs = tmp_path / "theirs"
-    with checkpoint_files.quiet():
+    with checkpoint_files.silence_warnings():
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(theirs), save_distributed=True))
     ours = checkpoint.save(tmp_path / "ours", step=1, tensors=tensors, values={}, score=None, keep_last=1)
     (their_file,), (our_file,) = theirs.glob("*.safetensors"), ours.glob("*.safetensors")

@@ -13,7 +13,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.predict import predict
 from meshwright.spec.errors import HubError, IllegalLayout
 from meshwright.spec.memory.held import memory
-from meshwright.spec.model.quantization_schemes import scheme_named
+from meshwright.spec.model.quantization_schemes import find_scheme
 from meshwright.store.model_weights import open_base
 from meshwright.training.optimizer import kept_bytes
 from tests.training.test_adapters import peft_run
@@ -29,7 +29,7 @@ BASE = "model.lora.base=llm-int8"
 def test_a_product_and_its_gradient_are_those_of_the_twin(large: float) -> None:
     """With columns above the threshold and without: sums of whole numbers are exact, the rest is rounding."""
     draw = torch.Generator().manual_seed(3)
-    scheme = scheme_named("llm-int8")
+    scheme = find_scheme("llm-int8")
     assert scheme is not None
     matrix = quantize_matrix("w", torch.randn(48, 64, generator=draw), scheme)
     matrix.keeps_copies = False

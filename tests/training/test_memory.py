@@ -14,7 +14,7 @@ from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.zero import data
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.layout.layout import pipeline_ranks
-from meshwright.spec.memory.held import Phase, held, memory, shards_are_masters
+from meshwright.spec.memory.held import Phase, list_held, memory, shards_are_masters
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.training.optimizer.kept_bytes import memory as measured
 from meshwright.training.optimizer.optimizer import Optimizer
@@ -256,9 +256,9 @@ def test_stages_by_hand_hold_what_they_were_dealt() -> None:
 
 def test_a_tied_head_lies_on_both_ends_of_a_pipeline_once() -> None:
     tied = replace(SHAPE, tied=True)
-    first, last = ({share.parameter.name for share in held(tied, Layout(pp=2), rank)} for rank in range(2))
+    first, last = ({share.parameter.name for share in list_held(tied, Layout(pp=2), rank)} for rank in range(2))
     assert first & last == {"embed.weight"}
-    both = [share.parameter.name for share in held(tied, Layout(pp=2, vp=2, schedule="zb-v"), 0)]
+    both = [share.parameter.name for share in list_held(tied, Layout(pp=2, vp=2, schedule="zb-v"), 0)]
     assert both.count("embed.weight") == 1 and "norm.weight" in both
 
 
@@ -277,7 +277,7 @@ def test_experts_fewer_than_ranks_are_shared_by_all_of_them() -> None:
     """DeepSeek-V3 over 1024 ranks, 4 experts on each of ep=64: 16 ranks share them, and each has a sixteenth."""
     shape, layout = presets.model("deepseek-v3"), Layout(dp_shard=1024, ep=64, zero=3)
     for rank in (0, 64 * 15):
-        experts = [share for share in held(shape, layout, rank) if share.parameter.group == "expert"]
+        experts = [share for share in list_held(shape, layout, rank) if share.parameter.group == "expert"]
         assert all(16 * share.owned == 16 * share.padded == share.box.numel for share in experts)
         assert all(share.box.sizes[0] == 4 for share in experts)
 
@@ -287,5 +287,5 @@ def test_all_ranks_together_hold_the_model_once_for_each_replica(zero: int) -> N
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2, zero=zero, micro_batch=1)
     copies = layout.dp if zero == 0 else layout.dp_replicate
     split_by_tp = sum(p.numel for p in parameters(SHAPE) if "tp" in p.axes)
-    total = sum(share.owned for rank in range(layout.world) for share in held(SHAPE, layout, rank))
+    total = sum(share.owned for rank in range(layout.world) for share in list_held(SHAPE, layout, rank))
     assert total == copies * (split_by_tp + layout.tp * (N - split_by_tp))

@@ -22,7 +22,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, HubError, PlanError
 from meshwright.spec.memory.held import memory
-from meshwright.spec.model.quantization_schemes import SCHEMES, base_name, scheme_named
+from meshwright.spec.model.quantization_schemes import SCHEMES, base_name, find_scheme
 from meshwright.store import checkpoint
 from meshwright.store.model_weights import base_weights, open_base
 from meshwright.training import job, loop
@@ -157,7 +157,7 @@ def test_a_plan_of_other_codes_is_refused_before_a_run_is_made(files: Path) -> N
     "name", ["int4-g64-zeros-fp16", "int8-rows-sym-fp32", "fp8-rows-sym-bf16", "nf4-g128-sym-fp32"]
 )
 def test_layouts_have_names(name: str) -> None:
-    named = scheme_named(name)
+    named = find_scheme(name)
     assert named is not None and base_name(named) == name
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     assert all(base_name(scheme) == key for key, scheme in SCHEMES.items() if scheme.trains_beside)
@@ -168,7 +168,7 @@ def test_layouts_have_names(name: str) -> None:
     "name", ["int7-rows-sym-fp16", "int4-g33-sym-fp16", "int8-g32-zeros-fp16", "fp6-rows-sym-fp16"]
 )
 def test_what_names_no_layout(name: str) -> None:
-    assert scheme_named(name) is None
+    assert find_scheme(name) is None
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, ModelShape, presets
-from meshwright.spec.memory.held import held, memory
+from meshwright.spec.memory.held import list_held, memory
 from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.quantization_schemes import scheme_named
+from meshwright.spec.model.quantization_schemes import find_scheme
 from meshwright.spec.weights.boxes import boxes
 from meshwright.spec.weights.inventory import parameters
 from meshwright.spec.weights.quantized_parts import LINE_BYTES, CodesCut, lines, nbytes
@@ -124,7 +124,7 @@ def held_here(
             else sum(tensor.nbytes for tensor in matrix.buffers())
             for matrix in matrices.values()
         )
-        counted = sum(matrix.code_bytes for matrix in held(shape, layout, mesh.rank))
+        counted = sum(matrix.code_bytes for matrix in list_held(shape, layout, mesh.rank))
         other = []
         for module in data.sharded_modules(engine.model):
             module.unshard()
@@ -140,7 +140,7 @@ def held_here(
 @pytest.mark.long
 def test_a_rank_holds_its_share_and_gathers_the_codes_of_one_process() -> None:
     for shape in (coded(DENSE, "nf4-double").shape, coded(ROUTED, "int4-rtn").shape):
-        whole = sum(share.code_bytes for share in held(shape, laid({}), 0))
+        whole = sum(share.code_bytes for share in list_held(shape, laid({}), 0))
         for ranks in on_ranks(2, held_here, shape, [SHARED, WHOLE]):
             (shared, counted, other), (plain, counted_plain, others) = ranks
             assert (shared, plain) == (counted, counted_plain) and not other and not others
@@ -189,7 +189,7 @@ def test_a_run_goes_on_under_another_layout(files: Path) -> None:
 @pytest.mark.parametrize("base", FORMATS)
 def test_every_tensor_of_a_run_begins_with_a_line(base: str) -> None:
     """Of a matrix whose inputs tensor parallelism cuts within a group; all lines are there, and no more."""
-    scheme = scheme_named(base)
+    scheme = find_scheme(base)
     assert scheme is not None
     shape = replace(DENSE, lora=LoRAShape(rank=3, base=base))
     box = boxes(shape, laid({"tp": 2}), 1)["layers.0.mlp.down.weight"]
@@ -198,7 +198,7 @@ def test_every_tensor_of_a_run_begins_with_a_line(base: str) -> None:
     assert nbytes(sizes.values()) <= count * LINE_BYTES < nbytes(sizes.values()) + LINE_BYTES * len(sizes)
     [name] = [
         share
-        for share in held(shape, laid({"tp": 2, **SHARED}), 1)
+        for share in list_held(shape, laid({"tp": 2, **SHARED}), 1)
         if share.parameter.name == "layers.0.mlp.down.weight"
     ]
     assert name.code_bytes == -(-count // 2) * LINE_BYTES
@@ -209,10 +209,10 @@ def test_codes_stay_whole_where_weights_stay_gathered(layout: dict[str, Any]) ->
     """A share would stand beside the whole; nothing of them is gathered then."""
     shape = coded(DENSE, "nf4").shape
     stages = layout.get("pp", 1)
-    one_device = sum(share.code_bytes for share in held(shape, laid({}), 0))
-    assert sum(share.code_bytes for share in held(shape, laid(layout), 0)) == one_device // stages
+    one_device = sum(share.code_bytes for share in list_held(shape, laid({}), 0))
+    assert sum(share.code_bytes for share in list_held(shape, laid(layout), 0)) == one_device // stages
     frozen = [share for share in parameters(shape) if share.scheme]
-    assert all(share.ranks == 1 for share in held(shape, laid(layout), 0) if share.parameter in frozen)
+    assert all(share.ranks == 1 for share in list_held(shape, laid(layout), 0) if share.parameter in frozen)
 
 
 def test_llama_2_70b_on_two_cards_of_24_gb() -> None:

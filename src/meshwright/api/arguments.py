@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +79,7 @@ def _misnamed(function: str, error: str, known: list[str], keywords: list[str]) 
     """Return the error about an unknown keyword, else about the call in Python's own words."""
     for name in keywords:
         if name not in known:
-            near = suggested(name, [f"{parameter}=" for parameter in known], 1)
+            near = suggest(name, [f"{parameter}=" for parameter in known], 1)
             return ArgumentError(f"{name}= is not known to {function}; {near}")
     return ArgumentError(f"{function}: {error}; it takes {', '.join(known)}")
 

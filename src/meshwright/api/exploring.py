@@ -24,7 +24,7 @@ from meshwright.planner.search.landscape import FIELDS
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import option_words
 from meshwright.stacks.stack_errors import sentences
@@ -210,7 +210,7 @@ def _beside(words: Sequence[str]) -> dict[str, str]:
         if not equals or not text:
             raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as 'cluster=h200x8'")
         if key not in BESIDE:
-            raise ArgumentError(f"beside={word!r}: {key!r} is not known; {suggested(key, KEYS, 1)}")
+            raise ArgumentError(f"beside={word!r}: {key!r} is not known; {suggest(key, KEYS, 1)}")
         if key in changes:
             raise ArgumentError(f"beside= has {key} twice: take one of them")
         changes[key] = text

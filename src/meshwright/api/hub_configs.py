@@ -53,7 +53,7 @@ def config_folder(name: str) -> Path:
             f"model={name!r} is gated: accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
-        near = presets.suggested(name.rpartition("/")[2].lower(), presets.model_names())
+        near = presets.suggest(name.rpartition("/")[2].lower(), presets.model_names())
         raise ArgumentError(f"model={name!r} is not on the Hugging Face Hub; presets {near}") from None
     except (LocalEntryNotFoundError, OSError, ValueError):
         raise ArgumentError(f"{absent}, and {constants.ENDPOINT} did not send it: {instead}") from None

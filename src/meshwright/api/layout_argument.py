@@ -9,7 +9,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.layout.layout import RECOMPUTE, check_word
 from meshwright.spec.layout.schedule import NAMES
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 from meshwright.spec.rules.compilation import CAPTURED, policies
 from meshwright.spec.units import many
 
@@ -93,7 +93,7 @@ def _parse_setting(part: str, key: str, text: str) -> Any:
         raise ArgumentError(f"layout={part!r}: {key} takes a whole number of {least} or more")
     if key in {field.name for field in fields(Layout)}:
         raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
-    raise ArgumentError(f"layout={part!r}: {key!r} is not a field of a layout; {suggested(key, [*DEGREES, *WORDS], 1)}")
+    raise ArgumentError(f"layout={part!r}: {key!r} is not a field of a layout; {suggest(key, [*DEGREES, *WORDS], 1)}")
 
 
 def _check_world(asked: Plan) -> None:

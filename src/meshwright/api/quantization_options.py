@@ -11,7 +11,7 @@ from meshwright.compress.bit_budget import ladder
 from meshwright.data.preparation import check_text
 from meshwright.spec.errors import ArgumentError, RunError
 from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme
-from meshwright.spec.presets import nearest
+from meshwright.spec.presets import find_nearest
 from meshwright.spec.units import GIB, MIB, gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.store.durable import free_bytes, refuse_taken, refuse_unwritable
@@ -28,7 +28,7 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
     """Return the scheme of a name, with the given changes. Raises ArgumentError for options that it lacks."""
     if name not in SCHEMES:
         known = [*SCHEMES, *GGUF_SCHEMES]
-        close = [candidate for candidate in known if candidate.startswith(f"{name}-")] or nearest(name, known, 1)
+        close = [candidate for candidate in known if candidate.startswith(f"{name}-")] or find_nearest(name, known, 1)
         hint = f"; nearest: {', '.join(close)}" if close else ""
         raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(known)}{hint}")
     scheme = SCHEMES[name]

@@ -22,14 +22,14 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        with _padded_once():
+        with _pad_once():
             yield
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _padded_once() -> Iterator[None]:
+def _pad_once() -> Iterator[None]:
     """Keep FSDP from padding a fake shard twice inside `with`.
 
     FSDP pads a short shard when it is created, and again before the first pass unless the memory is unchanged. It

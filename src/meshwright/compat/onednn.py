@@ -30,7 +30,7 @@ ROUNDED = 1e-5
 
 
 @contextmanager
-def _by_onednn() -> Iterator[None]:
+def _use_onednn() -> Iterator[None]:
     library: Any = torch.backends.mkldnn
     setting = library.matmul
     with _ONE_CALL:
@@ -47,13 +47,13 @@ def _by_onednn() -> Iterator[None]:
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return a (M, K) times b (K, N) in fp32 -> (M, N). Autocast does not touch a product with `out`."""
     out = a.new_empty(a.shape[0], b.shape[1])
-    with _by_onednn():
+    with _use_onednn():
         return torch.mm(a, b, out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Compute total (M, N) += a (M, K) times b (K, N) in fp32, in place."""
-    with _by_onednn():
+    with _use_onednn():
         return total.addmm_(a, b)
 
 

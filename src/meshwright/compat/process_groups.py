@@ -116,7 +116,7 @@ def group_methods() -> dict[str, Any]:
     return {name: read for name, read in {**_METHODS, **unread}.items() if hasattr(dist.ProcessGroup, name)}
 
 
-def created_groups() -> list[tuple[str, tuple[int, ...]]]:
+def list_groups() -> list[tuple[str, tuple[int, ...]]]:
     """Return (name, ranks) of this process's groups in order of creation. Ranks meet under these names."""
     world = dist.distributed_c10d._world
     return [(name, tuple(dist.get_process_group_ranks(group))) for group, name in world.pg_names.items()]

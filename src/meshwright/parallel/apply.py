@@ -26,7 +26,7 @@ from meshwright.parallel.axes.ring import context_attend
 from meshwright.parallel.axes.sequence import SequenceSlices
 from meshwright.parallel.axes.tensor import apply_tensor_parallel
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.graphs.compiling import compiled_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
+from meshwright.parallel.graphs.compiling import compile_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
 from meshwright.parallel.graphs.pass_graphs import pass_graphs
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Mesh, make_group, make_mesh
@@ -37,8 +37,8 @@ from meshwright.parallel.zero import data
 from meshwright.parallel.zero.replicas import replicate
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout, own_stages
-from meshwright.spec.memory.held import adds_gradients, common
-from meshwright.spec.memory.held import held as held_by
+from meshwright.spec.memory.held import adds_gradients, list_common
+from meshwright.spec.memory.held import list_held as held_by
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import NO_SCHEME
@@ -145,7 +145,7 @@ def measure_rows(engine: Engine) -> None:
         linears = ((name, layer) for name, layer in block.named_modules() if isinstance(layer, Linear))
         adapted = {name: (layer, layer.lora) for name, layer in linears if isinstance(layer.lora, LoRA)}
         lengths = {name: data.local(low.magnitude.detach()) for name, (_, low) in adapted.items()}
-        with data.codes_gathered(block):
+        with data.gather_codes(block):
             for name, (layer, low) in adapted.items():
                 matrix = layer.matrix if layer.quantized else data.local(layer.weight.detach())
                 rows = low.row_squares(low.whole(matrix)).sqrt().to(lengths[name].dtype)
@@ -216,7 +216,8 @@ def parallelize(
         pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
         graphs=pass_graphs(stages[0], mesh, device, replicas),
         common=tuple(
-            (shared, make_group(shared.axis, shared.ranks, mesh)) for shared in common(shape, mesh.layout, mesh.rank)
+            (shared, make_group(shared.axis, shared.ranks, mesh))
+            for shared in list_common(shape, mesh.layout, mesh.rank)
         ),
     )
 
@@ -275,7 +276,7 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     make: Callable[[str], BlockCall] = block_call
     if compiled:
         prepare()
-        make = partial(compiled_call, apart=experts_stay_apart(layout))
+        make = partial(compile_call, apart=experts_stay_apart(layout))
     # The remaining blocks keep everything, as far as memory allows.
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     if layout.acting_recompute == "selective":

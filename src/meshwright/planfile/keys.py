@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from meshwright.planfile.text import Node, parse_override
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.presets import nearest
+from meshwright.spec.presets import find_nearest
 
 SHORTHAND = {
     "model": "preset", "teacher": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset",
@@ -177,7 +177,7 @@ def suggestion(section: str, key: str) -> str:
     elsewhere = _names_by_key()
     if plain in elsewhere:
         return f"did you mean {elsewhere[plain]}?"
-    close = [names[close_name] for names in (nearby, elsewhere) for close_name in nearest(plain, names, 1)]
+    close = [names[close_name] for names in (nearby, elsewhere) for close_name in find_nearest(plain, names, 1)]
     return f"the nearest known key is {close[0]}" if close else "no key is like it; `meshwright init` prints them"
 
 
@@ -247,7 +247,7 @@ def _is_zero(word: Any) -> bool:
         return False
 
 
-def with_one_length(overrides: Sequence[str]) -> Sequence[str]:
+def resolve_lengths(overrides: Sequence[str]) -> Sequence[str]:
     """Return the overrides plus those that reset the other LENGTHS: the last override of the length wins."""
     for override in reversed(overrides):
         if keys := _lengths(override):
@@ -255,7 +255,7 @@ def with_one_length(overrides: Sequence[str]) -> Sequence[str]:
     return overrides
 
 
-def ignored_lengths(overrides: Sequence[str]) -> Iterator[str]:
+def note_ignored_lengths(overrides: Sequence[str]) -> Iterator[str]:
     """Yield a note for each override of the length that a later one replaces."""
     lengths = [(override, keys) for override in overrides if (keys := _lengths(override))]
     for override, keys in lengths[:-1]:

@@ -21,18 +21,18 @@ from meshwright.planfile.keys import (
     STARTS_FROM,
     canonical_key,
     canonical_word,
-    ignored_lengths,
     join,
+    note_ignored_lengths,
     part_of,
+    resolve_lengths,
     sections,
     suggestion,
-    with_one_length,
 )
 from meshwright.planfile.paths import resolve_paths
 from meshwright.planfile.text import MAY_BE_MIXED, OVERRIDE, Node, mixture_of, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import MeshwrightError, PlanError
-from meshwright.spec.hub_names import download_hint, missing, shape_alone
+from meshwright.spec.hub_names import download_hint, explain_missing, shape_alone
 from meshwright.spec.layout.layout import AXES
 from meshwright.spec.model.lora import NONE
 from meshwright.spec.model.shape import ModelShape
@@ -125,7 +125,7 @@ def read(
         tree = resolve_paths(reader.canonicalize(parse_file(Path(path)), ""), Path(path))
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Node(DEFAULT_MODEL, ""))
-    for override in with_one_length(overrides):
+    for override in resolve_lengths(overrides):
         tree = reader.apply_override(tree, override)
     plan = reader.build_plan(reader.fill_auto_degree(tree, processes))
     # notes of a plan that cannot be read would hide its error, so they come last
@@ -133,7 +133,7 @@ def read(
         if notes is None:
             warnings.warn(note, stacklevel=2)
     if notes is not None:
-        notes += [*ignored_lengths(overrides), *reader.notes]
+        notes += [*note_ignored_lengths(overrides), *reader.notes]
     return plan
 
 
@@ -312,17 +312,17 @@ class _Reader:
             except PlanError as error:
                 if not (exists or file):
                     hint = download_hint(name, f"{section}=")
-                    near = presets.nearest(name.rpartition("/")[2].lower(), presets.model_names())
+                    near = presets.find_nearest(name.rpartition("/")[2].lower(), presets.model_names())
                     # A list of presets helps nobody who names a folder or a model of the hub, unless one is like it.
                     if "/" in name and not (hint and near):
-                        raise PlanError(missing(name, FOLDERS, f"{section}=")) from None
+                        raise PlanError(explain_missing(name, FOLDERS, f"{section}=")) from None
                     raise PlanError(f"{error}; no folder of that name is here{hint}") from None
         if not exists:
             if file:
                 raise PlanError(
                     f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
-            raise PlanError(missing(name, FOLDERS, f"{section}="))
+            raise PlanError(explain_missing(name, FOLDERS, f"{section}="))
         # a run folder keeps the model that it exported in a folder of its own
         if not (folder / CONFIG).is_file() and (folder / EXPORTED / CONFIG).is_file():
             folder = folder / EXPORTED

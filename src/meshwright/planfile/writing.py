@@ -39,7 +39,7 @@ A Hugging Face folder gives its weights too: model: ./hf; without them: model: {
 
 def dump(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON-like values with presets expanded, so that it means the same everywhere."""
-    return {key: _plain(value) for key, value in as_document(plan).items()}
+    return {key: _convert_tuples(value) for key, value in as_document(plan).items()}
 
 
 def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: str = "run=") -> None:
@@ -93,7 +93,7 @@ def commented() -> str:
             defaults = {field.name: field.default for field in fields(setting)}
             for name, sentence in _sentences(type(setting)).items():
                 hint = sections()[key][name]
-                lines += _line(f"  {name}: {_yaml(_plain(defaults[name]))}", _choices(hint) + sentence)
+                lines += _line(f"  {name}: {_yaml(_convert_tuples(defaults[name]))}", _choices(hint) + sentence)
         if key == "model":
             lines += [f"# {line}" for line in MODEL_HINT.format(model=DEFAULT_MODEL).splitlines()]
     return "\n".join(lines) + "\n"
@@ -129,10 +129,10 @@ def schema() -> dict[str, Any]:
     return document
 
 
-def _plain(value: Any) -> Any:
+def _convert_tuples(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {key: _convert_tuples(item) for key, item in value.items()}
+    return [_convert_tuples(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _yaml(value: Any) -> str:

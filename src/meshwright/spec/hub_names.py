@@ -25,7 +25,7 @@ def looks_like_hub_name(name: str) -> bool:
     return name.partition("/")[0].lower() not in FOLDERS
 
 
-def missing(name: str, instead: str, argument: str = "") -> str:
+def explain_missing(name: str, instead: str, argument: str = "") -> str:
     """Return the message for a path that does not exist: what to give `instead`, and where the model may be.
 
     It ends with the command that downloads a model of that name, or else with the neighbours of the path. `argument` is
@@ -35,7 +35,7 @@ def missing(name: str, instead: str, argument: str = "") -> str:
 
 
 def whereabouts(name: str, argument: str = "") -> str:
-    """Return the end of the message of `missing`. `argument` is the one that takes a model."""
+    """Return the end of the message of `explain_missing`. `argument` is the one that takes a model."""
     return download_hint(name, argument) or _beside(Path(name))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.hub_names import download_hint
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 from meshwright.stacks.declaration.hub_models import likely_preset, preset_of_hub
 from meshwright.stacks.declaration.option import OUTSIDE, Facts
 from meshwright.stacks.declaration.software import TrainingSoftware
@@ -56,7 +56,7 @@ class NamedModel:
             raise PlanError(
                 f"{path}: model {name} is set outside the file: give MODEL, a preset or a folder, as `{example(path)}`"
             )
-        near = suggested(name.rstrip("/").rpartition("/")[2].lower(), presets.model_names())
+        near = suggest(name.rstrip("/").rpartition("/")[2].lower(), presets.model_names())
         raise PlanError(
             f"{path}: model {name!r} is not known here: give MODEL, a preset or a folder with its config.json, as "
             f"`{example(path)}`; {near}{download_hint(name)}"

@@ -27,7 +27,14 @@ from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
 from meshwright.store import commit as commits
-from meshwright.store.checkpoint_files import Assignment, CheckpointWriter, Kind, Reader, quiet, raised_as_is
+from meshwright.store.checkpoint_files import (
+    Assignment,
+    CheckpointWriter,
+    Kind,
+    Reader,
+    silence_warnings,
+    unwrap_errors,
+)
 from meshwright.store.checkpoint_files import names as names
 from meshwright.store.checkpoint_files import stream as stream
 from meshwright.store.checkpoint_folder import Saved as Saved
@@ -216,7 +223,7 @@ def _write(
     group: dist.ProcessGroup | None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    with raised_as_is(), quiet():
+    with unwrap_errors(), silence_warnings():
         dcp.save(
             dict(tensors),
             storage_writer=writer,

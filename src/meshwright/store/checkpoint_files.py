@@ -69,7 +69,7 @@ class Reader(dcp.HuggingFaceStorageReader):
 
     def fill(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool) -> None:
         """Fill tensors in place: all ranks of `group` together, or this process `alone`."""
-        with raised_as_is(), quiet():
+        with unwrap_errors(), silence_warnings():
             dcp.load(
                 dict(tensors),
                 storage_reader=self,
@@ -122,7 +122,7 @@ def _split_runs(checkpoint: Path, names: Iterable[str], kinds: Mapping[str, Kind
 
 
 @contextmanager
-def raised_as_is() -> Iterator[None]:
+def unwrap_errors() -> Iterator[None]:
     """Raise the cause itself in place of torch's many-line CheckpointException, which also wraps Ctrl-C."""
     try:
         yield
@@ -134,7 +134,7 @@ def raised_as_is() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_warnings() -> Iterator[None]:
     """Suppress torch's warning about single-process use, which is intended. Other warnings pass."""
     # Warning filters are global to the process, so only the main thread may change them temporarily. `store.saver`
     # installs one of its own for the thread that saves.

@@ -68,7 +68,7 @@ def read(folder: Path) -> Commit:
         raw = (folder / NAME).read_bytes()
     except FileNotFoundError:
         if folder.is_dir():
-            raise _damaged(folder, "it is not committed, its save did not end") from None
+            raise _report_damage(folder, "it is not committed, its save did not end") from None
         raise CheckpointError(f"checkpoint {folder} does not exist; take another one") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
@@ -81,14 +81,16 @@ def check_sizes(folder: Path, commit: Commit) -> None:
         try:
             size = (folder / file.name).stat().st_size
         except OSError as error:
-            raise _damaged(folder, f"{file.name} cannot be read ({error.strerror})") from None
+            raise _report_damage(folder, f"{file.name} cannot be read ({error.strerror})") from None
         if size != file.size_bytes:
-            raise _damaged(folder, f"{file.name} is truncated or changed: {size} bytes instead of {file.size_bytes}")
+            raise _report_damage(
+                folder, f"{file.name} is truncated or changed: {size} bytes instead of {file.size_bytes}"
+            )
     # A shard that COMMIT does not list would be read all the same, since the reader takes all files.
     listed = {file.name for file in commit.files}
     for path in folder.glob("*.safetensors"):
         if path.name not in listed:
-            raise _damaged(folder, f"{path.name} does not belong to it")
+            raise _report_damage(folder, f"{path.name} does not belong to it")
 
 
 def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], None] = lambda: None) -> None:
@@ -105,7 +107,7 @@ def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], 
     with ThreadPoolExecutor(max(1, min(8, os.cpu_count() or 1, len(files)))) as pool:
         for problem in pool.map(look, files):
             if problem:
-                raise _damaged(folder, problem)
+                raise _report_damage(folder, problem)
 
 
 def _difference(folder: Path, file: FileRecord) -> str:
@@ -116,7 +118,7 @@ def _difference(folder: Path, file: FileRecord) -> str:
     return "" if same else f"{file.name} is damaged or tampered with: its hash differs from the one in {NAME}"
 
 
-def _damaged(folder: Path, what: str) -> DamagedCheckpoint:
+def _report_damage(folder: Path, what: str) -> DamagedCheckpoint:
     """Build the error. The caller, who knows the alternatives, adds the remedy."""
     return DamagedCheckpoint(f"checkpoint {folder}: {what}")
 
@@ -158,7 +160,7 @@ def _decode(folder: Path, raw: bytes) -> Commit:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         sound = False
     if not sound:
-        raise _damaged(folder, f"{NAME} is truncated or damaged")
+        raise _report_damage(folder, f"{NAME} is truncated or damaged")
     return commit
 
 

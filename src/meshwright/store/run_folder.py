@@ -19,7 +19,7 @@ from meshwright.data import Tokenizer
 from meshwright.formats.hub.json_files import GENERATION, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
-from meshwright.spec.hub_names import missing
+from meshwright.spec.hub_names import explain_missing
 from meshwright.store import checkpoint_folder
 from meshwright.store.durable import replace_file, report_in_one_line
 
@@ -93,7 +93,7 @@ def no_model(path: Path) -> RunError:
     """Build the error for a path that holds no model of any kind."""
     instead = "a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
     if not path.exists():
-        return RunError(missing(str(path), instead))
+        return RunError(explain_missing(str(path), instead))
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "is a file of another kind"
     return RunError(f"{path} {what}: give {instead}")
 
@@ -149,7 +149,7 @@ class RunFolder:
         """Open a run for reading, even while it is training. Takes no lock. Raises RunError, PlanError."""
         if not (path / "plan.yaml").is_file():
             if not path.exists():
-                raise RunError(missing(str(path), RUN))
+                raise RunError(explain_missing(str(path), RUN))
             raise RunError(f"{path} {'has no plan.yaml' if path.is_dir() else 'is a file'}: give {RUN}")
         return cls(path=path, plan=planfile.read(path / "plan.yaml"))
 

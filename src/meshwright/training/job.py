@@ -13,7 +13,7 @@ from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.sequences.numbered_rows import NumberedRows, numbered_rows
 from meshwright.parallel import Mesh, make_mesh
-from meshwright.parallel.graphs.compiling import missing_anywhere
+from meshwright.parallel.graphs.compiling import find_missing_tool
 from meshwright.parallel.graphs.pass_graphs import check_device
 from meshwright.parallel.groups.agree import RankZero, check_same
 from meshwright.parallel.groups.group import Group
@@ -131,7 +131,7 @@ def settle_execution(
     """
     if settle is None or device.type != "cuda":
         return devices.deterministic_plan(plan, device), ""
-    lacks = missing_anywhere(device, rank_zero.world)
+    lacks = find_missing_tool(device, rank_zero.world)
     return rank_zero.broadcast(lambda: settle(plan, lacks))
 
 

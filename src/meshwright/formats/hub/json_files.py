@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.formats.hub.config import dtype_from_config, shape_from_config
 from meshwright.spec.errors import HubError
-from meshwright.spec.hub_names import missing
+from meshwright.spec.hub_names import explain_missing
 from meshwright.spec.model.shape import ModelShape
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -27,7 +27,9 @@ def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any
     """
     if not folder.is_dir():
         instead = "a Hugging Face directory with config.json and *.safetensors"
-        raise HubError(f"{folder} is a file: give {instead}" if folder.exists() else missing(str(folder), instead))
+        raise HubError(
+            f"{folder} is a file: give {instead}" if folder.exists() else explain_missing(str(folder), instead)
+        )
     config = read_json(folder / CONFIG)
     if config is None:
         also = f"; it is a run: `meshwright export {folder} OUT` makes one" if (folder / "plan.yaml").is_file() else ""

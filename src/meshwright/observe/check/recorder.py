@@ -20,11 +20,11 @@ from meshwright import compat
 from meshwright.compat.process_groups import (
     GroupCall,
     Launch,
-    created_groups,
     group_methods,
     group_name,
     is_collective_operation,
     launch_of,
+    list_groups,
 )
 from meshwright.observe.check.events import (
     CommunicationOperation,
@@ -80,9 +80,7 @@ class TraceRecorder(compat.BareMode):
             if group.process_group is not None:
                 axes.setdefault(group_name(group.process_group), name)
         axes = self._axes | axes
-        return tuple(
-            Communicator(name=name, ranks=ranks, axis=axes.get(name, "own")) for name, ranks in created_groups()
-        )
+        return tuple(Communicator(name=name, ranks=ranks, axis=axes.get(name, "own")) for name, ranks in list_groups())
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -123,10 +121,10 @@ class TraceRecorder(compat.BareMode):
 
     def _start(self, group: dist.ProcessGroup, call: GroupCall) -> int:
         if not self._groups:
-            self._groups = {name: n for n, (name, _) in enumerate(created_groups())}
+            self._groups = {name: n for n, (name, _) in enumerate(list_groups())}
         name = group_name(group)
         if name not in self._groups:  # made after the first collective
-            self._groups = {name: n for n, (name, _) in enumerate(created_groups())}
+            self._groups = {name: n for n, (name, _) in enumerate(list_groups())}
         if self._axis:
             self._axes.setdefault(name, self._axis)
             self._axis = self._axis if self._batch is not None else ""

@@ -32,7 +32,7 @@ from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
-from meshwright.spec.memory.held import HeldParameter, held
+from meshwright.spec.memory.held import HeldParameter, list_held
 from meshwright.spec.memory.purpose import takes
 from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
 from meshwright.spec.weights.boxes import Box
@@ -203,7 +203,7 @@ def assigned_of(plan: Plan, rank: int, tensors: Mapping[str, Tensor]) -> set[str
     lists = []
     with compat.real_tensors():
         for other, planner in zip(range(stage * number, (stage + 1) * number), planners, strict=True):
-            theirs = {holding.parameter.name: holding for holding in held(plan.model, layout, other)}
+            theirs = {holding.parameter.name: holding for holding in list_held(plan.model, layout, other)}
             planner.set_up_planner(_empty_pieces(tensors, theirs, plan.recipe.storage), is_coordinator=other == 0)
             lists.append(planner.create_local_plan())
         dealt, _ = planners[0].create_global_plan(lists)

@@ -16,7 +16,7 @@ from meshwright.observe.verify.one_device import Case
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.presets import PARTS, suggested
+from meshwright.spec.presets import PARTS, suggest
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.rules.objectives import distillation_violations
 
@@ -144,7 +144,7 @@ def _split_words(text: str) -> Iterator[tuple[str, str]]:
         if not equals or not word:
             raise PlanError(f"--case: {part!r} is not KEY=VALUE, such as kv_heads=1")
         if key not in HINTS:
-            raise PlanError(f"--case: {key!r} is not known; {suggested(key, HINTS, 1)}")
+            raise PlanError(f"--case: {key!r} is not known; {suggest(key, HINTS, 1)}")
         if key in seen:
             raise PlanError(f"--case: {key!r} is given twice")
         seen.add(key)

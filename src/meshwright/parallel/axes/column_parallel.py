@@ -29,7 +29,7 @@ from meshwright.kernels.linear.linear import (
     products_of_pieces,
 )
 from meshwright.kernels.linear.weight_gradients import Leaf, as_leaf, leaf_at, waits
-from meshwright.parallel.axes.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
+from meshwright.parallel.axes.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resize
 from meshwright.parallel.groups.group import Group, Pending, find_group
 
 
@@ -127,7 +127,7 @@ def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    rows = resized(x.shape, find_group(group).size if sp else 1, 1)[:-1]
+    rows = resize(x.shape, find_group(group).size if sp else 1, 1)[:-1]
     return [x.new_empty(*rows, len(weight)) for weight in weights]
 
 

@@ -99,7 +99,7 @@ def take_at(x: Tensor, at: Places, dim: int) -> Tensor:
     return torch.cat([x.narrow(dim, start, at.length) for start in at.starts], dim)
 
 
-def in_order(parts: Sequence[Tensor], split: str, dim: int) -> Tensor:
+def join_parts(parts: Sequence[Tensor], split: str, dim: int) -> Tensor:
     """Join the ranks' parts, each (..., S / c, ...), to the whole sequence (..., S, ...) along `dim`."""
     # Position p is held by rank p % c, so the ranks' positions alternate.
     if split == "striped":
@@ -196,10 +196,10 @@ class ContextMask(Mask):
             from_key, to_key = max(begin, near + low), min(keys.length, last + high)
             # Borders as Tile counts them, from its last key. One that hides nothing becomes -1, which costs no mask.
             left, right = to_key - high - near, last + high - to_key
-            here = chunk * keys.length
+            offset = chunk * keys.length
             yield Tile(
                 rows=rows, queries=slice(queries.start + low, queries.start + high),
-                keys=slice(here + from_key, here + to_key),
+                keys=slice(offset + from_key, offset + to_key),
                 left=left if left < to_key - from_key - 1 else -1, right=right if right < high - low - 1 else -1,
             )  # fmt: skip
 
@@ -231,8 +231,8 @@ class ContextMask(Mask):
             for row, firsts in enumerate(self.bounds[:, queries]):
                 changes = (firsts.diff().nonzero().flatten() + 1).tolist()
                 for begin, end in pairwise([0, *changes, len(firsts)]):
-                    here = slice(queries.start + begin, queries.start + end)
-                    yield slice(row, row + 1), here, start + begin * self.queries.step, int(firsts[begin])
+                    run = slice(queries.start + begin, queries.start + end)
+                    yield slice(row, row + 1), run, start + begin * self.queries.step, int(firsts[begin])
 
     def _too_early(
         self, keys: Places, queries: slice, begin: int, end: int, firsts: Tensor | None, highest: list[int]
@@ -254,8 +254,8 @@ class ContextMask(Mask):
         # Every query is at `start` or later, so only keys after it can be hidden.
         past = max(keys.count_up_to(start), begin)
         if past < end:
-            here = torch.arange(queries.stop - queries.start, device=self.device) * self.queries.step + start
-            yield slice(past - begin, end - begin), keys.positions(past, end, self.device) > here[:, None]
+            positions = torch.arange(queries.stop - queries.start, device=self.device) * self.queries.step + start
+            yield slice(past - begin, end - begin), keys.positions(past, end, self.device) > positions[:, None]
 
 
 def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
@@ -296,7 +296,7 @@ def _begins(group: Group, mine: Places, split: str, documents: Tensor, spans: Do
         held = mine.positions(0, len(mine.starts) * mine.length, torch.device("cpu"))
         rows = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in spans.begins]
         return torch.stack([row[torch.searchsorted(row, held, right=True) - 1] for row in rows])
-    whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), split, 1).cpu()  # waits for the device
+    whole = join_parts(group.all_gather(documents, 1).chunk(group.size, 1), split, 1).cpu()  # waits for the device
     # A document begins where the number differs from its neighbour's; positions inherit the latest beginning.
     changes = torch.ones_like(whole, dtype=torch.bool)
     changes[:, 1:] = whole[:, 1:] != whole[:, :-1]

@@ -25,7 +25,7 @@ from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.attention.partial import PartialAttention, PartialGradients, Tile, can_fuse
 from meshwright.kernels.attention.tiles import STRETCH
 from meshwright.kernels.target import device_kind
-from meshwright.parallel.axes.context import ContextMask, Places, in_order, places, take_at
+from meshwright.parallel.axes.context import ContextMask, Places, join_parts, places, take_at
 from meshwright.parallel.groups.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.memory.purpose import takes
@@ -131,8 +131,8 @@ class _Gather:
         if self.mask.split == "striped":
             yield from ((rank, self.mask.keys_of(len(ranks), index)) for index, rank in enumerate(ranks))
             return
-        keys = in_order([rank.keys for rank in ranks], self.mask.split, 2)
-        values = in_order([rank.values for rank in ranks], self.mask.split, 2)
+        keys = join_parts([rank.keys for rank in ranks], self.mask.split, 2)
+        values = join_parts([rank.values for rank in ranks], self.mask.split, 2)
         yield _Packed.copy(keys, values), Places((0,), self.mask.sequence)
 
     @takes("buffers")
@@ -233,10 +233,10 @@ def context_attention_backward(
     """Return the gradients of q, k and v, each (B, heads, S/c, width), contiguous."""
     shared = _shared(q, bounds, window, split, scale, group, route)
     gradients = shared.gradients(gradient, q, k, v, out, lse)
-    of_q, of_k, of_v = (each.transpose(1, 2).contiguous() for each in gradients)
+    q_gradient, k_gradient, v_gradient = (gradient.transpose(1, 2).contiguous() for gradient in gradients)
     # Outputs of an operator must not share memory.
-    shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
-    return of_q, of_k, of_v.clone() if shares else of_v
+    shares = k_gradient.untyped_storage().data_ptr() == v_gradient.untyped_storage().data_ptr()
+    return q_gradient, k_gradient, v_gradient.clone() if shares else v_gradient
 
 
 @context_attention_backward.register_fake
@@ -244,8 +244,8 @@ def _(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    of_q, of_k, of_v = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
-    return of_q, of_k, of_v
+    q_gradient, k_gradient, v_gradient = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
+    return q_gradient, k_gradient, v_gradient
 
 
 def _shared(
@@ -265,7 +265,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     gradients = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return *(each.transpose(1, 2) for each in gradients), *(None,) * 6
+    return *(part.transpose(1, 2) for part in gradients), *(None,) * 6
 
 
 context_attention.register_autograd(_backward, setup_context=_setup)

@@ -25,7 +25,7 @@ from meshwright.kernels.linear.linear import (
     products_of_pieces,
 )
 from meshwright.kernels.linear.weight_gradients import as_leaf, leaf_at, waits
-from meshwright.parallel.axes.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
+from meshwright.parallel.axes.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resize
 from meshwright.parallel.groups.group import Group, find_group
 
 
@@ -85,7 +85,7 @@ def _gradient(
         whole = gathering.whole()
         return whole, input_gradient((whole,), (weight,), form)
     # Pieces are multiplied as they arrive, each into its part of one tensor.
-    x_gradient = gradient.new_empty(*resized(gradient.shape[:-1], group.size, 1), weight.shape[1])
+    x_gradient = gradient.new_empty(*resize(gradient.shape[:-1], group.size, 1), weight.shape[1])
     columns = fp8.narrow(weight.t()) if form != SAME else None  # rounded once for all pieces
     for piece, output in zip(gathering.pieces(), x_gradient.chunk(pieces, SEQUENCE), strict=True):
         if columns is not None:
@@ -128,7 +128,7 @@ def rows(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str, later: bool
 ) -> Tensor:
-    return x.new_empty(*resized(x.shape[:-1], 1, find_group(group).size if sp else 1), len(weight))
+    return x.new_empty(*resize(x.shape[:-1], 1, find_group(group).size if sp else 1), len(weight))
 
 
 @torch.library.custom_op("meshwright::rows_backward", mutates_args=())

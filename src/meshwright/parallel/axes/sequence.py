@@ -55,7 +55,7 @@ class Gathering:
         if pieces == 1:
             self._pending = [group.start_all_gather(x, SEQUENCE)]
             return
-        self._whole = x.new_empty(resized(x.shape, group.size, 1))
+        self._whole = x.new_empty(resize(x.shape, group.size, 1))
         parts = zip(x.chunk(pieces, SEQUENCE), self._whole.chunk(pieces, SEQUENCE), strict=True)
         self._pending = [group.start_all_gather(slice_, SEQUENCE, into=part) for slice_, part in parts]
 
@@ -88,7 +88,7 @@ class Scattering:
     def start(self, part: Tensor) -> None:
         """Start the next piece (B, S / n, D), which must not change before wait()."""
         if self.pieces > 1 and self._out is None:
-            self._out = part.new_empty(resized(part.shape, self.pieces, self.group.size))
+            self._out = part.new_empty(resize(part.shape, self.pieces, self.group.size))
             self._places = list(self._out.chunk(self.pieces, SEQUENCE))
         into = self._places[len(self._pending)] if self._places else None
         self._pending.append(self.group.start_reduce_scatter(part, SEQUENCE, into=into))
@@ -110,6 +110,6 @@ def scatter(group: Group, x: Tensor, pieces: int) -> Tensor:
     return group.reduce_scatter(x, SEQUENCE) if pieces == 1 else Scattering(group, pieces).start_all(x).wait()
 
 
-def resized(shape: Sequence[int], times: int, over: int) -> tuple[int, ...]:
+def resize(shape: Sequence[int], times: int, over: int) -> tuple[int, ...]:
     """Return the shape with a sequence `times` as long, cut into `over` parts."""
     return (*shape[:SEQUENCE], shape[SEQUENCE] * times // over, *shape[SEQUENCE + 1 :])

@@ -29,7 +29,7 @@ from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
 from meshwright.parallel.axes.column_parallel import ColumnParallelProducts
 from meshwright.parallel.axes.row_parallel import RowParallelProducts
-from meshwright.parallel.axes.sequence import SequenceSlices, gather, resized, scatter
+from meshwright.parallel.axes.sequence import SequenceSlices, gather, resize, scatter
 from meshwright.parallel.groups.group import Group, find_group
 from meshwright.spec.weights.boxes import share
 
@@ -49,7 +49,7 @@ def enter_operator(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
 
 @enter_operator.register_fake
 def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
-    return x.new_empty(resized(x.shape, find_group(group).size if sp else 1, 1))
+    return x.new_empty(resize(x.shape, find_group(group).size if sp else 1, 1))
 
 
 @torch.library.custom_op("meshwright::leave", mutates_args=())
@@ -61,7 +61,7 @@ def leave_operator(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
 
 @leave_operator.register_fake
 def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
-    return x.new_empty(resized(x.shape, 1, find_group(group).size if sp else 1))
+    return x.new_empty(resize(x.shape, 1, find_group(group).size if sp else 1))
 
 
 def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

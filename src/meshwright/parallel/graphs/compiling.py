@@ -70,7 +70,7 @@ def resolve_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
     return layout.plain
 
 
-def missing_anywhere(device: torch.device, world: Group) -> str:
+def find_missing_tool(device: torch.device, world: Group) -> str:
     """Return the tool for compiling that some rank's machine lacks. Empty = none. Every rank calls this."""
     missing = torch_compile.compile_tool_missing(device.type)
     everywhere = gather_objects(missing, world.process_group) if world.size > 1 else [missing]
@@ -94,7 +94,7 @@ def prepare() -> None:
     torch_compile.when_recompile_limit_is_hit(_warn_of_limit)
 
 
-def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
+def compile_call(recompute: str, *, apart: bool) -> BlockCall:
     """Return the function that calls the blocks of a model that is to be compiled.
 
     Blocks are compiled together with their recomputation: around compiled code no hook sees single operations. Routed

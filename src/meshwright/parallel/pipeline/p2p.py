@@ -8,7 +8,7 @@ On a GPU an open receive is a kernel that runs until the tensor arrives. The fir
 until nothing runs: CUDA loads code lazily, and compiled code is loaded when it is made. So any action may have to wait
 for every open receive, and after a wait for a send all computation waits for its receiver.
 
-No deadlock follows, because all ranks number the actions of a step in one order (`numbered`). An action may
+No deadlock follows, because all ranks number the actions of a step in one order (`number_actions`). An action may
 only wait for others with smaller numbers: those that make what is received, and those before the receipt of what is
 sent. So some action waits for nothing. A first launch waits for open sends as well, whose receivers AHEAD may hold
 back. Hence the stages of a pipeline are warmed up before the first message.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.parallel.groups.group import Group
-from meshwright.spec.layout.replay import StageLink, Transfer, numbered, transfers
+from meshwright.spec.layout.replay import StageLink, Transfer, number_actions, transfers
 from meshwright.spec.layout.schedule import Action, Actions
 from meshwright.spec.memory.purpose import takes
 
@@ -61,7 +61,7 @@ class RankProgram:
 
 def program(lists: Actions, rank: int) -> RankProgram:
     """Extract the program of one rank from the lists of all."""
-    order = numbered(lists)
+    order = number_actions(lists)
     # Both keyed by (kind, stage, micro-batch): the action itself, and the one its rank does before it.
     makers = {_read(action): number for action, number in order.items() if action.kind != "W"}
     before = {_read(b): order[a] for actions in lists for a, b in pairwise(actions) if b.kind != "W"}

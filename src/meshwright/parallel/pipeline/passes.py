@@ -85,7 +85,7 @@ def make_pipeline(
         links=mesh.links,
         before=reduction.before,
         after=reduction.after,
-        warm_up=WarmUp(forms=lambda micro_pass: micro_pass.forms(), undone=lambda: undone(stages, mesh))
+        warm_up=WarmUp(forms=lambda micro_pass: micro_pass.forms(), undone=lambda: undo_passes(stages, mesh))
         if warms_up
         else None,
     )
@@ -94,7 +94,7 @@ def make_pipeline(
 
 
 @contextmanager
-def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
+def undo_passes(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
     """Undo all effects of forward and backward passes that stages run inside. There must be no gradients before.
 
     Gradients are not reduced inside. Afterwards there are none, parameters are sharded, and random state and the

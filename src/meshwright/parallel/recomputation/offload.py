@@ -27,7 +27,7 @@ from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
-from meshwright.parallel.recomputation.recompute import SavedTensorHooks, saving_by
+from meshwright.parallel.recomputation.recompute import SavedTensorHooks, save_with
 from meshwright.spec.memory.purpose import takes
 
 
@@ -247,7 +247,7 @@ class Offload:
         activations = BlockActivations(self, None if starts else self.last, moves, stays, units)
         self.last = ref(activations)
         try:
-            with saving_by(SavedTensorHooks(activations.pack, activations.unpack)):
+            with save_with(SavedTensorHooks(activations.pack, activations.unpack)):
                 output = self.inner(block, x, metadata, cache)
             sent = activations.send()
         finally:  # a failed forward pass keeps nothing

@@ -49,12 +49,12 @@ _around: ContextVar[SavedTensorHooks] = ContextVar("around", default=ALIASES)
 
 
 def hooks_around() -> SavedTensorHooks:
-    """Return the hooks of the innermost `saving_by` around this code."""
+    """Return the hooks of the innermost `save_with` around this code."""
     return _around.get()
 
 
 @contextmanager
-def saving_by(hooks: SavedTensorHooks) -> Iterator[None]:
+def save_with(hooks: SavedTensorHooks) -> Iterator[None]:
     """Have autograd save tensors by these hooks inside."""
     token = _around.set(hooks)
     try:
@@ -204,7 +204,7 @@ def _call_without_norms(
         part.register_forward_hook(norms.mark) for part in block.modules() if isinstance(part, RMSNorm | LayerNorm)
     ]
     try:
-        with saving_by(SavedTensorHooks(norms.pack, norms.unpack)):
+        with save_with(SavedTensorHooks(norms.pack, norms.unpack)):
             return inner(block, x, metadata, cache)
     finally:
         for handle in handles:

@@ -195,10 +195,10 @@ def _widen(model: Transformer, dtype: torch.dtype, sums: list[GradientSum]) -> N
             parameter.grad_dtype = dtype
         elif parameter.requires_grad and sum_of(parameter) is None:
             allocate = partial(torch.empty_like, parameter, dtype=dtype, memory_format=torch.contiguous_format)
-            sums.append(GradientSum(parameter, dtype, allocate, meets=parameter in meeting(model)))
+            sums.append(GradientSum(parameter, dtype, allocate, meets=parameter in doubly_used(model)))
 
 
-def meeting(model: Transformer) -> set[Tensor]:
+def doubly_used(model: Transformer) -> set[Tensor]:
     """Return the parameters with two gradients in one backward pass: a matrix that both ends share."""
     tied = model.shape.tied and model.first and model.last
     return {model.embed.weight} if tied else set()
@@ -243,7 +243,7 @@ def take_codes(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
 
 
 @contextmanager
-def codes_gathered(block: nn.Module) -> Iterator[None]:
+def gather_codes(block: nn.Module) -> Iterator[None]:
     """Gather the codes of a block inside, if ranks share them. Those of experts spread over ep stay as they are."""
     if not isinstance(block, FSDPModule) or not any(map(is_run, dict(block.named_parameters()))):
         yield

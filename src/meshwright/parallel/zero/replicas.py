@@ -30,7 +30,7 @@ from meshwright.model.linear import Linear
 from meshwright.model.moe import MoE
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import Mesh
-from meshwright.parallel.zero.data import meeting
+from meshwright.parallel.zero.data import doubly_used
 from meshwright.spec.memory.buffers import bucket_counts
 from meshwright.spec.memory.purpose import takes
 
@@ -177,7 +177,7 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
     # Biases that another tp rank adds get no gradient here, and a tied matrix gets two.
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
-    times: dict[Tensor | None, int] = {**dict.fromkeys(meeting(model), 2), **dict.fromkeys(idle, 0)}
+    times: dict[Tensor | None, int] = {**dict.fromkeys(doubly_used(model), 2), **dict.fromkeys(idle, 0)}
     # The backward pass makes gradients in this order.
     units = [[p for p in unit if p.requires_grad] for unit in [last, *reversed(blocks), ends]]
     merge = mesh["pp"].size == 1
@@ -190,7 +190,7 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     # A bucket is complete with the unit whose gradients are made last, so buckets start in that order.
     for _, parameters, group in sorted(grouped, key=lambda entry: entry[0]):
         buckets += _make_buckets(parameters, group, dtype, times)
-    return Replicas(buckets, meeting(model))
+    return Replicas(buckets, doubly_used(model))
 
 
 def _merge_units(

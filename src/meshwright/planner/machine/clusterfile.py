@@ -175,7 +175,7 @@ def _device(table: dict[str, Any]) -> Device:
         if not isinstance(word, str):
             raise ValueError(f"device.{key}={word!r} must be text")
     numbers = {key: _number(f"device.{key}", number, zero=True) for key, number in table.items() if key not in words}
-    converted = dict(presets.converted(key, number) for key, number in numbers.items())
+    converted = dict(presets.convert_units(key, number) for key, number in numbers.items())
     if "memory_bytes" in converted:
         converted["memory_bytes"] = int(converted["memory_bytes"])
     return Device(**words, **converted)
@@ -298,7 +298,7 @@ def _known(where: str, table: Any, names: Iterable[str]) -> None:
     for key in table:
         if key not in names:
             path = f"{where}.{key}" if where else key
-            raise ValueError(f"{path} is not known; {presets.suggested(key, names)}")
+            raise ValueError(f"{path} is not known; {presets.suggest(key, names)}")
 
 
 def _number(where: str, number: Any, *, zero: bool = False) -> float:

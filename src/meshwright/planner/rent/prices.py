@@ -14,7 +14,7 @@ from pathlib import Path
 from meshwright.planner.rent.tables import Row, rows
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 
 COLUMNS = ("device", "usd_per_gpu_hour", "nodes", "per_node", "provider", "product", "source", "read_on")
 NEEDED = ("device", "usd_per_gpu_hour")
@@ -97,7 +97,7 @@ def read(file: Path) -> Prices:
     for row in rows(text, str(file), NEEDED, COLUMNS):
         key = _known(row)
         if key is None:
-            raise row.refuse("device", f"is not known; {suggested(row.text('device').lower(), _keys().values())}")
+            raise row.refuse("device", f"is not known; {suggest(row.text('device').lower(), _keys().values())}")
         listed.append(_price(row, key))
     offers = tuple(filter(None, listed))
     if not offers:

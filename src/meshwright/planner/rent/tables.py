@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def rows(text: str, file: str, needed: Sequence[str], known: Sequence[str]) -> I
             raise PlanError(f"{file}:1: column {name} is missing: the first line names the columns, {', '.join(known)}")
     for name in head:
         if name not in known:
-            raise PlanError(f"{file}:1: column {name[:60]!r} is not known; {suggested(name, known, 1)}")
+            raise PlanError(f"{file}:1: column {name[:60]!r} is not known; {suggest(name, known, 1)}")
     for at, name in enumerate(head):
         if name in head[:at]:
             raise PlanError(f"{file}:1: column {name} is there twice: leave one out")

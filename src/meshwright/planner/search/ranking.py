@@ -43,7 +43,7 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compilation import left_to_auto
+from meshwright.spec.rules.compilation import explain_auto_off
 
 LISTED = 20
 """Layouts listed by default."""
@@ -202,7 +202,7 @@ class _Search:
         if family.recompute not in offered_policies(self.estimator, self.plan, family.cell, self.fixed):
             return False
         layout = next(family.regions()).layout(base=bounds.base)
-        return not any(left_to_auto(self.plan.model, self.plan.recipe, layout))
+        return not any(explain_auto_off(self.plan.model, self.plan.recipe, layout))
 
     def fitting_families(self) -> Iterator[Waiting]:
         """Yield the families whose least memory fits, each with the least seconds it takes."""

@@ -14,7 +14,7 @@ from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compilation import can_be_compiled, hindrances, leaves_compiler_out, left_to_auto
+from meshwright.spec.rules.compilation import can_be_compiled, explain_auto_off, hindrances, leaves_compiler_out
 from meshwright.spec.units import short_gib, step_time
 
 COMPILE_S = 40.0
@@ -123,7 +123,7 @@ def executions(
             best = way
     uncaptured = ""
     if plan.layout.cuda_graphs == "auto" and not best.captured:
-        uncaptured = next(left_to_auto(plan.model, plan.recipe, best.layout), "")
+        uncaptured = next(explain_auto_off(plan.model, plan.recipe, best.layout), "")
     return Executions(
         best=best, others=tuple(way for way in ways if way is not best), room_bytes=room_bytes,
         likely_bytes=share * room_bytes, uncompiled=uncompiled, uncaptured=uncaptured,
@@ -161,7 +161,7 @@ def _is_left_out(plan: Plan, layout: Layout) -> bool:
     Explicit graphs are tried with compiled blocks and without, and one of both is legal.
     """
     if plan.layout.cuda_graphs == "auto":
-        return any(left_to_auto(plan.model, plan.recipe, layout))
+        return any(explain_auto_off(plan.model, plan.recipe, layout))
     return plan.layout.compile == "auto" and layout.compile == "on" and any(
         hindrances(plan.model, plan.recipe, layout))  # fmt: skip
 

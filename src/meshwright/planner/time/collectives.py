@@ -25,7 +25,7 @@ from meshwright.planner.time.matrix_costs import matrix_traffic
 from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.layout.schedule import stage_rank
 from meshwright.spec.memory.buffers import bucket_counts
-from meshwright.spec.memory.held import WIDTHS, common, held
+from meshwright.spec.memory.held import WIDTHS, list_common, list_held
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.rules.quantized_weights import shares_codes
@@ -346,8 +346,8 @@ def _shard_calls(
 
 def _common_gradient_calls(shape: ModelShape, layout: Layout, rank: int, summed: float) -> Calls:
     """Yield sums that data parallelism leaves: of weights on several tp ranks, or on both ends of a pipeline."""
-    shares = {box.parameter.name: box.owned for box in held(shape, layout, rank) if box.parameter.trained}
-    for group in common(shape, layout, rank):
+    shares = {box.parameter.name: box.owned for box in list_held(shape, layout, rank) if box.parameter.trained}
+    for group in list_common(shape, layout, rank):
         n, numel = len(group.ranks), sum(shares.get(name, 0) for name in group.names)
         if group.late and numel:
             yield group.axis, "all_reduce", 1, 2 * (n - 1) * numel * summed // n

@@ -10,7 +10,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout.layout import Layout, own_stages
-from meshwright.spec.layout.replay import Timed, Turn, in_order, play
+from meshwright.spec.layout.replay import Timed, Turn, order_turns, play
 from meshwright.spec.layout.schedule import KINDS, SPLIT, SPLIT_ALWAYS, V_PLACED, last_of, schedule, stages_of_ranks
 
 ROUNDS = 2
@@ -74,7 +74,7 @@ def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
 
 @cache
 def _in_order(name: str, ranks: int, micro_batches: int, virtual: int) -> tuple[Turn, ...]:
-    return in_order(schedule(name, ranks, micro_batches, virtual))
+    return order_turns(schedule(name, ranks, micro_batches, virtual))
 
 
 def pipeline_s(layout: Layout, micro_batches: int, stages: Sequence[Timed], send_s: float) -> float:

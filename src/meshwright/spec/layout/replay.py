@@ -100,7 +100,7 @@ class Turn(NamedTuple):
 KINDS = {"F": 0, "B": 1, "W": 2, "BW": 3}
 
 
-def in_order(actions: Actions) -> tuple[Turn, ...]:
+def order_turns(actions: Actions) -> tuple[Turn, ...]:
     """Return the actions in an order that can be replayed often. Raises IllegalLayout if ranks would deadlock."""
     placement = placement_of(actions)
     positions: dict[PassKey, int] = {}
@@ -160,7 +160,7 @@ def replay(actions: Actions, times: Times | Sequence[Timed] = EVEN, send_s: floa
 
 def _spans(actions: Actions, stages: Sequence[Timed], send_s: float = 0.0) -> Iterator[tuple[int, ActionSpan]]:
     """Yield (rank, span) of all actions."""
-    order, nexts = in_order(actions), [iter(rank_actions) for rank_actions in actions]
+    order, nexts = order_turns(actions), [iter(rank_actions) for rank_actions in actions]
     for turn, start, end in zip(order, *play(order, stages, send_s), strict=True):
         yield turn.rank, ActionSpan(action=next(nexts[turn.rank]), start_s=start, end_s=end)
 
@@ -246,7 +246,7 @@ def links(placement: Sequence[int]) -> tuple[StageLink, ...]:
 
 
 @lru_cache(maxsize=4)
-def numbered(actions: Actions) -> Mapping[Action, int]:
+def number_actions(actions: Actions) -> Mapping[Action, int]:
     """Return the number of every action of all ranks in one order: by end time, in unit times.
 
     An action only reads results of actions with smaller numbers. If ranks wait, before an action, only for actions with
@@ -258,10 +258,10 @@ def numbered(actions: Actions) -> Mapping[Action, int]:
 
 
 def transfers(actions: Actions) -> tuple[Transfer, ...]:
-    """Return all transfers between ranks in the order in which the tensors are made (`numbered`)."""
+    """Return all transfers between ranks in the order in which the tensors are made (`number_actions`)."""
     placement = placement_of(actions)
     sent: list[Transfer] = []
-    for action in numbered(actions):
+    for action in number_actions(actions):
         stage, rank = action.stage + (1 if action.kind == "F" else -1), placement[action.stage]
         # W sends nothing, the ends of the pipeline have no neighbour, and a V hands over on its own rank.
         if action.kind == "W" or not 0 <= stage < len(placement) or placement[stage] == rank:

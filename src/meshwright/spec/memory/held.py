@@ -125,12 +125,12 @@ class HeldParameter:
         return shard(self.box, self.ranks, 0).numel
 
 
-def held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
+def list_held(shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
     """List every parameter that a rank holds any part of. A tied head's matrix is also on the last stage."""
-    return held_of(parameters_of(shape, layout, rank), shape, layout, rank)
+    return list_held_of(parameters_of(shape, layout, rank), shape, layout, rank)
 
 
-def held_of(selected: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
+def list_held_of(selected: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: int) -> list[HeldParameter]:
     """List the selected parameters as a rank holds them."""
     held_boxes = boxes_of(selected, shape, layout, rank)
     coordinates = place_of(layout, rank)
@@ -182,7 +182,7 @@ class Common:
         return self.partial and self.axis in LATE
 
 
-def common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
+def list_common(shape: ModelShape, layout: Layout, rank: int) -> tuple[Common, ...]:
     """Return the parameters that a rank holds in common with others, each sum of gradients once per axis."""
     # Grouped by ranks, so that each sum is one call for many parameters.
     groups: dict[tuple[str, tuple[int, ...], bool], list[str]] = {}
@@ -240,7 +240,7 @@ def memory(
     width = replace(WIDTHS[precision], gradient=gradient, master=master_bytes(precision, storage))
     if shards_are_masters(precision, layout, storage, reduce_dtype):
         width = replace(width, master=0, shard=width.master)  # counted once, as shards
-    held_parameters = held(shape, layout, rank)
+    held_parameters = list_held(shape, layout, rank)
     moments = sum(moment_bytes(held_parameter, storage) for held_parameter in held_parameters)
     return {
         phase: {kind: size for kind, size in _sizes(held_parameters, layout, phase, width, moments).items() if size}
@@ -265,7 +265,7 @@ def written_bytes(
     """
     bytes_each = WIDTHS[precision].parameter + master_bytes(precision, storage)
     ranks, total = layout.world // layout.pp, 0.0
-    for held_parameter in held(shape, layout, rank):
+    for held_parameter in list_held(shape, layout, rank):
         if not held_parameter.parameter.trained:
             continue
         # Ranks of a stage that hold the same elements, ZeRO included: they share the writing.

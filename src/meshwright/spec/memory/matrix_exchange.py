@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from meshwright.spec.layout.layout import Layout, ranks_along
-from meshwright.spec.memory.held import held_of, parameters_of
+from meshwright.spec.memory.held import list_held_of, parameters_of
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import Parameter
 
@@ -168,12 +168,14 @@ def stage_ranks(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def dealt(shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None) -> list[DealtMatrix]:
+def deal_matrices(
+    shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None
+) -> list[DealtMatrix]:
     """Return all matrices of a rank's stage in order, the same on all its ranks. `trained` = None for all names."""
     ranks = stage_ranks(layout, rank)
     # All ranks of a stage have the same matrices: count them once, for its first rank.
     if rank != ranks[0]:
-        return dealt(shape, layout, ranks[0], trained)
+        return deal_matrices(shape, layout, ranks[0], trained)
     tiles_by_kind: dict[tuple[object, ...], list[Tiles]] = {}
     matrices: list[tuple[WholeMatrix, Tiles]] = []
     for parameter in parameters_of(shape, layout, rank):
@@ -202,7 +204,7 @@ def _pieces_of(
     parameter: Parameter, shape: ModelShape, layout: Layout, rank: int
 ) -> Iterator[tuple[int, MatrixPiece, int]]:
     """Yield (expert, piece, its first row in the held part) of each matrix of which a rank holds a piece."""
-    [part] = held_of([parameter], shape, layout, rank)
+    [part] = list_held_of([parameter], shape, layout, rank)
     box = part.owned_box
     if not box.numel:  # ZeRO may leave a rank nothing of a matrix with few rows
         return
@@ -267,7 +269,7 @@ def rounds(
     shape: ModelShape, layout: Layout, rank: int, trained: frozenset[str] | None = None
 ) -> tuple[ExchangeRound, ...]:
     """Return a rank's part of each round, equally many on all ranks of its stage."""
-    all_dealt = dealt(shape, layout, rank, trained)
+    all_dealt = deal_matrices(shape, layout, rank, trained)
     index = stage_ranks(layout, rank).index(rank)
     names = {entry.matrix.name for entry in all_dealt}
     pieces = {

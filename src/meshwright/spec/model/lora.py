@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError, printable
-from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme, scheme_named
+from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme, find_scheme
 
 SAME = "same"
 """Value of `base`: frozen matrices have the format of all weights."""
@@ -54,7 +54,7 @@ class LoRAShape:
         if not 0 <= self.dropout < 1:
             raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
         if self.base != SAME and (self.scheme is None or not self.scheme.trains_beside):
-            bases = [name for name in SCHEMES if (scheme := scheme_named(name)) and scheme.trains_beside]
+            bases = [name for name in SCHEMES if (scheme := find_scheme(name)) and scheme.trains_beside]
             raise PlanError(
                 f"model.lora.base={printable(self.base)} is no format beside which adapters can be trained: take "
                 f"same, {', '.join(bases)}, or a layout as int4-g128-zeros-fp16"
@@ -75,7 +75,7 @@ class LoRAShape:
     @property
     def scheme(self) -> Scheme | None:
         """Scheme of the frozen matrices. None = they have the format of all weights."""
-        return scheme_named(self.base)
+        return find_scheme(self.base)
 
     @property
     def scale(self) -> float:

@@ -3,7 +3,7 @@
     r = S (q - Z)        r a weight, q its code of a few bits, S a scale, Z the code of zero
 
 Folders may have other layouts of quantized weights. A name spells out such a layout, so that a plan counts the codes of
-frozen matrices without the folder (`scheme_named`):
+frozen matrices without the folder (`find_scheme`):
 
     int4-g128-zeros-fp16        bits; inputs that share a scale (or `rows`: all); how zero is found; dtype of scales
 
@@ -112,8 +112,8 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.bits != {"integer": self.bits, "e4m3": 8}.get(self.codes, 4):
-            known = ", ".join(map(str, BITS))
-            raise PlanError(f"bits={self.bits} is not supported: take one of {known}; nf4 has 4, as fp4, and e4m3 8")
+            widths = ", ".join(map(str, BITS))
+            raise PlanError(f"bits={self.bits} is not supported: take one of {widths}; nf4 has 4, as fp4, and e4m3 8")
         if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
             raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
         if self.activations != "same" and (self.group or self.bits < 8):
@@ -287,7 +287,7 @@ LLM_INT8 = replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold")
 
 
 @lru_cache(maxsize=64)
-def scheme_named(name: str) -> Scheme | None:
+def find_scheme(name: str) -> Scheme | None:
     """Return the scheme of a name in SCHEMES, or of the form above. None = there is no such scheme."""
     if name == LLM_INT8.name:
         return LLM_INT8
@@ -316,7 +316,7 @@ def scheme_named(name: str) -> Scheme | None:
 
 
 def base_name(scheme: Scheme) -> str:
-    """Return the name under which `scheme_named` finds the layout of a folder's codes, whatever their method.
+    """Return the name under which `find_scheme` finds the layout of a folder's codes, whatever their method.
 
     The scheme is one of weights alone, or LLM_INT8.
     """
@@ -326,9 +326,9 @@ def base_name(scheme: Scheme) -> str:
     scales = {dtype: word for word, dtype in SCALES.items()}[scheme.scales]
     kind = {codes: kind for kind, codes in KINDS.items()}.get(scheme.codes, "fp")
     full = f"{kind}{scheme.bits}-{f'g{scheme.group}' if scheme.group else 'rows'}-{word}-{scales}"
-    known = (name for name, other in SCHEMES.items() if other.trains_beside and layout(other) == layout(scheme))
+    alike = (name for name, other in SCHEMES.items() if other.trains_beside and layout(other) == layout(scheme))
     # A name of the table only for the scheme of that name: others share the layout, but not the method.
-    return next((name for name in known if name == scheme.name), full)
+    return next((name for name in alike if name == scheme.name), full)
 
 
 def layout(scheme: Scheme) -> Scheme:

@@ -90,15 +90,15 @@ def shape_of(fields: Mapping[str, Any]) -> ModelShape:
     """Return a shape from plain fields. Raises PlanError with the nearest key, and the errors of ModelShape."""
     present = {key: value for key, value in fields.items() if value is not None}
     if (linear := present.get("unbuilt", {}).get("linear")) is not None:
-        present["unbuilt"] = {**present["unbuilt"], "linear": _made(LinearAttention, "unbuilt.linear", linear)}
-    parts: dict[str, Any] = {key: _made(part, key, present[key]) for key, part in PARTS.items() if key in present}
-    return _made(ModelShape, "model", {**fields, **parts})
+        present["unbuilt"] = {**present["unbuilt"], "linear": _build(LinearAttention, "unbuilt.linear", linear)}
+    parts: dict[str, Any] = {key: _build(part, key, present[key]) for key, part in PARTS.items() if key in present}
+    return _build(ModelShape, "model", {**fields, **parts})
 
 
-def _made(kind: type[T], where: str, present: Mapping[str, Any]) -> T:
+def _build(kind: type[T], where: str, present: Mapping[str, Any]) -> T:
     fields = inspect.signature(kind).parameters
     for key in present.keys() - fields.keys():
-        raise PlanError(f"{where}.{key} is not known; {suggested(key, fields)}")
+        raise PlanError(f"{where}.{key} is not known; {suggest(key, fields)}")
     for key, field in fields.items():
         if field.default is field.empty and key not in present:
             raise PlanError(f"{where}.{key} is missing: give it")
@@ -143,7 +143,7 @@ def devices_in_node(name: str) -> tuple[Device, int]:
     """Return the device and how many of it a node has. Errors as `model`."""
     kind, per_node = split_cluster(name)
     if kind not in _devices():
-        near = suggested(kind, (*_devices(), *_machines()))
+        near = suggest(kind, (*_devices(), *_machines()))
         raise PlanError(f"cluster={name[:LONGEST]!r} is not known; {near}")
     device = _devices()[kind]
     if (sold := machine(name)) is not None and sold.network_bytes_per_s:
@@ -181,7 +181,7 @@ def _device_key(name: str) -> str:
         # The size may be in GB, or in GiB, which is 7 % less. Any other means another device.
         if not gigabytes / 1.075 <= int(sizes[-1][:9]) <= 1.005 * gigabytes:
             preset = None
-    return preset or _plain(name)
+    return preset or _normalize(name)
 
 
 def _words_of(name: str) -> list[str]:
@@ -244,29 +244,29 @@ def device_note(name: str, nodes: int = 1) -> str:
     return " ".join(notes)
 
 
-def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+def find_nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     """Return the known names that are at least as similar as CLOSE, best first."""
     return get_close_matches(name[:LONGEST], list(known), most, CLOSE)
 
 
-def suggested(name: str, known: Iterable[str], most: int = 3) -> str:
+def suggest(name: str, known: Iterable[str], most: int = 3) -> str:
     """Return `nearest: a, b`, or `known: a, b, c and 20 more` if no name is similar."""
     names = list(known)
-    if close := nearest(name, names, most):
+    if close := find_nearest(name, names, most):
         return f"nearest: {', '.join(close)}"
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"known: {', '.join(names[:LISTED])}{more}"
 
 
 def _find(name: str, known: Mapping[str, object], key: str, argument: str = "") -> str:
-    plain = _plain(name)
+    plain = _normalize(name)
     if plain not in known:
         argument = argument or f"{key}={name[:LONGEST]!r}"
-        raise PlanError(f"{argument} is not known; {suggested(plain, known)}")
+        raise PlanError(f"{argument} is not known; {suggest(plain, known)}")
     return plain
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     """Normalize a name: `meta-llama/Llama-3.1-8B` and `llama_3.1_8b` are `llama-3.1-8b`."""
     return name.rpartition("/")[2].strip().lower().replace("_", "-")
 
@@ -286,7 +286,7 @@ def _models() -> Mapping[str, Published]:
             parts = {part: entry.pop(part) for part in PARTS if part in entry}
             fields = {"name": name, **table.get("shape", {}), **entry.pop("shape"), **parts}
             names = [name, *entry.pop("aliases", [])]
-            _add(models, names, _made(Published, name, {"name": name, "fields": MappingProxyType(fields), **entry}))
+            _add(models, names, _build(Published, name, {"name": name, "fields": MappingProxyType(fields), **entry}))
     return MappingProxyType(models)
 
 
@@ -297,7 +297,7 @@ def _devices() -> Mapping[str, Device]:
     for table in _tables("devices"):
         for name, entry in table.items():
             names = [name, *entry.pop("aliases", [])]
-            _add(devices, names, Device(**dict(converted(key, value) for key, value in entry.items())))
+            _add(devices, names, Device(**dict(convert_units(key, value) for key, value in entry.items())))
     return MappingProxyType(devices)
 
 
@@ -315,7 +315,7 @@ def _machines() -> Mapping[str, Machine]:
     return MappingProxyType(machines_by_name)
 
 
-def converted(key: str, value: Any) -> tuple[str, Any]:
+def convert_units(key: str, value: Any) -> tuple[str, Any]:
     """Convert a key of a device table and its number to the field of Device and its value."""
     for ending, (unit, factor) in UNITS.items():
         if key.endswith(ending):

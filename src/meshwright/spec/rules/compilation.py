@@ -105,7 +105,7 @@ def hindrances(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tu
         yield f"captures one model, and recipe.objective={recipe.objective} has two", OFF
 
 
-def left_to_auto(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+def explain_auto_off(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield why layout.cuda_graphs=auto is off, as things that every graph, or some device, does."""
     # `on` is refused for these by the rules of quantized weights, and by the check of the device.
     if not can_be_compiled(shape, recipe.fake_quantize):

@@ -5,7 +5,7 @@ Readers are the model (its parameters), the planner (bytes on a rank), the engin
 and vocab. `ep` splits experts. `""` = whole on every tp rank. ZeRO's cut of the rest follows `boxes.sharded_dim`.
 
 Engine and planner also learn here which tp ranks hold the same part of a parameter (`tp_holders`), and which have only
-a part of its gradient (`tp_parts`). `held.common` applies both to a rank. `Parameter.matrices` are those for Muon.
+a part of its gradient (`tp_parts`). `held.list_common` applies both to a rank. `Parameter.matrices` are those for Muon.
 """
 
 from collections.abc import Iterator, Mapping

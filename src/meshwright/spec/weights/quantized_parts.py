@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.quantization_schemes import WIDTHS, Scheme, Size, scheme_named
+from meshwright.spec.model.quantization_schemes import WIDTHS, Scheme, Size, find_scheme
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.boxes import Box, boxes_of
 from meshwright.spec.weights.inventory import Parameter, parameters
@@ -93,7 +93,7 @@ class CodesCut:
 
 def bytes_of_codes(name: str, box: Box, ranks: int = 1) -> int:
     """Return the number of bytes that a rank holds of a quantized matrix. 0 for an empty scheme name."""
-    scheme = scheme_named(name)
+    scheme = find_scheme(name)
     if scheme is None:
         return 0
     if ranks > 1:
@@ -103,7 +103,7 @@ def bytes_of_codes(name: str, box: Box, ranks: int = 1) -> int:
 
 def lines_of_codes(name: str, box: Box) -> int:
     """Return the number of lines of a matrix's run."""
-    scheme = scheme_named(name)
+    scheme = find_scheme(name)
     return 0 if scheme is None else lines(CodesCut(scheme=scheme, box=box).sizes().values())
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.serving.http.api_error import ApiError, bad_request
 from meshwright.spec.errors import printable
-from meshwright.spec.presets import suggested
+from meshwright.spec.presets import suggest
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("none",), "functions": ([],), "logit_processors": (), "metadata": ({},),
@@ -43,7 +43,7 @@ def checked_fields(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
         if name in known:
             present[name] = _without_nulls(content)
         elif name not in NEUTRAL:
-            close = f"; {suggested(name, known, 1)}"
+            close = f"; {suggest(name, known, 1)}"
             raise bad_request(f"{printable(name)[:60]} is not known{close}", printable(name)[:60], "unknown_parameter")
         elif not any(content == neutral and type(content) is type(neutral) for neutral in NEUTRAL[name]):
             raise bad_request(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
