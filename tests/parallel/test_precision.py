@@ -176,7 +176,7 @@ def _average(bucket: Bucket) -> None:
 
 def _keep_apart(bucket: Bucket) -> None:
     """No sum over ranks at all."""
-    bucket.missing = bucket.made_here
+    bucket.missing = bucket.gradients
 
 
 def _forget(micro_pass: MicroPass, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshwright.parallel.health import heartbeat as pulses
 from meshwright.parallel.health import watchdog
 from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, HeartbeatWatch
-from meshwright.parallel.health.rendezvous import meet, named
+from meshwright.parallel.health.rendezvous import meet, name_ranks
 from meshwright.parallel.health.watchdog import FAILED, TERMINATED, Limits, RankPlace, Watchdog, _Observed, judge
 from meshwright.spec.errors import RunError
 from meshwright.training.phases import PHASES, READS
@@ -329,4 +329,4 @@ def test_who_does_not_come_is_named() -> None:
         meet(dist.HashStore(), 0, 3, 0.1)
     with pytest.raises(RunError, match="rank 1 waited 0 s for rank 0"):
         meet(dist.HashStore(), 1, 3, 0.1)
-    assert named({4}) == "rank 4" and named(set(range(8))) == "ranks 0, 1, 2, 3, 4 and 3 more"
+    assert name_ranks({4}) == "rank 4" and name_ranks(set(range(8))) == "ranks 0, 1, 2, 3, 4 and 3 more"

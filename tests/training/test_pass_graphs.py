@@ -237,7 +237,7 @@ def test_nodes_that_outlive_a_pass_are_made_on_its_stream(ranks: str) -> None:
     engine = engine_of(LLAMA, Layout(compile="off"), "bf16", micro_batches=2 if ranks == "one rank" else 1)
     if ranks == "replicas":
         parameters = list(engine.parameters.values())
-        bucket = Bucket(parameters, engine.mesh["data"], torch.float32, made_here=len(parameters))
+        bucket = Bucket(parameters, engine.mesh["data"], torch.float32, gradients=len(parameters))
         engine = replace(engine, replicas=(Replicas([bucket]),))
     recorder = StreamRecorder(engine.parameters.values())
     engine = replace(engine, graphs=PassGraphs(model=engine.model, capture=recorder, replicas=engine.replicas))

@@ -59,13 +59,13 @@ def _welcome(store: dist.Store, world: int, limit_s: float) -> str:
                     greeted.add(word)
         if missing and time.monotonic() > end:
             raise RunError(
-                f"{_name_ranks(missing)} of {world} did not come within {limit_s:.0f} s: is every node started?"
+                f"{name_ranks(missing)} of {world} did not come within {limit_s:.0f} s: is every node started?"
             )
         time.sleep(PAUSE_S)
     return attempt
 
 
-def _name_ranks(ranks: set[int]) -> str:
+def name_ranks(ranks: set[int]) -> str:
     """Return `rank 3`, `ranks 3 and 4`, or `ranks 3, 4, 5, 6, 7 and 9 more`."""
     shown = [str(rank) for rank in sorted(ranks)[:SHOWN]]
     if len(ranks) > SHOWN:
