@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data import Corpus, prepare
-from meshwright.data.corpus.pool import cores
+from meshwright.data.corpus.pool import count_cores
 from meshwright.data.text.sources import Source
 from meshwright.data.tokens.word_encoder import library
 from meshwright.spec import Data
@@ -63,7 +63,7 @@ def measure(data: Data, rounds: int) -> dict[str, object]:
     return {
         "text_bytes": size,
         "documents": len(texts),
-        "cores": cores(),
+        "cores": count_cores(),
         "rounds": rounds,
         "megabytes_per_second": speed,
         "seconds": {name: min(times) for name, times in seconds.items()},

@@ -12,7 +12,7 @@ from meshwright import planfile
 from meshwright.api.plan_reading import read_folder
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
-from meshwright.data.chat.named_templates import named_template
+from meshwright.data.chat.prompt import named_template
 from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.resume.pretrained import keep_extra_files

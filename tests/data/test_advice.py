@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data import prepare
-from meshwright.data.report.advice import advice
+from meshwright.data.report import advice
 from meshwright.planfile import read
 from meshwright.spec import BatchStage, Data, Plan
 from tests.data.chats_for_tests import tokenizer_json

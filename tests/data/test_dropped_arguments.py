@@ -105,9 +105,9 @@ def test_an_argument_is_missed_where_another_one_gives_the_same_text(kind: str, 
     ours = ChatTemplate(source, {}, date(2026, 1, 1))
     if dropped:
         with pytest.raises(DataError, match="drops what a tool call of message 2 is given: "):
-            rendering.conversation(row, ours, Policy(train_on="all"))
+            rendering.render_conversation(row, ours, Policy(train_on="all"))
     else:
-        [marked] = rendering.conversation(row, ours, Policy(train_on="all"))
+        [marked] = rendering.render_conversation(row, ours, Policy(train_on="all"))
         assert marked.text == text
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.text import pieces, rows
-from meshwright.data.text.encodings import wide_encoding
+from meshwright.data.text.pieces import wide_encoding
 from meshwright.data.text.rows import Malformed
 from meshwright.spec.errors import DataError
 

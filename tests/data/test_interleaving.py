@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sequences.interleaving import PERIOD, Interleaving
+from meshwright.data.sequences.numbered_rows import PERIOD, Interleaving
 
 SHARES = st.lists(st.fractions(Fraction(1, 40), 50, max_denominator=40), min_size=1, max_size=8)
 

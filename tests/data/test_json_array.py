@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.text import json_array
-from meshwright.data.text.json_array import _ArrayReader, objects
+from meshwright.data.text import rows
+from meshwright.data.text.rows import _ArrayReader, objects
 from meshwright.spec.errors import DataError
 
 VALUES = st.recursive(
@@ -35,7 +35,7 @@ def read(data: bytes, block: int) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_array, "_BLOCK", 1)
+    monkeypatch.setattr(rows, "_BLOCK", 1)
 
 
 @settings(max_examples=150, deadline=None)
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said_with_its_place(text: bytes, sentence: str | None,
 
 
 def test_a_row_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_array, "MOST_CHARACTERS", 1000)
+    monkeypatch.setattr(rows, "MOST_CHARACTERS", 1000)
 
     def endless() -> Any:
         yield b'[{"a": "'
@@ -119,7 +119,7 @@ def test_a_row_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPat
 MEASURE = """
 import sys, tracemalloc
 from pathlib import Path
-from meshwright.data.text.json_array import objects
+from meshwright.data.text.rows import objects
 tracemalloc.start()
 number = sum(1 for _ in objects(Path(sys.argv[1])))
 print(number, tracemalloc.get_traced_memory()[1])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sequences.mixed_rows import MixedRows, limits
+from meshwright.data.sequences.numbered_rows import MixedRows, divide_limit
 from meshwright.data.sequences.windows import IGNORED, NumberedRows, Sampler, Sequences
 from tests.data.test_sample_rows import Samples, sample_lists
 from tests.data.test_sample_rows import rows as sample_rows
@@ -113,7 +113,7 @@ def test_an_evaluation_has_each_row_once_and_whole_batches(
     assert [len(batch.tokens) for batch in batches[:-1]] == [count] * (len(batches) - 1)
     assert 0 < len(batches[-1].tokens) <= count
     tokens = np.concatenate([batch.tokens for batch in batches])
-    most = limits(weights, limit)
+    most = divide_limit(weights, limit)
     expected = [
         batch.tokens
         for source_rows, share in zip(rows, most, strict=True)
@@ -123,6 +123,6 @@ def test_an_evaluation_has_each_row_once_and_whole_batches(
 
 
 def test_limits_are_by_weight_and_at_least_one() -> None:
-    assert limits([0.7, 0.3], 64) == [45, 19]
-    assert limits([1000, 1], 8) == [8, 1]
-    assert limits([1, 2], 0) == [0, 0]
+    assert divide_limit([0.7, 0.3], 64) == [45, 19]
+    assert divide_limit([1000, 1], 8) == [8, 1]
+    assert divide_limit([1, 2], 0) == [0, 0]

@@ -12,8 +12,14 @@ import tokenizers
 from hypothesis import given, settings
 
 from meshwright.data.chat.encoder import TRAINED, EncodedSample, row_encoder, unpack
-from meshwright.data.chat.named_templates import check_format, fitting_formats, named_template
-from meshwright.data.chat.prompt import chat_prompt, template_of, turn_end_ids
+from meshwright.data.chat.prompt import (
+    chat_prompt,
+    check_format,
+    fitting_formats,
+    named_template,
+    template_of,
+    turn_end_ids,
+)
 from meshwright.data.chat.template import DEFAULT
 from meshwright.data.corpus import sample_cache
 from meshwright.data.tokens.tokenizer import Tokenizer

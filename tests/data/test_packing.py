@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from meshwright.data.sequences.packing import Packed, alone, best_fit
+from meshwright.data.sequences.sample_rows import Packed, best_fit, put_alone
 
 
 def naive(lengths: NDArray[np.int64], capacity: int) -> tuple[list[int], list[int]]:
@@ -59,7 +59,7 @@ def test_every_sample_is_in_one_row_that_takes_it(case: tuple[NDArray[np.int64],
     fill = [int(lengths[row].sum()) for row in map(packed.row, range(len(packed)))]
     assert all(0 < tokens <= capacity for tokens in fill)
     assert sum(1 for tokens in fill if 2 * tokens <= capacity) <= 1, "two rows that are half empty would be one"
-    assert rows_of(alone(lengths, capacity)) == [[sample] for sample in range(len(lengths))]
+    assert rows_of(put_alone(lengths, capacity)) == [[sample] for sample in range(len(lengths))]
 
 
 def test_a_large_set_of_real_lengths_leaves_little_empty() -> None:

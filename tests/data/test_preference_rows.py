@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import prepare
-from meshwright.data.report.figures import view
-from meshwright.data.report.run_reading import fit
+from meshwright.data.report import note_fit, view
 from meshwright.data.sequences.numbered_rows import numbered_rows
-from meshwright.data.sequences.sample_rows import SampleRows, shared
+from meshwright.data.sequences.sample_rows import SampleRows, share_row
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
 from meshwright.spec.recipe.recipe import most_answers
@@ -37,7 +36,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> str:
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=8), st.integers(4, 64))
 def test_answers_share_a_row_fairly(lengths: list[tuple[int, int]], sequence: int) -> None:
     given_lengths = np.array(lengths)
-    fitted = shared(given_lengths, sequence)
+    fitted = share_row(given_lengths, sequence)
     assert (fitted <= given_lengths).all() and (fitted.sum(1) <= sequence).all()
     whole = given_lengths.sum(1) <= sequence
     assert (fitted[whole] == given_lengths[whole]).all(), "what fits stays whole"
@@ -71,7 +70,7 @@ def test_long_pairs_are_cut_at_the_end_of_both_left_out_or_refused(tmp_path: Pat
     assert (rows.fitted.overlong, rows.fitted.left_out, rows.fitted.untrained, rows.fitted.retained) == (3, 1, 1, 2)
     lengths = sorted(np.unique(row, return_counts=True)[1].tolist() for row in rows.take(0, 2).documents)
     assert lengths == [[5 + 1, 14], [10, 10]]
-    [cut, out] = fit(rows, Data(path="x", form="samples"))
+    [cut, out] = note_fit(rows, Data(path="x", form="samples"))
     assert "3 pairs longer than a row" in cut and "1 pair left out" in out
     assert rows_of(tmp_path, lines[0], pair("a", "b", "c"), sequence=20, overlong="drop").fitted.retained == 1
     with pytest.raises(DataError, match=r"3 of 3 pairs are longer than recipe.sequence=20 tokens, the longest 67"):
@@ -104,5 +103,5 @@ def test_pairs_are_shown_whatever_the_objective(tmp_path: Path) -> None:
 
 def test_a_run_names_the_pairs_that_compare_an_answer_with_itself(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, pair("a", "same", "same"), pair("b", "same", "same"), pair("c", "yes", "no"))
-    [note] = fit(rows, Data(path="x", form="samples"))
+    [note] = note_fit(rows, Data(path="x", form="samples"))
     assert note == "2 pairs have two equal answers, which teach nothing"

@@ -38,7 +38,7 @@ def rendered(source: str, fields: Any, policy: Policy = AUTO) -> list[Marked]:
     fields = {"messages": fields} if isinstance(fields, list) else fields
     parsed = sample(("chat.jsonl:1", fields))
     assert isinstance(parsed, Conversation)
-    return rendering.conversation(parsed, ChatTemplate(source, SPELLED, DAY), policy)
+    return rendering.render_conversation(parsed, ChatTemplate(source, SPELLED, DAY), policy)
 
 
 def trained(source: str, fields: Any, policy: Policy = AUTO) -> list[str]:

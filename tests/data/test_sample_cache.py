@@ -14,7 +14,7 @@ import pytest
 from meshwright.data.chat.encoder import TRAINED
 from meshwright.data.corpus import sample_cache
 from meshwright.data.corpus.corpus import Corpus
-from meshwright.data.report.advice import named_columns
+from meshwright.data.report import named_columns
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import CHATML, QWEN3, tokenizer_json, unmarked

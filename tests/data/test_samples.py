@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.chat.samples import Continuation, Conversation, Preference, Sample, TokenIds, sample, unread
+from meshwright.data.chat.samples import (
+    Continuation,
+    Conversation,
+    Preference,
+    Sample,
+    TokenIds,
+    find_unread_columns,
+    sample,
+)
 from meshwright.data.text import rows
 from meshwright.spec.errors import DataError
 
@@ -257,4 +265,4 @@ def test_broken_json_is_named_by_line_and_column(line: str, sentence: str, tmp_p
     ],
 )
 def test_columns_that_no_sample_is_made_of(fields: Any, others: set[str]) -> None:
-    assert unread(fields) == others
+    assert find_unread_columns(fields) == others

@@ -8,7 +8,7 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.cli.verbs import data as verb
 from meshwright.data import Sampler, prepare
-from meshwright.data.report.figures import view
+from meshwright.data.report import view
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
 
@@ -63,7 +63,7 @@ def test_people_see_borders(texts: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_ignored_targets_are_struck_through(tmp_path: Path) -> None:
     rich = pytest.importorskip("rich.text")
-    from meshwright.data.report.figures import Token
+    from meshwright.data.report import Token
 
     tokens = [Token(id=n, text="ab"[n], document=n, position=0, target=(None, 1)[n]) for n in range(2)]
     assert ["strike" in verb._style(token, 0) for token in tokens] == [True, False]

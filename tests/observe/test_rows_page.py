@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.data import prepare
-from meshwright.data.report.figures import DataView, view
+from meshwright.data.report import DataView, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data, Recipe
 from tests.planner.browser import CHROMIUM, Browser

@@ -14,7 +14,7 @@ from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.data.corpus import token_cache
 from meshwright.data.corpus.corpus import MixedStream
-from meshwright.data.report.run_reading import announced
+from meshwright.data.report import describe_run
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, Plan
@@ -154,7 +154,7 @@ def source_lines(plan: Plan) -> list[tuple[str, str]]:
     """The lines of data before the first step."""
     corpus = prepare(plan.data)
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
-    return list(announced(plan.data, plan.recipe.over(len(rows)), corpus.train, rows))
+    return list(describe_run(plan.data, plan.recipe.over(len(rows)), corpus.train, rows))
 
 
 def test_what_is_read_of_each_source_is_said_before_the_start(make: Make) -> None:

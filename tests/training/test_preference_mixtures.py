@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from meshwright.data import prepare
-from meshwright.data.sequences.mixed_rows import MixedRows
-from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import MixedRows, numbered_rows
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, DataError

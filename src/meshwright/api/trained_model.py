@@ -15,8 +15,7 @@ from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus.corpus import MixedStream, TokenStream
 from meshwright.data.preparation import form_of
-from meshwright.data.sequences.mixed_rows import MixedRows
-from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.data.sequences.numbered_rows import MixedRows, numbered_rows
 from meshwright.model import Sampling, Transformer
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device

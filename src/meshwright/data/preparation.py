@@ -9,14 +9,14 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Literal
 
-from meshwright.data.chat.named_templates import named_template
+from meshwright.data.chat.prompt import named_template
 from meshwright.data.chat.samples import Preference, Sample, is_sample, sample
 from meshwright.data.corpus import sample_cache, token_cache
 from meshwright.data.corpus.cache_folder import Progress
 from meshwright.data.corpus.corpus import Corpus, MixedStream, Stream, TokenStream
-from meshwright.data.corpus.token_cache import TRAINING_CHARACTERS, beginning, trained_folder
+from meshwright.data.corpus.token_cache import TRAINING_CHARACTERS, read_beginning, train_tokenizer
 from meshwright.data.sequences.numbered_rows import check_alike
-from meshwright.data.text.rows import Malformed, MalformedRows, all_malformed, require_hub
+from meshwright.data.text.rows import Malformed, MalformedRows, require_hub, sum_malformed
 from meshwright.data.text.sources import Source
 from meshwright.data.tokens.tokenizer import Tokenizer, tokenizer_file
 from meshwright.spec import Data
@@ -41,7 +41,7 @@ def prepare(
 
 def _prepare_mixture(data: Data, prepare_source: Callable[[Data], Corpus], cache_root: Path | None) -> Corpus:
     """Prepare all sources with one tokenizer. Raises DataError naming the source, or all malformed rows."""
-    with_tokenizer = replace(data, tokenizer=_common_tokenizer(data, cache_root or writable_root()))
+    with_tokenizer = replace(data, tokenizer=_choose_tokenizer(data, cache_root or writable_root()))
     corpora, refusals = list[Corpus](), list[str]()
     for source in with_tokenizer.sources:
         try:
@@ -56,45 +56,45 @@ def _prepare_mixture(data: Data, prepare_source: Callable[[Data], Corpus], cache
         together = repr([corpus.fingerprint for corpus in corpora])
         fingerprint = hashlib.blake2b(together.encode(), digest_size=20).hexdigest()
     return Corpus(
-        train=MixedStream(parts=_numbered(corpus.train for corpus in corpora), weights=weights),
-        validation=MixedStream(parts=_numbered(corpus.validation for corpus in corpora), weights=weights),
+        train=MixedStream(parts=_number_documents(corpus.train for corpus in corpora), weights=weights),
+        validation=MixedStream(parts=_number_documents(corpus.validation for corpus in corpora), weights=weights),
         tokenizer=corpora[0].tokenizer,
         fingerprint=fingerprint,
         key=fingerprint[:24],
         unread=sum((Counter(corpus.unread) for corpus in corpora), Counter()),
-        malformed=all_malformed(corpus.malformed for corpus in corpora),
+        malformed=sum_malformed(corpus.malformed for corpus in corpora),
     )
 
 
-def _numbered(streams: Iterable[Stream]) -> tuple[TokenStream, ...]:
+def _number_documents(streams: Iterable[Stream]) -> tuple[TokenStream, ...]:
     """Return each source's stream with the number of documents before it."""
     parts = [part for stream in streams for part in stream.parts]
     before = accumulate((part.num_documents for part in parts), initial=0)
     return tuple(replace(part, first=first) for part, first in zip(parts, before, strict=False))
 
 
-def _common_tokenizer(data: Data, root: Path) -> str:
+def _choose_tokenizer(data: Data, root: Path) -> str:
     """Return the tokenizer of all sources as a value of data.tokenizer that no folder changes."""
     sources = [Source(part) for part in data.sources]
     if data.tokenizer == "auto":
         beside = [source.folder / "tokenizer.json" for source in sources if source.folder is not None]
         files = {file.resolve(): file for file in beside if file.is_file()}
-        known = {Tokenizer.load(file.parent).fingerprint: file for file in files.values()}
-        if len(known) > 1:
-            names = " and ".join(str(file) for file in islice(known.values(), 2))
+        by_fingerprint = {Tokenizer.load(file.parent).fingerprint: file for file in files.values()}
+        if len(by_fingerprint) > 1:
+            names = " and ".join(str(file) for file in islice(by_fingerprint.values(), 2))
             raise DataError(f"a mixture has one tokenizer, and its sources have {names}: name one with data.tokenizer")
-        return str(next(iter(known.values()), "auto"))
+        return str(next(iter(by_fingerprint.values()), "auto"))
     if not data.tokenizer.startswith("bpe:"):
         return data.tokenizer
-    return str(_trained_tokenizer(data, sources, root) / "tokenizer.json")
+    return str(_train_tokenizer(data, sources, root) / "tokenizer.json")
 
 
-def _trained_tokenizer(data: Data, sources: list[Source], root: Path) -> Path:
+def _train_tokenizer(data: Data, sources: list[Source], root: Path) -> Path:
     """Return the folder of a tokenizer trained on equal parts of every source, whatever their weights."""
     signatures = repr([source.signature() for source in sources])
     digest = hashlib.blake2b(signatures.encode(), digest_size=20).hexdigest()
-    texts = (piece for source in sources for piece in beginning(source, TRAINING_CHARACTERS // len(sources)))
-    return trained_folder(data.tokenizer, digest, root, texts)
+    texts = (piece for source in sources for piece in read_beginning(source, TRAINING_CHARACTERS // len(sources)))
+    return train_tokenizer(data.tokenizer, digest, root, texts)
 
 
 def check_sources(data: Data) -> None:
@@ -107,16 +107,14 @@ def check_sources(data: Data) -> None:
         tokenizer_file(data.tokenizer)
     if data.form == SAMPLES:
         named_template(data.template)
-    for each in data.sources or (data,):
-        if each.path.startswith("hub:"):
-            require_hub(each.path)
-        if each.path == STDLIB or each.path.startswith("hub:"):
-            continue
-        if _begins_malformed(each):
-            prepare(data)
+    for source in data.sources or (data,):
+        if source.path.startswith("hub:"):
+            require_hub(source.path)
+        elif source.path != STDLIB and _must_refuse(source):
+            prepare(data)  # reads all rows, and raises with the names of all malformed ones
 
 
-def _begins_malformed(data: Data) -> bool:
+def _must_refuse(data: Data) -> bool:
     """Return whether a row at the beginning of a source must be refused."""
     source, malformed = Source(data), MalformedRows()
     if data.form == SAMPLES:

@@ -10,8 +10,7 @@ import torch
 
 from meshwright import planfile
 from meshwright.data import Corpus
-from meshwright.data.report.advice import advice
-from meshwright.data.report.run_reading import announced
+from meshwright.data.report import advice, describe_run
 from meshwright.data.sequences.numbered_rows import NumberedRows
 from meshwright.parallel import Mesh, build_engine
 from meshwright.parallel.apply import round_weights
@@ -278,7 +277,7 @@ def announce_run(job: Job, corpus: Corpus, rows: NumberedRows, start: Start) -> 
             "weights behind them"
         )
     notes += advice(plan, corpus)
-    job.add_lines(*announced(plan.data, plan.recipe, corpus.train, rows, start.read))
+    job.add_lines(*describe_run(plan.data, plan.recipe, corpus.train, rows, start.read))
     job.add_lines(*(("note", note) for note in notes))
 
 

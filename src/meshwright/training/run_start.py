@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.data import Corpus
-from meshwright.data.report.run_reading import plainly_written, unscored
+from meshwright.data.report import note_plain_template, note_unscored
 from meshwright.formats.hub import unwritable
 from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.graphs.compiling import compile_notes, is_compiled
@@ -45,8 +45,8 @@ def run_info(
         foreseen=forecast.sentences,
         notes=(
             *notes,
-            *plainly_written(plan.data, corpus),
-            *(unscored(plan.data, plan.recipe, corpus) if plan.recipe.eval_every else ()),
+            *note_plain_template(plan.data, corpus),
+            *(note_unscored(plan.data, plan.recipe, corpus) if plan.recipe.eval_every else ()),
         ),
     )
 

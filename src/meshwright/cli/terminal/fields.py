@@ -40,14 +40,14 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
 
 def _data(info: RunInfo) -> str:
     """Describe the text, its tokens, and how often the run reads it."""
-    from meshwright.data.report.advice import how_often
+    from meshwright.data.report import describe_times
 
     data = info.plan.data
     name = many(len(data.mixture), "source") if data.mixture else data.path
     text = f"{name}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"
     if data.mixture or data.form == "samples":  # the lines of sources and of rows say how often each is read
         return text
-    return f"{text}, {how_often(info.run_tokens / max(1, info.train_tokens))}"
+    return f"{text}, {describe_times(info.run_tokens / max(1, info.train_tokens))}"
 
 
 def layout_line(layout: Layout) -> str:

@@ -23,8 +23,7 @@ from meshwright.api.plan_reading import read_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
 from meshwright.data.preparation import form_of
-from meshwright.data.report.advice import named_columns
-from meshwright.data.report.figures import DataView, SampleFigures, StreamFigures, Token, heading, view
+from meshwright.data.report import DataView, SampleFigures, StreamFigures, Token, heading, named_columns, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
 from meshwright.spec.plan.plan import SAMPLES, STDLIB

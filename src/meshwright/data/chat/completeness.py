@@ -40,12 +40,12 @@ def check_complete(
 
     Thoughts of other turns are not part of what a model sees.
     """
-    squeezed = _squeezed(text)
+    squeezed = _remove_blanks(text)
     contents = [_forms(message) for message in messages]
-    missing = None if _stand_in_order(contents, squeezed) else _missing(contents, squeezed)
+    missing = None if _follow_in_order(contents, squeezed) else _find_missing(contents, squeezed)
     if missing is not None:
-        known = messages[missing]["role"] in ROLES
-        raise (IncompleteRendering if known else MalformedRowError)(
+        is_known_role = messages[missing]["role"] in ROLES
+        raise (IncompleteRendering if is_known_role else MalformedRowError)(
             f"the chat template drops text of message {missing + 1} ({messages[missing]['role']}): "
             f"{contents[missing][-1].strip()[:60]!r} is missing in the rendered text. Take another data.template, "
             "or another role"
@@ -61,10 +61,10 @@ def _forms(message: Message) -> tuple[str, ...]:
     """
     content = str(message.get("content") or "")
     thinks = message["role"] == "assistant" or message["role"] not in ROLES
-    return (content, without_thoughts(content)) if thinks and "</think>" in content else (content,)
+    return (content, remove_thoughts(content)) if thinks and "</think>" in content else (content,)
 
 
-def _stand_in_order(contents: Sequence[tuple[str, ...]], text: str) -> bool:
+def _follow_in_order(contents: Sequence[tuple[str, ...]], text: str) -> bool:
     """Return whether each content follows the previous one, in a text without blanks."""
     for forms in contents:
         start, length = _locate(forms, text)
@@ -74,12 +74,12 @@ def _stand_in_order(contents: Sequence[tuple[str, ...]], text: str) -> bool:
     return True
 
 
-def _missing(contents: Sequence[tuple[str, ...]], text: str) -> int | None:
+def _find_missing(contents: Sequence[tuple[str, ...]], text: str) -> int | None:
     """Return the number of a content that has no part of the text to itself, in any order, or None.
 
     The longest contents are looked up first: "hi" is in "hi there".
     """
-    for number in sorted(range(len(contents)), key=lambda number: -len(_squeezed(contents[number][0]))):
+    for number in sorted(range(len(contents)), key=lambda number: -len(_remove_blanks(contents[number][0]))):
         start, length = _locate(contents[number], text)
         if start < 0:
             return number
@@ -90,7 +90,7 @@ def _missing(contents: Sequence[tuple[str, ...]], text: str) -> int | None:
 def _check_thoughts(messages: Sequence[Message], answers: Sequence[int], squeezed: str) -> None:
     """Raise IncompleteRendering when a thought of an answer is missing: a model would learn to answer without one."""
     for number in answers:
-        for thought in _thoughts(messages[number]):
+        for thought in _list_thoughts(messages[number]):
             if _locate((thought,), squeezed)[0] < 0:
                 raise IncompleteRendering(
                     f"the chat template drops the thoughts of message {number + 1}: {thought.strip()[:60]!r} is "
@@ -98,7 +98,7 @@ def _check_thoughts(messages: Sequence[Message], answers: Sequence[int], squeeze
                 )
 
 
-def _thoughts(message: Message) -> list[str]:
+def _list_thoughts(message: Message) -> list[str]:
     """Return the thoughts beside an answer, under the name that counts, or those within its content."""
     named = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     content = str(message.get("content") or "")
@@ -116,26 +116,26 @@ def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate
     if not tools and not any(message.get("tool_calls") for message in messages):
         return
 
-    def rendered(signs: _Signs) -> str:
+    def render(signs: _Signs) -> str:
         signed_tools = [signs.tool(tool) for tool in tools or ()]
         signed = [signs.message(number, message) for number, message in enumerate(messages, start=1)]
         return template.render(signed, signed_tools or None).text
 
     signs, text = _Signs(), ""
     with contextlib.suppress(DataError):  # a template that looks for an argument by its name finds none
-        text = rendered(signs)
+        text = render(signs)
     rendered_words = {word.index for word in signs.words if word.sign and word.sign in text}
     if not text or any(sign not in text for sign in (*signs.complaints, *signs.names)):
         signs = _Signs(signs_names=False)
-        text = rendered(signs)
+        text = render(signs)
     lost = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
     if lost is None:
-        lost = _lost_in([word for word in signs.words if word.index not in rendered_words], signs, text, rendered)
+        lost = _find_lost([word for word in signs.words if word.index not in rendered_words], signs, text, render)
     if lost is not None:
         raise IncompleteRendering(f"the chat template drops {lost}")
 
 
-def _lost_in(words: "Sequence[_Word]", signs: "_Signs", text: str, rendered: "Callable[[_Signs], str]") -> str | None:
+def _find_lost(words: "Sequence[_Word]", signs: "_Signs", text: str, render: "Callable[[_Signs], str]") -> str | None:
     """Return the complaint about the first of these words that may be missing, or None.
 
     All words are changed at once. One that stands alone behind a sign is present when the text behind that sign
@@ -144,8 +144,8 @@ def _lost_in(words: "Sequence[_Word]", signs: "_Signs", text: str, rendered: "Ca
     """
     if len(words) > 1:
         with contextlib.suppress(DataError):
-            changed = rendered(_Signs(signs_names=signs.signs_names, changed={word.index for word in words}))
-            before, behind = (_behind_signs(version) for version in (text, changed))
+            changed = render(_Signs(signs_names=signs.signs_names, changed={word.index for word in words}))
+            before, behind = (_split_at_signs(version) for version in (text, changed))
             preceding = [signs.behind(word, before) for word in words]
             alone = Counter(preceding)
             words = [
@@ -154,12 +154,12 @@ def _lost_in(words: "Sequence[_Word]", signs: "_Signs", text: str, rendered: "Ca
             ]  # fmt: skip
     for word in list(reversed(words))[:_MOST_RENDERED]:
         with contextlib.suppress(DataError):
-            if rendered(_Signs(signs_names=signs.signs_names, changed=(word.index,))) == text:
+            if render(_Signs(signs_names=signs.signs_names, changed=(word.index,))) == text:
                 return word.complaint
     return None
 
 
-def _behind_signs(text: str) -> dict[str, str]:
+def _split_at_signs(text: str) -> dict[str, str]:
     """Return {sign: text between it and the next sign}, joined over all its occurrences."""
     parts = _ANY_SIGN.split(text)
     between: dict[str, str] = {}
@@ -217,7 +217,7 @@ class _Signs:
             "the tool {name!r}: it is not in the rendered text; take a data.template that writes tools, or remove the "
             "column 'tools'"
         )
-        return self._named(tool, complaint)
+        return self._sign_name(tool, complaint)
 
     def message(self, number: int, message: Message) -> Message:
         """Return a message whose calls have signs as names, and as names and texts of their arguments."""
@@ -228,9 +228,9 @@ class _Signs:
             f"a tool call of message {number}: {{name!r}} is not in the rendered text; take a data.template that "
             "writes tool_calls"
         )
-        return {**message, "tool_calls": [self._call(self._named(call, complaint), number) for call in calls]}
+        return {**message, "tool_calls": [self._sign_call(self._sign_name(call, complaint), number) for call in calls]}
 
-    def _named(self, entry: Any, complaint: str) -> Any:
+    def _sign_name(self, entry: Any, complaint: str) -> Any:
         """Return {"function": {"name": ...}} or {"name": ...} with a sign as its name."""
         inner = entry.get("function", entry) if isinstance(entry, Mapping) else None
         if not isinstance(inner, Mapping) or "name" not in inner:
@@ -238,7 +238,7 @@ class _Signs:
         signed = {**inner, "name": self._sign(complaint.format(name=str(inner["name"])))}
         return {**entry, "function": signed} if "function" in entry else signed
 
-    def _call(self, call: Any, number: int) -> Any:
+    def _sign_call(self, call: Any, number: int) -> Any:
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or "arguments" not in inner:
             return call
@@ -246,16 +246,19 @@ class _Signs:
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 opened = json.loads(arguments)
-        signed = self._argument(arguments if opened is None else opened, number)
+        signed = self._sign_argument(arguments if opened is None else opened, number)
         function = {**inner, "arguments": signed if opened is None else json.dumps(signed)}
         return {**call, "function": function} if "function" in call else function
 
-    def _argument(self, argument: Any, number: int) -> Any:
+    def _sign_argument(self, argument: Any, number: int) -> Any:
         """Return an argument with signs as its names, texts and numbers, at any depth."""
         if isinstance(argument, Mapping):
-            return {self._name(str(name), number): self._argument(part, number) for name, part in argument.items()}
+            return {
+                self._sign_argument_name(str(name), number): self._sign_argument(part, number)
+                for name, part in argument.items()
+            }
         if isinstance(argument, list | tuple):
-            return [self._argument(part, number) for part in argument]
+            return [self._sign_argument(part, number) for part in argument]
         complaint = _LOST_ARGUMENT.format(
             number=number, shown=repr(argument[:60]) if isinstance(argument, str) else json.dumps(argument)
         )
@@ -263,9 +266,9 @@ class _Signs:
             return self._sign(complaint)
         if argument is None:
             return _SIGN if self._word("", complaint) else None
-        return self._value(argument, complaint)
+        return self._sign_number(argument, complaint)
 
-    def _name(self, name: str, number: int) -> str:
+    def _sign_argument_name(self, name: str, number: int) -> str:
         sign = f"{_SIGN}a{len(self.words)}e"
         self.names += [sign] * self.signs_names
         is_changed = self._word(
@@ -273,7 +276,7 @@ class _Signs:
         )
         return f"{sign}z" if is_changed else sign if self.signs_names else name
 
-    def _value(self, argument: float, complaint: str) -> float:
+    def _sign_number(self, argument: float, complaint: str) -> float:
         """Return a sign for a number, or a boolean, negated where it is changed."""
         if isinstance(argument, bool):
             return argument != self._word("", complaint)
@@ -289,17 +292,17 @@ def _locate(forms: Sequence[str], squeezed: str) -> tuple[int, int]:
     A content may stand as it is or as JSON spells it.
     """
     spellings = [
-        _squeezed(spelling)
+        _remove_blanks(spelling)
         for content in forms
         for spelling in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     ]
     return next(((start, len(spelling)) for spelling in spellings if (start := squeezed.find(spelling)) >= 0), (-1, 0))
 
 
-def without_thoughts(content: str) -> str:
+def remove_thoughts(content: str) -> str:
     """Return the text behind `</think>`. The beginning of a thought may stand in the prompt."""
     return _THINKING.sub("", content).rpartition("</think>")[2]
 
 
-def _squeezed(text: str) -> str:
+def _remove_blanks(text: str) -> str:
     return "".join(text.split())

@@ -5,10 +5,9 @@ A mark is one byte per token: its role (rendering.ROLES), and whether it is trai
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -138,13 +137,13 @@ class _RowEncoder:
             raise MalformedRowError(str(error)) from error
         try:
             if isinstance(sample, Preference):
-                return [[self._answer(part) for part in (sample.chosen, sample.rejected)]]
-            return [[encoded] for encoded in self._encoded(sample)]
+                return [[self._encode_answer(part) for part in (sample.chosen, sample.rejected)]]
+            return [[encoded] for encoded in self._encode_sample(sample)]
         except DataError as error:
             raise type(error)(f"{readable_location(where)}: {error}") from error
 
-    def _answer(self, sample: Conversation | Continuation) -> EncodedSample:
-        encoded = self._encoded(sample)
+    def _encode_answer(self, sample: Conversation | Continuation) -> EncodedSample:
+        encoded = self._encode_sample(sample)
         if len(encoded) != 1:
             raise DataError(
                 "the chat template rewrites earlier answers when others follow, so a preference can compare its "
@@ -152,36 +151,37 @@ class _RowEncoder:
             )
         return encoded[0]
 
-    def _encoded(self, sample: Conversation | Continuation | TokenIds) -> list[EncodedSample]:
+    def _encode_sample(self, sample: Conversation | Continuation | TokenIds) -> list[EncodedSample]:
         if isinstance(sample, TokenIds):
-            return [self._token_ids(sample)]
+            return [self._take_ids(sample)]
         if isinstance(sample, Continuation):
-            return [self._marked(rendering.continuation(sample, self._settings.policy))]
+            return [self._encode_marked(rendering.render_continuation(sample, self._settings.policy))]
         return [
-            self._marked(marked) for marked in rendering.conversation(sample, self._template, self._settings.policy)
+            self._encode_marked(marked)
+            for marked in rendering.render_conversation(sample, self._template, self._settings.policy)
         ]
 
-    def _token_ids(self, sample: TokenIds) -> EncodedSample:
+    def _take_ids(self, sample: TokenIds) -> EncodedSample:
         outside = [token for token in sample.ids if not 0 <= token < self._vocab]
         if outside:
             raise MalformedRowError(f"token {outside[0]} is outside the tokenizer's vocabulary of {self._vocab:,}")
         labels = sample.labels or sample.ids
-        return self._sample(sample.ids, bytes(TRAINED if label >= 0 else 0 for label in labels))
+        return self._store_ids(sample.ids, bytes(TRAINED if label >= 0 else 0 for label in labels))
 
-    def _marked(self, marked: Marked) -> EncodedSample:
+    def _encode_marked(self, marked: Marked) -> EncodedSample:
         ids: list[int] = []
         marks = bytearray()
-        by_character = _painted(marked)
-        for begin, end in _parts(marked, cut=self._cuts):
+        by_character = _mark_characters(marked)
+        for begin, end in _cut_at_borders(marked, cut=self._cuts):
             part_ids, starts = self._encode(marked.text[begin:end])
             ids += part_ids
             marks += bytes(by_character[begin + start] for start in starts)
         if not marked.ends:
-            self._put_marks(marked.text, ids, marks)
+            self._add_ends(marked.text, ids, marks)
         self._check_ends(ids, marks)
-        return self._sample(ids, bytes(marks))
+        return self._store_ids(ids, bytes(marks))
 
-    def _put_marks(self, text: str, ids: list[int], marks: bytearray) -> None:
+    def _add_ends(self, text: str, ids: list[int], marks: bytearray) -> None:
         """Add the tokens that begin and end a text, unless it has them, perhaps before a line end."""
         before, eos = list(self._settings.begins), self._settings.eos
         if ids[: len(before)] != before:
@@ -214,13 +214,13 @@ class _RowEncoder:
             raise MalformedRowError("the text holds half a surrogate pair, which is not valid Unicode") from None
         return encoding.ids, [begin for begin, _ in encoding.offsets]
 
-    def _sample(self, ids: Sequence[int], marks: bytes) -> EncodedSample:
+    def _store_ids(self, ids: Sequence[int], marks: bytes) -> EncodedSample:
         from array import array
 
         return EncodedSample(array(self._bytes, ids).tobytes(), marks)
 
 
-def _parts(marked: Marked, *, cut: bool) -> Iterator[tuple[int, int]]:
+def _cut_at_borders(marked: Marked, *, cut: bool) -> Iterator[tuple[int, int]]:
     """Yield (begin, end) of the parts of a text, cut where training begins.
 
     A model gets the words before as its prompt, so no token may cross the border. A tokenizer that cannot encode parts
@@ -230,7 +230,7 @@ def _parts(marked: Marked, *, cut: bool) -> Iterator[tuple[int, int]]:
     return pairwise(sorted({0, len(marked.text), *inside}))
 
 
-def _painted(marked: Marked) -> bytearray:
+def _mark_characters(marked: Marked) -> bytearray:
     """Return the mark of every character, and of the end."""
     marks = bytearray(len(marked.text) + 1)
     for (begin, end), role in marked.roles:
@@ -238,11 +238,3 @@ def _painted(marked: Marked) -> bytearray:
     for begin, end in marked.trained:
         marks[begin:end] = marks[begin:end].translate(_AS_TRAINED)
     return marks
-
-
-Make = Callable[[tokenizers.Tokenizer, int], word_encoder.Encode]
-
-
-def from_json(text: str) -> Make:
-    """Return the encoder for settings given as JSON."""
-    return partial(row_encoder, settings=SampleSettings(**json.loads(text)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from meshwright.data.chat.completeness import IncompleteRendering, check_complete, without_thoughts
+from meshwright.data.chat.completeness import IncompleteRendering, check_complete, remove_thoughts
 from meshwright.data.chat.samples import Continuation, Conversation, Message
 from meshwright.data.chat.template import THOUGHTS, ChatTemplate, Rendered, Span
 from meshwright.spec.errors import DataError, MalformedRowError
@@ -50,38 +50,38 @@ class Policy:
     first."""
 
 
-def continuation(sample: Continuation, policy: Policy) -> Marked:
+def render_continuation(sample: Continuation, policy: Policy) -> Marked:
     """Return a prompt and its completion as one text."""
     border = 0 if policy.train_on == "all" else len(sample.prompt)
     text = sample.prompt + sample.completion
     return Marked(text=text, trained=((border, len(text)),), ends=False)
 
 
-def conversation(sample: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
+def render_conversation(sample: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """Return the rendered conversation, or one text per answer. Raises DataError if the template drops content."""
     template = template.with_tools if sample.tools else template
     messages = [template.joined(message) for message in sample.messages]
-    messages = [_thoughtless(message) for message in messages] if policy.thinking == "drop" else messages
-    opened = [_opened(message) for message in messages]
+    messages = [_remove_thoughts(message) for message in messages] if policy.thinking == "drop" else messages
+    opened = [_parse_arguments(message) for message in messages]
     try:
-        return _conversation(opened, sample, template, policy)
+        return _render_whole(opened, sample, template, policy)
     except DataError as error:
         if opened == messages:
             raise
         try:
-            return _conversation(messages, sample, template, policy)  # some templates write JSON as they are given it
+            return _render_whole(messages, sample, template, policy)  # some templates write JSON as they are given it
         except DataError as other:  # the form that could be written says more than the one that could not
             raise error if isinstance(error, IncompleteRendering) else other from None
 
 
-def _conversation(
+def _render_whole(
     messages: Sequence[Message], sample: Conversation, template: ChatTemplate, policy: Policy
 ) -> list[Marked]:
     full = template.render(messages, sample.tools)
-    trained = _trained(messages, sample, full, template, policy)
+    trained = _find_trained_spans(messages, sample, full, template, policy)
     if trained is None:
-        return _by_answer(messages, sample, template, policy)
-    answers = _trained_turns(messages, sample, policy) or [len(messages) - 1]
+        return _render_by_answer(messages, sample, template, policy)
+    answers = _choose_trained_turns(messages, sample, policy) or [len(messages) - 1]
     check_complete(messages, sample.tools, answers, full.text, template)
     _check_roles(messages, template)
     spans = tuple(span for span, _ in trained)
@@ -105,35 +105,35 @@ Trained = tuple[Span, str]
 """(trained span, role). An empty role = several."""
 
 
-def _trained(
+def _find_trained_spans(
     messages: Sequence[Message], sample: Conversation, full: Rendered, template: ChatTemplate, policy: Policy
 ) -> list[Trained] | None:
     """Return the trained spans. None = the template renders earlier turns in another form."""
     if policy.train_on == "all":
         return [((0, len(full.text)), "")]
-    wanted = _trained_turns(messages, sample, policy)
+    wanted = _choose_trained_turns(messages, sample, policy)
     if policy.train_on == "auto" and sample.prompt and wanted == list(range(sample.prompt, len(messages))):
         begin = _prompt_end(messages[: sample.prompt], sample, full.text, template)
         return None if begin is None else [((begin, len(full.text)), "assistant")]
     if not wanted:
         return []
     if template.marks and all(role_of(messages[turn]) == "assistant" for turn in wanted):
-        marked = _marked_turns(messages, sample, full, wanted, template)
+        marked = _find_marked_spans(messages, sample, full, wanted, template)
         return None if marked is None else [(span, "assistant") for span in marked]
     spans = [(_turn_span(messages, turn, sample, full.text, template), role_of(messages[turn])) for turn in wanted]
     return None if any(span is None for span, _ in spans) else [(span, role) for span, role in spans if span]
 
 
-def _trained_turns(messages: Sequence[Message], sample: Conversation, policy: Policy) -> list[int]:
+def _choose_trained_turns(messages: Sequence[Message], sample: Conversation, policy: Policy) -> list[int]:
     """Return the trained turns, without those of a prompt and those with `train: false` or `weight: 0`."""
     roles = {"auto": {"assistant"}, "last": {"assistant"}}.get(policy.train_on) or set(policy.train_on.split(","))
     named = [number for number, message in enumerate(messages) if role_of(message) in roles]
     turns = [turn for turn in named if turn >= sample.prompt or role_of(messages[turn]) != "assistant"]
     turns = turns[-1:] if policy.train_on == "last" else turns
-    return [turn for turn in turns if _trains(messages[turn])]
+    return [turn for turn in turns if _allows_training(messages[turn])]
 
 
-def _trains(message: Message) -> bool:
+def _allows_training(message: Message) -> bool:
     """Return whether a message itself allows training. Raises MalformedRowError for neither yes nor no."""
     for key in ("train", "weight"):
         if message.get(key, 1) not in (None, False, True, 0, 1):
@@ -143,7 +143,7 @@ def _trains(message: Message) -> bool:
     return all(message.get(key, 1) in (None, True, 1) for key in ("train", "weight"))
 
 
-def _marked_turns(
+def _find_marked_spans(
     messages: Sequence[Message], sample: Conversation, full: Rendered, wanted: Sequence[int], template: ChatTemplate
 ) -> list[Span] | None:
     """Return the template's own spans within these turns. None = earlier turns are rendered in another form."""
@@ -173,11 +173,11 @@ def _turn_span(
     if role_of(messages[turn]) != "assistant":
         before = template.render(messages[:turn], sample.tools).text if turn else ""
         return (len(before), len(until)) if until.startswith(before) else None
-    begin = (
-        _prompt_end(messages[:turn], sample, until, template)
-        if turn
-        else _unprompted_start(messages[0], sample, until, template)
-    )
+    if turn:
+        begin = _prompt_end(messages[:turn], sample, until, template)
+    else:  # nothing asks for an answer that opens a conversation: it begins where another answer changes the text
+        other = template.render([{**messages[0], "content": "\ufdd2"}], sample.tools).text
+        begin = _common_length(other, until)
     return None if begin is None else (begin, max(begin, len(until.rstrip())))
 
 
@@ -191,34 +191,29 @@ def _prompt_end(messages: Sequence[Message], sample: Conversation, text: str, te
     if text.startswith(asked):
         return len(asked)
     earlier = template.render(messages, sample.tools).text
-    common = _common(asked, text)
+    common = _common_length(asked, text)
     if not text.startswith(earlier) or common < len(earlier):
         return None
     tag = asked.rfind("<", len(earlier), common)  # both may go on with a tag, `<think>` and `<tool_call>`
     return tag if tag >= 0 and ">" not in asked[tag:common] else common
 
 
-def _unprompted_start(message: Message, sample: Conversation, text: str, template: ChatTemplate) -> int:
-    """Return the position of an answer that opens a conversation, behind the text that precedes any answer."""
-    return _common(template.render([{**message, "content": "\ufdd2"}], sample.tools).text, text)
-
-
-def _common(first: str, second: str) -> int:
+def _common_length(first: str, second: str) -> int:
     """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _by_answer(
+def _render_by_answer(
     messages: Sequence[Message], sample: Conversation, template: ChatTemplate, policy: Policy
 ) -> list[Marked]:
     """Return one sample per trained answer: the conversation up to it."""
-    turns = _trained_turns(messages, sample, policy)
+    turns = _choose_trained_turns(messages, sample, policy)
     _check_roles(messages, template)
     marked_texts = []
     for turn in turns:
         until = messages[: turn + 1]
         full = template.render(until, sample.tools)
-        spans = _last_turn(until, sample, full, template)
+        spans = _find_last_spans(until, sample, full, template)
         if spans is None:
             raise DataError(
                 f"the chat template writes turn {turn + 1} in two forms, so its trained part is not known. Put "
@@ -231,7 +226,7 @@ def _by_answer(
     return marked_texts
 
 
-def _last_turn(
+def _find_last_spans(
     messages: Sequence[Message], sample: Conversation, full: Rendered, template: ChatTemplate
 ) -> list[Span] | None:
     """Return the spans of the last turn's own words. None = unknown."""
@@ -265,26 +260,26 @@ def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
             )
 
 
-def _thoughtless(message: Message) -> Message:
+def _remove_thoughts(message: Message) -> Message:
     """Return an answer without its thoughts."""
     if role_of(message) != "assistant":
         return message
     remaining: dict[str, Any] = {name: part for name, part in message.items() if name not in THOUGHTS}
     if isinstance(remaining.get("content"), str):
-        remaining["content"] = without_thoughts(remaining["content"]).lstrip("\n")
+        remaining["content"] = remove_thoughts(remaining["content"]).lstrip("\n")
     return remaining
 
 
-def _opened(message: Message) -> Message:
+def _parse_arguments(message: Message) -> Message:
     """Return a message whose calls have their JSON arguments as objects, as a server gives them to templates.
 
     Templates write arguments as JSON, which would turn a text into a quoted text.
     """
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_opened_call(call) for call in calls]} if isinstance(calls, list) else message
+    return {**message, "tool_calls": [_parse_call(call) for call in calls]} if isinstance(calls, list) else message
 
 
-def _opened_call(call: Any) -> Any:
+def _parse_call(call: Any) -> Any:
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
     if not isinstance(inner, Mapping) or not isinstance(arguments, str):

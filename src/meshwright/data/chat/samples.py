@@ -7,17 +7,125 @@ prompt + chosen + rejected    a preference; strings or lists of messages, the pr
 input_ids [+ labels]          token ids
 instruction [+ input] + output [+ system]     the alpaca columns
 conversations [+ system, tools]               the sharegpt columns
+
+Tool calls get the form that templates of today read: their newer names, and no padding nulls. `function_call` turns of
+sharegpt files hold JSON (LLaMA-Factory, `data/formatter.py`). OpenAI's `function_call` of a message, since replaced by
+`tool_calls`, holds one call, which the role `function` answers.
+
+A table gives each object the fields of all others, as nulls. Parquet has them, and .jsonl files that the datasets
+library wrote. A template would write them into tools and calls, and a model would learn to name arguments that a tool
+does not have. TRL, `trl/data_utils.py`, `remove_none_values`, removes all of them. Here one stays if the tool's schema
+takes null.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from meshwright.data.chat.tool_calls import CALL, read_calls, renewed, unpadded, without_null
 from meshwright.data.text.rows import Malformed, Row, readable_location
 from meshwright.spec.errors import DataError
+
+CALL = "function_call"
+THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
+_AS_IT_IS = ("arguments", "enum")
+"""Fields of messages and tools in which a null has a meaning."""
+
+
+def read_calls(text: Any, what: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the thought in front of the calls of a turn, and its `tool_calls`: JSON of one call or of a list.
+
+    LLaMA-Factory cuts a thought off before it reads the calls. Raises DataError, which begins with `what`, for
+    anything else.
+    """
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        thought = THOUGHT.match(text)
+        read = json.loads(text[thought.end() :] if thought else text)
+        calls = read if isinstance(read, list) else [read]
+        if calls and all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls):
+            tool_calls = [{"type": "function", "function": call} for call in calls]
+            return thought[1] if thought else "", tool_calls
+    raise DataError(
+        f"{what} is a {CALL!r}, but its value is not JSON with 'name' and 'arguments': correct it, or use from='gpt' "
+        "for plain text"
+    )
+
+
+def replace_function_calls(turns: Iterable[Any]) -> list[Any]:
+    """Return turns with `tool_calls` in place of each `function_call`, and the role `tool` for its answer."""
+    turns = list(turns)
+    if not any(isinstance(turn, Mapping) and turn.get(CALL) is not None for turn in turns):
+        return turns
+    return [_replace_function_call(turn) if isinstance(turn, Mapping) else turn for turn in turns]
+
+
+def _replace_function_call(turn: Mapping[str, Any]) -> dict[str, Any]:
+    others = {name: value for name, value in turn.items() if name != CALL}
+    if others.get("role") == "function":
+        others["role"] = "tool"
+    if turn.get(CALL) is not None and not others.get("tool_calls"):
+        others["tool_calls"] = [{"type": "function", "function": turn[CALL]}]
+    return others
+
+
+def remove_nulls(value: Any) -> Any:
+    """Return a value without null fields at any depth. Arguments of a call and choices of an enum are unchanged."""
+    if isinstance(value, Mapping):
+        present = {name: part for name, part in value.items() if part is not None}
+        return {name: part if name in _AS_IT_IS else remove_nulls(part) for name, part in present.items()}
+    return [remove_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def remove_null_arguments(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+) -> tuple[Mapping[str, Any], ...]:
+    """Return messages whose calls have no null arguments, except where the called tool takes null."""
+    nullable = {name: set(_nullable(function)) for name, function in _functions(tools or ())}
+    return tuple(_remove_from_message(message, nullable) for message in messages)
+
+
+def _functions(entries: Iterable[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (name, function) of tools in the form {"function": {"name": ...}} or {"name": ...}."""
+    for entry in entries:
+        inner = entry.get("function", entry)
+        if isinstance(inner, Mapping) and "name" in inner:
+            yield str(inner["name"]), inner
+
+
+def _nullable(function: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments whose JSON schema takes null."""
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    for name, schema in (properties if isinstance(properties, Mapping) else {}).items():
+        if isinstance(schema, Mapping):
+            kinds = [schema, *(option for key in ("anyOf", "oneOf") for option in schema.get(key) or ())]
+            types = [kind.get("type") for kind in kinds if isinstance(kind, Mapping)]
+            if schema.get("nullable") or any("null" in (kind if isinstance(kind, list) else [kind]) for kind in types):
+                yield name
+
+
+def _remove_from_message(message: Mapping[str, Any], nullable: Mapping[str, set[str]]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls")
+    return (
+        {**message, "tool_calls": [_remove_from_call(call, nullable) for call in calls]}
+        if isinstance(calls, list)
+        else message
+    )
+
+
+def _remove_from_call(call: Any, nullable: Mapping[str, set[str]]) -> Any:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    padded = inner.get("arguments") if isinstance(inner, Mapping) else None
+    if not isinstance(padded, Mapping) or not isinstance(inner, Mapping):
+        return call
+    takes = nullable.get(str(inner.get("name")), set())
+    arguments = {name: remove_nulls(part) for name, part in padded.items() if part is not None or name in takes}
+    function = {**inner, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
 
 Message = Mapping[str, Any]
 """A turn: `role`, `content` and other fields of the template (`tool_calls`, `name`, `reasoning_content`)."""
@@ -76,8 +184,8 @@ def sample(row: Row) -> Sample:
     for needed, _, make in _FORMS:
         if needed <= present.keys():
             return make(present, readable_location(where))
-    known = "; ".join(" + ".join(sorted(needed)) for needed, _, _ in _FORMS)
-    raise DataError(f"{readable_location(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {known}")
+    forms = "; ".join(" + ".join(sorted(needed)) for needed, _, _ in _FORMS)
+    raise DataError(f"{readable_location(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {forms}")
 
 
 def is_sample(row: Row) -> bool:
@@ -93,11 +201,11 @@ def _columns(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} (null)" if value is None else str(name) for name, value in fields.items())
 
 
-def unread(fields: Mapping[str, Any]) -> set[str]:
+def find_unread_columns(fields: Mapping[str, Any]) -> set[str]:
     """Return the non-empty columns of a row that its sample does not use."""
     present = {name for name, value in fields.items() if value is not None}
-    known = next((needed | beside for needed, beside, _ in _FORMS if needed <= present), present)
-    return {str(name) for name in present - known}
+    used = next((needed | optional for needed, optional, _ in _FORMS if needed <= present), present)
+    return {str(name) for name in present - used}
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
@@ -105,13 +213,13 @@ def _preference(row: Mapping[str, Any], where: str) -> Preference:
     chosen, rejected = (_part(row[name], name, where) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where}: 'chosen' and 'rejected' must both be strings or both be lists of messages")
-    common = chosen[: _common(chosen, rejected)]
+    common = chosen[: _count_common(chosen, rejected)]
     prompt = _part(row["prompt"], "prompt", where) if "prompt" in row else None
     if prompt is None and not common:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' have different prompts: give the prompt as a column 'prompt'"
         )
-    if prompt is None or _stands_in(prompt, common):
+    if prompt is None or _repeats_prompt(prompt, common):
         prompt = common if prompt is None or isinstance(prompt, str) else prompt
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return Preference(
@@ -120,7 +228,7 @@ def _preference(row: Mapping[str, Any], where: str) -> Preference:
     )
 
 
-def _stands_in(prompt: str | tuple[Message, ...], common: str | tuple[Message, ...]) -> bool:
+def _repeats_prompt(prompt: str | tuple[Message, ...], common: str | tuple[Message, ...]) -> bool:
     """Return whether the common messages of both answers repeat the prompt, as messages or as the text of one."""
     if isinstance(common, str):
         return False
@@ -129,7 +237,7 @@ def _stands_in(prompt: str | tuple[Message, ...], common: str | tuple[Message, .
     return bool(prompt) and common[: len(prompt)] == prompt
 
 
-def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the common turns, except the last, or the common characters, without a space at the end."""
     size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     if not isinstance(first, str):
@@ -172,20 +280,20 @@ def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
 def _with_tools(messages: tuple[Message, ...], row: Mapping[str, Any], where: str, prompt: int = 0) -> Conversation:
     """Return a conversation and its tools without the nulls that a table adds."""
     tools = _tools(row, where)
-    return Conversation(messages=unpadded(messages, tools), prompt=prompt, tools=tools)
+    return Conversation(messages=remove_null_arguments(messages, tools), prompt=prompt, tools=tools)
 
 
 def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
     turns = row["conversations"]
     if not isinstance(turns, Sequence) or isinstance(turns, str):
         raise DataError(f"{where}: 'conversations' is not a list of turns")
-    named = [_renamed(turn, where, number) for number, turn in enumerate(turns, start=1)]
+    named = [_rename_turn(turn, where, number) for number, turn in enumerate(turns, start=1)]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     messages = _turns(system + named, "conversations", where)
     return _with_tools(_require_messages(messages, where), row, where)
 
 
-def _renamed(turn: Any, where: str, number: int) -> Message:
+def _rename_turn(turn: Any, where: str, number: int) -> Message:
     """Return a sharegpt turn (`from`, `value`) in the usual form. Turns in that form are unchanged."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{where}: turn {number} of 'conversations' is {type(turn).__name__}, not an object")
@@ -255,7 +363,7 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] 
     """Read tools, given as a list or as its JSON text."""
     tools = row.get("tools")
     if not isinstance(tools, str):
-        tools = without_null(tools)
+        tools = remove_nulls(tools)
     else:
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -277,7 +385,7 @@ def _require_messages(messages: tuple[Message, ...], where: str) -> tuple[Messag
 def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
         raise DataError(f"{where}: {name!r} is {type(value).__name__}, not text and not a list of messages")
-    turns = enumerate(renewed(value), start=1)
+    turns = enumerate(replace_function_calls(value), start=1)
     return tuple(_turn(turn, f"{where}: message {number} of {name!r}") for number, turn in turns)
 
 
@@ -289,7 +397,7 @@ def _turn(turn: Any, what: str) -> Message:
     """
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
-    message = {name: without_null(field) for name, field in turn.items() if field is not None}
+    message = {name: remove_nulls(field) for name, field in turn.items() if field is not None}
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     if not isinstance(message.get("role"), str) or not message["role"]:

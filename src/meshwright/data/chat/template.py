@@ -77,7 +77,7 @@ class _Limits(Extension):
 
     def joined(self, parts: Sequence[Any]) -> str:
         """Join the operands of `~`."""
-        return _bounded(map(str, parts))
+        return _join_bounded(map(str, parts))
 
 
 class _Joins(NodeTransformer):
@@ -185,7 +185,7 @@ class ChatTemplate:
         """
         if tools and self.tool_source:
             return self.with_tools.render(messages, tools, prompt=prompt, settings=settings)
-        turns = [_with_thoughts(self.joined(message)) for message in messages]
+        turns = [_copy_thoughts(self.joined(message)) for message in messages]
         variables = {
             **(settings or {}),
             **self.special,
@@ -195,18 +195,18 @@ class ChatTemplate:
         }
         self._environment.extensions[_Limits.identifier].rounds_left = _MOST_ROUNDS  # type: ignore[attr-defined]  # attribute of the extension
         try:
-            text = _bounded(self._compiled.generate(**variables, add_generation_prompt=prompt))
+            text = _join_bounded(self._compiled.generate(**variables, add_generation_prompt=prompt))
         except DataError:
             raise
         except _Refusal as error:
-            raise MalformedRowError(f"{self.name} fails{_line(error)}: {error.message}") from error
+            raise MalformedRowError(f"{self.name} fails{_describe_line(error)}: {error.message}") from error
         except jinja2.TemplateError as error:
-            raise DataError(f"{self.name} fails{_line(error)}: {error.message}") from error
+            raise DataError(f"{self.name} fails{_describe_line(error)}: {error.message}") from error
         except MemoryError as error:
-            raise DataError(f"{self.name} fails{_line(error)}: it needs too much memory") from error
+            raise DataError(f"{self.name} fails{_describe_line(error)}: it needs too much memory") from error
         except Exception as error:  # a template fails with whatever Python's own operations fail with
-            raise DataError(f"{self.name} fails{_line(error)}: {type(error).__name__}: {error}") from error
-        return _unmarked(text)
+            raise DataError(f"{self.name} fails{_describe_line(error)}: {type(error).__name__}: {error}") from error
+        return _extract_spans(text)
 
     @cached_property
     def _environment(self) -> ImmutableSandboxedEnvironment:
@@ -265,13 +265,13 @@ THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of the thoughts before an answer in files and templates. The first present one counts."""
 
 
-def _with_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _copy_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its thoughts under both names that templates read, as in transformers."""
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
-def _bounded(pieces: Iterator[str]) -> str:
+def _join_bounded(pieces: Iterator[str]) -> str:
     """Join the pieces. Raises DataError as soon as the text is too long."""
     parts, size = [], 0
     for piece in pieces:
@@ -282,7 +282,7 @@ def _bounded(pieces: Iterator[str]) -> str:
     return "".join(parts)
 
 
-def _unmarked(text: str) -> Rendered:
+def _extract_spans(text: str) -> Rendered:
     """Return the text without marks, and the spans between them."""
     parts, spans, size, begin = [], [], 0, 0
     for piece in text.replace(_END, _END + _BEGIN).split(_BEGIN):
@@ -294,7 +294,7 @@ def _unmarked(text: str) -> Rendered:
     return Rendered("".join(parts), tuple(span for span in spans if span[0] < span[1]))
 
 
-def _line(error: BaseException) -> str:
+def _describe_line(error: BaseException) -> str:
     """Return the line of the template that an error comes from."""
     number, trace = None, error.__traceback__
     while trace is not None:

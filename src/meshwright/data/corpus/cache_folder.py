@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes of text or rows done, total)."""
 
 
-def mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+def map_numbers(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     """Return the numbers in a file, read-only."""
     if not count:
         return np.empty(0, dtype)

@@ -59,7 +59,7 @@ class TokenStream:
     file: TokenFile | None = None
     """The tokens' file, if the system can read at an offset."""
     marks: NDArray[np.uint8] | None = None
-    """One byte per token of samples: its role, and whether it is trained (sample_encoder.TRAINED). `num_tokens` and
+    """One byte per token of samples: its role, and whether it is trained (chat/encoder.py, TRAINED). `num_tokens` and
     `num_bytes` then count trained tokens. None = text, all of which is trained."""
     pairs: bool = False
     """Documents come in pairs: a preference, the better answer first."""
@@ -91,13 +91,10 @@ class TokenStream:
 
     def release(self) -> None:
         """Release the resident pages of a long list of starts. They stay in the system's cache."""
-        advice, mapped = getattr(mmap, "MADV_DONTNEED", None), self._mapping()
-        if advice is not None and mapped is not None and self.starts.nbytes > _SMALL_BYTES:
-            mapped.madvise(advice)
-
-    def _mapping(self) -> mmap.mmap | None:
-        base: object = self.starts.base
-        return base if isinstance(base, mmap.mmap) else None
+        mapping: object = self.starts.base
+        advice = getattr(mmap, "MADV_DONTNEED", None)
+        if advice is not None and isinstance(mapping, mmap.mmap) and self.starts.nbytes > _SMALL_BYTES:
+            mapping.madvise(advice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +131,7 @@ class MixedStream:
         return self.mean([part.bytes_per_token for part in self.parts])
 
     def mean(self, values: Sequence[float]) -> float:
-        """Return the weighted mean of a value per part, over parts with a token to predict. 0 without any."""
+        """Return the weighted mean of a value per part, over parts with a token to predict, 0 if none has one."""
         weighted = [
             (weight, value)
             for part, weight, value in zip(self.parts, self.weights, values, strict=True)

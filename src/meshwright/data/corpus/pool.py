@@ -30,7 +30,7 @@ _START = (
 )
 
 
-def batched(entries: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+def group_by_size(entries: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
     """Group entries into lists of at least this total size. The last list may be smaller."""
     batch, total = list[T](), 0
     for entry in entries:
@@ -43,7 +43,7 @@ def batched(entries: Iterable[T], size: Callable[[T], int], least: int) -> Itera
         yield batch
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -63,12 +63,11 @@ class Pool:
         """Set up a pool.
 
         Args:
-            samples: Settings of data/chat/encoder.py if texts are rows of a fine-tuning file, which are never encoded
-            in
-                this process.
+            samples: Settings of data/chat/encoder.py if texts are rows of a fine-tuning file. Such rows are never
+                encoded in this process.
             limit_s: Longest time of a batch, after which its process is ended. 0 = no limit.
         """
-        wanted = cores() if processes is None else max(1, processes)
+        wanted = count_cores() if processes is None else max(1, processes)
         self._samples, self._limit_s = samples, limit_s
         self._tokenizer: Final = tokenizer
         self._processes: Final = min(wanted, _MOST_PROCESSES)
@@ -114,7 +113,7 @@ class Pool:
         assert child.stdin is not None and child.stdout is not None
         flags, texts = batch
         late = threading.Event()  # tells a process that was killed for its time from one that died
-        with _limited(child, self._limit_s, late):
+        with _limit_time(child, self._limit_s, late):
             with contextlib.suppress(BrokenPipeError):
                 write_frame(child.stdin, [flags, *(text.encode() for text in texts)])
             answer = read_frame(child.stdout)
@@ -147,7 +146,7 @@ class Pool:
 
 
 @contextlib.contextmanager
-def _limited(child: subprocess.Popen[bytes], limit_s: float, late: threading.Event) -> Iterator[None]:
+def _limit_time(child: subprocess.Popen[bytes], limit_s: float, late: threading.Event) -> Iterator[None]:
     """Give the child `limit_s` to answer, then kill it and set `late`. 0 = no limit."""
 
     def end() -> None:

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from meshwright.data.chat import samples
 from meshwright.data.chat.encoder import TRAINED, EncodedSample, SampleSettings, unpack
-from meshwright.data.chat.named_templates import AUTO, check_format, named_template
-from meshwright.data.chat.prompt import template_text
-from meshwright.data.corpus.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.chat.prompt import AUTO, check_format, named_template, template_text
+from meshwright.data.corpus.cache_folder import Progress, lock, map_numbers, new_folder, read_json, sync, write_json
 from meshwright.data.corpus.corpus import Corpus, TokenFile, TokenStream
-from meshwright.data.corpus.pool import Pool, batched
+from meshwright.data.corpus.pool import Pool, group_by_size
 from meshwright.data.corpus.token_cache import STREAMS, load, malformed_entry
 from meshwright.data.text.rows import Malformed, MalformedRows, Row
 from meshwright.data.text.sources import Source
@@ -72,7 +71,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by
         tokenizer = tokenizer.with_template(chosen.template)
     skips, signature = source.skips, source.signature()
-    known, contents = _known(root / "index" / f"samples-{signature}.json", source, skips=bool(skips))
+    known, contents = _read_contents(root / "index" / f"samples-{signature}.json", source, skips=bool(skips))
     decides = {name: setting for name, setting in asdict(chosen).items() if name not in ("today", "template_file")}
     content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides, *skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
@@ -82,16 +81,16 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         name = hashlib.blake2b(repr((fingerprint, named_by)).encode(), digest_size=20).hexdigest()
     folder = root / "samples" / name[:24]
     with lock(folder):
-        if (corpus := load(folder, tokenizer, fingerprint, _stream)) is None:
+        if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is None:
             build = _SampleBuild(data, source, tokenizer, chosen, contents, processes, progress)
             build.into(folder, fingerprint)
-            corpus = load(folder, tokenizer, fingerprint, _stream)
+            corpus = load(folder, tokenizer, fingerprint, _open_stream)
     if corpus is None:
         raise DataError(f"token cache: {folder} was damaged while being created: rerun")
     return replace(corpus, unread=known["unread"])
 
 
-def _known(index: Path, source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
+def _read_contents(index: Path, source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
     """Return the contents of a file and a hash of each row. They are read once and stored beside the cache."""
     known, rows_file = read_json(index), index.with_suffix(".rows")
     whole = known.get("content") and "unread" in known and rows_file.is_file()
@@ -115,14 +114,14 @@ def _count(source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.u
         content = json.dumps(row, default=str).encode()
         seen.update(content)
         contents += hashlib.blake2b(content, digest_size=8).digest()
-        unread.update(samples.unread(row))
+        unread.update(samples.find_unread_columns(row))
     if not contents:
         raise DataError(f"data.path={source.title} holds no rows")
     known = {"content": seen.hexdigest(), "rows": len(contents) // 8, "unread": dict(unread.most_common())}
     return known, np.frombuffer(bytes(contents), np.uint64)
 
 
-def held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int]:
+def choose_held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int]:
     """Return the numbers of the held-out rows, chosen by the hash of their content, whatever their order.
 
     Equal rows are held out together. At least one row is held out for a share above 0, but never all.
@@ -163,9 +162,9 @@ class _SampleBuild:
 
     def _encode(self, streams: list["_SampleWriter"]) -> MalformedRows:
         """Write the streams and return the rows that were left out."""
-        aside, malformed = held_out(self.contents, self.data.validation), MalformedRows()
+        aside, malformed = choose_held_out(self.contents, self.data.validation), MalformedRows()
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
-            batches = batched(map(_request, self.source.rows()), len, _BATCH_CHARACTERS)
+            batches = group_by_size(map(_serialize_row, self.source.rows()), len, _BATCH_CHARACTERS)
             for packed_rows in pool.map((bytes(len(batch)), batch) for batch in batches):
                 for row in packed_rows:
                     try:
@@ -213,7 +212,7 @@ class _SampleBuild:
             )
 
 
-def _request(row: Row) -> str:
+def _serialize_row(row: Row) -> str:
     location, fields = row
     return json.dumps([location, fields.complaint if isinstance(fields, Malformed) else fields], default=str)
 
@@ -261,10 +260,10 @@ class _SampleWriter:
             self.samples += 1
             self.trained += len(chosen)
             self.bytes += len(self._decode(chosen).encode())
-            self.ends += self._ended(chosen)
+            self.ends += self._ends_whole(chosen)
             self.roles |= bool((marks & ~np.uint8(TRAINED)).any())
 
-    def _ended(self, chosen: NDArray[Any]) -> bool:
+    def _ends_whole(self, chosen: NDArray[Any]) -> bool:
         """Return whether the last trained token, apart from blanks, is special."""
         for last in np.flatnonzero(np.isin(chosen, self._special))[-1:].tolist():
             return not self._decode(chosen[last + 1 :]).strip()
@@ -279,13 +278,13 @@ class _SampleWriter:
         }  # fmt: skip
 
 
-def _stream(path: Path, counts: Mapping[str, int], tokenizer: Tokenizer) -> TokenStream:
+def _open_stream(path: Path, counts: Mapping[str, int], tokenizer: Tokenizer) -> TokenStream:
     file = path.with_suffix(".tokens")
     return TokenStream(
-        tokens=mapped(file, tokenizer.dtype, counts["tokens"]),
-        starts=mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["samples"]),
-        rows=mapped(path.with_suffix(".rows"), np.dtype(np.int64), counts["samples"]),
-        marks=mapped(path.with_suffix(".marks"), np.dtype(np.uint8), counts["tokens"]),
+        tokens=map_numbers(file, tokenizer.dtype, counts["tokens"]),
+        starts=map_numbers(path.with_suffix(".starts"), np.dtype(np.int64), counts["samples"]),
+        rows=map_numbers(path.with_suffix(".rows"), np.dtype(np.int64), counts["samples"]),
+        marks=map_numbers(path.with_suffix(".marks"), np.dtype(np.uint8), counts["tokens"]),
         num_tokens=counts["trained"],
         num_bytes=counts["bytes"],
         num_documents=counts["samples"],

@@ -10,9 +10,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from meshwright.data.corpus.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.corpus.cache_folder import Progress, lock, map_numbers, new_folder, read_json, sync, write_json
 from meshwright.data.corpus.corpus import Corpus, TokenFile, TokenStream
-from meshwright.data.corpus.pool import Batch, Pool, batched
+from meshwright.data.corpus.pool import Batch, Pool, group_by_size
 from meshwright.data.text import split
 from meshwright.data.text.rows import MalformedRows
 from meshwright.data.text.sources import Source
@@ -56,22 +56,22 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     if not known.get("content") or stale:
         counted, known = _count(data, source, index)
     digest, malformed = known["content"], MalformedRows(**known.get("malformed", {}))
-    tokenizer = _tokenizer(data, source, digest, root)
+    tokenizer = _choose_tokenizer(data, source, digest, root)
     content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "tokens" / fingerprint[:24]
-    if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
+    if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
         return replace(corpus, malformed=malformed)  # files with the same texts share a folder, and differ in this
     with lock(folder):  # another process may have written it meanwhile
-        if (corpus := load(folder, tokenizer, fingerprint, _stream)) is not None:
+        if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
             return replace(corpus, malformed=malformed)
         if counted is None:
             counted, now = _count(data, source, index)
             if now["content"] != digest:
-                raise DataError(_changed(data))
+                raise DataError(_describe_change(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
         build.into(folder, fingerprint)
-    if (corpus := load(folder, tokenizer, fingerprint, _stream)) is None:
+    if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is None:
         raise DataError(f"token cache: {folder} was damaged while it was made: run again")
     return corpus
 
@@ -90,18 +90,18 @@ def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, dict[
     return counted, known
 
 
-def _changed(data: Data) -> str:
+def _describe_change(data: Data) -> str:
     return f"data.path={data.path} changed while it was read: run again when nothing writes there"
 
 
-def _tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer:
+def _choose_tokenizer(data: Data, source: Source, digest: str, root: Path) -> Tokenizer:
     """Return the requested tokenizer. A trained one is stored by the content it was trained on."""
     if not data.tokenizer.startswith("bpe:"):
         return choose(data.tokenizer, source.folder, iter(()))
-    return Tokenizer.load(trained_folder(data.tokenizer, digest, root, beginning(source, TRAINING_CHARACTERS)))
+    return Tokenizer.load(train_tokenizer(data.tokenizer, digest, root, read_beginning(source, TRAINING_CHARACTERS)))
 
 
-def trained_folder(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
+def train_tokenizer(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
     """Return the folder of a tokenizer that is trained on texts with this digest, now or earlier."""
     folder = root / "tokenizers" / f"{digest}-{trained_vocab(setting)}"
     with contextlib.suppress(DataError):
@@ -113,7 +113,7 @@ def trained_folder(setting: str, digest: str, root: Path, texts: Iterator[str]) 
     return folder
 
 
-def beginning(source: Source, characters: int) -> Iterator[str]:
+def read_beginning(source: Source, characters: int) -> Iterator[str]:
     """Yield pieces from the beginning of a source, about this many characters."""
     for document in source.documents():
         for piece in document.pieces:
@@ -156,18 +156,20 @@ class _Build:
         parts = split.parts(self.source.documents(malformed), chosen, reading)
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
-            for ids in pool.map(_remember(batched(parts, lambda part: len(part.text), _BATCH_CHARACTERS), waiting)):
+            for ids in pool.map(
+                _queue_batches(group_by_size(parts, lambda part: len(part.text), _BATCH_CHARACTERS), waiting)
+            ):
                 for part, tokens in zip(waiting.pop(0), ids, strict=True):
                     streams[part.stream].write(part, tokens)
                     done += len(part.text.encode())
                 if self.progress is not None:
                     self.progress(done, total)
         if reading.survey().digest != self.counted.digest:
-            raise DataError(_changed(self.data))
+            raise DataError(_describe_change(self.data))
         return malformed
 
 
-def _remember(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:
+def _queue_batches(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:
     """Yield the batches for the pool. Their parts wait for the ids."""
     for batch in batches:
         waiting.append(batch)
@@ -245,10 +247,10 @@ def load(
     )  # fmt: skip
 
 
-def _stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
+def _open_stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:
     file = path.with_suffix(".tokens")
-    tokens = mapped(file, tokenizer.dtype, counts["num_tokens"])
-    starts = mapped(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
+    tokens = map_numbers(file, tokenizer.dtype, counts["num_tokens"])
+    starts = map_numbers(path.with_suffix(".starts"), np.dtype(np.int64), counts["num_documents"])
     return TokenStream(
         tokens=tokens,
         starts=starts,

@@ -5,6 +5,7 @@ count, that many lengths, and the parts themselves.
 """
 
 import contextlib
+import json
 import os
 import signal
 import struct
@@ -75,4 +76,4 @@ def _encoder(tokenizer: str, vocab: str, samples: str) -> word_encoder.Encode:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))
-    return sample_encoder.from_json(samples)(library, int(vocab))
+    return sample_encoder.row_encoder(library, int(vocab), sample_encoder.SampleSettings(**json.loads(samples)))

@@ -1,4 +1,4 @@
-"""Order: a shuffle that gives the item at any one index, without memory.
+"""Order: a shuffle that gives the number at any index, without memory.
 
 A Feistel network is a bijection on the numbers of 2h bits, whatever its round function. Walking its cycle until the
 number falls below `size` makes it a bijection on range(size) (Black and Rogaway 2002, "Ciphers with arbitrary finite
@@ -22,19 +22,19 @@ def permute(indices: NDArray[np.integer], size: int, *, seed: int, epoch: int) -
         raise ValueError(f"indices must lie in range({size}), found {values.min()} to {values.max()}")
     half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
-    shuffled = _feistel(values.astype(np.uint64), half, keys)
-    while (outside := shuffled >= np.uint64(size)).any():
-        shuffled[outside] = _feistel(shuffled[outside], half, keys)
-    return shuffled.astype(np.int64)
+    images = _feistel(values.astype(np.uint64), half, keys)
+    while (outside := images >= np.uint64(size)).any():
+        images[outside] = _feistel(images[outside], half, keys)
+    return images.astype(np.int64)
 
 
-def shuffled(cursor: int, count: int, size: int, seed: int | None) -> NDArray[np.int64]:
+def shuffle_rows(cursor: int, count: int, size: int, seed: int | None) -> NDArray[np.int64]:
     """Return items [cursor, cursor + count) of endless epochs of range(size), each shuffled anew. None = in order."""
     epochs, numbers = np.divmod(np.arange(cursor, cursor + count, dtype=np.int64), size)
     if seed is not None:
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            numbers[here] = permute(numbers[here], size, seed=seed, epoch=int(epoch))
+            in_epoch = epochs == epoch
+            numbers[in_epoch] = permute(numbers[in_epoch], size, seed=seed, epoch=int(epoch))
     return numbers
 
 

@@ -3,6 +3,10 @@
 Both answers of a preference are documents of one row, so every layout has them together.
 
 Letters: B rows, S tokens, A answers of a row, G samples that stay together: 2 of a preference, else 1.
+
+Rows are filled by best-fit decreasing: the longest sample first, each into the fullest row that still takes it (Johnson
+1973; Ding et al. 2024, arXiv:2404.10830, "Fewer Truncations Improve Language Modeling"). Documents of a row do not see
+one another, so packed and unpacked samples give the same loss and gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +19,112 @@ from numpy.typing import NDArray
 from meshwright.data.chat.encoder import TRAINED
 from meshwright.data.chat.rendering import ROLES
 from meshwright.data.corpus.corpus import Stream, TokenStream
-from meshwright.data.sequences import packing
-from meshwright.data.sequences.order import shuffled
+from meshwright.data.sequences.order import shuffle_rows
 from meshwright.data.sequences.windows import IGNORED, Sequences
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.recipe.recipe import most_answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Samples assigned to rows."""
+
+    order: NDArray[np.int64]
+    """[samples] numbers of samples, row by row."""
+    starts: NDArray[np.int64]
+    """[rows + 1] index of the first sample of each row in `order`."""
+    waste: float
+    """Share of empty positions."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        """Return the samples of a row."""
+        return self.order[self.starts[number] : self.starts[number + 1]]
+
+
+def put_alone(lengths: NDArray[np.int64], capacity: int) -> Packed:
+    """Put each sample into a row of its own."""
+    return _build_packed(np.arange(len(lengths), dtype=np.int64), lengths, capacity)
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packed:
+    """Pack lengths [samples], each from 1 to `capacity`, into rows.
+
+    Equal lengths keep their order, and nothing else matters. Raises ValueError for a sample that fits into no row.
+    """
+    if len(lengths) and (lengths.max() > capacity or lengths.min() < 1):
+        raise ValueError(f"lengths must lie between 1 and {capacity}, found {lengths.min()} to {lengths.max()}")
+    rooms = _Rooms(capacity)
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        row_of[sample] = rooms.take(int(lengths[sample]))
+    return _build_packed(row_of, lengths, capacity)
+
+
+class _Rooms:
+    """Rows by remaining room. A tree of bits finds the least room that suffices."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._rows = capacity, 0
+        self._by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+        self._levels: list[list[int]] = []
+        size = capacity + 1
+        while not self._levels or size > 1:
+            size = -(-size // 64)
+            self._levels.append([0] * size)
+
+    def take(self, length: int) -> int:
+        """Return the row for a sample of this length."""
+        room = self._least(length)
+        if room is None:
+            room, row, self._rows = self._capacity, self._rows, self._rows + 1
+        else:
+            row = self._by_room[room].pop()
+            if not self._by_room[room]:
+                self._clear(room)
+        if room > length:
+            rest = room - length
+            if not self._by_room[rest]:
+                self._set(rest)
+            self._by_room[rest].append(row)
+        return row
+
+    def _least(self, room: int) -> int | None:
+        """Return the smallest room of a row that is at least `room`. None = there is no such row."""
+        for height, words in enumerate(self._levels):
+            word, bit = divmod(room, 64)
+            if word < len(words) and (above := words[word] >> bit):
+                room += (above & -above).bit_length() - 1
+                for below in reversed(self._levels[:height]):  # go down along the lowest bit of each word
+                    room = room * 64 + (below[room] & -below[room]).bit_length() - 1
+                return room
+            room = word + 1
+        return None
+
+    def _set(self, room: int) -> None:
+        for words in self._levels:
+            room, bit = divmod(room, 64)
+            words[room] |= 1 << bit
+
+    def _clear(self, room: int) -> None:
+        for words in self._levels:
+            room, bit = divmod(room, 64)
+            words[room] &= ~(1 << bit)
+            if words[room]:
+                return
+
+
+def _build_packed(row_of: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int) -> Packed:
+    order = np.argsort(row_of, kind="stable")
+    rows = int(row_of.max()) + 1 if len(row_of) else 0
+    starts = np.searchsorted(row_of[order], np.arange(rows + 1))
+    waste = 1.0 - float(lengths.sum()) / (rows * capacity) if rows else 0.0
+    return Packed(order=order.astype(np.int64), starts=starts.astype(np.int64), waste=waste)
+
 
 _TOKENS_AT_ONCE = 2**22
 _CHARACTER = 4
@@ -59,17 +162,17 @@ class SampleRows:
         self._together: Final = 2 if stream.pairs else 1
         ends = np.append(stream.starts[1:], len(stream.tokens)).astype(np.int64)
         lengths = (ends - stream.starts).reshape(-1, self._together)
-        self._lengths: Final = shared(lengths, sequence)
+        self._lengths: Final = share_row(lengths, sequence)
         self.fitted: Final = self._fit(lengths, data, tokenizer)
         chosen = self._lengths[self._retained].sum(1)
-        pack = packing.best_fit if data.packing == "best-fit" else packing.alone
+        pack = best_fit if data.packing == "best-fit" else put_alone
         self.packed: Final = pack(chosen, sequence)
         # A training run must read something and see an answer end. An evaluation may be empty.
         if shuffle and not len(self.packed):
             raise DataError(
                 f"data.path={data.path}: no sample has a trained token in its first recipe.sequence={sequence} tokens"
             )
-        if shuffle and not self._some_answer_ends(lengths):
+        if shuffle and not self._has_whole_answer(lengths):
             raise DataError(
                 f"data.path={data.path}: every sample is longer than recipe.sequence={sequence} and would lose "
                 f"its end. Raise recipe.sequence (the longest sample has {lengths.sum(1).max():,} tokens), or "
@@ -94,19 +197,15 @@ class SampleRows:
         """Return rows [cursor, cursor + count) of the run. They depend on the arguments, samples and seed alone."""
         return self.rows_of(self.windows(cursor, count))
 
-    def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
-        """Return the rows of these numbers, without shuffling."""
-        return self._gather(numbers)
-
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
         """Return the numbers of these rows, [count]."""
-        return shuffled(cursor, count, len(self), self._seed if self._shuffle else None)
+        return shuffle_rows(cursor, count, len(self), self._seed if self._shuffle else None)
 
     def windows_in_order(self, count: int, *, limit: int = 0) -> Iterator[Sequences]:
         """Yield all rows for evaluation, `count` at a time, or `limit` > 0 of them, spread evenly."""
         chosen = self._chosen(limit)
         for first in range(0, len(chosen), count):
-            yield self._gather(chosen[first : first + count])
+            yield self.rows_of(chosen[first : first + count])
 
     def _chosen(self, limit: int) -> NDArray[np.int64]:
         total = len(self)
@@ -138,7 +237,7 @@ class SampleRows:
         for group in long.tolist():
             for member in np.flatnonzero(lengths[group] > self._lengths[group]).tolist():
                 self._lengths[group, member] = self._whole_characters(group, member, tokenizer)
-        trained = self._trained().reshape(self._lengths.shape)
+        trained = self._count_trained().reshape(self._lengths.shape)
         trains = (trained > 0).all(1)
         stays = trains & (whole <= self._sequence) if data.overlong == "drop" else trains
         self._retained = np.flatnonzero(stays)
@@ -148,7 +247,7 @@ class SampleRows:
             untrained=int((~trains).sum()), cut_tokens=int(cut.sum()), trained=int(trained[stays].sum()),
         )  # fmt: skip
 
-    def _some_answer_ends(self, lengths: NDArray[np.int64]) -> bool:
+    def _has_whole_answer(self, lengths: NDArray[np.int64]) -> bool:
         """Return whether something trained ends within a row. A text without roles has no answers."""
         assert self._stream.marks is not None, "samples have marks"
         if (lengths[self._retained] <= self._lengths[self._retained]).any():
@@ -172,23 +271,23 @@ class SampleRows:
                 return length
         return 0
 
-    def _trained(self) -> NDArray[np.int64]:
+    def _count_trained(self) -> NDArray[np.int64]:
         """Return [samples] trained tokens of each, without the first, which nothing predicts. Works in blocks."""
         assert self._stream.marks is not None, "samples have marks"
         lengths = self._lengths.reshape(-1)
         counts, starts, first = np.zeros(len(lengths), dtype=np.int64), self._stream.starts, 0
         while first < len(counts):
             last = max(first + 1, int(np.searchsorted(starts, starts[first] + _TOKENS_AT_ONCE)))
-            offset, here = int(starts[first]), slice(first, last)
-            begins = starts[here] + 1
-            ends = np.maximum(begins - 1 + lengths[here], begins)
+            offset, block = int(starts[first]), slice(first, last)
+            begins = starts[block] + 1
+            ends = np.maximum(begins - 1 + lengths[block], begins)
             before = np.append(0, np.cumsum(self._stream.marks[offset : int(ends[-1])] & TRAINED > 0))
-            counts[here] = before[ends - offset] - before[begins - offset]
+            counts[block] = before[ends - offset] - before[begins - offset]
             first = last
         return counts
 
-    def _gather(self, numbers: NDArray[np.int64]) -> Sequences:
-        """Return these rows. Unused positions are a document of their own without targets."""
+    def rows_of(self, numbers: NDArray[np.int64]) -> Sequences:
+        """Return the rows of these numbers, unshuffled. Unused positions are one more document without targets."""
         shape = (len(numbers), self._sequence)
         tokens, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
         documents, positions = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
@@ -212,17 +311,17 @@ class SampleRows:
         filled, number = 0, 0
         for number, sample in enumerate(samples, start=1):
             begin, length = int(self._stream.starts[sample]), int(self._lengths.flat[sample])
-            here, ids = slice(filled, filled + length), self._stream.read(begin, begin + length)
+            span, ids = slice(filled, filled + length), self._stream.read(begin, begin + length)
             marks = self._stream.marks[begin + 1 : begin + length]
             trained = marks & TRAINED > 0
-            tokens[here], documents[here], positions[here] = ids, number - 1, np.arange(length)
+            tokens[span], documents[span], positions[span] = ids, number - 1, np.arange(length)
             targets[filled : filled + length - 1] = np.where(trained, ids[1:].astype(np.int64), IGNORED)
             roles[filled : filled + length - 1] = marks & ~np.uint8(TRAINED)
             filled += length
         documents[filled:], positions[filled:] = number, np.arange(len(tokens) - filled)
 
 
-def shared(lengths: NDArray[np.int64], sequence: int) -> NDArray[np.int64]:
+def share_row(lengths: NDArray[np.int64], sequence: int) -> NDArray[np.int64]:
     """Return the length in a row of each of [N, G] samples that share it.
 
     All samples stay whole if they fit. Otherwise each gets an equal part and what the other leaves.
@@ -230,8 +329,8 @@ def shared(lengths: NDArray[np.int64], sequence: int) -> NDArray[np.int64]:
     size = lengths.shape[1]
     if size == 1:
         return np.minimum(lengths, sequence)
-    left: NDArray[np.int64] = np.maximum(sequence // size, sequence - lengths[:, ::-1])
-    return np.minimum(lengths, left)
+    room: NDArray[np.int64] = np.maximum(sequence // size, sequence - lengths[:, ::-1])
+    return np.minimum(lengths, room)
 
 
 def trained_roles(stream: Stream) -> tuple[str, ...]:

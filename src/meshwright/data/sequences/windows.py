@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.corpus.corpus import TokenStream
-from meshwright.data.sequences.order import shuffled
+from meshwright.data.sequences.order import shuffle_rows
 from meshwright.spec.errors import DataError
 
 IGNORED: Final = -100
@@ -45,7 +45,7 @@ class Sequences:
         return squares / max(1, self.documents.size)
 
     def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
-        """Return some of the rows. `packed` stays that of all, so ranks that share them act alike."""
+        """Return these rows. `packed` stays that of all, so ranks that share them act alike."""
         return Sequences(
             tokens=self.tokens[which],
             targets=self.targets[which],
@@ -102,7 +102,7 @@ class Sampler:
 
     def windows(self, cursor: int, count: int) -> NDArray[np.int64]:
         """Return the numbers of the windows of these samples, [count]."""
-        return shuffled(cursor, count, len(self), self._seed if self._shuffle else None)
+        return shuffle_rows(cursor, count, len(self), self._seed if self._shuffle else None)
 
     def _check_length(self) -> None:
         if not len(self):
@@ -137,15 +137,15 @@ def _gather(stream: TokenStream, begins: NDArray[np.int64], sequence: int, separ
     if not separator:
         targets[border[:, 1:]] = IGNORED
     border[np.arange(len(begins)), np.minimum(length, sequence)] |= length <= sequence  # padding is a document
-    here = border[:, :-1].copy()
-    here[:, 0] = False
+    begins_inside = border[:, :-1].copy()
+    begins_inside[:, 0] = False  # every row counts its documents from 0
     places = np.arange(sequence, dtype=np.int32)
     return Sequences(
         tokens=np.ascontiguousarray(tokens),
         targets=targets,
-        documents=np.cumsum(here, axis=1, dtype=np.int32),
-        positions=places - np.maximum.accumulate(np.where(here, places, np.int32(0)), axis=1),
-        packed=bool(here.any()),
+        documents=np.cumsum(begins_inside, axis=1, dtype=np.int32),
+        positions=places - np.maximum.accumulate(np.where(begins_inside, places, np.int32(0)), axis=1),
+        packed=bool(begins_inside.any()),
     )
 
 

@@ -61,7 +61,7 @@ class Source:
         self._data: Final = data
         self._dataset: Any = rows.load_hub(data.path) if data.path.startswith("hub:") else None
         try:
-            listed, self.folder = ([], None) if self._dataset is not None else _listed(data.path)
+            listed, self.folder = ([], None) if self._dataset is not None else _list_files(data.path)
         except OSError as error:
             raise DataError(f"data.path={data.path}: {error.filename} cannot be read: {error.strerror}") from error
         optional = self.folder is not None and Path(data.path).expanduser().is_dir()
@@ -70,7 +70,7 @@ class Source:
         left_out = set(self.passed_over)
         self.files: Final = tuple(path for path in listed if path not in left_out)
         if self._dataset is None and not self.files:
-            raise DataError(_nothing_found(data.path, listed))
+            raise DataError(_explain_nothing(data.path, listed))
 
     @property
     def title(self) -> str:
@@ -88,15 +88,10 @@ class Source:
         if malformed is None and self._data.malformed == "skip":
             malformed = MalformedRows()
         documents = self._all(malformed)
-        return _limited(documents, self._data.limit_bytes) if self._data.limit_bytes else documents
+        return _limit_bytes(documents, self._data.limit_bytes) if self._data.limit_bytes else documents
 
     def rows(self) -> Iterator[Row]:
-        """Yield every row of .jsonl, .json and .parquet files and hub datasets, streamed.
-
-        Unreadable ones are Malformed.
-
-        Raises DataError for other files.
-        """
+        """Yield every row, streamed, unreadable ones as Malformed. Raises DataError for files without rows."""
         if self._dataset is not None:
             yield from rows.hub(self._dataset, self._data.path)
         for path in self.files:
@@ -153,28 +148,28 @@ class Source:
                 malformed.add(text.complaint)
 
 
-def _limited(documents: Iterator[Document], limit: int) -> Iterator[Document]:
+def _limit_bytes(documents: Iterator[Document], limit: int) -> Iterator[Document]:
     """Yield documents until `limit` bytes have been read. Each must be read before the next is requested."""
-    left = [limit]
+
+    def spend(texts: Iterator[str]) -> Iterator[str]:
+        nonlocal limit
+        for piece in texts:
+            size = len(piece.encode())
+            if size > limit:
+                beginning = piece.encode()[:limit].decode(errors="ignore")
+                limit = 0
+                yield from filter(None, [beginning[: beginning.rfind("\n") + 1] or beginning])
+                return
+            limit -= size
+            yield piece
+
     for document in documents:
-        yield Document(name=document.name, pieces=_spend(document.pieces, left))
-        if left[0] <= 0:
+        yield Document(name=document.name, pieces=spend(document.pieces))
+        if limit <= 0:
             return
 
 
-def _spend(texts: Iterator[str], left: list[int]) -> Iterator[str]:
-    for piece in texts:
-        size = len(piece.encode())
-        if size > left[0]:
-            beginning = piece.encode()[: left[0]].decode(errors="ignore")
-            left[0] = 0
-            yield from filter(None, [beginning[: beginning.rfind("\n") + 1] or beginning])
-            return
-        left[0] -= size
-        yield piece
-
-
-def _listed(path: str) -> tuple[list[Path], Path | None]:
+def _list_files(path: str) -> tuple[list[Path], Path | None]:
     """Return the files, and the folder in which a tokenizer may lie beside them."""
     if path == STDLIB:
         return _standard_library(), None
@@ -186,7 +181,7 @@ def _listed(path: str) -> tuple[list[Path], Path | None]:
     if any(mark in path for mark in _MAGIC):
         matches = sorted(Path(match) for match in glob.iglob(os.fspath(named), recursive=True))
         return [file for file in matches if file.is_file()], None
-    raise DataError(f"data.path={path} does not exist: {_nearest(path)}")
+    raise DataError(f"data.path={path} does not exist: {_suggest_name(path)}")
 
 
 def _standard_library() -> list[Path]:
@@ -225,7 +220,7 @@ def _is_binary(path: Path) -> bool:
         return b"\0" in file.read(_BINARY_SNIFF_BYTES)
 
 
-def _nearest(path: str) -> str:
+def _suggest_name(path: str) -> str:
     """Return a hint at the existing name most similar to a missing one."""
     named = Path(path).expanduser().absolute()
     folder = next(parent for parent in named.parents if parent.is_dir())
@@ -236,7 +231,7 @@ def _nearest(path: str) -> str:
     return f"the nearest name is {folder / close[0]}" if close else f"{folder} exists and holds nothing of that name"
 
 
-def _nothing_found(path: str, listed: list[Path]) -> str:
+def _explain_nothing(path: str, listed: list[Path]) -> str:
     if listed:
         names = ", ".join(file.name for file in islice(listed, 3))
         return f"data.path={path} holds no text, only binary files ({names}): give a folder, file or glob of text"

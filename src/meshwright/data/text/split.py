@@ -107,13 +107,13 @@ def choose(surveyed: Survey, share: float) -> Split:
     if not target:
         return Split(held=held)
     if len(held) >= _FEW_DOCUMENTS:
-        held = _by_hash(surveyed, target)
+        held = _choose_by_hash(surveyed, target)
         if surveyed.sizes[held].sum() >= target / 2:
             return Split(held=held)
     return Split(held=np.zeros_like(held), cut_bytes=surveyed.num_bytes - target)
 
 
-def _by_hash(surveyed: Survey, target: int) -> NDArray[np.bool_]:
+def _choose_by_hash(surveyed: Survey, target: int) -> NDArray[np.bool_]:
     distinct, where = np.unique(surveyed.hashes, return_inverse=True)
     sizes = np.bincount(where, weights=surveyed.sizes).astype(np.int64)
     taken = np.zeros(len(distinct), dtype=bool)
@@ -133,13 +133,13 @@ def parts(documents: Iterable[Document], split: Split, reading: Reading) -> Iter
         number = reading.num_documents
         counted = reading.document(filter(None, document.pieces))
         if split.cut_bytes >= 0:
-            yield from _marked(_divided(counted, split.cut_bytes, reading))
+            yield from _mark_ends(_divide(counted, split.cut_bytes, reading))
         else:
             stream = HELD_OUT if number < len(split.held) and split.held[number] else TRAIN
-            yield from _marked((stream, piece) for piece in counted)
+            yield from _mark_ends((stream, piece) for piece in counted)
 
 
-def _divided(pieces: Iterable[str], cut_bytes: int, reading: Reading) -> Iterator[tuple[int, str]]:
+def _divide(pieces: Iterable[str], cut_bytes: int, reading: Reading) -> Iterator[tuple[int, str]]:
     for piece in pieces:
         size = len(piece.encode())
         start = reading.num_bytes - size
@@ -157,7 +157,7 @@ def _line_end(text: str, near: int) -> int:
     return text.rfind("\n", 0, near) + 1 or (text.find("\n", near) + 1) % len(text) or near
 
 
-def _marked(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
+def _mark_ends(pieces: Iterable[tuple[int, str]]) -> Iterator[SplitPart]:
     """Mark each piece of a document as the first or last of its stream."""
     waiting, previous = None, None
     for piece in pieces:

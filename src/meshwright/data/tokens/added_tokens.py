@@ -25,7 +25,7 @@ Declared = tuple[int | None, AddedToken]
 """(id, token). The id is None if no file gives it."""
 
 
-def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
+def merge_neighbours(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
     """Return the text of a tokenizer.json with the tokens of its neighbours, which are also added to `library`.
 
     Raises DataError when a token's id is not the next one, or when a neighbour cannot be read.
@@ -33,11 +33,11 @@ def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
     names = (CONFIG, "special_tokens_map.json", "added_tokens.json")
     neighbours = {name: _read(file.with_name(name)) for name in names}
     try:
-        declared = list(_declared(library, *neighbours.values()))
+        declared = list(_list_declared(library, *neighbours.values()))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{file.with_name(CONFIG)} names tokens in a form that is not known: {error}") from error
     known = {token.content: token for token in library.get_added_tokens_decoder().values()}
-    new = [(id, token) for id, token in declared if not _alike(known.get(token.content), token)]
+    new = [(id, token) for id, token in declared if not _is_same(known.get(token.content), token)]
     for id, token in new:
         is_new = library.token_to_id(token.content) is None
         library.add_tokens([token])
@@ -50,7 +50,7 @@ def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
     return str(library.to_str()) if new else text
 
 
-def _declared(
+def _list_declared(
     library: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]
 ) -> Iterator[Declared]:
     """Yield tokens in the order in which transformers adds them.
@@ -61,7 +61,7 @@ def _declared(
     decoder = config.get("added_tokens_decoder")
     if decoder is None:
         config = {**config, **special}
-    more = [token for name in _MORE for token in _listed(config.get(name))]
+    more = [token for name in _MORE for token in _list_tokens(config.get(name))]
     others = (token for name, token in config.items() if name.endswith("_token") and name not in _NAMED)
     named = [token for token in map(_token, (config.get(name) for name in _NAMED)) if token is not None]
     if decoder is not None:
@@ -78,12 +78,12 @@ def _declared(
     for token in named:
         if token.content not in have and library.token_to_id(token.content) is not None:
             yield None, token
-    for token in (*_listed([other for other in others if isinstance(other, str)]), *more):
+    for token in (*_list_tokens([other for other in others if isinstance(other, str)]), *more):
         if token.content not in have:
             yield None, token
 
 
-def _listed(tokens: Any) -> Iterable[AddedToken]:
+def _list_tokens(tokens: Any) -> Iterable[AddedToken]:
     """Return the tokens of a list, or of an object whose keys are names."""
     entries = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
     return [token for token in map(_token, entries) if token is not None]
@@ -100,7 +100,7 @@ def _token(token: Any) -> AddedToken | None:
     return AddedToken(token, special=True, normalized=False) if token else None
 
 
-def _alike(first: AddedToken | None, second: AddedToken) -> bool:
+def _is_same(first: AddedToken | None, second: AddedToken) -> bool:
     return first is not None and all(getattr(first, name) == getattr(second, name) for name in _FLAGS)
 
 

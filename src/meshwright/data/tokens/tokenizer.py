@@ -104,8 +104,8 @@ class Tokenizer:
             library = word_encoder.library(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
-        text, config = added_tokens.merged(text, library, file), file.with_name(added_tokens.CONFIG)
-        bos, eos = _marks_beside(file) or _marks_by_name(library)
+        text, config = added_tokens.merge_neighbours(text, library, file), file.with_name(added_tokens.CONFIG)
+        bos, eos = _read_marks(file) or _guess_marks(library)
         beside = {"config": config, "template": file.with_name(TEMPLATE), "tool_template": file.parent / TOOL_TEMPLATE}
         read = {name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.is_file()}
         return cls(text, bos=bos, eos=eos, **read)
@@ -345,7 +345,7 @@ def trained_vocab(setting: str) -> int:
         raise DataError(f"data.tokenizer={setting} is not understood: give a number of tokens, as bpe:4096") from None
 
 
-def _marks_beside(file: Path) -> tuple[str | None, str | None] | None:
+def _read_marks(file: Path) -> tuple[str | None, str | None] | None:
     """Return (bos, eos) as a neighbouring config names them. None = no config names them."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         neighbour = file.with_name(name)
@@ -369,6 +369,6 @@ def _spelling(token: Any) -> str | None:
     return content
 
 
-def _marks_by_name(library: tokenizers.Tokenizer) -> tuple[str | None, str | None]:
+def _guess_marks(library: tokenizers.Tokenizer) -> tuple[str | None, str | None]:
     known = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     return next(((bos, eos) for bos, eos in _PAIRS if bos in known and eos in known), (None, None))

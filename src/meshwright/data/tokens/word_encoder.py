@@ -236,9 +236,9 @@ _SPACES = "\\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000"
 
 
 def _ascii_body(category: str) -> str:
-    known = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
-    if category in known:
-        return known[category]
+    ranges = {"L": "A-Za-z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9"}
+    if category in ranges:
+        return ranges[category]
     letters = (chr(c) for c in range(128))
     return _NEVER + "".join(re.escape(c) for c in letters if unicodedata.category(c).startswith(category))
 

@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from itertools import groupby
 
-from meshwright.data.report.figures import DataView, LengthBin, ShownRow, StreamFigures, Token, heading
+from meshwright.data.report import DataView, LengthBin, ShownRow, StreamFigures, Token, heading
 from meshwright.planner.explorer.explorer_page import source
 from meshwright.spec.units import count, text_size
 

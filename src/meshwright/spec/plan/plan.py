@@ -59,7 +59,7 @@ TEXT: Final = "text"
 SAMPLES: Final = "samples"
 """Values of `Data.form`."""
 LEAST_SHARE = 1 / 2**16
-"""Smallest share in a mixture: shares are rounded to this fraction (data/sequences/interleaving.py)."""
+"""Smallest share in a mixture: shares are rounded to this fraction (data/sequences/numbered_rows.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from meshwright.data.chat.rendering import ROLES
 from meshwright.data.corpus.corpus import MixedStream, Stream
-from meshwright.data.sequences.mixed_rows import MixedRows, limits
-from meshwright.data.sequences.numbered_rows import NumberedRows
+from meshwright.data.sequences.numbered_rows import MixedRows, NumberedRows, divide_limit
 from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
@@ -49,7 +48,7 @@ class HeldOutRows:
         """The rows of each source of a mixture, with its share of the limit; else only this one."""
         if not isinstance(self.rows, MixedRows) or not isinstance(self.stream, MixedStream):
             return (self,)
-        each = zip(self.rows.rows, self.stream.parts, limits(self.stream.weights, self.limit), strict=True)
+        each = zip(self.rows.rows, self.stream.parts, divide_limit(self.stream.weights, self.limit), strict=True)
         return tuple(replace(self, rows=rows, stream=stream, limit=limit) for rows, stream, limit in each)
 
     @property

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from meshwright.data.corpus.corpus import MixedStream, Stream, TokenStream
-from meshwright.data.sequences.mixed_rows import limits
+from meshwright.data.sequences.numbered_rows import divide_limit
 from meshwright.spec import Data
 from meshwright.training.step.watch import EvalMetrics, RoleLoss, SourceScore
 
@@ -20,7 +20,7 @@ def score_sources(data: Data, stream: Stream, limit: int, score: Score) -> EvalM
     """
     if isinstance(stream, TokenStream):
         return _scored(data, stream, limit, score)
-    parts = zip(data.sources, stream.parts, limits(stream.weights, limit), strict=True)
+    parts = zip(data.sources, stream.parts, divide_limit(stream.weights, limit), strict=True)
     scores = [_scored(source, part, most, score) for source, part, most in parts]
     return _weighted_mean(scores, data, stream) if any(scores) else None
 

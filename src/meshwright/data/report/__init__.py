@@ -1,1 +1,0 @@
-"""Reports on the text of a run, for people."""
