@@ -30,10 +30,14 @@ LONGEST_KEY = 2**16 - 1
 MOST_HEADER_BYTES, MOST_ITEMS = 2**27, 2**24
 """Limits that no vocabulary reaches. A file that claims more would fill the memory."""
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS: Mapping[int, str] = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+NUMBERS: Mapping[int, struct.Struct] = {
+    kind: struct.Struct(f"<{code}")
+    for kind, code in {
+        0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+    }.items()
 }  # fmt: skip
-"""Types of values, as `struct` spells them."""
+"""Types of values that have one size."""
+U32, U64 = NUMBERS[4], NUMBERS[10]
 LEAST_TENSOR_BYTES, LEAST_KEY_BYTES = 8 + 4 + 8 + 4 + 8, 8 + 4 + 1
 COUNT_KEY, NUMBER_KEY, TENSORS_KEY = "split.count", "split.no", "split.tensors.count"
 """Keys of a file in parts."""
@@ -59,14 +63,9 @@ class StoredBlocks:
 
     def read(self) -> "Tensor":
         """Read the bytes (..., bytes of a row) uint8. Raises HubError when the file was truncated."""
-        import torch
+        from meshwright.formats.safetensors.files import read_bytes  # loads torch, which a header needs not
 
-        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
-        with open(self.file, "rb") as file:
-            file.seek(self.start)
-            if file.readinto(raw.numpy().data) != self.num_bytes:
-                raise HubError(f"{self.file} ends too early: it is truncated; copy or download it again")
-        return raw.view(*self.size[:-1], -1)
+        return read_bytes(self.file, self.start, self.num_bytes).view(*self.size[:-1], -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,30 +145,33 @@ def _read_part(path: Path, index: int, count: int, known: Mapping[str, StoredBlo
 
 
 class _HeaderReader:
-    """Position in a file, with checks against its remaining length."""
+    """Position in a file, with checks against its remaining length. A vocabulary is 400,000 calls of `text`."""
 
     def __init__(self, path: Path, file: BinaryIO, length: int) -> None:
-        self.path, self.file, self.length = path, file, length
+        self.path, self.file, self.length, self.position = path, file, length, 0
 
     @property
     def left(self) -> int:
-        return self.length - self.file.tell()
+        return self.length - self.position
 
     def damaged(self, what: str) -> HubError:
         return HubError(f"{self.path}: {what}; copy or download it again")
 
     def take(self, count: int, what: str) -> bytes:
-        if count > self.left:
+        self.position += count
+        if self.position > min(self.length, MOST_HEADER_BYTES):
+            self.position -= count
+            if count <= self.left:
+                raise self.damaged(f"its header is longer than {MOST_HEADER_BYTES} bytes")
             raise self.damaged(f"{what} needs {count} bytes and {self.left} are left: the file is truncated or damaged")
-        if self.file.tell() + count > MOST_HEADER_BYTES:
-            raise self.damaged(f"its header is longer than {MOST_HEADER_BYTES} bytes")
         return self.file.read(count)
 
-    def number(self, code: str, what: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+    def number(self, kind: struct.Struct, what: str) -> Any:
+        return kind.unpack(self.take(kind.size, what))[0]
 
-    def text(self, most: int, what: str) -> str:
-        count = self.number("Q", f"the length of {what}")
+    def text(self, what: str, most: int | None = None) -> str:
+        (count,) = U64.unpack(self.take(8, what))
+        most = self.left if most is None else most
         if count > most:
             raise self.damaged(f"{what} has {count} bytes, and at most {most} are possible")
         try:
@@ -179,7 +181,7 @@ class _HeaderReader:
 
     def counted(self, least: int, what: str) -> int:
         """Read the number of things that have at least `least` bytes each."""
-        count: int = self.number("Q", f"the number of {what}")
+        count: int = self.number(U64, f"the number of {what}")
         if count * least > self.left or count > MOST_ITEMS:
             raise self.damaged(f"it claims {count} {what}, and has {self.left} bytes left for them")
         return count
@@ -190,13 +192,13 @@ class _HeaderReader:
         count = self.counted(LEAST_KEY_BYTES, "keys")
         keys: dict[str, Value] = {}
         for _ in range(count):
-            name = self.text(LONGEST_KEY, "the name of a key")
+            name = self.text("the name of a key", LONGEST_KEY)
             if not name or name in keys:
                 raise self.damaged(f"key {name!r} is {'there twice' if name else 'without a name'}")
             keys[name] = self.read_value(name)
         tensors_by_name: dict[str, tuple[tuple[int, ...], BlockType, int]] = {}
         for _ in range(num_tensors):
-            name = self.text(LONGEST_NAME - 1, "the name of a tensor")
+            name = self.text("the name of a tensor", LONGEST_NAME - 1)
             if not name or name in tensors_by_name:
                 raise self.damaged(f"tensor {name!r} is {'there twice' if name else 'without a name'}")
             tensors_by_name[name] = self.tensor(name)
@@ -213,9 +215,9 @@ class _HeaderReader:
             raise HubError(f"{self.path} is GGUF version {version} (supported: {VERSIONS[0]} and {VERSIONS[1]})")
 
     def read_value(self, name: str) -> Value:
-        kind = self.number("I", f"the type of {name}")
+        kind = self.number(U32, f"the type of {name}")
         if kind == STRING:
-            return self.text(self.left, name)
+            return self.text(name)
         if kind == ARRAY:
             return self.array(name)
         if kind not in NUMBERS:
@@ -224,21 +226,22 @@ class _HeaderReader:
         return number
 
     def array(self, name: str) -> list[Any]:
-        kind = self.number("I", f"the type of the items of {name}")
+        kind = self.number(U32, f"the type of the items of {name}")
         if kind == STRING:
-            return [self.text(self.left, f"an item of {name}") for _ in range(self.counted(8, f"items of {name}"))]
+            what = f"an item of {name}"
+            return [self.text(what) for _ in range(self.counted(8, f"items of {name}"))]
         if kind not in NUMBERS:
             raise self.damaged(f"key {name} is an array of type {kind}, which is not possible")
-        width = struct.calcsize("<" + NUMBERS[kind])
-        count = self.counted(width, f"items of {name}")
-        return list(struct.unpack(f"<{count}{NUMBERS[kind]}", self.take(count * width, name)))
+        number = NUMBERS[kind]
+        count = self.counted(number.size, f"items of {name}")
+        return [value for (value,) in number.iter_unpack(self.take(count * number.size, name))]
 
     def tensor(self, name: str) -> tuple[tuple[int, ...], BlockType, int]:
-        count = self.number("I", f"the dims of {name}")
+        count = self.number(U32, f"the dims of {name}")
         if not 1 <= count <= MOST_DIMS:
             raise self.damaged(f"tensor {name} has {count} dims, and 1 to {MOST_DIMS} are possible")
-        dims = [self.number("Q", f"a dim of {name}") for _ in range(count)]
-        number, offset = self.number("I", f"the type of {name}"), self.number("Q", f"the offset of {name}")
+        dims = [self.number(U64, f"a dim of {name}") for _ in range(count)]
+        number, offset = self.number(U32, f"the type of {name}"), self.number(U64, f"the offset of {name}")
         kind = next((block_type for block_type in BLOCK_TYPES.values() if block_type.number == number), None)
         if kind is None:
             known = OTHER_TYPES.get(number)

@@ -22,7 +22,7 @@ from meshwright.formats.gguf.header import (
     Value,
     padded,
 )
-from meshwright.formats.hub.directory import partial_of
+from meshwright.formats.hub.directory import partial_of, sync
 from meshwright.formats.safetensors.files import pieces
 from meshwright.spec.errors import HubError
 from meshwright.spec.weights.gguf_schemes import BlockType
@@ -89,7 +89,7 @@ def _tagged(value: Value) -> bytes:
 
 
 def _scalar(value: bool | int | float | str, kind: int) -> bytes:
-    return _text(value) if isinstance(value, str) else struct.pack("<" + NUMBERS[kind], value)
+    return _text(value) if isinstance(value, str) else NUMBERS[kind].pack(value)
 
 
 def _array(values: list[bool | int | float | str]) -> bytes:
@@ -151,8 +151,4 @@ def fresh_file(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)

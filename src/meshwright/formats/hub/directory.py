@@ -246,13 +246,13 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
         yield partial
         # Contents first, then the name: after a power cut the folder is complete or absent.
         for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
+            sync(path)
+        sync(partial)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def partial_of(path: Path) -> Path:
@@ -278,7 +278,8 @@ def _is_running(process: str) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

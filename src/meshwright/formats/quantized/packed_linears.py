@@ -1,7 +1,7 @@
 """Common code of GPTQ's and AWQ's layouts: 32-bit words of codes, inputs as rows, and fp16 scales.
 
 A matrix W (N, K) of ours is X.qweight, X.qzeros and X.scales of theirs, in place of X.weight. Each format packs words
-in its own order (gptq_files.py, awq_files.py).
+in its own order (gptq.py, awq.py).
 """
 
 from abc import ABC, abstractmethod

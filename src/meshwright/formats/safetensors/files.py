@@ -62,12 +62,17 @@ class Stored:
 
     def read(self) -> Tensor:
         """Read the tensor into newly allocated memory."""
-        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
-        with open(self.file, "rb") as file:
-            file.seek(self.start)
-            if file.readinto(raw.numpy().data) != self.num_bytes:
-                raise HubError(f"{self.file} ends too early: it is truncated; copy or download it again")
-        return raw.view(self.dtype).view(self.size)
+        return read_bytes(self.file, self.start, self.num_bytes).view(self.dtype).view(self.size)
+
+
+def read_bytes(path: Path, start: int, count: int) -> Tensor:
+    """Read bytes (count,) uint8 from a position. Raises HubError when the file was truncated since its header."""
+    raw = torch.empty(count, dtype=torch.uint8)
+    with open(path, "rb") as file:
+        file.seek(start)
+        if file.readinto(raw.numpy().data) != count:
+            raise HubError(f"{path} ends too early: it is truncated; copy or download it again")
+    return raw
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

@@ -1,4 +1,4 @@
-"""Encode numbers as blocks of GGUF files (layouts: block_decoding.py).
+"""Encode numbers as blocks of GGUF files (layouts: gguf_decoding.py).
 
 Q8_0, Q4_0, Q5_0 and Q5_1 equal the reference to the bit: one step per block, from its extreme numbers. The K types
 search step and minimum of each group as the reference does, over some twenty candidates with a least-squares fit each.
