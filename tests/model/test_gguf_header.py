@@ -65,6 +65,18 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert starts[-1] + TENSORS[-1].num_bytes <= length < starts[-1] + TENSORS[-1].num_bytes + 32
 
 
+def test_the_gguf_package_reads_the_same(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    raw, path = header_bytes(KEYS, TENSORS), tmp_path / "model.gguf"
+    path.write_bytes(raw + bytes(gguf_bytes(KEYS, TENSORS) - len(raw)))
+    ours, theirs = read_gguf_header(path), gguf.GGUFReader(path)
+    keys = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert keys == ours.keys
+    assert [(entry.name, entry.tensor_type.name, entry.n_bytes, entry.data_offset) for entry in theirs.tensors] == [
+        (name, entry.kind.name, entry.num_bytes, entry.start) for name, entry in ours.tensors.items()
+    ]
+
+
 @pytest.mark.parametrize("length", [0, 3, 4, 7, 8, 20, 24, 40, 90, 200, 300, 330, -1])
 def test_a_file_that_was_cut_is_refused(length: int, tmp_path: Path) -> None:
     raw = header_bytes(KEYS, TENSORS)
