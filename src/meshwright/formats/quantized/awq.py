@@ -20,9 +20,9 @@ from meshwright.formats.quantized.packed_linears import (
     Parts,
     codes_of,
     read_scheme,
-    unquantized_modules,
     words,
 )
+from meshwright.formats.quantized.tensors import skipped_modules
 from meshwright.formats.safetensors.files import Stored
 from meshwright.spec.model.quantization_schemes import Scheme
 
@@ -63,7 +63,7 @@ class AWQFiles(PackedLinears):
         scheme = next(iter(model.schemes.values()))
         return {
             "quant_method": self.name, "bits": scheme.bits, "group_size": scheme.group or -1, "zero_point": True,
-            "version": "gemm", "modules_to_not_convert": ["lm_head", *unquantized_modules(model)],
+            "version": "gemm", "modules_to_not_convert": ["lm_head", *skipped_modules(model)],
         }  # fmt: skip
 
     def scheme_of(self, entries: Entries) -> Scheme:

@@ -23,14 +23,9 @@ from torch import Tensor
 from meshwright.formats.hub.entries import Entries
 from meshwright.formats.hub.transforms import CONV1D, FUSED, JOINED, ROTARY
 from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights, every
+from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.quantized.native import check_tensors
-from meshwright.formats.quantized.tensors import (
-    decoded_tensors,
-    encoded_tensors,
-    planned_tensors,
-    tensors_of_model,
-)
+from meshwright.formats.quantized.tensors import MatrixFormat, skipped_modules, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import DYNAMIC, dynamic_table, undoubled
@@ -50,7 +45,7 @@ OFFSET_LENGTH = 25
 LARGEST_CODE = 127.0
 
 
-class BitsAndBytes:
+class BitsAndBytes(MatrixFormat):
     """Layout described above."""
 
     name = "bitsandbytes"
@@ -68,14 +63,6 @@ class BitsAndBytes:
             return "bitsandbytes leaves stacks of experts as they are, which transformers makes: take format=meshwright"
         return _unreadable(model)
 
-    def planned(self, model: QuantizedModel) -> list[Planned]:
-        """List every tensor of the files, in order."""
-        return planned_tensors(model, lambda name, size, scheme: _plan_matrix(name, size, scheme, model.dtype))
-
-    def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the files as weights arrive."""
-        return encoded_tensors(model, weights, lambda _, binding, matrix: _encode_matrix(binding, matrix, model))
-
     def config(self, model: QuantizedModel) -> dict[str, Any]:
         """Return the entries of transformers' BitsAndBytesConfig, with the layers that are not quantized."""
         scheme = next(iter(model.schemes.values()))
@@ -86,7 +73,7 @@ class BitsAndBytes:
             "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": scheme.scales == "double",
             "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": "uint8",
             "llm_int8_threshold": scheme.threshold if four or scheme.outliers == "threshold" else 0.0,
-            "llm_int8_skip_modules": _skipped_modules(model),
+            "llm_int8_skip_modules": ["lm_head", *skipped_modules(model)],
             "llm_int8_has_fp16_weight": False, "llm_int8_enable_fp32_cpu_offload": False,
         }  # fmt: skip
 
@@ -117,12 +104,81 @@ class BitsAndBytes:
         plain = {name: replace(schemes[name], scales="float32") for name in fused if name in schemes}
         return replace(model, schemes=schemes | plain)
 
-    def decoded(
-        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
-    ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """Yield parameters by our names, layer after layer."""
-        # The parts of doubled scales have no rows: no transform of a matrix that has them reorders rows (_unreadable).
-        return decoded_tensors(folder, model, wanted, _decode_matrix)
+    def plan_matrix(self, name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+        """Return the tensors that stand for a matrix of theirs."""
+        rows, columns = size
+        if scheme.codes not in TABLES:
+            return [
+                Planned(name=name, size=size, dtype=torch.int8),
+                Planned(name=_sibling(name, "SCB"), size=(rows,), dtype=torch.float32),
+                Planned(name=_sibling(name, "weight_format"), size=(), dtype=torch.uint8),
+            ]
+        blocks, doubled = rows * scheme.groups(columns), scheme.scales == "double"
+        state = _encode_state(scheme, size, dtype, 0.0 if doubled else None)
+        tensors = [
+            Planned(name=name, size=(rows * columns // 2, 1), dtype=torch.uint8),
+            Planned(name=f"{name}.absmax", size=(blocks,), dtype=torch.uint8 if doubled else torch.float32),
+            Planned(name=f"{name}.quant_map", size=(16,), dtype=torch.float32),
+            Planned(name=f"{name}.{STATE}{scheme.codes}", size=(len(state),), dtype=torch.uint8),
+        ]
+        if doubled:
+            tensors.append(Planned(name=f"{name}.nested_absmax", size=(-(-blocks // DOUBLED),), dtype=torch.float32))
+            tensors.append(Planned(name=f"{name}.nested_quant_map", size=(len(DYNAMIC),), dtype=torch.float32))
+        return tensors
+
+    def encode_matrix(
+        self, name: str, binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield those tensors for a matrix of ours."""
+        scheme, shape = matrix.scheme, model.shape
+        ((their, size),) = binding.theirs.items()
+        (codes,) = binding.transform.export([matrix.codes], shape)
+        (scales,) = binding.transform.export([matrix.scales], shape)
+        if scheme.codes not in TABLES:
+            yield their, codes
+            yield _sibling(their, "SCB"), scales.float().flatten() * LARGEST_CODE
+            yield _sibling(their, "weight_format"), torch.zeros((), dtype=torch.uint8)
+            return
+        offset = None if matrix.offset is None else float(matrix.offset)
+        yield their, _swap_halves(codes).reshape(-1, 1)
+        yield f"{their}.absmax", (scales if scheme.scales == "double" else scales.float()).flatten()
+        yield f"{their}.quant_map", torch.tensor(TABLES[scheme.codes], dtype=torch.float32)
+        state = list(_encode_state(scheme, size, model.dtype, offset))
+        yield f"{their}.{STATE}{scheme.codes}", torch.tensor(state, dtype=torch.uint8)
+        if matrix.outer is not None:
+            yield f"{their}.nested_absmax", matrix.outer
+            yield f"{their}.nested_quant_map", torch.tensor(DYNAMIC, dtype=torch.float32)
+
+    def decode_matrix(
+        self, stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme
+    ) -> dict[str, Tensor]:
+        """Return the parts of one matrix, with rows in their order."""
+        rows, columns = size
+        if scheme.codes not in TABLES:
+            order = stored.get(_sibling(name, "weight_format"))
+            if order is not None and int(order.read()):
+                raise HubError(
+                    f"{order.file}: {name} has codes in tiles of a GPU: save the model again with bitsandbytes"
+                )
+            scales = stored[_sibling(name, "SCB")].read() / LARGEST_CODE
+            return {"codes": stored[name].read(), "scales": scales.unsqueeze(1)}
+        # Codes are indices: another table would silently stand for other numbers.
+        _check_table(stored, f"{name}.quant_map", TABLES[scheme.codes])
+        parts = {
+            "codes": _swap_halves(stored[name].read().view(torch.uint8)).view(rows, columns // 2),
+            "scales": stored[f"{name}.absmax"].read().view(rows, -1),
+        }
+        if f"{name}.nested_absmax" not in stored:
+            return parts
+        _check_table(stored, f"{name}.nested_quant_map", DYNAMIC)
+        offset = _read_state(stored, name)[1].get("nested_offset")
+        if not isinstance(offset, float):
+            raise HubError(f"{stored[name].file}: {name} has nested_offset={offset!r}, which is no number")
+        nested = {"outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
+        if scheme.scales == "double":
+            return parts | nested  # without rows: no transform of a matrix that has them reorders rows (_unreadable)
+        table = dynamic_table(parts["scales"].device)
+        return parts | {"scales": undoubled(parts["scales"], nested["outer"], nested["offset"], table)}
 
 
 def _unreadable(model: QuantizedModel) -> str:
@@ -152,28 +208,6 @@ def _unsupported(scheme: Scheme) -> str:
     if scheme.outliers == "calibrated":
         return f"{scheme.name} with columns in 16 bit: take outliers=threshold, scheme=int8 or format=meshwright"
     return f"{scheme.name}: it has normal floats and 8-bit weights alone; take scheme=nf4 or format=meshwright"
-
-
-def _plan_matrix(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
-    rows, columns = size
-    if scheme.codes not in TABLES:
-        return [
-            Planned(name=name, size=size, dtype=torch.int8),
-            Planned(name=_sibling(name, "SCB"), size=(rows,), dtype=torch.float32),
-            Planned(name=_sibling(name, "weight_format"), size=(), dtype=torch.uint8),
-        ]
-    blocks, doubled = rows * scheme.groups(columns), scheme.scales == "double"
-    state = _encode_state(scheme, size, dtype, 0.0 if doubled else None)
-    tensors = [
-        Planned(name=name, size=(rows * columns // 2, 1), dtype=torch.uint8),
-        Planned(name=f"{name}.absmax", size=(blocks,), dtype=torch.uint8 if doubled else torch.float32),
-        Planned(name=f"{name}.quant_map", size=(16,), dtype=torch.float32),
-        Planned(name=f"{name}.{STATE}{scheme.codes}", size=(len(state),), dtype=torch.uint8),
-    ]
-    if doubled:
-        tensors.append(Planned(name=f"{name}.nested_absmax", size=(-(-blocks // DOUBLED),), dtype=torch.float32))
-        tensors.append(Planned(name=f"{name}.nested_quant_map", size=(len(DYNAMIC),), dtype=torch.float32))
-    return tensors
 
 
 def _sibling(name: str, leaf: str) -> str:
@@ -219,35 +253,6 @@ def _swap_halves(packed: Tensor) -> Tensor:
     return packed << 4 | packed >> 4
 
 
-def _encode_matrix(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
-    scheme, shape = matrix.scheme, model.shape
-    ((name, size),) = binding.theirs.items()
-    (codes,) = binding.transform.export([matrix.codes], shape)
-    (scales,) = binding.transform.export([matrix.scales], shape)
-    if scheme.codes not in TABLES:
-        yield name, codes
-        yield _sibling(name, "SCB"), scales.float().flatten() * LARGEST_CODE
-        yield _sibling(name, "weight_format"), torch.zeros((), dtype=torch.uint8)
-        return
-    offset = None if matrix.offset is None else float(matrix.offset)
-    yield name, _swap_halves(codes).reshape(-1, 1)
-    yield f"{name}.absmax", (scales if scheme.scales == "double" else scales.float()).flatten()
-    yield f"{name}.quant_map", torch.tensor(TABLES[scheme.codes], dtype=torch.float32)
-    state = list(_encode_state(scheme, size, model.dtype, offset))
-    yield f"{name}.{STATE}{scheme.codes}", torch.tensor(state, dtype=torch.uint8)
-    if matrix.outer is not None:
-        yield f"{name}.nested_absmax", matrix.outer
-        yield f"{name}.nested_quant_map", torch.tensor(DYNAMIC, dtype=torch.float32)
-
-
-def _skipped_modules(model: QuantizedModel) -> list[str]:
-    modules = ["lm_head"]
-    for binding in bindings(model.shape):
-        if next(iter(binding.ours)) in model.skipped:
-            modules += [name.removesuffix(".weight") for name in binding.theirs]
-    return modules
-
-
 def _read_scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tuple[int, ...]) -> Scheme:
     """Return the scheme of one matrix. Raises HubError when it is none of ours."""
     if stored[name].dtype == torch.int8:
@@ -289,31 +294,3 @@ def _check_table(stored: Mapping[str, Stored], name: str, known: Sequence[float]
         raise HubError(
             f"{stored[name].file}: {name} holds other numbers than bitsandbytes writes, which is not supported"
         )
-
-
-def _decode_matrix(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """Return the parts of one matrix, with rows in their order."""
-    rows, columns = size
-    if scheme.codes not in TABLES:
-        order = stored.get(_sibling(name, "weight_format"))
-        if order is not None and int(order.read()):
-            raise HubError(f"{order.file}: {name} has codes in tiles of a GPU: save the model again with bitsandbytes")
-        scales = stored[_sibling(name, "SCB")].read() / LARGEST_CODE
-        return {"codes": stored[name].read(), "scales": scales.unsqueeze(1)}
-    # Codes are indices: another table would silently stand for other numbers.
-    _check_table(stored, f"{name}.quant_map", TABLES[scheme.codes])
-    parts = {
-        "codes": _swap_halves(stored[name].read().view(torch.uint8)).view(rows, columns // 2),
-        "scales": stored[f"{name}.absmax"].read().view(rows, -1),
-    }
-    if f"{name}.nested_absmax" not in stored:
-        return parts
-    _check_table(stored, f"{name}.nested_quant_map", DYNAMIC)
-    offset = _read_state(stored, name)[1].get("nested_offset")
-    if not isinstance(offset, float):
-        raise HubError(f"{stored[name].file}: {name} has nested_offset={offset!r}, which is no number")
-    nested = {"outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
-    if scheme.scales == "double":
-        return parts | nested
-    table = dynamic_table(parts["scales"].device)
-    return parts | {"scales": undoubled(parts["scales"], nested["outer"], nested["offset"], table)}

@@ -21,14 +21,9 @@ from torch import Tensor
 from meshwright.formats.hub.entries import Entries
 from meshwright.formats.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights, every
+from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.quantized.native import check_tensors
-from meshwright.formats.quantized.tensors import (
-    decoded_tensors,
-    encoded_tensors,
-    planned_tensors,
-    tensors_of_model,
-)
+from meshwright.formats.quantized.tensors import MatrixFormat, planned_tensors, skipped_modules, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import pack, unpack
@@ -54,7 +49,7 @@ BESIDE = (".input_scale", ".k_scale", ".v_scale")
 """Ends of names of scales that are not read: inputs have a scale per token here, and the cache is not rounded."""
 
 
-class CompressedTensors:
+class CompressedTensors(MatrixFormat):
     """Layout described above."""
 
     name = "compressed-tensors"
@@ -81,14 +76,6 @@ class CompressedTensors:
             return f"compressed-tensors cannot hold {family}, whose matrices {TURNED}; take format=meshwright"
         return ""
 
-    def planned(self, model: QuantizedModel) -> list[Planned]:
-        """List every tensor of the files, in order."""
-        return planned_tensors(model, lambda name, size, scheme: _plan_matrix(name, size, scheme, model.dtype))
-
-    def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the files as weights arrive."""
-        return encoded_tensors(model, weights, lambda _, binding, matrix: _encode_matrix(binding, matrix, model))
-
     def config(self, model: QuantizedModel) -> dict[str, Any]:
         """Return one group of all quantized layers, and the names of layers that are not quantized."""
         scheme = next(iter(model.schemes.values()))
@@ -107,7 +94,8 @@ class CompressedTensors:
             "format": _layout(scheme),
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": _ignored_modules(model),
+            # Readers make a layer of the head even where it is tied.
+            "ignore": ["lm_head", *skipped_modules(model, routers=True)],
         }
 
     def described(
@@ -133,19 +121,57 @@ class CompressedTensors:
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no weight_scale")
         planned = _adapt_to_files(
-            planned_tensors(
-                model, lambda name, size, scheme: _plan_matrix(name, size, scheme, dtype, whole=name in stored)
-            ),
-            stored,
+            planned_tensors(model, lambda name, *facts: _plan_matrix(name, *facts, whole=name in stored)), stored
         )
         check_tensors(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
 
-    def decoded(
-        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
-    ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """Yield parameters by our names, layer after layer."""
-        return decoded_tensors(folder, model, wanted, _decode_matrix)
+    def plan_matrix(self, name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+        """Return the tensors that stand for a matrix of theirs."""
+        return _plan_matrix(name, size, scheme, dtype)
+
+    def encode_matrix(
+        self, name: str, binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield those tensors for a matrix of ours."""
+        scheme, shape = matrix.scheme, model.shape
+        codes = binding.transform.export([matrix.whole_codes()], shape)
+        scales = binding.transform.export([matrix.scales], shape)
+        no_zeros = [None] * len(codes)
+        zeros = no_zeros if matrix.zeros is None else binding.transform.export([matrix.every_zero()], shape)
+        for their, code, scale, zero in zip(binding.theirs, codes, scales, zeros, strict=True):
+            yield f"{their}_scale", scale
+            if _layout(scheme) != PACKED:
+                yield their, code
+                continue
+            whole = code if scheme.packed else (code.int() + 128).to(torch.uint8)
+            yield f"{their}_packed", _pack_words(whole, scheme.bits)
+            yield f"{their}_shape", torch.tensor(code.shape)
+            if zero is not None:
+                by_outputs = _pack_words(zero.to(torch.uint8).t().contiguous(), scheme.bits)
+                yield f"{their}_zero_point", by_outputs.t().contiguous()
+
+    def decode_matrix(
+        self, stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme
+    ) -> dict[str, Tensor]:
+        """Return the parts of one matrix of theirs, with codes and zeros packed as ours are."""
+        rows, columns = size
+        parts = {"scales": _expand_scales(stored, f"{name}_scale", rows, scheme.groups(columns), scheme)}
+        if _layout(scheme) != PACKED:
+            return {"codes": stored[name].read(), **parts}
+        if name in stored:
+            return parts | _read_bytes(stored, name, scheme)
+        shape = stored[f"{name}_shape"].read().tolist()
+        if shape != list(size):
+            raise HubError(
+                f"{stored[name + '_shape'].file}: {name}_shape says {shape} where config.json says {list(size)}"
+            )
+        codes = _unpack_words(stored[f"{name}_packed"].read(), scheme.bits, columns)
+        parts["codes"] = pack(codes, scheme.bits) if scheme.packed else (codes.int() - 128).to(torch.int8)
+        if scheme.zeros == "whole":
+            words = stored[f"{name}_zero_point"].read().t().contiguous()
+            parts["zeros"] = pack(_unpack_words(words, scheme.bits, rows).t().contiguous(), scheme.bits)
+        return parts
 
 
 def _unsupported(scheme: Scheme) -> str:
@@ -205,42 +231,6 @@ def _unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     return unpack(words.contiguous().view(torch.uint8)[..., : -(-columns * bits // 8)], bits, columns)
 
 
-def _encode_matrix(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
-    scheme, shape = matrix.scheme, model.shape
-    codes = binding.transform.export([matrix.whole_codes()], shape)
-    scales = binding.transform.export([matrix.scales], shape)
-    zeros = binding.transform.export([matrix.every_zero()], shape) if matrix.zeros is not None else [None] * len(codes)
-    for name, code, scale, zero in zip(binding.theirs, codes, scales, zeros, strict=True):
-        yield f"{name}_scale", scale
-        if _layout(scheme) != PACKED:
-            yield name, code
-            continue
-        whole = code if scheme.packed else (code.int() + 128).to(torch.uint8)
-        yield f"{name}_packed", _pack_words(whole, scheme.bits)
-        yield f"{name}_shape", torch.tensor(code.shape)
-        if zero is not None:
-            yield f"{name}_zero_point", _pack_words(zero.to(torch.uint8).t().contiguous(), scheme.bits).t().contiguous()
-
-
-def _decode_matrix(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """Return the parts of one matrix of theirs, with codes and zeros packed as ours are."""
-    rows, columns = size
-    parts = {"scales": _expand_scales(stored, f"{name}_scale", rows, scheme.groups(columns), scheme)}
-    if _layout(scheme) != PACKED:
-        return {"codes": stored[name].read(), **parts}
-    if name in stored:
-        return parts | _read_bytes(stored, name, scheme)
-    shape = stored[f"{name}_shape"].read().tolist()
-    if shape != list(size):
-        raise HubError(f"{stored[name + '_shape'].file}: {name}_shape says {shape} where config.json says {list(size)}")
-    codes = _unpack_words(stored[f"{name}_packed"].read(), scheme.bits, columns)
-    parts["codes"] = pack(codes, scheme.bits) if scheme.packed else (codes.int() - 128).to(torch.int8)
-    if scheme.zeros == "whole":
-        words = stored[f"{name}_zero_point"].read().t().contiguous()
-        parts["zeros"] = pack(_unpack_words(words, scheme.bits, rows).t().contiguous(), scheme.bits)
-    return parts
-
-
 def _read_bytes(stored: Mapping[str, Stored], name: str, scheme: Scheme) -> dict[str, Tensor]:
     """Read codes of fewer than 8 bits with a byte each, and their zeros, and pack them as ours are."""
     if not scheme.packed:
@@ -264,15 +254,6 @@ def _expand_scales(stored: Mapping[str, Stored], name: str, rows: int, groups: i
         sizes = list(stored[name].size)
         raise HubError(f"{stored[name].file}: {name} is {sizes}, neither for {rows} outputs nor for blocks of them")
     return scales.repeat_interleave(scheme.group, 0)[:rows].contiguous()
-
-
-def _ignored_modules(model: QuantizedModel) -> list[str]:
-    parts = ["lm_head"]  # even a tied one, since readers make a layer of it
-    for binding in bindings(model.shape):
-        ours = next(iter(binding.ours))
-        if ours in model.skipped or ours.endswith("router.weight"):
-            parts += [name.removesuffix(".weight") for name in binding.theirs]
-    return parts
 
 
 def _matching_scheme(

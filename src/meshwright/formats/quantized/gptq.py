@@ -27,9 +27,9 @@ from meshwright.formats.quantized.packed_linears import (
     Parts,
     codes_of,
     read_scheme,
-    unquantized_modules,
     words,
 )
+from meshwright.formats.quantized.tensors import skipped_modules
 from meshwright.formats.safetensors.files import Planned, Stored
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import GROUPS, Scheme
@@ -95,7 +95,7 @@ class GPTQFiles(PackedLinears):
             "static_groups": True, "sym": scheme.zeros == "fixed", "true_sequential": True,
             "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
         }  # fmt: skip
-        left_out: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in unquantized_modules(model)}
+        left_out: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in skipped_modules(model)}
         return config | ({"dynamic": left_out} if left_out else {})
 
     def scheme_of(self, entries: Entries) -> Scheme:

@@ -4,8 +4,8 @@ A matrix W (N, K) of ours is X.qweight, X.qzeros and X.scales of theirs, in plac
 in its own order (gptq.py, awq.py).
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +16,9 @@ from torch import Tensor
 from meshwright.formats.hub.entries import Entries
 from meshwright.formats.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights, every
+from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.quantized.native import check_tensors
-from meshwright.formats.quantized.tensors import (
-    decoded_tensors,
-    encoded_tensors,
-    planned_tensors,
-    tensors_of_model,
-)
+from meshwright.formats.quantized.tensors import MatrixFormat, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, fixed_zero
 from meshwright.kernels.quantized.rounding import pack, unpack
@@ -47,7 +42,7 @@ class Codes(NamedTuple):
     """Input of each column (K,) int32. None = they are in order."""
 
 
-class PackedLinears(ABC):
+class PackedLinears(MatrixFormat):
     """QuantizedFormat without the packing of a matrix and the entries of the config."""
 
     name: str
@@ -116,24 +111,24 @@ class PackedLinears(ABC):
             return "its activations stay as they are"
         return "its zeros must be whole numbers" if scheme.zeros == "real" else ""
 
-    def planned(self, model: QuantizedModel) -> list[Planned]:
-        """List every tensor of the files, in order."""
+    def plan_matrix(self, name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+        """Return the tensors that stand for a matrix of theirs."""
+        packed = self.sizes(size[0], size[1], scheme)
+        return [Planned(name=_prefix(name) + part, size=dims, dtype=kind) for part, (dims, kind) in packed.items()]
 
-        def plan(name: str, size: tuple[int, ...], scheme: Scheme) -> list[Planned]:
-            packed = self.sizes(size[0], size[1], scheme)
-            return [Planned(name=_prefix(name) + part, size=dims, dtype=kind) for part, (dims, kind) in packed.items()]
-
-        return planned_tensors(model, plan)
-
-    def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the files as weights arrive."""
-
-        def encode(name: str, binding: Binding, matrix: QuantizedMatrix) -> Iterator[tuple[str, Tensor]]:
-            for their, codes in _export_codes(binding, matrix, model.shape):
-                parts = self.packed(name, codes, matrix.scheme).items()
-                yield from ((_prefix(their) + part, tensor) for part, tensor in parts)
-
-        return encoded_tensors(model, weights, encode)
+    def encode_matrix(
+        self, name: str, binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield those tensors for a matrix of ours."""
+        whole = matrix.whole_codes()
+        codes = whole if matrix.scheme.packed else (whole.int() + 128).to(torch.uint8)
+        middle = float(fixed_zero(matrix.scheme) if matrix.scheme.packed else 128)
+        zeros = torch.full_like(matrix.scales.float(), middle) if matrix.zeros is None else matrix.every_zero()
+        tensors = (codes, zeros.to(torch.uint8), matrix.scales)
+        parts = (binding.transform.export([tensor], model.shape) for tensor in tensors)
+        for their, *packed in zip(binding.theirs, *parts, strict=True):
+            for part, tensor in self.packed(name, Codes(*packed), matrix.scheme).items():
+                yield _prefix(their) + part, tensor
 
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
@@ -177,16 +172,10 @@ class PackedLinears(ABC):
         """Drop planned tensors that a writer may leave out."""
         return planned
 
-    def decoded(
-        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
-    ) -> Iterator[tuple[str, Tensor | Parts]]:
-        """Yield parameters by our names, layer after layer."""
-        return decoded_tensors(folder, model, wanted, self._decode_matrix)
-
-    def _decode_matrix(self, stored: Mapping[str, Stored], their: str, size: tuple[int, ...], scheme: Scheme) -> Parts:
+    def decode_matrix(self, stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> Parts:
         """Return one matrix of theirs, packed as ours are."""
-        parts = _stored_parts(stored, their)
-        where = Entries({}, f"{parts['qweight'].file.parent}: {_prefix(their)}qweight")
+        parts = _stored_parts(stored, name)
+        where = Entries({}, f"{parts['qweight'].file.parent}: {_prefix(name)}qweight")
         codes = self.unpacked(parts, (size[0], size[1]), scheme, where)
         packed = {"scales": codes.scales.contiguous()} | ({} if codes.order is None else {"order": codes.order})
         middle = fixed_zero(scheme) if scheme.packed else 128
@@ -196,17 +185,6 @@ class PackedLinears(ABC):
             raise where.fail("some zeros are not the middle code, where config.json says sym=true or codes have 8 bits")
         packed["codes"] = pack(codes.codes, scheme.bits) if scheme.packed else (codes.codes.int() - 128).to(torch.int8)
         return packed
-
-
-def _export_codes(binding: Binding, matrix: QuantizedMatrix, shape: ModelShape) -> Iterator[tuple[str, Codes]]:
-    """Yield their matrices that one of ours is."""
-    whole = matrix.whole_codes()
-    codes = whole if matrix.scheme.packed else (whole.int() + 128).to(torch.uint8)
-    middle = float(fixed_zero(matrix.scheme) if matrix.scheme.packed else 128)
-    zeros = torch.full_like(matrix.scales.float(), middle) if matrix.zeros is None else matrix.every_zero()
-    parts = (binding.transform.export([tensor], shape) for tensor in (codes, zeros.to(torch.uint8), matrix.scales))
-    for name, *packed in zip(binding.theirs, *parts, strict=True):
-        yield name, Codes(*packed)
 
 
 def read_scheme(name: str, bits: int, group: int, symmetric: bool) -> Scheme:
@@ -227,16 +205,6 @@ def words(codes: Tensor, bits: int) -> Tensor:
 def codes_of(stream: Tensor, bits: int, columns: int) -> Tensor:
     """Unpack the codes (R, columns) of `words`."""
     return unpack(stream.contiguous().view(torch.uint8), bits, columns)
-
-
-def unquantized_modules(model: QuantizedModel) -> Sequence[str]:
-    """Return the names of their layers that could be quantized and are not."""
-    return [
-        their.removesuffix(".weight")
-        for binding in bindings(model.shape)
-        if next(iter(binding.ours)) in model.skipped
-        for their in binding.theirs
-    ]
 
 
 def _stored_parts(stored: Mapping[str, Stored], their: str) -> dict[str, Stored]:

@@ -1,5 +1,6 @@
 """Tensors of a model's files under Hugging Face's names, and their order. A format decides how a matrix is stored."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -9,19 +10,68 @@ from torch import Tensor
 from meshwright.formats.hub.transforms import SAME, STACKED
 from meshwright.formats.hub.weight_names import IGNORED, Binding, bindings
 from meshwright.formats.hub.weights import HEAD, check_tied
-from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights
+from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights, every
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.model.shape import ModelShape
 
-PlanMatrix = Callable[[str, tuple[int, ...], Scheme], list[Planned]]
-"""Function (their name, size, scheme) -> tensors that stand for a matrix."""
-EncodeMatrix = Callable[[str, Binding, QuantizedMatrix], Iterator[tuple[str, Tensor]]]
-"""Function (our name, its binding, matrix) -> those tensors."""
-DecodeMatrix = Callable[[Mapping[str, Stored], str, tuple[int, ...], Scheme], dict[str, Tensor]]
-"""Function (stored tensors, their name, size, scheme) -> parts of a QuantizedMatrix."""
+PlanMatrix = Callable[[str, tuple[int, ...], Scheme, torch.dtype], list[Planned]]
+"""Function (their name, size, scheme, dtype of numbers) -> tensors that stand for a matrix."""
+
+
+class MatrixFormat(ABC):
+    """The part of a QuantizedFormat that follows from its way to store one matrix."""
+
+    @abstractmethod
+    def plan_matrix(self, name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+        """Return the tensors that stand for a matrix of theirs. `dtype` is that of numbers."""
+
+    @abstractmethod
+    def encode_matrix(
+        self, name: str, binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield those tensors for a matrix of ours, which `binding` pairs with theirs."""
+
+    @abstractmethod
+    def decode_matrix(
+        self, stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme
+    ) -> dict[str, Tensor]:
+        """Return the parts of a QuantizedMatrix from those tensors, packed as ours are, for a matrix of theirs."""
+
+    def planned(self, model: QuantizedModel) -> list[Planned]:
+        """List every tensor of the files, in order."""
+        return planned_tensors(model, self.plan_matrix)
+
+    def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the files as weights arrive. A tied head is in no file."""
+        binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
+        for name, weight in weights:
+            if model.shape.tied and name == "head.weight":
+                continue
+            binding = binding_of[name]
+            if isinstance(weight, QuantizedMatrix):
+                yield from self.encode_matrix(name, binding, weight, model)
+            else:
+                yield from zip(binding.theirs, binding.transform.export([weight], model.shape), strict=True)
+
+    def decoded(
+        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
+    ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+        """Yield parameters by our names, layer after layer, with the parts of quantized matrices."""
+        stored = stored_tensors(folder)
+        for binding in bindings(model.shape):
+            if not any(map(wanted, binding.ours)):
+                continue
+            name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
+            if name not in model.schemes:
+                theirs = [stored[their].read() for their in binding.theirs]
+                yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
+                continue
+            scheme = model.schemes[name]
+            matrices = [self.decode_matrix(stored, their, size, scheme) for their, size in binding.theirs.items()]
+            yield from _restored_parts(binding, matrices, model.shape)
 
 
 def planned_tensors(model: QuantizedModel, plan_matrix: PlanMatrix) -> list[Planned]:
@@ -31,11 +81,21 @@ def planned_tensors(model: QuantizedModel, plan_matrix: PlanMatrix) -> list[Plan
         scheme = model.schemes.get(next(iter(binding.ours)))
         for name, size in binding.theirs.items():
             if scheme is not None:
-                planned += plan_matrix(name, size, scheme)
+                planned += plan_matrix(name, size, scheme, model.dtype)
                 continue
             dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
             planned.append(Planned(name=name, size=size, dtype=dtype))
     return planned
+
+
+def skipped_modules(model: QuantizedModel, *, routers: bool = False) -> list[str]:
+    """Return the names of their layers that could be quantized and are not, with those of `routers` on request."""
+    return [
+        their.removesuffix(".weight")
+        for binding in bindings(model.shape)
+        if (ours := next(iter(binding.ours))) in model.skipped or (routers and ours.endswith("router.weight"))
+        for their in binding.theirs
+    ]
 
 
 def tensors_of_model(
@@ -63,7 +123,7 @@ def tensors_of_model(
     return tensors
 
 
-def restored_parts(
+def _restored_parts(
     binding: Binding, matrices_of_theirs: Sequence[dict[str, Tensor]], shape: ModelShape
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield our matrices by name from parts of theirs. Where rows are cut apart, parts for columns go to each."""
@@ -76,36 +136,3 @@ def restored_parts(
         for matrix, tensor in zip(ours_by_name, ours, strict=True):
             matrix[part] = tensor.contiguous()
     yield from zip(binding.ours, ours_by_name, strict=True)
-
-
-def decoded_tensors(
-    folder: Path, model: QuantizedModel, wanted: Wanted, decode_matrix: DecodeMatrix
-) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-    """Yield parameters by our names, layer after layer, with the parts of quantized matrices."""
-    stored = stored_tensors(folder)
-    for binding in bindings(model.shape):
-        if not any(map(wanted, binding.ours)):
-            continue
-        name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
-        if name not in model.schemes:
-            theirs = [stored[their].read() for their in binding.theirs]
-            yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
-            continue
-        scheme = model.schemes[name]
-        matrices = [decode_matrix(stored, their, size, scheme) for their, size in binding.theirs.items()]
-        yield from restored_parts(binding, matrices, model.shape)
-
-
-def encoded_tensors(
-    model: QuantizedModel, weights: Weights, encode_matrix: EncodeMatrix
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yield the tensors of the files as weights arrive. A tied head is in no file."""
-    binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
-    for name, weight in weights:
-        if model.shape.tied and name == "head.weight":
-            continue
-        binding = binding_of[name]
-        if isinstance(weight, QuantizedMatrix):
-            yield from encode_matrix(name, binding, weight)
-        else:
-            yield from zip(binding.theirs, binding.transform.export([weight], model.shape), strict=True)
