@@ -12,7 +12,7 @@ from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
 from meshwright.formats.gguf.header import Value
 from meshwright.formats.gguf.metadata import frequency_factors
-from meshwright.formats.gguf.model import FILE_TYPES, general_keys, is_float, planned_tensors, stays_wide
+from meshwright.formats.gguf.model import FILE_TYPES, general_keys, planned_tensors, stays_wide
 from meshwright.formats.gguf.names import FREQUENCIES, architecture_of, gguf_bindings, ungguffable
 from meshwright.formats.gguf.vocabulary import vocabulary_keys
 from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
@@ -21,7 +21,7 @@ from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES, decode
 from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUFScheme
+from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, GGUFScheme
 from meshwright.store.run_folder import ids_of
 
 CHECKED = 2**24
@@ -47,7 +47,7 @@ class GGUFPlan:
     @property
     def coded(self) -> int:
         """Number of weights stored as codes."""
-        return sum(math.prod(tensor.size) for tensor in self.tensors if not is_float(tensor.kind.name))
+        return sum(math.prod(tensor.size) for tensor in self.tensors if tensor.kind.name not in FLOATS)
 
 
 def plan_gguf(
@@ -146,7 +146,7 @@ def _encoded(
             raise PlanError(f"{name} has weights beyond what {kind} can say: take dtype=bf16, or dtype=fp32")
         wrong += float((part - restored).square().sum())
         whole += float(part.square().sum())
-    if not is_float(kind):
+    if kind not in FLOATS:
         seen(
             QuantizedLayer(
                 name=" + ".join(binding.ours), scheme=kind, bytes=planned.num_bytes,

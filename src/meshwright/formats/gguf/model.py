@@ -74,7 +74,7 @@ class GGUFModel:
             stored = [self.header.tensors[name] for name in binding.theirs]
             tensors = [decode(blocks.kind.name, blocks.read()).view(blocks.size) for blocks in stored]
             for blocks, tensor in zip(stored, tensors, strict=True):
-                if not is_float(blocks.kind.name) and not bool(tensor.isfinite().all()):
+                if blocks.kind.name not in FLOATS and not bool(tensor.isfinite().all()):
                     raise HubError(
                         f"{blocks.file}: {min(binding.theirs)} is infinite or NaN; copy or download it again"
                     )
@@ -134,8 +134,3 @@ def general_keys(shape: ModelShape, name: str, file_type: int, *, quantized: boo
     }
     keys |= {"general.quantization_version": QUANTIZATION_VERSION} if quantized else {}
     return keys | shape_keys(shape)
-
-
-def is_float(kind: str) -> bool:
-    """Return True if a type has no blocks."""
-    return kind in FLOATS

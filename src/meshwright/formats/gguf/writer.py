@@ -54,7 +54,9 @@ def gguf_bytes(keys: Mapping[str, Value], tensors: Sequence[PlannedBlocks]) -> i
 def header_bytes(keys: Mapping[str, Value], tensors: Sequence[PlannedBlocks]) -> bytes:
     """Return everything before the data, which follows in the order of the tensors, each padded."""
     chunks = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(keys))]
-    chunks += [_text(name) + _tagged(value) for name, value in keys.items()]
+    for name, setting in keys.items():
+        kind, raw = _typed(setting)
+        chunks.append(_text(name) + struct.pack("<I", kind) + raw)
     offset = 0
     for tensor in tensors:
         assert len(tensor.name.encode()) < LONGEST_NAME and tensor.kind.holds(tensor.size[-1])
@@ -70,33 +72,21 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _value_type(key_value: Value) -> int:
-    """Return the type of a value. Whole numbers are unsigned with 32 bits where that is enough."""
-    if isinstance(key_value, bool):
-        return BOOL
-    if isinstance(key_value, str):
-        return STRING
-    if isinstance(key_value, float):
-        return FLOAT32
-    if isinstance(key_value, list):
-        return ARRAY
-    return UINT32 if 0 <= key_value < LARGEST else UINT64
-
-
-def _tagged(value: Value) -> bytes:
-    kind = _value_type(value)
-    return struct.pack("<I", kind) + (_array(value) if isinstance(value, list) else _scalar(value, kind))
-
-
-def _scalar(value: bool | int | float | str, kind: int) -> bytes:
-    return _text(value) if isinstance(value, str) else NUMBERS[kind].pack(value)
-
-
-def _array(values: list[bool | int | float | str]) -> bytes:
-    """Return an array of one type. Readers expect signed integers; an empty array has texts."""
-    kind = _value_type(values[0]) if values else STRING
-    kind = INT32 if kind in (UINT32, UINT64) else kind
-    return struct.pack("<IQ", kind, len(values)) + b"".join(_scalar(value, kind) for value in values)
+def _typed(setting: Value) -> tuple[int, bytes]:
+    """Return the type and the bytes of a key's value. Whole numbers are unsigned, with 32 bits where that is enough."""
+    if isinstance(setting, str):
+        return STRING, _text(setting)
+    if isinstance(setting, list):
+        kind = _typed(setting[0])[0] if setting else STRING
+        kind = INT32 if kind in (UINT32, UINT64) else kind  # readers expect signed numbers in arrays
+        return ARRAY, struct.pack("<IQ", kind, len(setting)) + b"".join(
+            map(_text if kind == STRING else NUMBERS[kind].pack, setting)
+        )
+    if isinstance(setting, bool | float):
+        kind = BOOL if isinstance(setting, bool) else FLOAT32
+    else:
+        kind = UINT32 if 0 <= setting < LARGEST else UINT64
+    return kind, NUMBERS[kind].pack(setting)
 
 
 class GGUFWriter:
