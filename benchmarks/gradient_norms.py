@@ -38,10 +38,10 @@ from meshwright.spec import Data, Layout, Plan, Recipe, presets
 from meshwright.training import device as machine
 from meshwright.training.loop import new_state
 from meshwright.training.optimizer.rate import learning_rate
-from meshwright.training.pending_step import Readback, readback
 from meshwright.training.resume.state import TrainState
 from meshwright.training.step.batches import WHOLE, Batch, PackedRows, split
 from meshwright.training.step.step import MicroPass, Weights, train_step
+from meshwright.training.step_records import Readback, start_readback
 
 WAYS = {
     "run": ({}, {}),
@@ -180,7 +180,7 @@ def stepped(state: TrainState, plan: Plan, batch: Batch, step: int, micro_batch:
         state.engine, state.optimizer, split(batch, micro_batch), rate=learning_rate(plan.recipe, step),
         clip=plan.recipe.clip, balance_loss=plan.recipe.balance_loss, skipper=state.skipper,
     )  # fmt: skip
-    return readback(result)
+    return start_readback(result)
 
 
 def cause(row: dict[str, Any], ways: Sequence[str], precision: str) -> str:

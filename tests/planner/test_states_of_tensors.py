@@ -17,7 +17,7 @@ from meshwright.parallel.zero.data import local
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import memory
-from meshwright.training.optimizer.kept_bytes import tensors_by_kind
+from meshwright.training.optimizer.optimizer import tensors_by_kind
 from tests.planner.test_states import planned
 
 CASES = 8

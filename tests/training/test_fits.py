@@ -11,8 +11,7 @@ from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.memory.held import memory
 from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.training import fits
-from meshwright.training.available_memory import MachineMemory, machine_memory
-from meshwright.training.fits import check_fits
+from meshwright.training.fits import MachineMemory, check_fits, machine_memory
 
 CPU = torch.device("cpu")
 TINY = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout())

@@ -23,7 +23,7 @@ from meshwright.spec.memory.held import memory
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.store import checkpoint
 from meshwright.training import job, loop
-from meshwright.training.optimizer import kept_bytes
+from meshwright.training.optimizer.optimizer import held_bytes
 from meshwright.training.resume import pretrained
 from tests.model.shrunk import tokens
 from tests.training.running import Crashed, Notes, PowerCut
@@ -160,7 +160,7 @@ def test_a_rank_holds_codes_and_no_matrix(files: Path, base: str) -> None:
     """Bytes as counted, and products leave nothing behind."""
     asked = plan(files, *LORA, f"model.lora.base={base}", "recipe.precision=bf16")
     state = state_of(asked)
-    held = kept_bytes.memory(state.engine, state.optimizer)
+    held = held_bytes(state.engine, state.optimizer)
     assert held == {k: v for k, v in memory(asked.model, asked.layout, "bf16")["step"].items() if k != "gradients"}
     model = state.engine.model
     ids = tokens(1, 12)

@@ -15,7 +15,7 @@ from meshwright.spec.errors import HubError, IllegalLayout
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.quantization_schemes import find_scheme
 from meshwright.store.model_weights import open_base
-from meshwright.training.optimizer import kept_bytes
+from meshwright.training.optimizer.optimizer import held_bytes
 from tests.training.test_adapters import peft_run
 from tests.training.test_frozen_codes import LORA, files, losses, state_of
 from tests.training.test_quantized_base import beside, quantized
@@ -56,7 +56,7 @@ def test_drawn_codes_train_an_adapter_and_are_counted(files: Path) -> None:
     state = state_of(asked)
     assert len(frozen_codes([state.engine.model], asked.model)) == 14
     counted = memory(asked.model, asked.layout, "fp32")["step"]
-    assert kept_bytes.memory(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
+    assert held_bytes(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
     curve = losses(asked)
     same = losses(plan(files, *LORA, "recipe.steps=6", f"run={files / 'same'}"))
     assert curve != same and curve[-1][0] < curve[0][0]

@@ -16,8 +16,8 @@ from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parame
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import Phase, list_held, memory, shards_are_masters
 from meshwright.spec.model.lora import LoRAShape
-from meshwright.training.optimizer.kept_bytes import memory as measured
 from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.optimizer import held_bytes as measured
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Share, select, split
 from meshwright.training.step.step import MicroPass, Weights

@@ -22,7 +22,7 @@ from meshwright.spec.errors import CheckpointError, DataError
 from meshwright.spec.plan.plan import MixtureSource
 from meshwright.store import checkpoint
 from meshwright.training import loop, plot
-from meshwright.training.step.held_out_scores import score_sources
+from meshwright.training.step.evaluate import score_sources
 from meshwright.training.step.watch import EvalMetrics
 from tests.training import running
 from tests.training.running import Notes, PowerCut, Terminated, assert_same_end, metrics, tensors

@@ -17,7 +17,7 @@ from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.recipe.recipe import TRAITS
-from meshwright.training.objectives.objectives import MADE, objective_of
+from meshwright.training.objectives.objectives import BUILDERS, objective_of
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.batches import Batch, Feed, Share, select, split
 from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
@@ -185,8 +185,8 @@ def test_ranks_read_their_parts_of_a_source_and_together_all_of_it() -> None:
 
 def test_every_objective_of_a_recipe_is_made() -> None:
     """One without a maker would end in a KeyError, and not as cross-entropy; those with a teacher are made with it."""
-    assert {*MADE} == {name for name, traits in TRAITS.items() if not traits.teacher}
-    for name in MADE:
+    assert {*BUILDERS} == {name for name, traits in TRAITS.items() if not traits.teacher}
+    for name in BUILDERS:
         made = objective_of(replace(RECIPE, objective=name))
         assert (made is CROSS_ENTROPY) == (name == "cross-entropy")
         assert made.figures == TRAITS[name].figures

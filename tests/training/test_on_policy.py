@@ -23,7 +23,7 @@ from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.memory.buffers import BLOCK, SPARE, at_once, cache_bytes
 from meshwright.training import loop
-from meshwright.training.objectives.on_policy import Gap, OnPolicy, gaps, written
+from meshwright.training.objectives.on_policy import Gap, OnPolicy, find_gaps, write_answers
 from meshwright.training.step.batches import Batch, Share, to_batch
 from tests.training.distilling import STUDENT, student_plan, taught
 from tests.training.running import Notes, Terminated
@@ -48,9 +48,9 @@ def test_answers_stand_behind_prompts_and_alone_are_targets() -> None:
         [[2, 3, 4, 5, 6, 7, 8], [NONE, 3, NONE, 5, NONE, 7, 8]],
         [[0] * 7, [0, 0, 0, 0, 1, 1, 1]],
     )
-    answer_gaps = list(gaps(batch))
+    answer_gaps = list(find_gaps(batch))
     assert answer_gaps == [Gap(0, 0, 3, 4), Gap(1, 0, 3, 1), Gap(1, 4, 5, 2)]
-    made = written(batch, answer_gaps, [[91, 92], [93], [94, 95]])
+    made = write_answers(batch, answer_gaps, [[91, 92], [93], [94, 95]])
     assert made.tokens.tolist() == [[1, 2, 3, 4, 91, 6, 7], [1, 2, 3, 4, 5, 6, 94]]
     assert made.targets.tolist() == [[NONE] * 3 + [91, 92, NONE, NONE], [NONE] * 3 + [93, NONE, 94, 95]]
     assert (made.valid, made.valid_of_rows) == (5, (2, 3))
@@ -58,8 +58,8 @@ def test_answers_stand_behind_prompts_and_alone_are_targets() -> None:
 
 
 def test_what_has_no_target_is_not_written() -> None:
-    assert not list(gaps(_batch([[1, 2, 3]], [[NONE] * 3])))
-    assert list(gaps(_batch([[1, 2, 3]], [[NONE, NONE, 4]]))) == [Gap(0, 0, 2, 1)]
+    assert not list(find_gaps(_batch([[1, 2, 3]], [[NONE] * 3])))
+    assert list(find_gaps(_batch([[1, 2, 3]], [[NONE, NONE, 4]]))) == [Gap(0, 0, 2, 1)]
 
 
 def _asked(teacher: Path, run: Path, **recipe: Any) -> Plan:

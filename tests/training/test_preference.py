@@ -263,10 +263,10 @@ def test_a_long_wait_for_the_reference_is_announced(
     seconds = iter(range(0, 1000, 2))
     monkeypatch.setattr(reference_pass.time, "perf_counter", lambda: float(next(seconds)))
     batches = [packed()[0]] * 40
-    assert list(reference_pass.with_progress(iter(batches), 40)) == batches
+    assert list(reference_pass.announce_progress(iter(batches), 40)) == batches
     assert caplog.messages == ["log-probabilities of answers under the first weights take about 1 min 12 s more"]
     caplog.clear()
-    list(reference_pass.with_progress(iter(batches[:12]), 12))
+    list(reference_pass.announce_progress(iter(batches[:12]), 12))
     assert not caplog.messages
 
 

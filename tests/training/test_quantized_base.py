@@ -26,7 +26,7 @@ from meshwright.spec.model.quantization_schemes import SCHEMES, base_name, find_
 from meshwright.store import checkpoint
 from meshwright.store.model_weights import base_weights, open_base
 from meshwright.training import job, loop
-from meshwright.training.optimizer import kept_bytes
+from meshwright.training.optimizer.optimizer import held_bytes
 from tests.model.shrunk import tokens
 from tests.training.test_adapters import peft_run
 from tests.training.test_frozen_codes import LORA, files, losses, state_of
@@ -93,7 +93,7 @@ def test_its_codes_are_the_frozen_base(files: Path, form: str, scheme: str, more
         there = opened.get_submodule(quantized_name(name))
         assert all(torch.equal(tensor, there.get_buffer(part)) for part, tensor in matrix.named_buffers()), name
     counted = memory(asked.model, asked.layout, "fp32")["step"]
-    assert kept_bytes.memory(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
+    assert held_bytes(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}
     dense = plan(files, f"model={restored_twin(folder, files / 'twin', asked)}", f"run={files / 'dense'}", *LORA)
     assert losses(asked) == [pytest.approx(pair, abs=1e-5, rel=1e-4) for pair in losses(dense)]
     latest = checkpoint.find_latest(files / "run" / "checkpoints")

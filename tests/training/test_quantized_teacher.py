@@ -18,7 +18,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.training import loop
-from meshwright.training.teachers.teacher import folder_of
+from meshwright.training.teachers.teacher import open_teacher
 from tests.training.running import Notes
 from tests.training.test_frozen_codes import files
 from tests.training.test_tuning import plan
@@ -50,7 +50,7 @@ def losses(asked: Plan) -> list[float]:
 
 def twin(folder: Path, to: Path) -> Path:
     """The numbers that a folder's codes stand for, in fp32, as a folder."""
-    source = folder_of(folder)
+    source = open_teacher(folder)
     numbers = dict(source.numbers(torch.float32))
     export_folder(to, model_tensors=iter(numbers.items()), shape=source.shape, tokenizer=None, dtype=torch.float32)
     (to / "tokenizer.json").write_bytes((folder.parent / "hf" / "tokenizer.json").read_bytes())
@@ -103,7 +103,7 @@ def test_a_student_of_its_layers_has_numbers(files: Path) -> None:
     folder = quantized(files, "awq", "int4-rtn")
     student = import_folder(student_of_layers(folder, 1))
     assert student.shape.layers == 1
-    numbers = dict(folder_of(folder).numbers(torch.float32))
+    numbers = dict(open_teacher(folder).numbers(torch.float32))
     held = dict(load(student.path).model.named_parameters())
     name = "layers.0.attention.q.weight"
     torch.testing.assert_close(held[name], numbers[name], rtol=1e-2, atol=1e-2)

@@ -15,7 +15,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.training import loop
-from meshwright.training.run_samples import prompts, recorded
+from meshwright.training.run_samples import choose_prompts, read_samples
 from tests.training.running import Notes
 from tests.training.test_tuning import files as files  # a folder with a model and conversations
 from tests.training.test_tuning import plan
@@ -32,9 +32,9 @@ def test_samples_are_what_the_model_says(files: Path) -> None:
     asked = plan(files, *WORDS)
     loop.run(asked)
     records = taken(files / "run")
-    assert [entry["step"] for entry in records] == [2, 4] and recorded(files / "run" / "samples.jsonl") == records
+    assert [entry["step"] for entry in records] == [2, 4] and read_samples(files / "run" / "samples.jsonl") == records
     trained, corpus = load(files / "run"), prepare(asked.data)
-    held = prompts(asked, corpus)
+    held = choose_prompts(asked, corpus)
     assert len(held) == 3 and all(corpus.tokenizer.decode(entry.ids).endswith("<assistant>") for entry in held)
     for entry, sample in zip(held, records[-1]["samples"], strict=True):
         made = generate(trained.model, entry.ids, max_new_tokens=6, stop_ids=trained.stop_ids)

@@ -21,7 +21,7 @@ from meshwright.spec.errors import RunError
 from meshwright.spec.user_cache import default_root
 from meshwright.training import loop
 from meshwright.training.teachers import teacher_targets
-from meshwright.training.teachers.teacher_store import DONE, TableSizes, TeacherTables, cached
+from meshwright.training.teachers.teacher_targets import DONE, TableSizes, TeacherTables, cached_path
 from tests.training.distilling import student_plan, taught, trained
 from tests.training.running import SHAPE, Notes
 
@@ -36,10 +36,12 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tables_of(asked: Plan) -> TeacherTables:
     """The tables that a run of this plan reads, found as it finds them."""
     tables: list[TeacherTables] = []
-    keep = teacher_targets.reader
+    keep = teacher_targets.read_in_order
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            teacher_targets, "reader", lambda read_tables, rows: tables.append(read_tables) or keep(read_tables, rows)
+            teacher_targets,
+            "read_in_order",
+            lambda read_tables, rows: tables.append(read_tables) or keep(read_tables, rows),
         )
         loop.run(replace(asked, run=f"{asked.run}-again"))
     return tables[0]
@@ -213,4 +215,4 @@ def test_bytes_and_a_disk_without_room(tmp_path: Path) -> None:
 
 
 def test_other_content_has_another_place() -> None:
-    assert cached("a", 1) != cached("a", 2) and cached("a", 1) == cached("a", 1)
+    assert cached_path("a", 1) != cached_path("a", 2) and cached_path("a", 1) == cached_path("a", 1)

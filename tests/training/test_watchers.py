@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.training.plot import draw_figure, loss_plot
-from meshwright.training.smooth import Smoothed
+from meshwright.training.plot import Smoothed, draw_figure, loss_plot
 from meshwright.training.step.watch import Watcher
 from meshwright.training.watchers import Forgiving, TensorBoard, WandB
 from tests.cli import watched

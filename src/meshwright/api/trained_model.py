@@ -299,7 +299,7 @@ class TrainedModel:
         if not isinstance(rows.stream, MixedStream) or not isinstance(rows.rows, MixedRows):
             return rows.evaluate(engine, device)
         assert self.plan is not None, "a text that was given is one source"
-        from meshwright.training.step.held_out_scores import score_sources
+        from meshwright.training.step.evaluate import score_sources
 
         each = dict(zip(map(id, rows.stream.parts), rows.rows.rows, strict=True))
 

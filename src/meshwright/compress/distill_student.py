@@ -20,7 +20,7 @@ from meshwright.spec.user_cache import default_root
 from meshwright.store.durable import report_in_one_line
 from meshwright.store.model_weights import locate
 from meshwright.training.optimizer.precision import DTYPES
-from meshwright.training.teachers.teacher import TeacherFolder, folder_of
+from meshwright.training.teachers.teacher import TeacherFolder, open_teacher
 
 _FORMAT = 1
 """Increased whenever the same teacher would produce different files."""
@@ -58,7 +58,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
 
     The teacher is a Hugging Face folder or a run. Raises PlanError, HubError, RunError, CheckpointError.
     """
-    source = folder_of(teacher)
+    source = open_teacher(teacher)
     layers = spread(source.shape.layers, wanted)
     shape = shape_of_layers(source.shape, layers)
     # the name says teacher, layers and format: another of any is another student

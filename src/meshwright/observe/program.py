@@ -38,7 +38,7 @@ from meshwright.training.resume.state import TrainState
 from meshwright.training.step.batches import Batch, Share, split, to_batch, to_columns
 from meshwright.training.step.evaluate import summed_loss
 from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
-from meshwright.training.teachers.teacher import distillation
+from meshwright.training.teachers.teacher import build_distillation
 from meshwright.training.teachers.teacher_targets import sizes_of
 
 
@@ -134,7 +134,7 @@ class TrainingProgram:
     def _objective(self) -> Objective:
         if not self.plan.recipe.traits.teacher:
             return objective_of(self.plan.recipe)
-        return distillation(self.plan, self.mesh, self.device, loads=False)
+        return build_distillation(self.plan, self.mesh, self.device, loads=False)
 
     def step(self, number: int, count: int) -> None:
         """Run optimizer step `number` (from 1) over the first `count` micro-batches.

@@ -2,13 +2,14 @@
 
 step             one optimizer step; the file to read first
 loop, trainer    a run from its plan to its end; the loop over steps
+job              a run before its model exists, and refusals to resume
 batches          rows of tokens -> micro-batches on a device
 optimizer, muon, narrow_moments     AdamW, Muon, 8-bit moments
 precision, skipping, rate     dtypes and loss scale; skipped steps; learning rate
-objectives       the loss: preference, orpo, distillation, on_policy
-teacher, staged_teacher, teacher_targets, reference     models beside the trained one
-state, resume_checks     what a run resumes from, and when it refuses to
+objectives       the loss: preference, distillation, on_policy
+teacher, teacher_targets, reference     models beside the trained one
+state, pretrained    what a run resumes from, or begins with
 evaluate         held-out text
-fits, available_memory, disk     refusals before the first step
-watch, watchers, plot    records of a step, and where they go
+fits             refusals for want of memory or disk
+watch, run_records, step_records, watchers, plot    records of a run and its steps, and where they go
 """

@@ -1,6 +1,6 @@
 """A run before its model exists: the plan on its ranks, the text, and the run folder. Each step can still refuse."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,18 +20,106 @@ from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError
-from meshwright.spec.recipe.recipe import UNREAD
-from meshwright.store import checkpoint_folder, default_folders
+from meshwright.spec.errors import CheckpointError, PlanError
+from meshwright.spec.recipe.recipe import UNREAD, DataRead
+from meshwright.store import checkpoint, checkpoint_folder, default_folders
+from meshwright.store.model_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits, check_space
+from meshwright.training.objectives.reference import holds_weights_only
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.resume import pretrained
-from meshwright.training.resume_checks import check_resume
+from meshwright.training.resume.state import DATA_KEYS, STATE_KEYS, TEXT, mixture_weights
 from meshwright.training.step.interrupt import Interrupt
 from meshwright.training.step.watch import Forecast
-from meshwright.training.teachers.teacher import check_shared
+from meshwright.training.teachers.teacher import check_teacher, check_vocabulary
+
+
+def check_resume(plan: Plan, resume: str) -> None:
+    """Check, before anything is prepared, that the checkpoint to resume from and the first weights exist."""
+    if resume == "no":
+        RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
+    checkpoint_folder.check_resume(resume)
+    fresh = resume == "no" or (
+        resume == "auto" and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
+    )
+    if fresh or plan.model.lora is not None:
+        pretrained.check_weights(plan)
+    check_teacher(plan)
+
+
+def check_resumed(plan: Plan, corpus: Corpus, checkpoint_path: Path) -> None:
+    """Raise CheckpointError unless the run can resume from the checkpoint as the plan says."""
+    if holds_weights_only(checkpoint_path):
+        if plan.model.lora is not None:
+            raise CheckpointError(
+                f"{checkpoint_path} holds all weights, and adapters need those of a folder: export the run, and give "
+                "its folder as model=DIR"
+            )
+        return
+    values = checkpoint.read_values(checkpoint_path)
+    for what, planned in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
+        if values[what] != planned:
+            raise _position_error(checkpoint_path, f"recipe.{what}={values[what]}", f"recipe.{what}={planned}")
+    for key, default in STATE_KEYS.items():
+        saved, planned = values.get(key, default), getattr(plan.recipe, key)
+        if saved != planned:
+            raise CheckpointError(
+                f"{checkpoint_path} holds optimizer states of recipe.{key}={saved}, and the plan has "
+                f"recipe.{key}={planned}: take recipe.{key}={saved}, or start a new run from its export"
+            )
+    saved_weights, planned_weights = values.get("weights", []), mixture_weights(plan.data)
+    if saved_weights != planned_weights:
+        raise _position_error(
+            checkpoint_path,
+            f"weights {_list_weights(saved_weights)} of its sources",
+            f"weights {_list_weights(planned_weights)}",
+        )
+    for what in DATA_KEYS if plan.data.form == "samples" else ():
+        saved, planned = values.get(what), getattr(plan.data, what)
+        if saved != planned:
+            raise _position_error(checkpoint_path, f"data.{what}={saved}", f"data.{what}={planned}")
+    saved_handling, planned_handling = values.get("malformed", TEXT.malformed), plan.data.malformed
+    if saved_handling != planned_handling:
+        raise _position_error(checkpoint_path, f"data.malformed={saved_handling}", f"data.malformed={planned_handling}")
+    if values["data"] != corpus.fingerprint:
+        samples = ", another template, train_on or thinking" if plan.data.form == "samples" else ""
+        raise _position_error(
+            checkpoint_path, f"other text or another split or tokenizer{samples}", f"data={plan.data.title}"
+        )
+    if values.get("base", "") != base_fingerprint(plan):
+        raise CheckpointError(
+            f"{checkpoint_path} holds an adapter for other weights than those of model.init={plan.init}: give the "
+            "folder that it was trained with, and its model.lora.base"
+        )
+    scale, lora = values.get("adapter_scale"), plan.model.lora  # an older checkpoint does not say it
+    if scale is not None and lora is not None and scale != lora.scale:
+        raise CheckpointError(
+            f"the adapter's scale would change: {checkpoint_path} was trained with {scale:g}, and "
+            f"model.lora.alpha={lora.alpha:g} gives {lora.scale:g}. Keep alpha and rslora of the run, or "
+            "start a new run from its export"
+        )
+
+
+def find_data_read(checkpoint_path: Path | None) -> DataRead:
+    """Return what the run of a checkpoint had read: nothing without a checkpoint, or with an imported one."""
+    if checkpoint_path is None or holds_weights_only(checkpoint_path):
+        return UNREAD
+    values = checkpoint.read_values(checkpoint_path)
+    return DataRead(steps=values["step"], rows=values["cursor"], tokens=values["tokens"])
+
+
+def _list_weights(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights) or "none"
+
+
+def _position_error(checkpoint_path: Path, saved: str, planned: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint_path}: trained with {saved}, the plan says {planned}: the place in the data cannot be carried "
+        "over; keep what it was trained with, or start a new run from its export"
+    )
+
 
 MEASURED_ROWS = 256
 """Rows whose documents are measured at the start."""
@@ -145,7 +233,7 @@ def load_corpus(job: Job, progress: Callable[[int, int], None] | None) -> tuple[
             f"model.vocab={plan.model.vocab} is smaller than the tokenizer's {corpus.tokenizer.vocab} tokens: "
             f"take model.vocab={-(-corpus.tokenizer.vocab // 128) * 128} or another data.tokenizer"
         )
-    check_shared(plan, corpus.tokenizer)
+    check_vocabulary(plan, corpus.tokenizer)
 
     # Raises for a text that is too short before a run folder is created.
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)

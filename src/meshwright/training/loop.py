@@ -28,13 +28,15 @@ from meshwright.training.job import (
     Preflight,
     Settle,
     catch_interrupts,
+    check_resumed,
     dotted_keys,
+    find_data_read,
     load_corpus,
     open_job,
     open_run_folder,
 )
 from meshwright.training.objectives.objectives import Task
-from meshwright.training.objectives.on_policy import AnswerSampler, on_policy
+from meshwright.training.objectives.on_policy import AnswerSampler, build_on_policy
 from meshwright.training.objectives.reference import Reference, holds_weights_only
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler, reduce_dtype
@@ -42,11 +44,10 @@ from meshwright.training.optimizer.rate import rate_jump
 from meshwright.training.optimizer.skipping import StepSkipper
 from meshwright.training.resume import pretrained
 from meshwright.training.resume.state import Progress, TrainState, seed_everything
-from meshwright.training.resume_checks import check_resumed, data_read
 from meshwright.training.step.batches import Share
 from meshwright.training.step.interrupt import Interrupt
 from meshwright.training.step.watch import Summary, Watcher
-from meshwright.training.teachers.teacher import distillation
+from meshwright.training.teachers.teacher import build_distillation
 from meshwright.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def find_start(job: Job, corpus: Corpus, rows: NumberedRows, folder: RunFolder) 
     checkpoint_path = find_checkpoint(job, folder)
     if checkpoint_path is not None:
         check_resumed(job.plan, corpus, checkpoint_path)
-    read = data_read(checkpoint_path)
+    read = find_data_read(checkpoint_path)
     earlier_recipe = job.rank_zero.run(lambda: _recipe_of_run(checkpoint_path))
     # Remaining steps are counted from the data read so far, perhaps in steps of another size.
     job.plan = replace(job.plan, recipe=job.plan.recipe.over(len(rows), read))
@@ -161,9 +162,9 @@ def store_teacher_targets(job: Job, corpus: Corpus, start: Start, interrupt: Int
     """
     if not job.plan.recipe.distillation_top_k:
         return None
-    from meshwright.training.teachers.teacher_targets import ask
+    from meshwright.training.teachers.teacher_targets import store_targets
 
-    return ask(job.plan, corpus, start.read, job.mesh, job.device, job.rank_zero, interrupt)
+    return store_targets(job.plan, corpus, start.read, job.mesh, job.device, job.rank_zero, interrupt)
 
 
 def restore_or_initialize(job: Job, start: Start) -> tuple[TrainState, Share]:
@@ -257,8 +258,8 @@ def build_task(
     """Return what the run minimizes. A teacher beside the student is built here."""
     if not job.plan.recipe.traits.teacher:
         return start.reference.task()
-    writer = on_policy(job.plan, corpus, start.folder, share, sampler)
-    objective = distillation(job.plan, job.mesh, job.device)
+    writer = build_on_policy(job.plan, corpus, start.folder, share, sampler)
+    objective = build_distillation(job.plan, job.mesh, job.device)
     sentence = targets.sentence if targets else "beside the student, in every step"
     job.add_lines(("teacher", f"{job.plan.teacher_init}, {sentence}"))
     return Task(objective=objective, read_rows=targets.read_rows if targets else None, on_policy=writer)

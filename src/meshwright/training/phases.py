@@ -31,9 +31,9 @@ READS = frozenset(
         "meshwright.training.step.evaluate:evaluate",
         "meshwright.training.objectives.reference:_add_to_table",
         "meshwright.training.run_samples:RunSamples._answer_over_ranks",
-        "meshwright.training.pending_step:Readback.read",
+        "meshwright.training.step_records:Readback.read",
         "meshwright.training.step.interrupt:StopAgreement.reached",
-        "meshwright.training.pending_step:first_without_number",
+        "meshwright.training.step_records:first_without_number",
     }
 )
 """Functions that read numbers off a device.

@@ -1,4 +1,4 @@
-"""The picture that every run leaves behind: loss over tokens, held-out points, and the rate in a strip below."""
+"""Picture that every run leaves behind: smoothed loss over tokens, held-out points, and the rate in a strip below."""
 
 import io
 import math
@@ -9,11 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.units import count
 from meshwright.store.durable import replace_file
-from meshwright.training.smooth import Smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+class Smoothed:
+    """Debiased exponential mean: a plain mean at first, later over about the last 1 / (1 - keep) values.
+
+    Non-finite values are left out, so one bad step does not blank the curve.
+    """
+
+    def __init__(self, keep: float = 0.9) -> None:
+        self.keep = keep
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Add one value and return the mean. nan before the first number."""
+        if math.isfinite(value):
+            self._sum = self.keep * self._sum + (1 - self.keep) * value
+            self._weight = self.keep * self._weight + (1 - self.keep)
+        return self.value
+
+    @property
+    def value(self) -> float:
+        """The current mean."""
+        return self._sum / self._weight if self._weight else math.nan
+
 
 BLUE, ORANGE, GREY, PALE = "#1f5fa8", "#d9661f", "#555555", "#d9d9d9"
 POINTS = 4000
@@ -66,8 +90,8 @@ def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> N
     axes.plot(
         tokens, [row["loss"] for row in rows], color=BLUE, alpha=0.25, linewidth=0.8, label="each step", marker=dot
     )
-    axes.plot(tokens, _smoothed(steps, rows), color=BLUE, linewidth=1.8, label="smoothed")
-    points = _points(steps, held_out)
+    axes.plot(tokens, _smooth(steps, rows), color=BLUE, linewidth=1.8, label="smoothed")
+    points = _place_held_out(steps, held_out)
     cross_entropies = [row["cross_entropy"] for row in rows if points and "cross_entropy" in row]  # a distilled run's
     if cross_entropies and len(cross_entropies) == len(rows):
         axes.plot(tokens, cross_entropies, color=ORANGE, alpha=0.4, linewidth=0.8, label="cross entropy of each step")
@@ -88,7 +112,7 @@ def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> N
         axes.legend(frameon=False, loc="upper right")
 
 
-def _points(steps: Sequence[Row], held_out: Sequence[Row]) -> list[tuple[int, float]]:
+def _place_held_out(steps: Sequence[Row], held_out: Sequence[Row]) -> list[tuple[int, float]]:
     """Return (training tokens, loss) of each evaluation, placed at the last logged step up to it.
 
     The `tokens` of an evaluation row are those it scored, not those of the training.
@@ -121,7 +145,7 @@ def _thin(rows: Sequence[Row]) -> list[Row]:
     return [*rows[:-1:stride], rows[-1]] if rows else []
 
 
-def _smoothed(steps: Sequence[Row], rows: Sequence[Row]) -> list[float]:
+def _smooth(steps: Sequence[Row], rows: Sequence[Row]) -> list[float]:
     """Smooth from both ends over all steps, so that the curve does not lag, and return the values of the shown rows."""
     losses = [row["loss"] for row in steps]
     keep = max(0.9, 1 - 50 / max(1, len(steps)))

@@ -47,7 +47,7 @@ class SamplePrompt:
     """Continuation in the held-out part. Empty = unknown."""
 
 
-def prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
+def choose_prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
     """Return the recipe's prompts, or the beginnings of held-out documents.
 
     A prompt is cut at its beginning to leave room for its answer.
@@ -96,7 +96,7 @@ class RunSamples:
 
     def __init__(self, plan: Plan, corpus: Corpus, folder: RunFolder) -> None:
         self.plan, self.tokenizer, self.folder = plan, corpus.tokenizer, folder
-        self.prompts = prompts(plan, corpus) if plan.recipe.sample_every else []
+        self.prompts = choose_prompts(plan, corpus) if plan.recipe.sample_every else []
         ends = (corpus.tokenizer.eos, *folder.end_ids())
         self.stop_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
 
@@ -226,7 +226,7 @@ class NextTokenPass(MicroPass):
     """Rows on their way through the stages. The last stage records the logits behind the last token of each."""
 
     def __init__(self, batch: Batch, columns: tuple[int, ...] | None, positions: Sequence[int]) -> None:
-        """See NextTokenLogits."""
+        """Take the `positions` of the last tokens in whole rows."""
         self._recorder = NextTokenLogits(columns, positions)
         super().__init__(batch, EVALUATION, self._recorder)
 
@@ -252,6 +252,6 @@ class NextTokenPass(MicroPass):
         return NextTokenPass(self.batch, self._recorder.columns, self.positions)
 
 
-def recorded(path: Any) -> list[dict[str, Any]]:
+def read_samples(path: Any) -> list[dict[str, Any]]:
     """Return the samples of a run, oldest first. Lines of another form are left out."""
     return [record for record in MetricsLog.read(path) if isinstance(record.get("samples"), list)]

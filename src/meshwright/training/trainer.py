@@ -23,18 +23,15 @@ from meshwright.training import device
 from meshwright.training.job import Job
 from meshwright.training.objectives.objectives import TEXT, Task
 from meshwright.training.optimizer.rate import learning_rate
-from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.resume.state import TrainState
-from meshwright.training.run_ledger import StepLedger
+from meshwright.training.run_records import StepLedger, run_info, run_notes
 from meshwright.training.run_samples import RunSamples
-from meshwright.training.run_start import run_info, run_notes
 from meshwright.training.step.batches import Feed, PackedRows, Share, split
-from meshwright.training.step.evaluate import HeldOutRows
-from meshwright.training.step.held_out_scores import score_sources
+from meshwright.training.step.evaluate import HeldOutRows, score_sources
 from meshwright.training.step.interrupt import Interrupt, StopAgreement
 from meshwright.training.step.step import train_step
 from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
-from meshwright.training.step_clock import StepClock
+from meshwright.training.step_records import PendingStep, StepClock, build_metrics, name_non_finite_rank, start_readback
 
 
 def reads_late(device: torch.device) -> bool:
@@ -99,7 +96,7 @@ class Trainer:
         log = MetricsLog(self.folder.metrics, silent=not self.is_rank_zero)
         if self.is_rank_zero and self.job.forecast.dry_run is not None:
             write_document(self.folder.dry_run, self.job.forecast.dry_run)
-        self._notify("started", self._run_info())
+        self._notify("started", self._describe_run())
         self.state.engine.train()
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
         saved = progress.step
@@ -164,7 +161,7 @@ class Trainer:
         self.ledger.end(step)
         progress.step, progress.cursor = step, progress.cursor + count
         progress.tokens += count * recipe.sequence
-        numbers = readback(
+        numbers = start_readback(
             outcome,
             skipping=self.state.skipper.state,
             loss_scale=self.state.scaler.scale if self.state.scaler else None,
@@ -195,7 +192,7 @@ class Trainer:
         self._clock.count(pending.span, pending.global_batch * recipe.sequence)
         if pending.micro_tokens:
             progress.noise.add(values["micro_squared"], pending.micro_tokens, values["grad_norm"][0] ** 2)
-        metrics = step_metrics(
+        metrics = build_metrics(
             self.plan,
             pending,
             values,
@@ -219,7 +216,7 @@ class Trainer:
         loss, last = values["loss"][0], self.pulse.calls.last
         row = f", as were {most} before it (recipe.skip_nonfinite={most})" if most else ""
         # A collective on every rank, whatever its own loss: ranks that disagree about that must still do the same.
-        who = first_without_number(self._stop.world, pending.part) if self._stop.world.size > 1 else ""
+        who = name_non_finite_rank(self._stop.world, pending.part) if self._stop.world.size > 1 else ""
         if math.isfinite(loss):  # gradients are summed over ranks before anyone can look, so no rank can be named
             norm = values["grad_norm"][0]
             raise self._non_finite_error(pending.step, "all ranks, backward", last, "gradient norm", norm, row)
@@ -272,7 +269,7 @@ class Trainer:
         values = self.state.values(self.plan.recipe, *fingerprints, self.plan.data)
         self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
-    def _run_info(self) -> RunInfo:
+    def _describe_run(self) -> RunInfo:
         progress = self.state.progress
         shows_earlier_losses = self.watchers and progress.step
         return run_info(

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.panel import Panel
 from meshwright.spec.units import MIB, count, duration, text_size
-from meshwright.training.smooth import Smoothed
+from meshwright.training.plot import Smoothed
 from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 REFRESH_S = 0.2

@@ -10,7 +10,7 @@ from rich.text import Text
 from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.chart import BLANK, Curve, braille, span
 from meshwright.spec.units import count, duration
-from meshwright.training.smooth import Smoothed
+from meshwright.training.plot import Smoothed
 from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics
 
 CURVE = "cyan"

@@ -14,7 +14,7 @@ import torch
 from meshwright.observe.calibrate.campaign import processor
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.units import GIB, MIB, gib, many
-from meshwright.training.available_memory import machine_memory
+from meshwright.training.fits import machine_memory
 
 PYTHONS = ((3, 11), (3, 14))
 TORCHES = ((2, 11), (2, 14))

@@ -17,8 +17,7 @@ from meshwright.spec.layout.layout import pipeline_ranks, place_of
 from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.plan.plan import Plan, as_document
 from meshwright.spec.units import gib
-from meshwright.training.available_memory import PROCESS_BYTES, machine_memory
-from meshwright.training.fits import capacity_bytes, shared_bytes
+from meshwright.training.fits import PROCESS_BYTES, capacity_bytes, machine_memory, shared_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

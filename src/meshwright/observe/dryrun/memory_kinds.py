@@ -2,7 +2,7 @@
 
 It follows from what its maker declares (spec.purpose), when it was made, and how long it lived:
 
-    parameters, shards, masters, moments, counters   found by `training.kept_bytes.kept` once the model was built
+    parameters, shards, masters, moments, counters   found by `training.optimizer.optimizer` once the model was built
     gradients       found by it before an update; left by a backward pass with the shape of a parameter
     buffers         made by FSDP's gathers and reductions, or by a collective and gone when its pass ends
     logits          made inside the loss over the vocabulary
@@ -19,7 +19,7 @@ from torch import Tensor
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
 from meshwright.parallel.zero.data import local
 from meshwright.spec.layout.layout import Layout
-from meshwright.training.optimizer.kept_bytes import codes, tensors_by_kind
+from meshwright.training.optimizer.optimizer import frozen_code_tensors, tensors_by_kind
 from meshwright.training.resume.state import TrainState
 
 CODES = "codes"
@@ -32,7 +32,7 @@ def label_states(watch: StorageWatch, state: TrainState, beside: Iterable[Tensor
     """Set the kind of lasting storages and of present gradients. `beside` holds parameters of a teacher."""
     for record in _records(watch, beside):
         record.kind = record.kind or "parameters"
-    for record in _records(watch, codes(state.engine)):
+    for record in _records(watch, frozen_code_tensors(state.engine)):
         record.kind = CODES
     for kind, tensors in tensors_by_kind(state.engine, state.optimizer).items():
         for record in _records(watch, tensors):

@@ -32,8 +32,8 @@ from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.replay import EVEN, replay
 from meshwright.spec.layout.schedule import Action, schedule
 from meshwright.spec.memory.purpose import PLANNED
-from meshwright.training.run_samples import recorded
-from meshwright.training.smooth import Smoothed
+from meshwright.training.plot import Smoothed
+from meshwright.training.run_samples import read_samples
 
 SCRIPTS = ("charts.js", "curves.js", "samples.js", "memory.js", "pipeline.js", "rows.js", "page.js")
 """Scripts in the order of their dependencies."""
@@ -125,7 +125,7 @@ def data(run: FinishedRun, name: str, planner: Estimator | None, tolerance: floa
 def _samples(run: FinishedRun) -> list[dict[str, Any]]:
     """Return the last samples, oldest first. Raises RunError for a damaged line."""
     samples = []
-    for record in recorded(run.path / "samples.jsonl")[-SAMPLED:]:
+    for record in read_samples(run.path / "samples.jsonl")[-SAMPLED:]:
         items = [
             {name: str(sample.get(name, ""))[:LONGEST] for name in ("prompt", "text", "held_out")}
             for sample in record["samples"]
@@ -290,10 +290,10 @@ def executed_timeline(plan: Plan, profile: SharedDocument) -> dict[str, Any] | N
     ranks = [
         next((record for record in profile.ranks if record.rank == rank), None) for rank in pipeline_ranks(plan.layout)
     ]
-    recorded = [record for record in ranks if record is not None and record.spans]
-    if not recorded or len(recorded) < len(ranks):
+    read_samples = [record for record in ranks if record is not None and record.spans]
+    if not read_samples or len(read_samples) < len(ranks):
         return None
-    steps = [_spans_by_step(record) for record in recorded]
+    steps = [_spans_by_step(record) for record in read_samples]
     last = min(len(of_rank) for of_rank in steps) - 1
     chosen = [of_rank[last] for of_rank in steps]
     first = min(span.start_s for spans_of_rank in chosen for span in spans_of_rank)
@@ -301,7 +301,7 @@ def executed_timeline(plan: Plan, profile: SharedDocument) -> dict[str, Any] | N
         [(s.name, s.stage, s.micro_batch, s.start_s - first, s.seconds) for s in spans_of_rank]
         for spans_of_rank in chosen
     ]
-    document = _document([record.rank for record in recorded], boxes, "seconds", profile.bubble_fraction)
+    document = _document([record.rank for record in read_samples], boxes, "seconds", profile.bubble_fraction)
     for spans_of_rank, spans, waits in zip(chosen, document["spans"], _wait_seconds(chosen), strict=True):
         for _, box, wait_s in zip(spans_of_rank, spans, waits, strict=False):
             if wait_s > 0:

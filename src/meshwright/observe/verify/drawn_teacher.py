@@ -14,7 +14,7 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.training.objectives.distillation import Distillation
 from meshwright.training.step.step import CROSS_ENTROPY, Objective
-from meshwright.training.teachers.teacher import beside, lay_out
+from meshwright.training.teachers.teacher import lay_out, place_beside
 
 SHARP = 6.0
 """Gain of the last norm. Random weights predict almost evenly, so their divergence would consist of rounding."""
@@ -60,7 +60,7 @@ class DrawnTeacher:
         engine = lay_out(shape, teacher_layout(layout, shape), mesh, device, dtype, seed=seed)
         sharpen(engine)
         shared = student.vocab if self.filled else 0
-        return Distillation(form=self.form, teacher=beside(engine, shared), shared=shared), engine
+        return Distillation(form=self.form, teacher=place_beside(engine, shared), shared=shared), engine
 
 
 def case_objective(

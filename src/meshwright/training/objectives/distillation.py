@@ -1,7 +1,7 @@
 """Distillation as an objective: a student learns the distributions of a teacher, token by token.
 
 The loss is the divergence of kernels/loss/linear_divergence.py, summed over valid targets. The teacher is a model
-beside the student (teacher.py), or stored log-probabilities (teacher_store.py) in `Batch.more`.
+beside the student (teacher.py), or stored log-probabilities (teacher_targets.py) in `Batch.more`.
 
 Letters: B rows, S positions of this rank, K stored log-probabilities.
 """
@@ -56,7 +56,7 @@ class Distillation:
     figures = TAUGHT
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
-        """See step.BeginsStep."""
+        """Let a teacher in memory prepare the step."""
         if self.teacher is not None:
             self.teacher.begin_step(batches)
 

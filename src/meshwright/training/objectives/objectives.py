@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from meshwright.parallel import Engine
 from meshwright.spec import Recipe
 from meshwright.training.objectives.on_policy import OnPolicy
-from meshwright.training.objectives.orpo import ORPO
-from meshwright.training.objectives.preference import DPO, IPO
+from meshwright.training.objectives.preference import DPO, IPO, ORPO
 from meshwright.training.step.batches import AnswerReader, Batch, RowReader
 from meshwright.training.step.step import CROSS_ENTROPY, Objective
 
-MADE: Mapping[str, Callable[[Recipe], Objective]] = {
+BUILDERS: Mapping[str, Callable[[Recipe], Objective]] = {
     "cross-entropy": lambda recipe: CROSS_ENTROPY,
     "dpo": lambda recipe: DPO(
         sequence=recipe.sequence, beta=recipe.preference_beta, smoothing=recipe.preference_smoothing
@@ -19,12 +18,12 @@ MADE: Mapping[str, Callable[[Recipe], Objective]] = {
     "ipo": lambda recipe: IPO(sequence=recipe.sequence, beta=recipe.preference_beta),
     "orpo": lambda recipe: ORPO(sequence=recipe.sequence, beta=recipe.preference_beta),
 }
-"""Every objective without a teacher. `teacher.distillation` makes the others."""
+"""Every objective without a teacher. `teacher.build_distillation` makes the others."""
 
 
 def objective_of(recipe: Recipe) -> Objective:
     """Return the objective of a recipe."""
-    return MADE[recipe.objective](recipe)
+    return BUILDERS[recipe.objective](recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

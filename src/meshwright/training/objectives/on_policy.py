@@ -67,7 +67,7 @@ class OnPolicy:
         if not self.due(cursor):
             return batch
         recipe, first = self.plan.recipe, cursor + self.share.index * len(batch.tokens)
-        tokens, answer_gaps = batch.tokens.cpu(), list(gaps(batch))
+        tokens, answer_gaps = batch.tokens.cpu(), list(find_gaps(batch))
         with evaluating(engine):
             answers = self.sampler(
                 engine.model,
@@ -79,10 +79,10 @@ class OnPolicy:
                 stop_ids=self.stop_ids,
                 at_once=at_once(recipe, self.plan.layout),
             ) if answer_gaps else []  # fmt: skip
-        return written(batch, answer_gaps, answers)
+        return write_answers(batch, answer_gaps, answers)
 
 
-def on_policy(
+def build_on_policy(
     plan: Plan, corpus: Corpus, folder: RunFolder, share: Share, sampler: AnswerSampler | None
 ) -> OnPolicy | None:  # fmt: skip
     """Return a plan's on-policy writer. None = its student writes nothing."""
@@ -95,12 +95,12 @@ def on_policy(
     )
 
 
-def gaps(batch: Batch) -> Iterator[Gap]:
+def find_gaps(batch: Batch) -> Iterator[Gap]:
     """Yield the gap of each document with a target: its last answer, or its second half without a prompt."""
     targets = batch.targets.cpu()
     borders = None if batch.documents is None else batch.documents.cpu()
     for row, valid in enumerate((targets >= 0).tolist()):
-        for begin, end in _documents(None if borders is None else borders[row], len(valid)):
+        for begin, end in _split_documents(None if borders is None else borders[row], len(valid)):
             last = next((position for position in range(end - 1, begin - 1, -1) if valid[position]), None)
             if last is None:
                 continue
@@ -110,7 +110,7 @@ def gaps(batch: Batch) -> Iterator[Gap]:
             yield Gap(row, begin, first, last - first + 1)
 
 
-def _documents(borders: Tensor | None, length: int) -> Iterator[tuple[int, int]]:
+def _split_documents(borders: Tensor | None, length: int) -> Iterator[tuple[int, int]]:
     if borders is None:
         yield 0, length
         return
@@ -118,13 +118,13 @@ def _documents(borders: Tensor | None, length: int) -> Iterator[tuple[int, int]]
     yield from pairwise(starts)
 
 
-def written(batch: Batch, gaps: Sequence[Gap], answers: Sequence[Sequence[int]]) -> Batch:
+def write_answers(batch: Batch, answer_gaps: Sequence[Gap], answers: Sequence[Sequence[int]]) -> Batch:
     """Return the batch with the answers behind their prompts as the only targets.
 
     Old tokens behind a shorter answer stay, but no target sees them.
     """
     tokens, targets = batch.tokens.cpu().clone(), torch.full_like(batch.targets, -100, device="cpu")
-    for gap, answer in zip(gaps, answers, strict=True):
+    for gap, answer in zip(answer_gaps, answers, strict=True):
         new = torch.tensor(answer[: gap.most], dtype=torch.int64)
         targets[gap.row, gap.last : gap.last + len(new)] = new
         tokens[gap.row, gap.last + 1 : gap.last + len(new)] = new[:-1]

@@ -5,9 +5,12 @@
             preferences", eq. 3)
     ipo     (d' - 1 / (2 beta))^2, d' as d of the means over tokens (Azar et al. 2023, arXiv:2310.12036, eq. 17; the
             mean is TRL's reading of it)
-    orpo    orpo.py
+    orpo    -log q(better) - beta log sigmoid(log odds(better) - log odds(worse)),  odds = q / (1 - q)
+            q is the geometric mean of p over trained tokens (Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7). Every
+            pair counts alike; TRL weighs the first term by tokens, and takes it over the prompt too
 
-log p sums over the trained tokens of an answer; p_0 is the model at the start of the run (reference.py).
+log p sums over the trained tokens of an answer; p_0 is the model at the start of the run (reference.py). ORPO needs no
+p_0.
 
 Letters: B rows, S positions of this rank, A answers that fit into a row, P = A / 2 pairs.
 """
@@ -44,8 +47,8 @@ def answer_sums(predictions: Predictions, batch: Batch, answers: int) -> AnswerS
     room = answers + 1  # padding may be numbered as one answer more
     rows = torch.arange(len(log_probabilities), device=log_probabilities.device).unsqueeze(1) * room
     slots = (rows + documents.clamp(max=answers)).flatten()
-    each = torch.stack((log_probabilities.flatten(), (batch.targets >= 0).flatten().double()), 1)
-    sums = each.new_zeros(len(log_probabilities) * room, 2).index_add(0, slots, each)
+    addends = torch.stack((log_probabilities.flatten(), (batch.targets >= 0).flatten().double()), 1)
+    sums = addends.new_zeros(len(log_probabilities) * room, 2).index_add(0, slots, addends)
     return AnswerSums(*predictions.whole_sums(sums).view(len(log_probabilities), room, 2)[:, :answers].unbind(-1))
 
 
@@ -135,3 +138,24 @@ class IPO(PairObjective):
         """Return each pair's loss. The reward is beta times the gain."""
         margin = better.gain / better.tokens - worse.gain / worse.tokens
         return Compared((margin - 1 / (2 * self.beta)) ** 2, self.beta * better.gain, self.beta * worse.gain)
+
+
+SURE = -1e-7
+"""Largest mean log-probability whose odds are taken; those of 0 are infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ORPO(PairObjective):
+    """Odds ratio preference optimization."""
+
+    def compare(self, better: PairSide, worse: PairSide) -> Compared:
+        """Return each pair's loss. The reward is beta times the mean log-probability of a token."""
+        ratio = log_odds(better.mean) - log_odds(worse.mean)
+        loss = -better.mean - self.beta * F.logsigmoid(ratio)
+        return Compared(loss, self.beta * better.mean, self.beta * worse.mean)
+
+
+def log_odds(log_probability: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) given log p."""
+    bounded = log_probability.clamp(max=SURE)
+    return bounded - torch.log(-torch.expm1(bounded))

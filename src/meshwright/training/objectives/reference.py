@@ -1,23 +1,30 @@
 """The reference of an objective over pairs: log-probabilities of every answer under the first weights.
 
-The run's own engine computes them once, under the run's layout, so no second model is held. They are stored on disk
-(reference_store.py), and a run resumes with those that it started with.
+The run's own engine computes them once, under the run's layout, so no second model is held. A run resumes with those
+that it started with, from its folder. The user's cache holds them by content, for other runs over equal weights and
+pairs.
 """
 
+import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from torch import Tensor
 
 from meshwright.data import Corpus
+from meshwright.data.corpus.cache_folder import read_json, write_json
 from meshwright.data.corpus.corpus import Stream
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model.predictions import Predictions
@@ -25,16 +32,104 @@ from meshwright.parallel import Engine
 from meshwright.parallel.groups.agree import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.model.lora import SAME
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import most_answers
 from meshwright.spec.units import duration
-from meshwright.store import checkpoint
-from meshwright.training.objectives import reference_store as store
+from meshwright.spec.user_cache import default_root
+from meshwright.store import checkpoint, commit
+from meshwright.store.durable import replace_file
 from meshwright.training.objectives.objectives import TEXT, Task, objective_of
 from meshwright.training.objectives.preference import REFERENCE, answer_sums
-from meshwright.training.objectives.reference_store import AnswerTables
 from meshwright.training.step.batches import AnswerReader, Batch, Share, held_out_batches
-from meshwright.training.step.evaluate import evaluating, in_groups
+from meshwright.training.step.evaluate import evaluating, group_batches
 from meshwright.training.step.step import EVALUATION, MicroPass
+
+TABLES_FILE = "reference.safetensors"
+_FORMAT: Final = 1
+"""Raised whenever the same weights and pairs would give other numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerTables:
+    """Log-probability of each sample (N,) in nats, 0 for those in no row."""
+
+    train: NDArray[np.float64]
+    validation: NDArray[np.float64]
+
+
+def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
+    """Return the hash of what decides the numbers beside the weights.
+
+    That is the text and its template, where answers are cut, and how products are computed.
+    """
+    recipe = plan.recipe
+    computed = recipe.precision, recipe.products, recipe.tf32, device
+    return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, _relevant_model(plan))
+
+
+def _relevant_model(plan: Plan) -> tuple[ModelShape, str]:
+    """Return the shape and the format of frozen matrices. Fresh adapters add nothing, and a name is no number."""
+    return replace(plan.model.base, name=""), plan.model.lora.base if plan.model.lora else SAME
+
+
+def weights_of(plan: Plan, checkpoint_path: Path | None) -> str:
+    """Return the hash of the first weights: of an imported checkpoint, the files of `model.init`, or their seed.
+
+    Raises PlanError when the files are gone.
+    """
+    if checkpoint_path is not None:
+        return _hash((checkpoint_path / commit.NAME).read_bytes())
+    if plan.init == RANDOM:
+        return _hash(RANDOM, plan.recipe.seed, _relevant_model(plan))
+    files = sorted(Path(plan.init).glob("*.safetensors"))
+    if not files:
+        raise PlanError(f"model.init={plan.init} has no weights, under which answers are compared: put them back there")
+    with ThreadPoolExecutor(4) as pool:
+        return _hash(*pool.map(_file_hash, files))
+
+
+def cached_path(settings: str, weights: str) -> Path:
+    """Return the path in the user's cache."""
+    return default_root() / "reference" / f"{_hash(settings, weights)}.safetensors"
+
+
+def read_tables(path: Path, settings: str, weights: str | None) -> AnswerTables | None:
+    """Return the tables in a file when settings and weights match, else None. `weights` None = any."""
+    try:
+        with safe_open(path, framework="np") as file:
+            about = file.metadata() or {}
+            if about.get("settings") != settings or weights not in (None, about.get("weights")):
+                return None
+            return AnswerTables(train=file.get_tensor("train"), validation=file.get_tensor("validation"))
+    except (OSError, SafetensorError):
+        return None
+
+
+def write_tables(path: Path, tables: AnswerTables, settings: str, weights: str) -> None:
+    """Write the tables to a file, completely or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"train": tables.train, "validation": tables.validation}
+    replace_file(path, save(arrays, {"settings": settings, "weights": weights}))
+
+
+def _file_hash(path: Path) -> str:
+    """Return the hash of a file's content. It is read again only when size or time have changed."""
+    stat = path.stat()
+    seen = _hash(os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    index = default_root() / "index" / f"weights-{seen}.json"
+    sha256 = read_json(index).get("sha256")
+    if not isinstance(sha256, str):
+        sha256 = commit.record(path).sha256
+        index.parent.mkdir(parents=True, exist_ok=True)
+        write_json(index, {"sha256": sha256})
+    return sha256
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
 
 ANNOUNCED_S = 30.0
 """Passes that take longer are announced."""
@@ -67,7 +162,7 @@ class Reference:
         """Look for stored tables. Raises PlanError when neither they nor the first weights exist any more."""
         if not self.plan.recipe.traits.reference:
             return
-        self._settings = store.settings_of(self.plan, self.corpus, self.device.type)
+        self._settings = settings_of(self.plan, self.corpus, self.device.type)
         self.first_weights, self.sentence, self.tables = self.rank_zero.broadcast(self._find_tables)
 
     @property
@@ -114,23 +209,23 @@ class Reference:
 
     def _find_tables(self) -> tuple[str, str, AnswerTables | None]:
         """Return (hash of the first weights, sentence, tables), on rank 0."""
-        run_file = self.run / store.NAME
+        run_file = self.run / TABLES_FILE
         earlier_weights = (
             str(checkpoint.read_values(self.checkpoint_path).get("first_weights", ""))
             if self._is_resumed and self.checkpoint_path
             else ""
         )
-        if self._is_resumed and (tables := store.read(run_file, self._settings, None)) is not None:
+        if self._is_resumed and (tables := read_tables(run_file, self._settings, None)) is not None:
             return earlier_weights, f"log-probabilities that the run began with, {run_file}", tables
-        weights = store.weights_of(self.plan, None if self._is_resumed else self.checkpoint_path)
+        weights = weights_of(self.plan, None if self._is_resumed else self.checkpoint_path)
         if self._is_resumed and earlier_weights and earlier_weights != weights:
             raise PlanError(
                 f"{run_file} is missing, or was computed in another precision or on another kind of device. The "
                 f"weights of model.init={self.plan.init} are not those of the start of the run. Put the file or "
                 "the weights back"
             )
-        for path in (run_file, store.cached(self._settings, weights)):
-            if (tables := store.read(path, self._settings, weights)) is not None:
+        for path in (run_file, cached_path(self._settings, weights)):
+            if (tables := read_tables(path, self._settings, weights)) is not None:
                 if path != run_file:
                     self._store(run_file, tables, weights)
                 return weights, f"log-probabilities under the first weights, found in {path}", tables
@@ -138,15 +233,15 @@ class Reference:
 
     def _write(self) -> None:
         assert self.tables is not None, "`measure` sets them"
-        self._store(self.run / store.NAME, self.tables, self.first_weights)
+        self._store(self.run / TABLES_FILE, self.tables, self.first_weights)
         with suppress(OSError):  # other runs compute it themselves
-            store.write(
-                store.cached(self._settings, self.first_weights), self.tables, self._settings, self.first_weights
+            write_tables(
+                cached_path(self._settings, self.first_weights), self.tables, self._settings, self.first_weights
             )
 
     def _store(self, path: Path, tables: AnswerTables, weights: str) -> None:
         try:
-            store.write(path, tables, self._settings, weights)
+            write_tables(path, tables, self._settings, weights)
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; fix that, or choose another run=") from error
 
@@ -164,12 +259,12 @@ class Reference:
             read_answers=lambda numbers: {NUMBERS: numbers},
         )
         if self.rank_zero.is_here:
-            batches = with_progress(batches, -(-len(rows) // (size * share.parts)))
+            batches = announce_progress(batches, -(-len(rows) // (size * share.parts)))
         answers = most_answers(plan.recipe.sequence)
         return log_probabilities(engine, batches, stream.num_documents, answers, self.device).numpy()
 
 
-def with_progress(batches: Iterator[Batch], number: int) -> Iterator[Batch]:
+def announce_progress(batches: Iterator[Batch], number: int) -> Iterator[Batch]:
     """Yield the batches, `number` of them. Announce a long pass once its time is known."""
     started = time.perf_counter()
     for done, batch in enumerate(batches):
@@ -195,7 +290,7 @@ def log_probabilities(
     if not samples:
         return table
     with evaluating(engine):
-        for group in in_groups(batches, engine.mesh["pp"].size):
+        for group in group_batches(batches, engine.mesh["pp"].size):
             recorders = [AnswerRecorder(answers) for _ in group]
             engine.evaluate(
                 [MicroPass(batch, EVALUATION, recorder) for batch, recorder in zip(group, recorders, strict=True)]
@@ -207,8 +302,8 @@ def log_probabilities(
 
 
 def _add_to_table(table: Tensor, numbers: Tensor, sums: Tensor) -> None:
-    here = numbers >= 0
-    table[numbers[here].cpu()] = sums[here].cpu()
+    is_answer = numbers >= 0
+    table[numbers[is_answer].cpu()] = sums[is_answer].cpu()
 
 
 class AnswerRecorder:

@@ -97,7 +97,7 @@ class Muon:
         pieces = self._scatter(
             exchange, self._pack_owned(exchange, self._orthogonalize(exchange, self._gather(exchange, updates)))
         )
-        for part, rows in _cut(exchange.held, pieces):
+        for part, rows in _split_flat(exchange.held, pieces):
             self._update_rows(updates[part.matrix.name].piece, part, rows, numbers)
 
     def _gather(self, exchange: ExchangeRound, updates: Mapping[str, MatrixUpdate]) -> dict[Size, Tensor]:
@@ -107,19 +107,21 @@ class Muon:
             size: torch.empty(sum(size == other for other, _ in slots), *size, dtype=self.dtype, device=self.device)
             for size in dict.fromkeys(size for size, _ in slots)
         }
-        for part, rows in _cut(exchange.gathered, pieces):
+        for part, rows in _split_flat(exchange.gathered, pieces):
             size, slot = slots[part.owned]
             whole[size][slot][part.piece.slices].copy_(rows)
         return whole
 
     def _receive_pieces(self, exchange: ExchangeRound, updates: Mapping[str, MatrixUpdate]) -> Tensor:
         """Return the pieces of the owned matrices, flat, ordered by sender."""
-        leaving = self._flat(exchange.sent)
-        for part, rows in _cut(exchange.sent, leaving):
+        leaving = self._empty_pieces(exchange.sent)
+        for part, rows in _split_flat(exchange.sent, leaving):
             rows.copy_(updates[part.matrix.name].direction[part.start : part.start + part.rows])
         if not exchange.gathers:
             return leaving
-        return self.group.all_to_all(leaving, self._counts(exchange.sent), self._counts(exchange.gathered))
+        return self.group.all_to_all(
+            leaving, self._count_by_rank(exchange.sent), self._count_by_rank(exchange.gathered)
+        )
 
     def _orthogonalize(self, exchange: ExchangeRound, whole: dict[Size, Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices, those of one size together."""
@@ -129,8 +131,8 @@ class Muon:
 
     def _pack_owned(self, exchange: ExchangeRound, owned: list[Tensor]) -> Tensor:
         """Return the pieces of the owned matrices, flat, ordered by receiver."""
-        leaving = self._flat(exchange.scattered)
-        for part, rows in _cut(exchange.scattered, leaving):
+        leaving = self._empty_pieces(exchange.scattered)
+        for part, rows in _split_flat(exchange.scattered, leaving):
             rows.copy_(owned[part.owned][part.piece.slices])
         return leaving
 
@@ -138,7 +140,9 @@ class Muon:
         """Return the pieces that this rank updates, flat, ordered by owner."""
         if not exchange.scatters:
             return leaving
-        return self.group.all_to_all(leaving, self._counts(exchange.scattered), self._counts(exchange.held))
+        return self.group.all_to_all(
+            leaving, self._count_by_rank(exchange.scattered), self._count_by_rank(exchange.held)
+        )
 
     def _update_rows(self, piece: NarrowPiece, part: HeldPart, step: Tensor, numbers: StepNumbers) -> None:
         """Update some rows of a weight by their piece (rows, columns) of the orthogonalized matrix."""
@@ -148,10 +152,10 @@ class Muon:
             wide.addcmul_(step[rows.start - part.start : rows.stop - part.start], numbers.keep, value=-size)
             write_weight(piece, wide, rows, random_bits(piece, rows, part.columns))
 
-    def _flat(self, parts: Sequence[HeldPart] | Sequence[OwnedPart]) -> Tensor:
+    def _empty_pieces(self, parts: Sequence[HeldPart] | Sequence[OwnedPart]) -> Tensor:
         return torch.empty(sum(part.numel for part in parts), dtype=self.dtype, device=self.device)
 
-    def _counts(self, parts: Sequence[HeldPart] | Sequence[OwnedPart]) -> list[int]:
+    def _count_by_rank(self, parts: Sequence[HeldPart] | Sequence[OwnedPart]) -> list[int]:
         """Return the elements for or from each rank of the group."""
         counts = [0] * self.group.size
         for part in parts:
@@ -159,7 +163,7 @@ class Muon:
         return counts
 
 
-def muon_of(engine: Engine, recipe: Recipe) -> Muon:
+def build_muon(engine: Engine, recipe: Recipe) -> Muon:
     """Build Muon for a laid-out model. Every rank of its stage calls this."""
     mesh, shape = engine.mesh, engine.model.shape
     trained = frozenset(name for name, parameter in engine.parameters.items() if parameter.requires_grad)
@@ -170,9 +174,9 @@ def muon_of(engine: Engine, recipe: Recipe) -> Muon:
 
 def _row_blocks(start: int, rows: int, columns: int) -> Iterator[slice]:
     """Yield slices of `rows` rows from `start` on, of about AT_ONCE elements each."""
-    each = max(1, AT_ONCE // max(1, columns))
-    for first in range(start, start + rows, each):
-        yield slice(first, min(start + rows, first + each))
+    count = max(1, AT_ONCE // max(1, columns))
+    for first in range(start, start + rows, count):
+        yield slice(first, min(start + rows, first + count))
 
 
 def _slots(exchange: ExchangeRound) -> list[tuple[Size, int]]:
@@ -189,7 +193,7 @@ def _slots(exchange: ExchangeRound) -> list[tuple[Size, int]]:
 Part = TypeVar("Part", HeldPart, OwnedPart)
 
 
-def _cut(parts: Sequence[Part], flat: Tensor) -> Iterator[tuple[Part, Tensor]]:
+def _split_flat(parts: Sequence[Part], flat: Tensor) -> Iterator[tuple[Part, Tensor]]:
     """Yield each part with its (rows, columns) of the flat tensor."""
     start = 0
     for part in parts:

@@ -82,31 +82,31 @@ class NarrowStates:
     def _position_in_whole(self, name: str) -> PositionInWhole:
         """Return the seed and position that random bits depend on: no rank and no layout changes them."""
         box = self.held[name].box
-        _, rows, _ = _three(box.sizes)
-        _, whole_rows, width = _three(box.whole)
-        first, second, column = _three(box.offsets, 0)
+        _, rows, _ = _pad_to_three(box.sizes)
+        _, whole_rows, width = _pad_to_three(box.whole)
+        first, second, column = _pad_to_three(box.offsets, 0)
         seed = (crc32(name.encode()) + 2654435761 * self.seed) % 2**32
         return PositionInWhole(
             seed=seed, rows=max(1, rows), whole_rows=whole_rows, first=first, second=second, width=width, column=column
         )
 
 
-def _three(sizes: tuple[int, ...], filled: int = 1) -> tuple[int, int, int]:
+def _pad_to_three(sizes: tuple[int, ...], filled: int = 1) -> tuple[int, int, int]:
     x, y, w = (filled,) * (3 - len(sizes)) + sizes
     return x, y, w
 
 
 def _zero_moments(held: Held, device: torch.device) -> tuple[Moment, ...]:
-    # The mean of the gradient is signed; that of its square, which only AdamW has, is not.
-    return tuple(_zero_moment(held, device, signed) for signed in (True, False)[: held.stored.moments])
-
-
-def _zero_moment(held: Held, device: torch.device, signed: bool) -> Moment:
     stored, sizes = held.stored, held.box.sizes
     width = sizes[-1]
     rows = held.box.numel // width if width else 0
-    if stored.dtype != "int8":
-        return Moment(torch.zeros((rows, width), dtype=DTYPES[stored.dtype], device=device), None, signed)
-    codes = torch.full((rows, width), ZERO_CODE[signed], dtype=torch.uint8, device=device)
-    scales = torch.zeros((rows, stored.scale_sizes(sizes)[-1]), device=device)
-    return Moment(codes, scales, signed, stored.block)
+
+    def zero_moment(signed: bool) -> Moment:
+        if stored.dtype != "int8":
+            return Moment(torch.zeros((rows, width), dtype=DTYPES[stored.dtype], device=device), None, signed)
+        codes = torch.full((rows, width), ZERO_CODE[signed], dtype=torch.uint8, device=device)
+        scales = torch.zeros((rows, stored.scale_sizes(sizes)[-1]), device=device)
+        return Moment(codes, scales, signed, stored.block)
+
+    # The mean of the gradient is signed; that of its square, which only AdamW has, is not.
+    return tuple(zero_moment(signed) for signed in (True, False)[: stored.moments])

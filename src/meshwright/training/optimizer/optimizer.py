@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
+from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine
 from meshwright.parallel.zero.data import local
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.inventory import parameters as inventory
 from meshwright.spec.weights.optimizer_states import FP32_STATES, MomentFormat
-from meshwright.training.optimizer.muon import MatrixUpdate, Muon, StepNumbers, muon_of
+from meshwright.training.optimizer.muon import MatrixUpdate, Muon, StepNumbers, build_muon
 from meshwright.training.optimizer.narrow_moments import Held, NarrowStates
 
 BUCKET_BYTES = 16 * 2**20
@@ -60,9 +61,9 @@ class Optimizer:
             muon: Updater of the matrices that have one moment.
             gathered: Engine.gathered_dtype.
         """
-        known = dict(parameters)
-        self.parameters = {name: parameter for name, parameter in known.items() if parameter.requires_grad}
-        self.frozen = tuple(parameter for parameter in known.values() if not parameter.requires_grad)
+        parameters_by_name = dict(parameters)
+        self.parameters = {name: weight for name, weight in parameters_by_name.items() if weight.requires_grad}
+        self.frozen = tuple(weight for weight in parameters_by_name.values() if not weight.requires_grad)
         self.recipe, storage = recipe, recipe.storage
         assert held is not None or storage == FP32_STATES, (
             "other states depend on a parameter's box: Optimizer.for_engine"
@@ -83,9 +84,9 @@ class Optimizer:
     @classmethod
     def for_engine(cls, engine: Engine, recipe: Recipe) -> Self:
         """Create the optimizer of all parameters of a laid-out model."""
-        known = {parameter.name: parameter for parameter in inventory(engine.model.shape)}
-        held = {name: Held(box, recipe.storage.format_of(known[name])) for name, box in engine.local_boxes().items()}
-        muon = muon_of(engine, recipe) if recipe.optimizer == "muon" else None
+        entries = {parameter.name: parameter for parameter in inventory(engine.model.shape)}
+        held = {name: Held(box, recipe.storage.format_of(entries[name])) for name, box in engine.local_boxes().items()}
+        muon = build_muon(engine, recipe) if recipe.optimizer == "muon" else None
         prefer = engine.model.kernels.prefer
         return cls(engine.parameters.items(), recipe, held, prefer, muon, engine.gathered_dtype)
 
@@ -99,9 +100,10 @@ class Optimizer:
         with torch.no_grad():
             # One kernel that reads gradients of any dtype, or fp32 buckets for torch's fused kernel.
             at_once = in_one_pass(list(self.masters.values()), self.prefer)
-            for names in [self._ready()] if at_once else self.buckets():
-                gradients = self._taken_gradients(names) if at_once else self._widened_gradients(names)
-                for group in self._grouped(names):
+            ready = tuple(name for name in self._moments if self.parameters[name].grad is not None)
+            for names in [ready] if at_once else self.buckets():
+                gradients = self._take_gradients(names) if at_once else self._widen_gradients(names)
+                for group in self._groups_of(names):
                     compat.add_to_each(group.states.steps, counts)
                     (adamw if at_once else adamw_reference)(
                         group.states,
@@ -179,7 +181,11 @@ class Optimizer:
         ready = tuple(name for name, gradient in gradients.items() if gradient.dtype == torch.float32)
         if ready:
             yield ready
-        sizes = {name: (4 * g.numel(), _owns_memory(g)) for name, g in gradients.items() if g.dtype != torch.float32}
+        sizes = {
+            name: (4 * g.numel(), g.untyped_storage().nbytes() == g.numel() * g.element_size())
+            for name, g in gradients.items()
+            if g.dtype != torch.float32
+        }
         del gradients
         run: list[str] = []
         room, filled, freed = BUCKET_BYTES, 0, 0
@@ -195,10 +201,7 @@ class Optimizer:
         if run:
             yield tuple(run)
 
-    def _ready(self) -> tuple[str, ...]:
-        return tuple(name for name in self._moments if self.parameters[name].grad is not None)
-
-    def _taken_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _take_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return gradients by name. Below fp32 the parameters lose theirs."""
         gradients = {}
         for name in names:
@@ -209,11 +212,11 @@ class Optimizer:
                 parameter.grad = None
         return gradients
 
-    def _widened_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _widen_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return gradients in fp32, each dropped as soon as it is widened."""
-        return {name: self._taken_gradients((name,))[name].float() for name in names}
+        return {name: self._take_gradients((name,))[name].float() for name in names}
 
-    def _grouped(self, names: tuple[str, ...]) -> list[_ParameterGroup]:
+    def _groups_of(self, names: tuple[str, ...]) -> list[_ParameterGroup]:
         """Return the lists of these parameters, made once, since nearly every step has the same ones."""
         if names not in self._groups:
             matrices = [name for name in names if self.masters[name].dim() > 1]
@@ -261,10 +264,49 @@ class Optimizer:
                     master.copy_(local(self.parameters[name].detach()))
 
 
-def _owns_memory(gradient: Tensor) -> bool:
-    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
-
-
 def _is_wide(held: Held, has_master: bool) -> bool:
     """Return whether AdamW's fused kernel can update it."""
     return held.stored == MomentFormat(dtype="fp32") and has_master
+
+
+def held_bytes(engine: Engine, optimizer: Optimizer, teacher: Iterable[Tensor] = ()) -> dict[str, int]:
+    """Return the bytes of each kind (spec.ledger.STATES) at this moment, without empty kinds.
+
+    Tensors that share memory count once. spec/memory/held.py computes the same from shape and layout alone. `teacher`:
+    its parameters.
+    """
+    seen: set[int] = set()
+    sizes = {kind: _storage_bytes(tensors, seen) for kind, tensors in tensors_by_kind(engine, optimizer).items()}
+    sizes["parameters"] += _storage_bytes(teacher, seen)
+    return {kind: size for kind, size in sizes.items() if size}
+
+
+def tensors_by_kind(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """Return the tensors of each kind (spec.ledger.STATES) as they are now."""
+    parameters, shards = engine.parameters.values(), optimizer.parameters.values()
+    states = optimizer.tensors()
+    return {
+        "parameters": [*parameters, *frozen_code_tensors(engine)],
+        "shards": [*shards, *optimizer.frozen],
+        "gradients": [p.grad for p in (*parameters, *shards) if p.grad is not None],
+        "masters": [t for name, t in states.items() if name.startswith("master.")],
+        "moments": [t for name, t in states.items() if name.startswith("moment")],
+        "counters": [t for name, t in states.items() if name.startswith("step.")],
+    }
+
+
+def frozen_code_tensors(engine: Engine) -> list[Tensor]:
+    """Return the tensors of frozen matrices that are stored as codes and scales."""
+    matrices = frozen_codes(engine.stages, engine.model.shape).values()
+    return [tensor for matrix in matrices for tensor in (*matrix.buffers(), *matrix.parameters())]
+
+
+def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Return the size of the storages behind tensors that are not in `seen`. Padding is part of a storage."""
+    total = 0
+    for tensor in tensors:
+        storage = local(tensor.detach()).untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

@@ -66,8 +66,8 @@ def take_weights(state: TrainState, plan: Plan) -> None:
             take_codes(coded[name], tensor)
             return
         if name in coded:
-            here = tensor.to(coded[name].device)
-            take_codes(coded[name], quantize_matrix(name, here, coded[name].scheme))
+            whole = tensor.to(coded[name].device)
+            take_codes(coded[name], quantize_matrix(name, whole, coded[name].scheme))
             return
         destination = destinations.get(f"model.{name}")
         if isinstance(destination, Piece):
@@ -117,13 +117,13 @@ def keep_extra_files(plan: Plan, run: Path, tokenizer: Tokenizer) -> None:
         _add_turn_end(run, tokenizer, folder.generation if folder is not None else {})
 
 
-def _add_turn_end(run: Path, tokenizer: Tokenizer, known: Mapping[str, object]) -> None:
+def _add_turn_end(run: Path, tokenizer: Tokenizer, generation: Mapping[str, object]) -> None:
     """Add the token that ends an answer of the chat template to the run's generation config.
 
     Its other ids stay, since ids that it does not list do not end a text. An export adds the tokenizer's own.
     """
     marks = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    config = dict(known) or {name: id for name, id in marks.items() if id is not None}
+    config = dict(generation) or {name: id for name, id in marks.items() if id is not None}
     ends = ids_of(config.get("eos_token_id"))
     wanted = tuple(dict.fromkeys((*(ends or ids_of(tokenizer.eos)), *turn_end_ids(tokenizer))))
     if wanted != ends:
@@ -155,14 +155,14 @@ def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:
         )
     if tokenizer_path is None or plan.data.tokenizer == str(tokenizer_path):
         return
-    if not means_the_same(plan.data.tokenizer, tokenizer_path):
+    if not is_same_tokenizer(plan.data.tokenizer, tokenizer_path):
         raise PlanError(
             f"data.tokenizer={plan.data.tokenizer} differs from the tokenizer of model.init={plan.init}: take "
             f"data.tokenizer={tokenizer_path}, {OTHERWISE}"
         )
 
 
-def means_the_same(tokenizer: str, tokenizer_path: Path) -> bool:
+def is_same_tokenizer(tokenizer: str, tokenizer_path: Path) -> bool:
     """Return whether `data.tokenizer` equals a folder's tokenizer.json by content."""
     builtin = {"auto": Tokenizer.shipped, "bytes": Tokenizer.bytes}
     if tokenizer == str(tokenizer_path):

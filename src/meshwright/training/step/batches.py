@@ -122,7 +122,8 @@ def to_batch(
     if padding and sequences.roles is not None:
         extra[PADDING] = put(_padding_mask(sequences), True)
     valid_of_rows = [*(local_targets >= 0).sum(axis=1).tolist(), *[0] * (rows - len(local_targets))]
-    starts = _document_starts(sequences) if packed else []
+    changes = np.diff(sequences.documents, axis=1) != 0
+    starts = [[0, *(np.flatnonzero(row) + 1).tolist()] for row in changes] if packed else []
     filler = [[0]] * (rows - len(local_targets))
     return Batch(
         tokens=put(sequences.tokens, 0),
@@ -173,11 +174,6 @@ def _padding_mask(sequences: "Sequences") -> "NDArray[np.bool_]":
     return ~np.isin(numbers, numbers[sequences.targets >= 0])
 
 
-def _document_starts(sequences: "Sequences") -> list[list[int]]:
-    changes = np.diff(sequences.documents, axis=1) != 0
-    return [[0, *(np.flatnonzero(row) + 1).tolist()] for row in changes]
-
-
 def _document_sizes(begins: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, int], ...]:
     """Return (documents, tokens of the longest) of each row."""
     return tuple((len(row), int(np.diff(row, append=length).max())) for row in begins)
@@ -186,25 +182,25 @@ def _document_sizes(begins: Sequence[Sequence[int]], length: int) -> tuple[tuple
 def select(batch: Batch, share: Share = WHOLE) -> Batch:
     """Return a rank's part of a batch in memory, with its targets counted."""
     rows = len(batch.tokens) // share.parts
-    here = slice(share.index * rows, (share.index + 1) * rows)
+    local = slice(share.index * rows, (share.index + 1) * rows)
     columns = slice(None) if share.columns is None else list(share.columns)
     positions = batch.positions
     if positions is None and share.columns is not None:
         positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand(batch.tokens.shape)
-    targets = batch.targets[here][:, columns]
+    targets = batch.targets[local][:, columns]
     valid_of_rows = tuple((targets >= 0).sum(1).tolist())
     return Batch(
-        tokens=batch.tokens[here][:, columns],
+        tokens=batch.tokens[local][:, columns],
         targets=targets,
-        documents=None if batch.documents is None else batch.documents[here][:, columns],
-        positions=None if positions is None else positions[here][:, columns],
+        documents=None if batch.documents is None else batch.documents[local][:, columns],
+        positions=None if positions is None else positions[local][:, columns],
         valid=sum(valid_of_rows),
         valid_of_rows=valid_of_rows,
-        documents_of_rows=batch.documents_of_rows[here],
-        begins_of_rows=batch.begins_of_rows[here],
+        documents_of_rows=batch.documents_of_rows[local],
+        begins_of_rows=batch.begins_of_rows[local],
         masked=batch.masked,
         cut=share.columns is not None,
-        more={name: t[here][:, columns] if t.dim() > 1 else t[here] for name, t in batch.more.items()},
+        more={name: t[local][:, columns] if t.dim() > 1 else t[local] for name, t in batch.more.items()},
     )
 
 
@@ -242,13 +238,13 @@ def forms(batch: Batch) -> dict[bool, Batch]:
     order = torch.arange(batch.tokens.shape[1], dtype=torch.int32, device=batch.tokens.device).expand_as(batch.tokens)
     positions = order if batch.positions is None else batch.positions
     documents = torch.zeros_like(batch.tokens, dtype=torch.int32) if batch.documents is None else batch.documents
-    known = batch.documents_of_rows or ((1, batch.tokens.shape[1]),) * len(batch.tokens)
+    sizes = batch.documents_of_rows or ((1, batch.tokens.shape[1]),) * len(batch.tokens)
     begins = batch.begins_of_rows or (((0,),) * len(batch.tokens) if batch.cut and batch.documents is None else ())
     return {
         False: replace(
             batch, documents=None, positions=positions if batch.cut else None, documents_of_rows=(), begins_of_rows=()
         ),
-        True: replace(batch, documents=documents, positions=positions, documents_of_rows=known, begins_of_rows=begins),
+        True: replace(batch, documents=documents, positions=positions, documents_of_rows=sizes, begins_of_rows=begins),
     }
 
 
@@ -262,8 +258,8 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 def to_columns(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch.device) -> dict[str, Tensor]:
     """Return arrays (B, S, ...) of whole rows as tensors of the positions of this rank."""
-    here = slice(None) if share.columns is None else list(share.columns)
-    return {name: _to_device(array[:, here], device) for name, array in arrays.items()}
+    columns = slice(None) if share.columns is None else list(share.columns)
+    return {name: _to_device(array[:, columns], device) for name, array in arrays.items()}
 
 
 class BatchSource(Protocol):

@@ -1,11 +1,11 @@
-"""Loss, perplexity and bits per byte on held-out text; loss and rewards of pairs.
+"""Loss, perplexity and bits per byte on held-out text, also by source and role; loss and rewards of pairs.
 
 Letters: B rows, R roles.
 """
 
 import math
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from meshwright.data.chat.rendering import ROLES
-from meshwright.data.corpus.corpus import MixedStream, Stream
+from meshwright.data.corpus.corpus import MixedStream, Stream, TokenStream
 from meshwright.data.sequences.numbered_rows import MixedRows, NumberedRows, divide_limit
 from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
+from meshwright.spec import Data
 from meshwright.training.step.batches import WHOLE, AnswerReader, Batch, Share, forms, held_out_batches, valid_tokens
 from meshwright.training.step.step import CROSS_ENTROPY, EVALUATION, MicroPass, Objective
-from meshwright.training.step.watch import EvalMetrics, RoleLoss
+from meshwright.training.step.watch import EvalMetrics, RoleLoss, SourceScore
 
 Element = TypeVar("Element")
 
@@ -48,8 +49,8 @@ class HeldOutRows:
         """The rows of each source of a mixture, with its share of the limit; else only this one."""
         if not isinstance(self.rows, MixedRows) or not isinstance(self.stream, MixedStream):
             return (self,)
-        each = zip(self.rows.rows, self.stream.parts, divide_limit(self.stream.weights, self.limit), strict=True)
-        return tuple(replace(self, rows=rows, stream=stream, limit=limit) for rows, stream, limit in each)
+        sources = zip(self.rows.rows, self.stream.parts, divide_limit(self.stream.weights, self.limit), strict=True)
+        return tuple(replace(self, rows=rows, stream=stream, limit=limit) for rows, stream, limit in sources)
 
     @property
     def items(self) -> Sequence[int] | None:
@@ -120,7 +121,7 @@ def summed_loss(
     """
     total, counted = torch.zeros(1 + len(objective.figures), dtype=torch.float64), [0.0, 0.0]
     with evaluating(engine):
-        for group in in_groups(batches, engine.mesh["pp"].size):
+        for group in group_batches(batches, engine.mesh["pp"].size):
             counted[0] += sum(objective.count(batch) for batch in group)
             counted[1] += valid_tokens(group)
             passes = [MicroPass(batch, EVALUATION, objective) for batch in group]
@@ -135,7 +136,7 @@ def role_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
     """Return (2, R) float64 over all ranks: nats and valid targets of each role in rendering.ROLES."""
     total = torch.zeros(2, len(ROLES), dtype=torch.float64)
     with evaluating(engine):
-        for group in in_groups(batches, engine.mesh["pp"].size):
+        for group in group_batches(batches, engine.mesh["pp"].size):
             passes = [RowPass(batch) for batch in group]
             engine.evaluate(passes)
             sums = torch.stack([row_pass.sums.sum(1, dtype=torch.float64) for row_pass in passes]).sum(0)
@@ -167,7 +168,7 @@ def evaluating(engine: Engine) -> Iterator[None]:
             engine.train()
 
 
-def in_groups(batches: Iterable[Element], size: int) -> Iterator[list[Element]]:
+def group_batches(batches: Iterable[Element], size: int) -> Iterator[list[Element]]:
     """Yield `size` batches at a time."""
     rest = iter(batches)
     while group := list(islice(rest, size)):
@@ -192,9 +193,9 @@ class RowLoss:
         """Return the sum in nats."""
         nats = -predictions.log_probabilities(batch.targets)
         roles = batch.more.get("roles", torch.zeros_like(batch.targets))
-        both = torch.stack((nats, (batch.targets >= 0).float()))
+        nats_and_counts = torch.stack((nats, (batch.targets >= 0).float()))
         # A sum for each role: scattered adds have no fixed order on a GPU.
-        self.sums = torch.stack([both.where(roles == role, 0.0).sum(2) for role in range(len(ROLES))], dim=2)
+        self.sums = torch.stack([nats_and_counts.where(roles == role, 0.0).sum(2) for role in range(len(ROLES))], dim=2)
         return nats.sum()
 
 
@@ -218,3 +219,62 @@ class RowPass(MicroPass):
         """Nats and targets (2, B, R) fp32, of the stages of this rank."""
         rows, device = len(self.batch.tokens), self.batch.tokens.device
         return torch.zeros(2, rows, len(ROLES), device=device) if self._row_loss.sums is None else self._row_loss.sums
+
+
+Score = Callable[[Data, TokenStream, int], EvalMetrics]
+"""(settings, held-out stream, row limit; 0 = all) -> its loss."""
+
+
+def score_sources(data: Data, stream: Stream, limit: int, score: Score) -> EvalMetrics | None:
+    """Return the loss of the held-out text. None = nothing is held out.
+
+    Each source of a mixture gives rows by its weight, at least one. Loss and bytes per token are means by weight, so
+    they follow what is trained and not how large the files are.
+    """
+    if isinstance(stream, TokenStream):
+        return _score_source(data, stream, limit, score)
+    parts = zip(data.sources, stream.parts, divide_limit(stream.weights, limit), strict=True)
+    scores = [_score_source(source, part, most, score) for source, part, most in parts]
+    return _weighted_mean(scores, data, stream) if any(scores) else None
+
+
+def _score_source(data: Data, stream: TokenStream, limit: int, score: Score) -> EvalMetrics | None:
+    if stream.num_tokens < 2:
+        return None
+    metrics = score(data, stream, limit)
+    return metrics if metrics.tokens else None
+
+
+def _weighted_mean(scores: list[EvalMetrics | None], data: Data, stream: MixedStream) -> EvalMetrics:
+    """Return the mean by weight over the sources that have held-out rows."""
+    scored = {source.path: score for source, score in zip(data.mixture, scores, strict=True) if score is not None}
+    parts = [part for part, score in zip(zip(stream.parts, stream.weights, strict=True), scores, strict=True) if score]
+    scored_stream = MixedStream(parts=tuple(part for part, _ in parts), weights=tuple(weight for _, weight in parts))
+    loss = scored_stream.mean([score.loss for score in scored.values()])
+    first, pairs = next(iter(scored.values())), any(part.pairs for part in scored_stream.parts)
+    return EvalMetrics(
+        step=first.step,
+        loss=loss,
+        perplexity=None if pairs else math.exp(min(loss, 700.0)),
+        bits_per_byte=None if pairs else loss / math.log(2) / scored_stream.bytes_per_token,
+        figures={
+            name: scored_stream.mean([score.figures[name] for score in scored.values()]) for name in first.figures
+        },
+        roles=_role_means([score.roles or {} for score in scored.values()], scored_stream.weights) or None,
+        tokens=sum(score.tokens for score in scored.values()),
+        seconds=sum(score.seconds for score in scored.values()),
+        sources=tuple(
+            SourceScore(path=path, loss=score.loss, bits_per_byte=score.bits_per_byte, tokens=score.tokens)
+            for path, score in scored.items()
+        ),
+    )
+
+
+def _role_means(source_roles: list[Mapping[str, RoleLoss]], weights: tuple[float, ...]) -> dict[str, RoleLoss]:
+    """Return the mean of each role by weight over the sources that have it."""
+    means = {}
+    for name in dict.fromkeys(name for roles in source_roles for name in roles):
+        parts = [(weight, roles[name]) for weight, roles in zip(weights, source_roles, strict=True) if name in roles]
+        loss = sum(weight * role.loss for weight, role in parts) / sum(weight for weight, _ in parts)
+        means[name] = RoleLoss(loss=loss, tokens=sum(role.tokens for _, role in parts))
+    return means

@@ -31,9 +31,9 @@ from meshwright.store.commit import NAME
 from meshwright.store.model_weights import BaseFolder, final_weights, locate, open_weights
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.objectives.distillation import Distillation, divergence_of
-from meshwright.training.optimizer.kept_bytes import codes
+from meshwright.training.optimizer.optimizer import frozen_code_tensors
 from meshwright.training.optimizer.precision import DTYPES
-from meshwright.training.resume.pretrained import means_the_same
+from meshwright.training.resume.pretrained import is_same_tokenizer
 from meshwright.training.step.batches import Batch
 from meshwright.training.step.step import EVALUATION, MicroPass, Objective
 
@@ -87,7 +87,7 @@ class TeacherFolder:
         return digest([(checkpoint_path / NAME).read_text(encoding="utf-8")])
 
 
-def folder_of(path: Path) -> TeacherFolder:
+def open_teacher(path: Path) -> TeacherFolder:
     """Open a teacher's folder.
 
     Raises PlanError when it does not exist, HubError or RunError when it cannot be read.
@@ -114,7 +114,7 @@ def check_teacher(plan: Plan) -> None:
             f"teacher={plan.teacher.name} has no weights to teach with: give teacher=DIR, a Hugging Face folder or a "
             f"run, {OTHERWISE}"
         )
-    folder = folder_of(Path(plan.teacher_init))
+    folder = open_teacher(Path(plan.teacher_init))
     for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher.base).items()):
         if theirs != ours:
             there, here = (f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (theirs, ours))
@@ -133,7 +133,7 @@ def check_teacher(plan: Plan) -> None:
             f"teacher.init={plan.teacher_init} has no tokenizer.json, and it knows no other tokens: give "
             "data.tokenizer=PATH of its tokenizer"
         )
-    if folder.tokenizer is not None and not means_the_same(plan.data.tokenizer, folder.tokenizer):
+    if folder.tokenizer is not None and not is_same_tokenizer(plan.data.tokenizer, folder.tokenizer):
         raise PlanError(
             f"data.tokenizer={plan.data.tokenizer} differs from the tokenizer of "
             f"teacher.init={plan.teacher_init}: take data.tokenizer={folder.tokenizer}. With another "
@@ -151,7 +151,7 @@ def shared_tokens(plan: Plan) -> int:
     return min(sizes) if len(sizes) > 1 else 0
 
 
-def check_shared(plan: Plan, tokenizer: Tokenizer) -> None:
+def check_vocabulary(plan: Plan, tokenizer: Tokenizer) -> None:
     """Raise PlanError when the text has tokens that the teacher does not know."""
     if not plan.recipe.traits.teacher or plan.teacher is None or tokenizer.vocab <= plan.teacher.vocab:
         return
@@ -274,7 +274,7 @@ def build_teacher(plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
 
 
 @torch.no_grad()
-def fill(engine: Engine, weights: Iterator[tuple[str, Tensor | QuantizedMatrix]]) -> None:
+def load_weights(engine: Engine, weights: Iterator[tuple[str, Tensor | QuantizedMatrix]]) -> None:
     """Copy this rank's part of whole tensors, by name, into the engine.
 
     Numbers become codes where the engine holds codes. Codes become numbers where it does not.
@@ -296,7 +296,7 @@ def fill(engine: Engine, weights: Iterator[tuple[str, Tensor | QuantizedMatrix]]
             buffers[name].copy_(tensor)
 
 
-def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = True) -> Distillation:
+def build_distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = True) -> Distillation:
     """Return the objective of a plan, with the teacher beside the student if it has one.
 
     `loads` False leaves out the weights, for callers that only need sizes.
@@ -306,11 +306,11 @@ def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = 
         return Distillation(form=form, shared=shared)
     engine = build_teacher(plan, mesh, device)
     if loads:
-        fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
-    return Distillation(form=form, teacher=beside(engine, shared), shared=shared)
+        load_weights(engine, open_teacher(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
+    return Distillation(form=form, teacher=place_beside(engine, shared), shared=shared)
 
 
-def beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeacher:
+def place_beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeacher:
     """Return a teacher on the student's ranks that fits its layout."""
     if engine.pipeline is None:
         return OnlineTeacher(engine=engine, shared=shared)
@@ -322,4 +322,4 @@ def teacher_tensors(objective: Objective) -> list[Tensor]:
     if not isinstance(objective, Distillation) or objective.teacher is None:
         return []
     engine = objective.teacher.engine
-    return [*engine.parameters.values(), *codes(engine), *engine.buffers.values()]
+    return [*engine.parameters.values(), *frozen_code_tensors(engine), *engine.buffers.values()]

@@ -3,10 +3,19 @@
 It is laid out as the student will be, and is gone before the student is built. Ranks share the rows, and each writes
 its own. Rows stored by an earlier, stopped or killed run are not computed again.
 
-Letters: B rows, S positions of this rank, K stored tokens.
+A folder of the user's cache, named by content, holds two tables, with a row per row of the text in the text's own
+order, and a list of the rows that exist. A table is as long as the text but takes only the disk space of written rows.
+So a run adds the rows that it needs, another one continues from there, and a killed process loses one batch.
+
+    ids     (rows, S, K) uint16, or uint32 for larger vocabularies
+    logs    (rows, S, K + 1) fp16, that of all other tokens last
+
+Letters: B rows, S positions of a row, or of this rank's part of it, K stored tokens.
 """
 
+import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data import Corpus
+from meshwright.data.corpus.cache_folder import read_json, write_json
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.data.sequences.windows import Sampler
@@ -28,17 +38,138 @@ from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
 from meshwright.parallel.groups.agree import RankZero, gather_objects
 from meshwright.spec import Plan
+from meshwright.spec.errors import RunError
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.units import GB, duration
-from meshwright.store.durable import report_in_one_line
+from meshwright.spec.user_cache import default_root
+from meshwright.store.durable import free_bytes, report_in_one_line
 from meshwright.training.objectives.distillation import LIKELIEST, LOGS
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Batch, RowReader, Share, to_batch
-from meshwright.training.step.evaluate import evaluating, in_groups
+from meshwright.training.step.evaluate import evaluating, group_batches
 from meshwright.training.step.interrupt import Interrupt
 from meshwright.training.step.step import EVALUATION, MicroPass
-from meshwright.training.teachers.teacher import build_teacher, fill, folder_of, shared_tokens
-from meshwright.training.teachers.teacher_store import TableSizes, TeacherTables, cached
+from meshwright.training.teachers.teacher import build_teacher, load_weights, open_teacher, shared_tokens
+
+_FORMAT = 1
+"""Raised whenever the same teacher and text would give other numbers."""
+IDS_FILE, LOGS_FILE, DONE, ABOUT = "ids.bin", "logs.bin", "done.bin", "about.json"
+NARROW = 2**16
+"""Largest vocabulary whose ids take two bytes."""
+ROUNDED = 0.02
+"""Largest deviation from 1 of a sum of probabilities with fp16 logarithms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSizes:
+    """Sizes of the tables of one teacher over one text."""
+
+    rows: int
+    sequence: int
+    top: int
+    vocab: int
+
+    @property
+    def id_type(self) -> np.dtype[Any]:
+        """Type of a token."""
+        return np.dtype(np.uint16 if self.vocab <= NARROW else np.uint32)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per position."""
+        return self.top * self.id_type.itemsize + (self.top + 1) * 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return self.sequence * self.token_bytes
+
+
+def cached_path(*content: object) -> Path:
+    """Return the folder in the user's cache for this content."""
+    digest = hashlib.blake2b(repr((_FORMAT, *content)).encode(), digest_size=16).hexdigest()
+    return default_root() / "teachers" / digest
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherTables:
+    """The tables of a folder. Rows that do not exist yet hold arbitrary numbers."""
+
+    folder: Path
+    sizes: TableSizes
+
+    def make(self) -> None:
+        """Create the files, empty, unless they exist.
+
+        Raises RunError when they have other sizes, which means that somebody changed them.
+        """
+        sizes = self.sizes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        description = {"rows": sizes.rows, "sequence": sizes.sequence, "top": sizes.top, "vocab": sizes.vocab}
+        if (self.folder / ABOUT).is_file():
+            if read_json(self.folder / ABOUT) != description or any(
+                (self.folder / name).stat().st_size != size for name, size in self._files().items()
+            ):
+                raise self._changed_error("")
+            return
+        for name, size in self._files().items():
+            with (self.folder / name).open("wb") as file:
+                file.truncate(size)
+        write_json(self.folder / ABOUT, description)
+
+    def check(self, ids: NDArray[Any], logs: NDArray[np.float16]) -> None:
+        """Raise RunError when rows (B, S, K) and (B, S, K + 1) are no distributions, so somebody changed them."""
+        if ids.size and int(ids.max()) >= self.sizes.vocab:
+            raise self._changed_error(f": it names token {int(ids.max())} of {self.sizes.vocab}")
+        off = np.abs(np.exp(logs, dtype=np.float32).sum(-1) - 1)
+        if not bool((off <= ROUNDED).all()):
+            raise self._changed_error(": probabilities do not sum to 1")
+
+    def _changed_error(self, how: str) -> RunError:
+        return RunError(f"{self.folder} was changed{how}: remove it, and what a teacher says is asked anew")
+
+    def _files(self) -> dict[str, int]:
+        sizes = self.sizes
+        positions = sizes.rows * sizes.sequence
+        return {
+            IDS_FILE: positions * sizes.top * sizes.id_type.itemsize,
+            LOGS_FILE: positions * (sizes.top + 1) * 2,
+            DONE: sizes.rows,
+        }  # fmt: skip
+
+    def missing(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows among these that do not exist yet."""
+        done = np.fromfile(self.folder / DONE, dtype=np.uint8)
+        absent: NDArray[np.int64] = numbers[done[numbers] == 0]
+        return absent
+
+    def mark(self, numbers: NDArray[np.int64]) -> None:
+        """Mark these rows as existing, safe against a power cut."""
+        for name in (IDS_FILE, LOGS_FILE):
+            with (self.folder / name).open("r+b") as file:
+                os.fsync(file.fileno())
+        done = np.memmap(self.folder / DONE, dtype=np.uint8, mode="r+")
+        done[numbers] = 1
+        done.flush()
+
+    def tables(self, mode: str = "r") -> tuple[NDArray[Any], NDArray[np.float16]]:
+        """Return (ids, logs), memory-mapped."""
+        sizes = self.sizes
+        shape = (sizes.rows, sizes.sequence)
+        ids = np.memmap(self.folder / IDS_FILE, dtype=sizes.id_type, mode=mode, shape=(*shape, sizes.top))  # type: ignore[call-overload]  # its mode is a literal
+        logs = np.memmap(self.folder / LOGS_FILE, dtype=np.float16, mode=mode, shape=(*shape, sizes.top + 1))  # type: ignore[call-overload]  # the same
+        return ids, logs
+
+    def check_room(self, rows: int) -> None:
+        """Raise RunError when the disk has no space for that many more rows."""
+        needed, free = rows * self.sizes.row_bytes, free_bytes(self.folder)
+        if free is not None and needed > free:
+            raise RunError(
+                f"the disk is too small for the teacher's targets: they take {needed / GB:.1f} GB "
+                f"({self.sizes.token_bytes} bytes per token) in {self.folder}, and {free / GB:.1f} GB are free. "
+                "Lower recipe.distillation_top_k or recipe.steps, or move the cache (XDG_CACHE_HOME)"
+            )
+
 
 log = logging.getLogger(__name__)
 REPORT_S = 15.0
@@ -54,7 +185,7 @@ class TeacherTargets:
     """A sentence for the first lines of the run."""
 
 
-def ask(
+def store_targets(
     plan: Plan, corpus: Corpus, read: DataRead, mesh: Mesh, device: torch.device, rank_zero: RankZero, stop: Interrupt
 ) -> TeacherTargets:  # fmt: skip
     """Return the teacher's targets of all rows that the run still reads, and compute missing ones. All ranks together.
@@ -66,15 +197,15 @@ def ask(
     assert isinstance(rows, Sampler | SampleRows), "spec.objective_rules refuses mixtures"
     assert plan.teacher is not None, "a distillation has one"
     tables = TeacherTables(folder=_cache_folder(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
-    left = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
-    needed = np.unique(rows.windows(read.rows, min(left, len(rows)))) if len(rows) else np.zeros(0, np.int64)
+    unread = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
+    needed = np.unique(rows.windows(read.rows, min(unread, len(rows)))) if len(rows) else np.zeros(0, np.int64)
     missing = rank_zero.broadcast(lambda: _find_missing(tables, needed).tolist())
     started = time.perf_counter()
     computed = _fill(tables, np.array(missing), plan, rows, mesh, device, rank_zero, stop) if missing else 0
     size_words = f"{tables.sizes.top} log-probabilities per token, {tables.sizes.token_bytes} bytes, {tables.folder}"
     stopped = "" if computed == len(missing) else f"stopped after {computed:,} of {len(missing):,} rows, "
     took = f"{stopped}asked in {duration(time.perf_counter() - started)}" if missing else "found"
-    return TeacherTargets(read_rows=reader(tables, rows), sentence=f"{took}: {size_words}")
+    return TeacherTargets(read_rows=read_in_order(tables, rows), sentence=f"{took}: {size_words}")
 
 
 def sizes_of(plan: Plan, rows: int) -> TableSizes:
@@ -85,7 +216,7 @@ def sizes_of(plan: Plan, rows: int) -> TableSizes:
     return TableSizes(rows=rows, sequence=plan.recipe.sequence, top=top, vocab=vocab)
 
 
-def reader(tables: TeacherTables, rows: Sampler | SampleRows) -> RowReader:
+def read_in_order(tables: TeacherTables, rows: Sampler | SampleRows) -> RowReader:
     """Return a reader of the tables in the order of a run. It raises RunError when they were changed."""
     ids, logs = tables.tables()
 
@@ -101,11 +232,11 @@ def reader(tables: TeacherTables, rows: Sampler | SampleRows) -> RowReader:
 def _cache_folder(plan: Plan, corpus: Corpus, device: torch.device) -> Path:
     """Return the folder for everything that decides the numbers. Ranks verify a checkpoint together."""
     recipe, data = plan.recipe, plan.data
-    weights = folder_of(Path(plan.teacher_init)).fingerprint()
+    weights = open_teacher(Path(plan.teacher_init)).fingerprint()
     computed = recipe.precision, recipe.tf32, device.type
     rows = corpus.fingerprint, recipe.sequence, recipe.document_mask, data.form, data.packing, data.overlong
     stored = recipe.distillation_top_k, recipe.distillation_temperature, shared_tokens(plan)
-    return cached(weights, plan.teacher, rows, stored, computed)
+    return cached_path(weights, plan.teacher, rows, stored, computed)
 
 
 def _find_missing(tables: TeacherTables, needed: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -128,7 +259,7 @@ def _fill(
 ) -> int:  # fmt: skip
     """Compute missing rows and return their number: all, unless a rank was told to stop."""
     engine = build_teacher(plan, mesh, device)
-    fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
+    load_weights(engine, open_teacher(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
     columns, parts = engine.columns(plan.recipe.sequence), plan.layout.dp
     share = Share(index=mesh.reader, parts=parts, columns=columns)
     size = plan.layout.micro_batch_of(plan.recipe.global_batch)
@@ -136,7 +267,7 @@ def _fill(
     writes = mesh["tp"].index == 0
     reporter, asked_rows = _ProgressReporter(len(missing)), 0
     with evaluating(engine):
-        for group in in_groups(
+        for group in group_batches(
             _numbered_batches(missing, rows, size, share, plan.recipe.document_mask, device), mesh["pp"].size
         ):
             recorders = [
@@ -186,10 +317,11 @@ class _ProgressReporter:
         if now - self.reported < REPORT_S or done == self.rows:
             return
         self.reported, rate = now, done / (now - self.began)
-        left = duration((self.rows - done) / rate)
+        remaining = duration((self.rows - done) / rate)
         log.warning(
-            "the teacher was asked about %s of %s rows, %.3g rows/s, %s left", f"{done:,}", f"{self.rows:,}", rate, left
-        )
+            "the teacher was asked about %s of %s rows, %.3g rows/s, %s left",
+            f"{done:,}", f"{self.rows:,}", rate, remaining,
+        )  # fmt: skip
 
 
 def _numbered_batches(
