@@ -32,7 +32,7 @@ from meshwright.cli.verbs.export import write_directory
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import Transformer
-from meshwright.serving.engine.sampled_answers import sampled_answers
+from meshwright.serving.engine.serving_engine import sampled_answers
 from meshwright.store.run_folder import RunFolder
 
 TEACHER = {"layers": 3, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 344}

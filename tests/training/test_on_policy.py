@@ -18,7 +18,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
 from meshwright.serving.engine.cache.paged_cache import PagedCache
-from meshwright.serving.engine.sampled_answers import sampled_answers
+from meshwright.serving.engine.serving_engine import sampled_answers
 from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.memory.buffers import BLOCK, SPARE, at_once, cache_bytes

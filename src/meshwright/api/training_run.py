@@ -202,7 +202,7 @@ def run(
 
 def _sampled_answers(*prompts: Any, **options: Any) -> list[list[int]]:
     """Sample with meshwright.serving.engine. A run that samples nothing does not import it."""
-    from meshwright.serving.engine.sampled_answers import sampled_answers
+    from meshwright.serving.engine.serving_engine import sampled_answers
 
     return sampled_answers(*prompts, **options)
 

@@ -15,7 +15,7 @@ import torch
 from meshwright.data import Tokenizer
 from meshwright.model import build
 from meshwright.serving.engine.answers import grammar
-from meshwright.serving.engine.answers.grammar_limits import MOST_REGEX_LETTERS, MOST_SCHEMA_LETTERS, written_out
+from meshwright.serving.engine.answers.grammar import MOST_REGEX_LETTERS, MOST_SCHEMA_LETTERS, written_out
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.served_request import ServedAnswer

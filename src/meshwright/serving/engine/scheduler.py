@@ -15,9 +15,8 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from meshwright.serving.engine.cache.block_tables import BlockTables
-from meshwright.serving.engine.cache.cached_sequence import HOSTED, CachedSequence, Phase
+from meshwright.serving.engine.cache.cached_sequence import HOSTED, CachedSequence, Phase, first_key
 from meshwright.serving.engine.cache.host_tier import Move
-from meshwright.serving.engine.cache.prefix_keys import first_key
 from meshwright.spec.errors import ArgumentError
 
 WATERMARK = 0.01

@@ -10,9 +10,9 @@ from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.answers.answer_text import AnswerText
-from meshwright.serving.engine.answers.beam_search import BeamSearch
 from meshwright.serving.engine.answers.grammar import Grammars, GrammarState
 from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.beams import BeamSearch
 from meshwright.serving.engine.cache.block_pool import BlockPool
 from meshwright.serving.engine.cache.block_tables import BlockTables
 from meshwright.serving.engine.cache.host_tier import HostTier
@@ -28,6 +28,7 @@ from meshwright.serving.engine.served_request import Decode, ServedAnswer, Serve
 from meshwright.serving.engine.speculation import GuessCounts, Guesser
 from meshwright.serving.engine.step_loop import StepLoop
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.memory.buffers import BLOCK, MOST_BYTES
 
 SCORED_ROWS = 256
 """Positions whose logits are in memory at once."""
@@ -292,3 +293,30 @@ class ServingEngine:
 
     def _room(self, request: ServedRequest) -> int:
         return min(request.options.max_new_tokens, self._longest - len(request.prompt) + 1)
+
+
+def sampled_answers(
+    model: Transformer, prompts: Sequence[Sequence[int]], *, longest: int, most: Sequence[int], seeds: Sequence[int],
+    temperature: float, stop_ids: Sequence[int], at_once: int,
+) -> list[list[int]]:  # fmt: skip
+    """Answer prompts by a model in training: at most `most` new tokens each, including one that ends the answer.
+
+    The same call gives the same answers. The model is left in evaluation mode. Raises RunError for logits that are not
+    finite.
+
+    Args:
+        longest: Tokens of prompt and answer.
+        at_once: Answers that are generated together.
+    """
+    options = EngineOptions(
+        cache_bytes=MOST_BYTES, copies_bytes=0, block=BLOCK, most_sequences=at_once,
+        most_tokens=max(512, at_once + 1), longest=longest, warm_start=False,
+    )  # fmt: skip
+    with torch.no_grad():
+        engine = ServingEngine(model, options, end_ids=stop_ids)
+        requests = [
+            engine.add(prompt, RequestOptions(max_new_tokens=number, temperature=temperature, seed=seed, salt=None))
+            for prompt, number, seed in zip(prompts, most, seeds, strict=True)
+        ]
+        engine.run(requests)
+    return [list(request.answers[0].ids) for request in requests]

@@ -20,8 +20,7 @@ from typing import final
 
 from torch import Tensor
 
-from meshwright.serving.engine.answers.beam_search import BeamSearch
-from meshwright.serving.engine.beam_groups import BeamGroups
+from meshwright.serving.engine.beams import BeamGroups, BeamSearch
 from meshwright.serving.engine.cache.cached_sequence import CachedSequence, Phase
 from meshwright.serving.engine.cache.host_copies import to_device
 from meshwright.serving.engine.draft_model import DraftModel, following

@@ -7,22 +7,19 @@ In the process that has the model:
     engine_thread    the engine's thread: commands in, one message per step out
     adapter_folder   adapters that come and go
 
-Between the two: `channel` (frames), `engine_messages` and `model_card` (their contents).
+Between the two: `channel` (frames) and `engine_messages` (their contents).
 
 In the HTTP process, which has no torch:
 
     front            the loop: start, draining, end
     application      keys, hosts, headers, which every request passes; then the routes
     routes           bodies of requests                   -> documents of answers
-    request_fields, chat_fields                           fields of a body
-    checked_fields   JSON                                 -> fields
-    prompts          fields                               -> tasks for the engine
+    request_fields, chat_fields        JSON               -> checked fields; tools, and calls in answers
     prompt_reader    text and conversations               -> token ids, in separate processes
     engine_link      tasks to the engine's process, and news from there
-    engine_task      one prompt; its answers become text token by token
+    engine_task      fields -> prompts for the engine, whose answers become text token by token
     answering        the answers to one HTTP request, as they grow
-    tool_use         tools that are offered, and calls in answers
-    completion_shape, chat_shape, answer_document         -> the JSON of answers
+    answer_documents                                      the JSON of answers
     event_stream, guarded_connection                      -> server-sent events on a connection
 
 Nothing here reads the environment.

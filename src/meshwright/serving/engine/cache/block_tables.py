@@ -1,9 +1,8 @@
 """The blocks of each sequence: found by prefix, grown, copied before they are written, given back."""
 
 from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.cached_sequence import GONE, HOSTED, CachedSequence
+from meshwright.serving.engine.cache.cached_sequence import GONE, HOSTED, CachedSequence, next_key
 from meshwright.serving.engine.cache.host_tier import Move
-from meshwright.serving.engine.cache.prefix_keys import next_key
 
 
 class BlockTables:

@@ -1,7 +1,28 @@
-"""A sequence of tokens that is continued, as the scheduler sees it."""
+"""A sequence of tokens that is continued, as the scheduler sees it, and the keys of its cached blocks.
 
+Keys are a chain of SHA-256 over blocks of tokens. The key of a block covers its tokens and all before them, so equal
+keys mean equal keys and values. A salt begins the chain. Requests with different salts never find each other's blocks,
+and no answer's delay betrays another's prompt. The number of an adapter's loading also begins the chain, since an
+adapter changes keys and values.
+"""
+
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from hashlib import sha256
+
+
+def first_key(salt: bytes, adapter: int = 0) -> bytes:
+    """Return the key from which a sequence's first block is hashed. `adapter`: the number of its loading, 0 = none."""
+    if not adapter:
+        return sha256(b"meshwright prefix\0" + salt).digest()
+    return sha256(b"meshwright adapter\0" + adapter.to_bytes(8, "little") + salt).digest()
+
+
+def next_key(key: bytes, tokens: Sequence[int]) -> bytes:
+    """Return the key of the block of tokens that follows the block of `key`."""
+    return sha256(key + array("I", tokens).tobytes()).digest()
 
 
 class Phase(Enum):
@@ -29,7 +50,7 @@ class CachedSequence:
     limit: int
     """Most tokens that it may have."""
     first: bytes
-    """The key that its prefix begins with (prefix_keys)."""
+    """The key that its prefix begins with: `first_key`."""
     priority: int = 0
     """Lower is served first."""
     copies: int = 1

@@ -1,6 +1,14 @@
-"""ASGI application: a gate that checks sizes, hosts, origins and keys, and the routes behind it."""
+"""ASGI application: a gate that checks sizes, hosts, origins and keys, the routes behind it, and the chat page at `/`.
 
+The page is one file, which loads nothing from elsewhere. Its policy allows exactly its style and script, by their
+hashes, and connections to this server alone.
+"""
+
+from base64 import b64encode
 from collections.abc import Awaitable, Callable
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,9 +21,30 @@ from meshwright.serving.http.api_error import ApiError
 from meshwright.serving.http.front import routes
 from meshwright.serving.http.front.event_stream import single_header
 from meshwright.serving.http.front.routes import Answer, Endpoint, Service
-from meshwright.serving.http.page.chat_page import CONTENT_SECURITY_POLICY, chat_page
 from meshwright.serving.http.request.access import Keyring
 from meshwright.serving.http.server_options import LOOPBACK, ServerOptions
+
+
+def _resource(name: str) -> str:
+    return (files("meshwright.serving.http") / "page" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def chat_page() -> str:
+    """Return the HTML."""
+    page = _resource("chat.html")
+    return page.replace("/*STYLE*/", _resource("chat.css")).replace("/*SCRIPT*/", _resource("chat.js"))
+
+
+CONTENT_SECURITY_POLICY = (
+    f"default-src 'none'; style-src {_hash(_resource('chat.css'))}; script-src {_hash(_resource('chat.js'))}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
 
 ANSWERED: tuple[tuple[str, str, Answer], ...] = (
     ("GET", "/v1/models", routes.models),

@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 
 from starlette.types import Receive, Scope, Send
 
-from meshwright.serving.http.answer.answer_document import AnswerDocument, error_event
 from meshwright.serving.http.api_error import ApiError
+from meshwright.serving.http.front.answer_documents import AnswerDocument, error_event
 from meshwright.serving.http.front.guarded_connection import CONNECTION, StreamedConnection
 from meshwright.serving.http.request.answering import Answering, ClientGone
 

@@ -16,8 +16,7 @@ from meshwright.serving.http.channel.channel import receive_frame
 from meshwright.serving.http.channel.engine_messages import decode_setup
 from meshwright.serving.http.front.application import application
 from meshwright.serving.http.front.guarded_connection import guarded_connection_class
-from meshwright.serving.http.front.request_log import to_stderr
-from meshwright.serving.http.front.routes import Service
+from meshwright.serving.http.front.routes import Service, to_stderr
 from meshwright.serving.http.request.answering import Admission
 from meshwright.serving.http.request.engine_link import EngineLink
 from meshwright.serving.http.request.prompt_reader import PromptReader

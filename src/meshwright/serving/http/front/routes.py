@@ -1,9 +1,11 @@
-"""Routes: each reads a body, lets the engine answer, and writes a document."""
+"""Routes: each reads a body, lets the engine answer, writes a document, and logs a line without text of requests."""
 
 import asyncio
+import sys
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Annotated, Any
 
@@ -15,31 +17,66 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.data.chat.prompt import template_of
 from meshwright.serving.engine.answers.answer_text import opened_thought
-from meshwright.serving.http.answer.answer_document import AnswerDocument
-from meshwright.serving.http.answer.chat_shape import ChatShape
-from meshwright.serving.http.answer.completion_shape import CompletionShape, EchoedPrompt
 from meshwright.serving.http.api_error import ApiError, bad_request, internal_error, shutting_down
-from meshwright.serving.http.channel.model_card import ModelCard
+from meshwright.serving.http.channel.engine_messages import ModelCard
+from meshwright.serving.http.front.answer_documents import AnswerDocument, ChatShape, CompletionShape, EchoedPrompt
 from meshwright.serving.http.front.event_stream import send_events, wait_for_all, watch_client
-from meshwright.serving.http.front.request_log import RequestRecord, Write
 from meshwright.serving.http.request.access import Tenant
 from meshwright.serving.http.request.answering import Admission, Answering, ClientGone
-from meshwright.serving.http.request.chat_fields import ChatFields, TokenizeFields
-from meshwright.serving.http.request.checked_fields import CheckedFields, checked_fields
+from meshwright.serving.http.request.chat_fields import ChatFields, TokenizeFields, tool_use
 from meshwright.serving.http.request.engine_link import EngineLink
-from meshwright.serving.http.request.engine_task import EngineTask
+from meshwright.serving.http.request.engine_task import EngineTask, build_tasks
 from meshwright.serving.http.request.prompt_reader import PromptReader
-from meshwright.serving.http.request.prompts import build_tasks
 from meshwright.serving.http.request.request_fields import (
     AnswerFields,
+    CheckedFields,
     CompletionFields,
     DetokenizeFields,
+    checked_fields,
     with_defaults,
 )
 from meshwright.serving.http.request.server_metrics import ServerMetrics
-from meshwright.serving.http.request.tool_use import tool_use
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec.errors import printable
+
+Write = Callable[[str], None]
+LONGEST_USER = 40
+
+
+def to_stderr(line: str) -> None:
+    """Print a line of the log."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """Facts about a request, logged when it has ended."""
+
+    tenant: str
+    route: str
+    user: str = ""
+    id: str = "-"
+    status: int = 200
+    reason: str = ""
+    """Reason for an early end."""
+    tasks: list[EngineTask] = field(default_factory=list)
+    arrived: float = field(default_factory=monotonic)
+
+    @property
+    def line(self) -> str:
+        """Fields as NAME=VALUE, so programs can read them too."""
+        now = monotonic()
+        words = [time.strftime("%H:%M:%S"), self.route, str(self.status), f"{now - self.arrived:.3f} s", self.tenant]
+        if self.tasks:
+            cached, new = sum(task.cached for task in self.tasks), sum(task.tokens for task in self.tasks)
+            words.append(f"prompt={sum(len(task.prompt) for task in self.tasks)} cached={cached} new={new}")
+        first_tokens = [task.first_token_at for task in self.tasks if task.first_token_at is not None]
+        words += [f"first={min(first_tokens) - self.arrived:.3f}s"] if first_tokens else []
+        words += [self.id] if self.id != "-" else []
+        words += [f"user={printable(self.user)[:LONGEST_USER]}"] if self.user else []
+        words += [self.reason] if self.reason else []
+        return " ".join(words)
+
 
 CLIENT_GONE = 499
 """Status in the log for a request whose client left."""

@@ -11,7 +11,7 @@ from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.rows.serving_ranks import ServingRanks
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.channel.model_card import ModelCard
+from meshwright.serving.http.channel.engine_messages import ModelCard
 from meshwright.spec.errors import ArgumentError
 
 

@@ -19,10 +19,10 @@ from meshwright.serving.http.channel.engine_messages import (
     AddedPrompt,
     CancelledAnswers,
     EngineFigures,
+    ModelCard,
     StepNews,
     decode_scores,
 )
-from meshwright.serving.http.channel.model_card import ModelCard
 from meshwright.serving.http.request.engine_task import EngineTask, GrowingAnswer, TaskListener, TokenScores
 from meshwright.serving.http.request.server_metrics import ServerMetrics
 from meshwright.spec.errors import ArgumentError, RunError

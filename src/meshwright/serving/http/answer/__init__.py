@@ -1,1 +1,0 @@
-"""Answers as documents of OpenAI's interface."""

@@ -1,1 +1,0 @@
-"""The chat page that the server shows."""
