@@ -204,7 +204,7 @@ def capacity_bytes(device: torch.device) -> int:
 
 
 def shared_bytes(plan: Plan, bytes_of_rank: Mapping[int, int], machines: int) -> int:
-    """Return the bytes that the ranks of the fullest machine need together.
+    """Return the number of bytes that the ranks of the fullest machine need together.
 
     `bytes_of_rank` holds the needs of a pipeline place by its first rank. Neighbouring ranks share a machine.
     """
@@ -243,7 +243,7 @@ def _rank_needs(plan: Plan, rank: int, device: str) -> Needs:
 
 
 def _elements_per_token(shape: ModelShape, layout: Layout) -> int:
-    """Return the elements that a dense layer keeps of one token at least."""
+    """Return the least number of elements that a dense layer keeps of one token."""
     whole = shape.hidden // (layout.tp if layout.sp else 1)
     if layout.recompute == "full" or shape.mla is not None or shape.moe is not None:
         return whole

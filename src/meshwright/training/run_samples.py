@@ -241,7 +241,7 @@ class NextTokenPass(MicroPass):
         return self._recorder.logits
 
     def forms(self) -> dict[Hashable, MicroPass]:
-        """See MicroPass."""
+        """Return the pass with and without documents, each with its own recorder."""
         return {
             (*self.size, packed): NextTokenPass(batch, self._recorder.columns, self.positions)
             for packed, batch in forms(self.batch).items()

@@ -48,7 +48,7 @@ class HostBorder:
         """Return at once."""
 
     def seconds_since(self, earlier: StepBorder) -> float:
-        """See StepBorder."""
+        """Return the seconds between two readings of the host's clock."""
         assert isinstance(earlier, HostBorder)
         return self.at_s - earlier.at_s
 
@@ -61,11 +61,11 @@ class DeviceBorder:
         self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """See StepBorder."""
+        """Return once the device has passed the event."""
         self.event.synchronize()
 
     def seconds_since(self, earlier: StepBorder) -> float:
-        """See StepBorder."""
+        """Return the seconds between two events by the device's clock."""
         assert isinstance(earlier, DeviceBorder)
         milliseconds: float = earlier.event.elapsed_time(self.event)
         return milliseconds / 1e3
@@ -189,7 +189,7 @@ class PendingStep:
     span: StepSpan
     data_wait_s: float
     part: Tensor
-    """See StepResult."""
+    """This rank's part of the loss, still times the loss scale."""
     micro_tokens: tuple[float, ...]
     numbers: Readback
 

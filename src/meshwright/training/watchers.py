@@ -27,19 +27,19 @@ class Forgiving:
         self.watcher.started(info)
 
     def stepped(self, metrics: StepMetrics) -> None:
-        """See Watcher."""
+        """Forward a logged step."""
         self._forward(lambda: self.watcher.stepped(metrics))
 
     def evaluated(self, metrics: EvalMetrics) -> None:
-        """See Watcher."""
+        """Forward an evaluation."""
         self._forward(lambda: self.watcher.evaluated(metrics))
 
     def saved(self, step: int, path: Path) -> None:
-        """See Watcher."""
+        """Forward the path of a committed checkpoint."""
         self._forward(lambda: self.watcher.saved(step, path))
 
     def ended(self, summary: Summary) -> None:
-        """See Watcher."""
+        """Forward the outcome."""
         self._forward(lambda: self.watcher.ended(summary))
 
     def _forward(self, call: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class TensorBoard(Scalars):
         self._writer.close()
 
     def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
-        """See Scalars."""
+        """Write each number to the event file."""
         for name, value in numbers.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
 
@@ -116,7 +116,7 @@ class WandB(Scalars):
         self._run.finish()
 
     def write(self, group: str, numbers: Mapping[str, float], step: int) -> None:
-        """See Scalars."""
+        """Log all numbers of the step in one call."""
         self._run.log({f"{group}/{name}": value for name, value in numbers.items()}, step=step)
 
 

@@ -32,7 +32,7 @@ _NEVER = "\ue000"
 
 
 def id_bytes(vocab: int) -> int:
-    """Return the bytes of one stored token id: 2 up to 65536 ids, else 4."""
+    """Return the number of bytes of one stored token id: 2 up to 65536 ids, else 4."""
     return 2 if vocab <= 2**16 else 4
 
 

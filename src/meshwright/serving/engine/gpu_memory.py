@@ -47,13 +47,13 @@ class CudaMemory:
         self._device = device
 
     def free_bytes(self) -> int:
-        """See DeviceMemory."""
+        """Return the driver's free bytes once the allocator has released its reserve."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """See DeviceMemory."""
+        """Run the work, and return the peak of tensors beyond those that existed before."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         work()

@@ -231,7 +231,7 @@ class Scheduler:
         return taken
 
     def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
-        """Return the tokens of a waiting sequence that the step computes. 0 = it keeps waiting."""
+        """Return the number of tokens of a waiting sequence that the step computes. 0 = it keeps waiting."""
         situation = sequence, self.tables.pool.free, len(self.running)
         if self._refused == situation and not self._outranks(sequence):
             return 0

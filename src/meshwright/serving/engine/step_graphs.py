@@ -44,7 +44,7 @@ class StepMemory:
 
     @staticmethod
     def bytes_of(rows: int, blocks: int, vocab: int) -> int:
-        """Return the bytes of such memory."""
+        """Return the number of bytes of such memory."""
         return 8 * (NUMBERS * rows + blocks) + 4 * rows * vocab
 
     @property
@@ -128,7 +128,7 @@ class StepGraphs:
         return self._memory.bytes + self.graphs.capture.bytes
 
     def padded(self, rows: int) -> int:
-        """Return the rows of the graph for a step of `rows` rows. 0 = no graph is large enough."""
+        """Return the number of rows of the graph for a step of `rows` rows. 0 = no graph is large enough."""
         return next((size for size in self.rows if size >= rows), 0)
 
     def capture_all(self, head: Callable[[Tensor], Tensor], say: Callable[[str], None]) -> None:

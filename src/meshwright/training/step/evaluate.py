@@ -207,7 +207,7 @@ class RowPass(MicroPass):
         super().__init__(batch, EVALUATION, self._row_loss)
 
     def forms(self) -> dict[Hashable, MicroPass]:
-        """See MicroPass."""
+        """Return the pass with and without documents, each with its own sums."""
         return {(*self.size, packed): RowPass(batch) for packed, batch in forms(self.batch).items()}
 
     def __copy__(self) -> "RowPass":

@@ -242,21 +242,21 @@ class MicroPass:
         }
 
     def form(self) -> Hashable:
-        """See Capturable. Only cross-entropy is known to read nothing but the batch's tensors."""
+        """Return the key of the graph. None = no graph: only cross-entropy reads nothing but the batch's tensors."""
         return graph_form(self.batch) if isinstance(self.objective, CrossEntropy) else None
 
     def standing(self) -> "MicroPass":
-        """See Capturable (parallel.graphs.pass_graphs)."""
+        """Return a copy whose memory stays where it is, for a graph (Capturable in parallel.graphs.pass_graphs)."""
         return MicroPass(standing(self.batch), self.weights.copied(), self.objective)
 
     def take(self, source: "MicroPass") -> None:
-        """See Capturable."""
+        """Copy the tensors of another pass into this one's memory."""
         copy_into(self.batch, source.batch)
         for target, weight in zip(self.weights.tensors(), source.weights.tensors(), strict=True):
             target.copy_(weight)
 
     def give(self, target: "MicroPass") -> None:
-        """See Capturable."""
+        """Copy the sums of this pass to the pass that the graph ran for."""
         target.cross_entropy, target.balance = self.cross_entropy.clone(), self.balance.clone()
         target.figures = self.figures.clone()
 

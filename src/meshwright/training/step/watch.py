@@ -132,7 +132,7 @@ class EvalMetrics:
     """Tokens that were scored."""
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
-    """See StepMetrics."""
+    """Figures of the objective by name. Of pairs: rewards, margin and accuracy."""
     sources: tuple[SourceScore, ...] | None = None
     """Each source of a mixture. The figures above are their means by weight. None = there is one text."""
     roles: Mapping[str, RoleLoss] | None = None

@@ -169,12 +169,12 @@ class OnlineTeacher:
     shared: int = 0
 
     def begin_step(self, batches: Sequence[Batch]) -> None:
-        """See AsksTeacher. Does nothing, since each micro-batch is run when its loss is computed."""
+        """Do nothing: each micro-batch is run when its loss is computed."""
 
     def against(
         self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
     ) -> DistillationLoss:  # fmt: skip
-        """See AsksTeacher. All ranks of a layout call this together."""
+        """Run the teacher over a micro-batch and return the student's loss. All ranks call this together."""
         learns, losses = torch.is_grad_enabled(), list[DistillationLoss]()
 
         def compare(theirs: Predictions, targets: Tensor, _: Tensor | None) -> Tensor:
@@ -243,7 +243,7 @@ class StagedTeacher:
     def against(
         self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
     ) -> DistillationLoss:  # fmt: skip
-        """See AsksTeacher; on the last stage. Batches of a warm-up were never recorded, and get states of zero."""
+        """Return the student's loss on the last stage. Batches of a warm-up were never recorded: their states are 0."""
         assert self._weight is not None, "the last stage of both is on one rank"
         states = self._waiting.pop(id(batch), None)
         if states is None:

@@ -3,9 +3,10 @@
 It is laid out as the student will be, and is gone before the student is built. Ranks share the rows, and each writes
 its own. Rows stored by an earlier, stopped or killed run are not computed again.
 
-A folder of the user's cache, named by content, holds two tables, with a row per row of the text in the text's own
-order, and a list of the rows that exist. A table is as long as the text but takes only the disk space of written rows.
-So a run adds the rows that it needs, another one continues from there, and a killed process loses one batch.
+A folder of the user's cache, named by content, holds two tables and a list of the rows that exist. A row of a table
+belongs to a row of the text, in the text's own order. A table is as long as the text but takes only the disk space of
+written rows. So a run adds the rows that it needs, another one continues from there, and a killed process loses one
+batch.
 
     ids     (rows, S, K) uint16, or uint32 for larger vocabularies
     logs    (rows, S, K + 1) fp16, that of all other tokens last

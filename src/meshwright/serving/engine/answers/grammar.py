@@ -129,7 +129,7 @@ def check_regex(name: str, regex: str) -> None:
 
 
 def written_out(regex: str) -> int:
-    """Return the letters and classes of a regular expression with counted repetitions written out."""
+    """Return the number of letters and classes of an expression with counted repetitions written out."""
     # Per open group: letters so far, and letters of its last element, which a count repeats.
     totals, last, position = [0], [0], 0
     while position < len(regex):

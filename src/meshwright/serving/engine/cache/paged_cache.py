@@ -101,7 +101,7 @@ class PagedLayer:
     def turn(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
     ) -> bool:  # fmt: skip
-        """See Past. One kernel on a GPU."""
+        """Turn and store keys and values in one kernel on a GPU. Return False where none was launched."""
         if not self.turns:
             return False
         assert self.places is not None
@@ -112,7 +112,7 @@ class PagedLayer:
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
     ) -> Tensor:
-        """See Past. The step's calls, not the mask, say which row sees what."""
+        """Attend to the cached positions. The step's calls, not the mask, say which row sees what."""
         assert self.places is not None
         q, k, v = q[0], k[0], v[0]
         news = (k,) if self.low_rank else (k, v)
@@ -269,5 +269,5 @@ class PagedCache:
 
 
 def bytes_per_block(model: Transformer, size: int, form: CacheForm = "model") -> int:
-    """Return the bytes of the keys and values of `size` positions in all layers."""
+    """Return the number of bytes of the keys and values of `size` positions in all layers."""
     return PagedCache(model, 1, size, form=form).bytes // 3

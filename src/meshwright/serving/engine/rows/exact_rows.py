@@ -77,7 +77,7 @@ class ExactRows:
         return self._sizes[-1]
 
     def padded(self, rows: int) -> int:
-        """Return the rows that a pass of `rows` <= `most` is padded to."""
+        """Return the number of rows that a pass of `rows` <= `most` is padded to."""
         return next(size for size in self._sizes if size >= rows)
 
     @contextmanager

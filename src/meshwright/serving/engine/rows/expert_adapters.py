@@ -57,7 +57,7 @@ class TaggedRows:
     """(R,) int64: 1 + the index of each row's adapter, 0 = none."""
     counts: Counts
     linear: Callable[..., Tensor]
-    """See kernels.expert_linear."""
+    """Product of rows at their experts, as kernels.expert_linear."""
     runs: Sequence[Sequence[tuple[int, Tensor]]] = ()
     """(expert, row numbers) of the rows of each adapter. Empty = the host does not know counts."""
 
@@ -123,7 +123,7 @@ class ExpertAdapters:
         self._layers: dict[Experts, LayerStacks] = {}
 
     def put(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """See RequestAdapters."""
+        """Add the stacks of an adapter under its number."""
         like = self._model.embed.weight
         for name, a in tensors.items():
             stack_name, is_stack, part = name.partition(STACK)
@@ -136,7 +136,7 @@ class ExpertAdapters:
                 self._layers.setdefault(experts, LayerStacks()).adapters.setdefault(number, {})[stack] = products
 
     def drop(self, number: int) -> None:
-        """See RequestAdapters."""
+        """Remove the stacks of an adapter."""
         for stacks in self._layers.values():
             stacks.adapters.pop(number, None)
         self._layers = {experts: stacks for experts, stacks in self._layers.items() if stacks.adapters}
@@ -183,13 +183,13 @@ class _Tagging:
         self._tag_digits: Tensor | None = None
 
     def ordered(self, choices: Tensor) -> Tensor:
-        """See Dispatch."""
+        """Order rows by expert, and remember where each row goes."""
         order = self._inner.ordered(choices)
         self._order = order.argsort(stable=True)
         return order
 
     def send(self, experts: Experts, rows: Tensor, counts: Tensor) -> Any:
-        """See Dispatch."""
+        """Send rows to the ranks of their experts, with the tags of their adapters."""
         if experts.beside is None:
             return self._inner.send(experts, rows, counts)
         if self._tag_digits is None:

@@ -42,7 +42,7 @@ class FusedBlocks:
     def __call__(
         self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
     ) -> tuple[Tensor, Tensor | None]:
-        """See Block.compute."""
+        """Compute a block as one fused call where it can be, else as Block.compute."""
         if isinstance(cache, PagedLayer) and cache.places is not None and not self._is_hooked(block):
             if block not in self._prepared_blocks:
                 self._prepared_blocks[block] = self._prepare(block, cache)

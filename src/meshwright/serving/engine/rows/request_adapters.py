@@ -100,11 +100,11 @@ class LayerAdapters:
         return (weight, *(product.a for product, _ in self.current)) if self._gathers else (weight,)
 
     def sole_matrix(self, weight: Tensor) -> Tensor | None:
-        """See Weight; never."""
+        """Return None: rows with adapters need more than one matrix."""
         return None
 
     def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
-        """See Weight."""
+        """Add the rows' adapters to the layer's product."""
         if not self._gathers:
             return self.added(x, products[0])
         out = products[0].view(-1, products[0].shape[-1])
