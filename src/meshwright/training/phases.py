@@ -33,7 +33,7 @@ READS = frozenset(
         "meshwright.training.run_samples:RunSamples._answer_over_ranks",
         "meshwright.training.step_records:Readback.read",
         "meshwright.training.step.interrupt:StopAgreement.reached",
-        "meshwright.training.step_records:first_without_number",
+        "meshwright.training.step_records:name_non_finite_rank",
     }
 )
 """Functions that read numbers off a device.
