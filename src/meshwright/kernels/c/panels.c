@@ -225,6 +225,18 @@ static inline int64_t end_of(const Panels *m, int64_t group) {
     return (group + 1) * m->group < m->width ? (group + 1) * m->group : m->width;
 }
 
+/* a b + c, rounded once where the processor can. Written out, since a compiler may fuse this in the code for one number of
+   rows and not in that for another, and a row's bits would depend on the rows beside it. */
+static inline wide multiply_add(wide a, wide b, wide c) {
+#if WIDE == 16
+    return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 /* sums (rows, groups): of each group's inputs. */
 INLINE void code_sums(const float *x, int64_t x_row, const float *sums, const Panels *m, int64_t n, float *out,
                       const int rows) {
@@ -258,8 +270,8 @@ INLINE void code_sums(const float *x, int64_t x_row, const float *sums, const Pa
             const wide scale = group_numbers(m, m->scales, position);
             const wide zero = m->zeros ? group_numbers(m, m->zeros, position) : (wide){0};
             for (int r = 0; r < rows; r++) {
-                if (m->zeros) total[r][p] -= zero * sums[r * groups + g];
-                all[r][p] += scale * total[r][p];
+                if (m->zeros) total[r][p] = multiply_add(-zero, (wide){0} + sums[r * groups + g], total[r][p]);
+                all[r][p] = multiply_add(scale, total[r][p], all[r][p]);
             }
         }
     }
