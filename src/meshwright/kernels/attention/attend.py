@@ -1,5 +1,6 @@
 """Attention behind one function: softmax(q k^T * scale + mask) v, causal."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,16 +164,13 @@ def attend(
     dtype, width = q.dtype, v.shape[-1]
     if uses_triton("attention", q, prefer=prefer, feature=triton_obstacle(q, k, v, mask, dropout)):
         return _in_triton(q, k, v, mask, scale)
-    way = _preferred_way(q, k, v, mask, dropout)
-    if way != "torch":
-        form = varlen.AttentionForm(mask.documents, mask.borders, mask.longest, mask.window, scale, way, dropout)
-        return varlen.attend(q, k, v, form)
-    if _is_banded(q, k, v, mask, dropout):
+    kernel = choose_kernel(q, k, v, mask, dropout)
+    if kernel == "past":
         return attend_past(q, k, v, window=mask.window, scale=scale)
+    if kernel not in ("torch", "cudnn"):
+        form = varlen.AttentionForm(mask.documents, mask.borders, mask.longest, mask.window, scale, kernel, dropout)
+        return varlen.attend(q, k, v, form)
     allowed, causal = _sdpa_mask(q, k, mask)
-    kernel = gpu_kernel(q, k, v, mask, dropout) if causal else "flash"
-    if kernel == "flash-4":
-        return attend_past(q, k, v, window=0, scale=scale)
     q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
     if kernel == "cudnn":
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
@@ -211,48 +209,6 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
     return out.view(rows, length, *out.shape[1:])
 
 
-def _preferred_way(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """Return `torch`, or a way of kernels/attention/varlen.py, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V).
-
-    The compiler can trace torch's kernel. Where no loops exist, it gets plain causal fp32 attention.
-    """
-    if q.shape[1] != k.shape[1]:
-        return "torch"
-    if not dropout and wants_loops(q, k, v) and training_library.is_compiled():
-        return "loops"
-    if mask.is_plain and torch.compiler.is_compiling() and (device_kind(q) != "cpu" or q.dtype == torch.float32):
-        return "torch"
-    if device_kind(q) == "cpu":
-        if dropout or (q.requires_grad and prefers_blockwise(q, mask)):
-            return "blocks"
-        return "torch" if mask.is_plain else "flash" if v.shape[-1] <= WIDEST and can_fuse(q, k) else "blocks"
-    if mask.is_plain:
-        return "torch"
-    if v.shape[-1] <= WIDEST and can_fuse(q, k):
-        return gpu_kernel(q, k, v, mask, dropout)
-    return "blocks" if dropout or device_kind(q) != "cuda" else "strips"
-
-
-def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
-    """Name the kernel that `attend` runs for the same arguments.
-
-    One of compiled loops, blockwise, or torch's flash, cudnn, efficient or math.
-    """
-    way = _preferred_way(q, k, v, mask, dropout)
-    if way != "torch":
-        return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(way, way)
-    if _is_banded(q, k, v, mask, dropout):
-        return past_kernel(q, k, v)
-    allowed, causal = _sdpa_mask(q, k, mask)
-    kernel = gpu_kernel(q, k, v, mask, dropout) if causal else "flash"
-    if kernel != "flash":
-        return kernel
-    q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
-    if simulated_kind() == "cuda":
-        return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
-    return compat.choose_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
-
-
 def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """Return `cudnn`, `flash-4` or `flash`: the GPU kernel for q (B, S, H, E) over as many keys.
 
@@ -282,6 +238,81 @@ def _is_banded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> b
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     return v.shape[-1] <= q.shape[-1] and can_fuse(q, k)
+
+
+def _loops_pay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    # The library is asked last: the first answer on a machine starts the C compiler.
+    return not dropout and wants_loops(q, k, v) and training_library.is_compiled()
+
+
+def _blocks_pay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    return bool(dropout) or (q.requires_grad and prefers_blockwise(q, mask))
+
+
+def _is_traced_in_fp32(q: Tensor, *_: object) -> bool:
+    return torch.compiler.is_compiling() and q.dtype == torch.float32
+
+
+def _fuses(q: Tensor, k: Tensor, v: Tensor, *_: object) -> bool:
+    return v.shape[-1] <= WIDEST and can_fuse(q, k)
+
+
+def _strips_run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    return not dropout and device_kind(q) == "cuda"
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+CHOICES: dict[tuple[str, str], tuple[tuple[Callable[..., bool], str], ...]] = {
+    ("cpu", "plain"): (
+        (_loops_pay, "loops"),
+        (_is_traced_in_fp32, "torch"),  # the compiler sees through torch's kernel, not through blocks
+        (_blocks_pay, "blocks"),
+        (_always, "torch"),
+    ),
+    ("cpu", "packed"): ((_loops_pay, "loops"), (_blocks_pay, "blocks"), (_fuses, "flash"), (_always, "blocks")),
+    ("cpu", "past"): ((_always, "torch"),),
+    ("gpu", "plain"): ((_always, "gpu"),),
+    ("gpu", "packed"): ((_fuses, "gpu"), (_strips_run, "strips"), (_always, "blocks")),
+    ("gpu", "past"): ((_is_banded, "past"), (_always, "torch")),
+}
+"""Kernels by device and form of a call. The first that takes the call runs it.
+
+Forms: plain causal rows, packed documents or a window, fewer queries than keys over past ones. Kernels: `torch` for
+scaled_dot_product_attention, `past` for gpu.attend_past, `gpu` for what gpu_kernel says, else a way of varlen.py.
+"""
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """Return the kernel of CHOICES, or `cudnn`, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V)."""
+    form = "past" if q.shape[1] != k.shape[1] else "plain" if mask.is_plain else "packed"
+    device = "cpu" if device_kind(q) == "cpu" else "gpu"
+    for takes, kernel in CHOICES[device, form]:
+        if takes(q, k, v, mask, dropout):
+            if kernel != "gpu":
+                return kernel
+            chosen = gpu_kernel(q, k, v, mask, dropout)
+            return chosen if form == "packed" else {"flash": "torch", "flash-4": "past"}.get(chosen, chosen)
+    raise AssertionError(f"no kernel of {device, form} takes every call")
+
+
+def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
+    """Name the kernel that `attend` runs for the same arguments.
+
+    One of compiled loops, blockwise, or torch's flash, cudnn, efficient or math.
+    """
+    kernel = choose_kernel(q, k, v, mask, dropout)
+    if kernel == "past":
+        return past_kernel(q, k, v)
+    if kernel != "torch":
+        return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(kernel, kernel)
+    allowed, _ = _sdpa_mask(q, k, mask)
+    q, k, v, grouped = _sdpa_inputs(q, k, v, allowed)
+    if simulated_kind() == "cuda":
+        return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
+    return compat.choose_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
 
 def case_of(mask: Mask) -> Case:
