@@ -9,6 +9,7 @@ Every count is compared with the remaining bytes before anything of that size is
 package: docs/decisions/0064-readers-of-our-own.md.
 """
 
+import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -250,10 +251,7 @@ class _HeaderReader:
                 raise self.damaged(f"tensor {name} has type {number}, which does not exist")
             raise HubError(f"{self.path}: tensor {name} is {known} (supported: {', '.join(BLOCK_TYPES)})")
         # Python integers do not overflow, so a product of hostile dims is caught here.
-        total = 1
-        for dim in dims:
-            total *= dim
-        if not 0 < total < 2**62:
+        if not 0 < math.prod(dims) < 2**62:
             raise self.damaged(f"tensor {name} has dims {dims}, which no file holds")
         if dims[0] % kind.block:
             raise self.damaged(

@@ -103,7 +103,8 @@ def vocabulary_keys(
     keys["tokenizer.ggml.token_type"] = list(kinds)
     if byte_level:
         keys["tokenizer.ggml.merges"] = list(merges)
-    ids = {"bos": bos, "eos": eos, "unknown": _find_id(words, model.get("unk_token"))}
+    unknown = next((id for id, word in words.items() if word and word == model.get("unk_token")), None)
+    ids = {"bos": bos, "eos": eos, "unknown": unknown}
     keys |= {f"tokenizer.ggml.{mark}_token_id": id for mark, id in ids.items() if id is not None}
     # The format has a key for one more end.
     other = next((id for id in ends if id != eos), None)
@@ -113,10 +114,6 @@ def vocabulary_keys(
     if tool_template is not None:
         keys |= {TOOL_TEMPLATE_KEY: tool_template, "tokenizer.chat_templates": ["tool_use"]}
     return keys | {WHOLE: text}, note
-
-
-def _find_id(words: Mapping[int, str], token: str | None) -> int | None:
-    return next((id for id, word in words.items() if word == token), None) if token else None
 
 
 def _token_type(id: int, words: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:
