@@ -23,11 +23,10 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from meshwright.spec.plan.worlds import differences
-from meshwright.stacks.config_reading import ReadConfig, read
+from meshwright.stacks.config_reading import ReadConfig, example, read
 from meshwright.stacks.declaration.option import Form
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import ENDINGS, option_word
-from meshwright.stacks.named_models import example
 from meshwright.stacks.stack_errors import sentences
 
 RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")

@@ -1,19 +1,21 @@
 """Configuration files of training software, read as a plan: whose files they are, what they state, what is ignored."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec import Cluster, ModelShape, Plan
+from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.declaration.option import ConfigFile, Facts
+from meshwright.spec.hub_names import download_hint
+from meshwright.spec.presets import suggest
+from meshwright.stacks.declaration.hub_models import likely_preset, preset_of_hub
+from meshwright.stacks.declaration.option import OUTSIDE, ConfigFile, Facts
 from meshwright.stacks.declaration.plan_facts import plan_of, shape_of
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of, option_word
-from meshwright.stacks.named_models import NamedModel, ReadFolder, ReadHub
 from meshwright.stacks.text.option_text import Entry
 from meshwright.stacks.text.python_text import NAMED
 from meshwright.stacks.text.shell_text import SCRIPT
@@ -21,6 +23,61 @@ from meshwright.stacks.trainer_table import READ, SOFTWARE, software
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
 from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
 from meshwright.stacks.trainers.hugging_face import LAUNCHER_KEYS
+
+CODED = re.compile(r"gptq|awq|aqlm|hqq|w4a16|w8a8|int[48]\b|[48]bit|\bfp8\b")
+"""Words in names of folders with quantized matrices."""
+ReadFolder = Callable[[Path], ModelShape]
+ReadHub = Callable[[str], ModelShape | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """Sources for the shape of the model that a file names."""
+
+    folder: ReadFolder | None
+    hub: ReadHub | None
+    chosen: ModelShape | None
+
+    def shape(self, software: TrainingSoftware, facts: Facts, path: Path, notes: list[str]) -> ModelShape | None:
+        """Return the model that the file names, or None. A guess is added to the notes."""
+        shape = software.shape(facts)
+        if shape is not None:
+            return shape
+        name = facts.get("hub")
+        if not isinstance(name, str) or not name:
+            return None
+        if coded := CODED.search(name.lower()):
+            notes.append(f"{coded[0]} in {name}: frozen matrices are counted in 16 bits where no option says fewer.")
+        known = preset_of_hub(name)
+        if known is not None:
+            return known
+        folder = next(
+            (candidate for candidate in (Path(name), path.parent / name) if (candidate / "config.json").is_file()), None
+        )
+        if folder is not None and self.folder is not None:
+            return self.folder(folder)
+        shape = self.hub(name) if self.hub is not None else None
+        if shape is not None:
+            return shape
+        likely = likely_preset(name)
+        if likely is not None:
+            notes.append(f"The model {name} is taken as {likely.name}, by its name: give MODEL for another.")
+            return likely
+        if name.startswith(OUTSIDE):
+            raise PlanError(
+                f"{path}: model {name} is set outside the file: give MODEL, a preset or a folder, as `{example(path)}`"
+            )
+        near = suggest(name.rstrip("/").rpartition("/")[2].lower(), presets.model_names())
+        raise PlanError(
+            f"{path}: model {name!r} is not known here: give MODEL, a preset or a folder with its config.json, as "
+            f"`{example(path)}`; {near}{download_hint(name)}"
+        )
+
+
+def example(path: Path) -> str:
+    """Return a command that passes a known model beside the file."""
+    return f"meshwright plan llama-3.1-8b --from {path.name}"
+
 
 ABSENT = "is not beside the file, and may shard the run, which needs less memory: not counted."
 """End of the sentence about a file that another file names."""

@@ -6,16 +6,16 @@ from typing import Any
 
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Form
-from meshwright.stacks.text import json_text, python_text, shell_text, toml_text, yaml_text
+from meshwright.stacks.text import document_text, python_text, shell_text
 from meshwright.stacks.text.option_text import Called, Entry, Setting
 
 WRITERS: Mapping[Form, Callable[[Sequence[Setting], Sequence[str]], str]] = {
-    "yaml": yaml_text.write, "json": json_text.write, "toml": toml_text.write, "shell": shell_text.write,
-    "python": python_text.write,
+    "yaml": document_text.write_yaml, "json": document_text.write_json, "toml": document_text.write_toml,
+    "shell": shell_text.write, "python": python_text.write,
 }  # fmt: skip
 READERS: Mapping[Form, Callable[[str], list[Entry]]] = {
-    "yaml": yaml_text.read, "json": json_text.read, "toml": toml_text.read, "shell": shell_text.read,
-    "python": python_text.read,
+    "yaml": document_text.read_yaml, "json": document_text.read_json, "toml": document_text.read_toml,
+    "shell": shell_text.read, "python": python_text.read,
 }  # fmt: skip
 ENDINGS: Mapping[str, Form] = {
     ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".py": "python", ".sh": "shell",
