@@ -1,7 +1,7 @@
 """The errors that `plan --for` prints are those of docs/accuracy.md."""
 
 from docs.stack_errors import PAGE, TABLE, document
-from meshwright.stacks.stack_errors import errors
+from meshwright.stacks.stack_errors import published_errors
 from meshwright.stacks.trainer_table import SOFTWARE
 
 
@@ -13,5 +13,5 @@ def test_the_data_is_that_of_the_page() -> None:
 
 def test_every_source_that_a_software_names_has_a_row() -> None:
     for entry in SOFTWARE.values():
-        assert [name for name, _ in errors(entry)] == list(entry.measured)
+        assert [name for name, _ in published_errors(entry)] == list(entry.measured)
         assert entry.measured or entry.unknown

@@ -48,9 +48,9 @@ class NamedModel:
             return None
         if coded := CODED.search(name.lower()):
             notes.append(f"{coded[0]} in {name}: frozen matrices are counted in 16 bits where no option says fewer.")
-        known = preset_of_hub(name)
-        if known is not None:
-            return known
+        preset = preset_of_hub(name)
+        if preset is not None:
+            return preset
         folder = next(
             (candidate for candidate in (Path(name), path.parent / name) if (candidate / "config.json").is_file()), None
         )
@@ -185,6 +185,7 @@ def _software_of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[C
         raise PlanError(f"{path}: no file that --for writes; give the configuration file itself")
     best = max(len(files) / len(stack.files) + len(files) for stack, files in candidates)
     first = [pair for pair in candidates if len(pair[1]) / len(pair[0].files) + len(pair[1]) == best]
+    # Folders of several programs may hold files of the same names; the launch script says who wrote them.
     if len(first) > 1 and not word:
         first = [pair for pair in first if _launches(path, pair[0].word)] or first
     if len(first) > 1:
@@ -229,10 +230,11 @@ def _software_of_file(path: Path, entries: Sequence[Entry], word: str) -> tuple[
     if best < 1 and other:
         raise PlanError(f"{path}: {other} is of a program that compares or rewards answers, which is not counted")
     if best < 1:
-        known = ", ".join([word] if word else READ)
-        raise PlanError(f"{path}: no option of {known} is in it: give --for, or another file ({', '.join(ENDINGS)})")
+        programs = ", ".join([word] if word else READ)
+        raise PlanError(f"{path}: no option of {programs} is in it: give --for, or another file ({', '.join(ENDINGS)})")
     first = {stack.word: (stack, file) for score, stack, file in scored if score == best}
     known_keys = max(sum(map(file.knows, keys)) for _, file in first.values())
+    # A file of some other program shares a few common keys with every trainer.
     if not word and form in ("yaml", "toml") and known_keys < FEWEST_KNOWN * len(keys):
         raise PlanError(
             f"{path} fits no program: {known_keys} of its {len(keys)} keys are known, to "
@@ -240,12 +242,14 @@ def _software_of_file(path: Path, entries: Sequence[Entry], word: str) -> tuple[
         )
     if len({id(file) for _, file in first.values()}) > 1:
         raise PlanError(f"{path} fits {' and '.join(first)}: name the program with --for")
-    return next(iter(first.values()))  # of one file that several take, the first
+    # Software that takes the same file is tried in the order of the table.
+    return next(iter(first.values()))
 
 
 def _known(file: ConfigFile, keys: set[str]) -> float:
     if file.marks and not keys & set(file.marks):
         return 0.0
+    # The launcher's options stand before the script of any trainer, so they point to none.
     keys = keys - LAUNCHER_KEYS
     return sum(file.option(key) is not None for key in keys) + 0.01 * sum(map(file.knows, keys))
 
@@ -273,6 +277,7 @@ def _read(
     if shape is not None:
         facts["layers"] = shape.layers
     scripts = [str(entry.value) for _, entries in files for entry in entries if entry.key == SCRIPT]
+    # A job may convert and then train: it is refused only if none of its programs trains.
     if scripts and all(NO_TRAINING.search(script.lower()) for script in scripts):
         notes.objections.append(f"{path}: {scripts[0]} trains nothing")
     notes.objections += [f"{path}: {sentence}" for sentence in software.objections(facts)]
@@ -280,6 +285,7 @@ def _read(
     with notes.collected(f"{path}: "):
         facts = software.resolve(facts)
         shape = shape or shape_of(facts)
+    # All reasons are known now, so one run names them together.
     notes.check(path)
     software = software.variant(software, facts) if software.variant else software
     return ReadConfig(
@@ -308,7 +314,7 @@ class FileNotes:
             self.objections.append(f"{where}{error}")
 
     def check(self, path: Path) -> None:
-        """Raise PlanError with every reason, if there is any."""
+        """Raise PlanError that lists every objection."""
         reasons = list(dict.fromkeys(self.objections))
         if len(reasons) == 1:
             raise PlanError(reasons[0])
@@ -341,6 +347,7 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, notes: FileNo
             with notes.collected():
                 _check_fixed(file, entry, path)
             notes.ignored.append(entry.key)
+        # An option on no list that splits the work decides the answer, so it is an error and no remark.
         elif DECIDES.search(entry.key.lstrip("-").replace("-", "_")):
             if not off:
                 why = "says how many ranks share the work, and is not counted here"
@@ -357,13 +364,17 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, notes: FileNo
 
 
 def _read_named(facts: Facts, path: Path, notes: FileNotes) -> None:
-    """Add facts of the accelerate and DeepSpeed files that options name: from these files, or else from their names."""
+    """Add facts of the accelerate and DeepSpeed files that options name, or guess them from the names of these files.
+
+    A guess by name is reported. Without a clue the run is counted unsharded, which bounds its memory from above.
+    """
     launcher = facts.get("accelerate_file")
     if isinstance(launcher, str) and launcher:
         launcher_path = _beside(path, launcher)
         if launcher_path is not None:
             with notes.collected():
                 named_facts = _facts(LAUNCHER_FILE, entries_of(launcher_path), launcher_path, notes)
+                # A fact that the trainer's own file states wins over the launcher's.
                 facts.update({fact: value for fact, value in named_facts.items() if facts.get(fact) is None})
         elif kind := re.search(r"(?:zero|stage)_?([0-3])(?!\d)|fsdp|multi_gpu|single_gpu", Path(launcher).name.lower()):
             kinds = {"fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "single_gpu": "NO"}
@@ -393,8 +404,9 @@ def _read_named(facts: Facts, path: Path, notes: FileNotes) -> None:
 
 def _beside(path: Path, name: str) -> Path | None:
     """Return the path of a file that options name, looked up from their folder upwards."""
-    here = path if path.is_dir() else path.parent
-    return next((folder / name for folder in (here, *here.absolute().parents) if (folder / name).is_file()), None)
+    start = path if path.is_dir() else path.parent
+    # Names are relative to where the program is started, often the root of a repository above the file.
+    return next((folder / name for folder in (start, *start.absolute().parents) if (folder / name).is_file()), None)
 
 
 def is_off(key: str, value: Any) -> bool:

@@ -17,7 +17,7 @@ def _errors() -> dict[str, Any]:
     return tomllib.loads(text)["source"]  # type: ignore[no-any-return]  # a table of tables
 
 
-def errors(software: TrainingSoftware) -> list[tuple[str, dict[str, Any]]]:
+def published_errors(software: TrainingSoftware) -> list[tuple[str, dict[str, Any]]]:
     """Return (source, row with rows, step, peaks, memory) for each source that the software was scored on."""
     return [(name, _errors()[name]) for name in software.measured if name in _errors()]
 
@@ -25,7 +25,7 @@ def errors(software: TrainingSoftware) -> list[tuple[str, dict[str, Any]]]:
 def sentences(software: TrainingSoftware) -> list[str]:
     """Return sentences on the known errors and on what cannot be predicted."""
     lines = []
-    for name, row in errors(software):
+    for name, row in published_errors(software):
         parts = []
         if row.get("step"):
             parts.append(f"step time {_mean(row['step'])} on {row['rows']} rows")

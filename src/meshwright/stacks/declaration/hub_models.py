@@ -77,6 +77,7 @@ def preset_of_hub(name: str) -> ModelShape | None:
     for preset, hub in hub_names().items():
         if hub.lower() == name.lower():
             return presets.model(preset)
+    # Names of copies say what was done to the model: one mark after another is cut off until a name is known.
     plain = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
     while True:
         for pattern, preset in _table()["same"].items():
@@ -95,6 +96,7 @@ def likely_preset(name: str) -> ModelShape | None:
 
     Names that mention parts which the family lacks give None. The answer is a guess, so tell the user.
     """
+    # The last part of a path is the model; folders above it may name it too.
     for part in reversed(name.lower().replace("_", "-").split("/")):
         exact = preset_of_hub(part) if part else None
         matches = ((re.fullmatch(pattern, part), preset) for pattern, preset in _table()["tuned"].items())

@@ -72,21 +72,23 @@ class Option:
         """Return the value of the fact. Raises PlanError for an unknown word, or a count that is not a whole number."""
         if self.words is None:
             return self._number(entry) if self.fact in COUNTED | MEASURED else entry.value
+        # First with the type, since 1 == True in Python, then by the text alone.
         for fact, word in self.words.items():
             if word == entry.value and type(word) is type(entry.value):
                 return fact
         for fact, word in self.words.items():
             if _lower_text(word) == _lower_text(entry.value):
                 return fact
-        known = ", ".join(getattr(word, "name", str(word)) for word in self.words.values() if word is not None)
+        choices = ", ".join(getattr(word, "name", str(word)) for word in self.words.values() if word is not None)
         raise PlanError(
-            f"line {entry.line}: {self.key}={_lower_text(entry.value)} is not understood: take one of {known}"
+            f"line {entry.line}: {self.key}={_lower_text(entry.value)} is not understood: take one of {choices}"
         )
 
     def _number(self, entry: Entry) -> Any:
         stated, whole = entry.value, self.fact in COUNTED
         if isinstance(stated, Called) and stated.name.isidentifier():
             stated = f"{OUTSIDE}{stated.name}"  # an argument of the function that makes the configuration
+        # The trainer chooses: the fact stays open, and common rules fill it in.
         if stated in (None, "auto"):
             return None
         if str(stated).startswith(OUTSIDE):

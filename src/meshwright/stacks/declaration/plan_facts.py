@@ -58,6 +58,7 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
         if facts.get("whole"):
             shape = replace(shape, unbuilt=replace(shape.unbuilt or UnbuiltParts(), whole=facts["whole"]))
     teacher = shape.base if facts.get("reference") else None
+    # Both answers of a pair are sequences of the batch.
     if facts.get("pairs"):
         micro, batch = 2 * micro, 2 * batch
     layout = Layout(
@@ -70,10 +71,7 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
 
 
 def recipe_of(facts: Facts, shape: ModelShape) -> Recipe:
-    """Return the recipe of facts: sequence length, precision, steps and learning rate.
-
-    Raises PlanError without a length.
-    """
+    """Return the recipe that facts state. Raises PlanError without a sequence length."""
     schedule_fields = {name: facts[name] for name in ("steps", "learning_rate") if _is_number(facts.get(name))}
     sequence: Any = facts.get("sequence")
     if not _is_whole(sequence):
@@ -82,23 +80,24 @@ def recipe_of(facts: Facts, shape: ModelShape) -> Recipe:
 
 
 def degrees(facts: Facts, devices: int) -> dict[str, int]:
-    """Return all degrees of parallelism for a number of devices. Data parallelism takes the devices that are left."""
+    """Return all degrees of parallelism by name. Data parallelism takes the devices that the others leave."""
     sizes = {name: int(facts.get(name) or 1) for name in DEGREES}
-    rest, left = divmod(devices, sizes["tp"] * sizes["cp"] * sizes["pp"])
+    # Experts and virtual stages lie on ranks of the other axes, so they divide nothing.
+    replicas, remainder = divmod(devices, sizes["tp"] * sizes["cp"] * sizes["pp"])
     product = f"tp={sizes['tp']} x cp={sizes['cp']} x pp={sizes['pp']}"
-    if left or not rest:
+    if remainder or not replicas:
         raise PlanError(f"{product} does not divide the {devices} devices: give the cluster of the file")
     copies, shard = facts.get("dp_replicate"), facts.get("dp_shard")
     copies = -1 if copies is None else int(copies)
     shard = -1 if shard is None else int(shard)
     if shard < 1:
         if copies < 1:
-            copies, shard = (1, rest) if facts.get("zero") else (rest, 1)
+            copies, shard = (1, replicas) if facts.get("zero") else (replicas, 1)
         else:
-            shard = rest // copies
+            shard = replicas // copies
     elif copies < 1:
-        copies = rest // shard
-    if copies * shard != rest:
+        copies = replicas // shard
+    if copies * shard != replicas:
         raise PlanError(
             f"dp_replicate={copies} x dp_shard={shard} x {product} differs from the {devices} devices: give the "
             "cluster of the file"
@@ -147,10 +146,11 @@ def shape_of(facts: Facts) -> ModelShape | None:
     """Return the preset with these sizes, or else a new shape. None = too few sizes."""
     if any(not _is_whole(facts.get(name)) for name in MADE_OF if name not in ("kv_heads", "vocab")):
         return None
+    # A preset carries what no option states, such as its rotary scaling, so it is preferred to bare sizes.
     for name in () if facts.get("unrotated") else presets.model_names():
-        known = presets.model(name)
-        if _matches(known, facts):
-            return known
+        preset = presets.model(name)
+        if _matches(preset, facts):
+            return preset
     if not _is_whole(facts.get("vocab")):
         raise PlanError("the vocabulary size is unknown: give MODEL, or the size")
     fields = {name: facts[name] for name in SIZES if facts.get(name) is not None}
@@ -162,15 +162,15 @@ def shape_of(facts: Facts) -> ModelShape | None:
     return presets.shape_of({**fields, "max_positions": positions, **parts})
 
 
-def _matches(known: ModelShape, facts: Facts) -> bool:
+def _matches(preset: ModelShape, facts: Facts) -> bool:
     sizes = all(
-        getattr(known, name) == facts.get(name, getattr(known, name)) for name in SIZES if facts.get(name) is not None
+        getattr(preset, name) == facts.get(name, getattr(preset, name)) for name in SIZES if facts.get(name) is not None
     )
     longest = facts.get("max_positions")
-    if known.positions == "learned" and longest not in (None, known.max_positions):
+    if preset.positions == "learned" and longest not in (None, preset.max_positions):
         return False
     experts = facts.get("moe_experts") or 0
-    if known.moe is None or not experts:
-        return sizes and known.moe is None and not experts
+    if preset.moe is None or not experts:
+        return sizes and preset.moe is None and not experts
     routed = {name: facts.get(f"moe_{name}") for name in ROUTED}
-    return sizes and all(getattr(known.moe, name) == value for name, value in routed.items() if value is not None)
+    return sizes and all(getattr(preset.moe, name) == value for name, value in routed.items() if value is not None)

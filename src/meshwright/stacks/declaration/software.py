@@ -19,36 +19,6 @@ Refusal = Callable[[ModelShape, Layout], str]
 """Rule that returns why a software lacks a layout, as a sentence, or an empty string."""
 
 
-def no_refusal(shape: ModelShape, layout: Layout) -> str:
-    """Refuse nothing."""
-    return ""
-
-
-def nothing_more(plan: Plan) -> Facts:
-    """Return no further facts."""
-    return {}
-
-
-def nothing_noticed(entries: Sequence[Entry]) -> Facts:
-    """Return no facts."""
-    return {}
-
-
-def no_shape(facts: Facts) -> ModelShape | None:
-    """Return None: the software has no model names of its own."""
-    return None
-
-
-def no_sentences(facts: Facts) -> Iterable[str]:
-    """Return no sentences."""
-    return ()
-
-
-def as_read(facts: Facts) -> Facts:
-    """Return the facts unchanged."""
-    return facts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
     """Command in launch.sh that starts the program on each node."""
@@ -82,9 +52,9 @@ class TrainingSoftware:
     """Offered values of each restricted field of a layout. Fields that are absent are free."""
     reasons: dict[str, str]
     """Reason why a field has no other values."""
-    split_refusal: Refusal = no_refusal
+    split_refusal: Refusal = lambda shape, layout: ""
     """Rule that reads degrees, ZeRO and the split of data parallelism only."""
-    pipeline_refusal: Refusal = no_refusal
+    pipeline_refusal: Refusal = lambda shape, layout: ""
     """Rule that reads degrees, schedule, virtual stages and micro-batch only."""
     full_rounds: bool = False
     """True if several stages per pipeline rank need at least as many micro-batches as ranks."""
@@ -94,20 +64,20 @@ class TrainingSoftware:
     """Files of programs built on this software, which are read but not written."""
     named_files: tuple[ConfigFile, ...] = ()
     """Files that another file names. Advice covers them too."""
-    facts: Callable[[Plan], Facts] = nothing_more
+    facts: Callable[[Plan], Facts] = lambda plan: {}
     """Facts of this software alone, for its options. Raises PlanError for a model that it lacks."""
-    resolve: Callable[[Facts], Facts] = as_read
+    resolve: Callable[[Facts], Facts] = lambda facts: facts
     """Inverse of `facts`: common facts from those of this software."""
-    noticed: Callable[[Sequence[Entry]], Facts] = nothing_noticed
+    noticed: Callable[[Sequence[Entry]], Facts] = lambda entries: {}
     """Facts that a file contains without an option of the table."""
-    objections: Callable[[Facts], Iterable[str]] = no_sentences
+    objections: Callable[[Facts], Iterable[str]] = lambda facts: ()
     """Reasons why facts cannot be counted, one each, before they are resolved."""
-    bounds: Callable[[Facts], Iterable[str]] = no_sentences
+    bounds: Callable[[Facts], Iterable[str]] = lambda facts: ()
     """Sentences about savings that are not counted, so that the figures are a bound."""
     variant: "Callable[[TrainingSoftware, Facts], TrainingSoftware] | None" = None
     """Variant that resolved facts select, such as sharding by another library with other options to advise."""
-    shape: Callable[[Facts], ModelShape | None] = no_shape
-    """Model that facts name, if the software has names of its own."""
+    shape: Callable[[Facts], ModelShape | None] = lambda facts: None
+    """Model that facts name. None = the software has no names of its own, or the file none of them."""
     launch: Callable[[Plan], LaunchCommand]
     binds_devices: bool = False
     """True if its files fix the number of devices of a run, and a step's batch covers all of them."""

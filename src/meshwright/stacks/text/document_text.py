@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.text.option_text import Entry, Setting, flat, nested
+from meshwright.stacks.text.option_text import Entry, Setting, flatten, nest
 
 VARIABLE = re.compile(r"\$\{(\.?[\w.]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
@@ -20,7 +20,7 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 def write_yaml(settings: Sequence[Setting], title: Sequence[str]) -> str:
     """Return the options, each with its meaning at the end of its line."""
     lines = [f"# {line}".rstrip() for line in title]
-    return "\n".join([*lines, *_yaml_lines(nested(settings), "")]) + "\n"
+    return "\n".join([*lines, *_yaml_lines(nest(settings), "")]) + "\n"
 
 
 def _yaml_lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
@@ -35,6 +35,7 @@ def _yaml_lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
 
 def _yaml_word(value: Any) -> str:
     """Return a value in a single line that YAML and JSON both read."""
+    # Words that YAML would read as something else, such as `no`, are quoted.
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value):
         return value if yaml.safe_load(value) == value else json.dumps(value)
     if isinstance(value, float):
@@ -58,14 +59,14 @@ def _interpolate(entries: list[Entry]) -> list[Entry]:
     """Replace `${a.b}` as a whole value by the value of that key, and `${.b}` by that of a sibling (OmegaConf)."""
     values = {entry.key: entry.value for entry in entries}
 
-    def known(entry: Entry) -> Any:
+    def interpolated(entry: Entry) -> Any:
         name = VARIABLE.fullmatch(entry.value) if isinstance(entry.value, str) else None
         if name is None:
             return entry.value
         beside = entry.key.rpartition(".")[0] if name[1].startswith(".") else ""
         return values.get(f"{beside}{name[1]}", entry.value)
 
-    return [replace(entry, value=known(entry)) for entry in entries]
+    return [replace(entry, value=interpolated(entry)) for entry in entries]
 
 
 def _yaml_entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
@@ -84,6 +85,7 @@ def _yaml_value(node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
         return {key.value: _yaml_value(inner) for key, inner in node.value}
     if node.tag.startswith("tag:yaml.org,2002:"):
+        # PyYAML follows YAML 1.1, where a number with an exponent needs a point.
         constructed = yaml.SafeLoader("").construct_object(node)
         return float(constructed) if isinstance(constructed, str) and NUMBER.fullmatch(constructed) else constructed
     return node.value
@@ -91,7 +93,7 @@ def _yaml_value(node: yaml.Node) -> Any:
 
 def write_json(settings: Sequence[Setting], title: Sequence[str]) -> str:
     """Return the options as one document. The title is omitted."""
-    return json.dumps(_json_values(nested(settings)), indent=2) + "\n"
+    return json.dumps(_json_values(nest(settings)), indent=2) + "\n"
 
 
 def _json_values(tree: Any) -> Any:
@@ -106,7 +108,7 @@ def read_json(text: str) -> list[Entry]:
         raise PlanError(f"line {error.lineno}: no JSON ({error.msg})") from None
     if not isinstance(document, dict):
         raise PlanError("line 1: no JSON object")
-    return [Entry(key=key, value=value, line=line_of(text, key)) for key, value in flat(document)]
+    return [Entry(key=key, value=value, line=line_of(text, key)) for key, value in flatten(document)]
 
 
 def line_of(text: str, key: str) -> int:
@@ -123,7 +125,7 @@ def line_of(text: str, key: str) -> int:
 def write_toml(settings: Sequence[Setting], title: Sequence[str]) -> str:
     """Return the options, each with its meaning at the end of its line."""
     lines = [f"# {line}".rstrip() for line in title]
-    return "\n".join([*lines, *_toml_tables(nested(settings), "")]) + "\n"
+    return "\n".join([*lines, *_toml_tables(nest(settings), "")]) + "\n"
 
 
 def _toml_tables(tree: dict[str, Any], table: str) -> Iterator[str]:
@@ -149,4 +151,4 @@ def read_toml(text: str) -> list[Entry]:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"no TOML ({error})") from None
-    return [Entry(key=key, value=value, line=line_of(text, key)) for key, value in flat(document)]
+    return [Entry(key=key, value=value, line=line_of(text, key)) for key, value in flatten(document)]

@@ -32,7 +32,7 @@ class Called:
     name: str
 
 
-def nested(settings: Iterable[Setting]) -> dict[str, Any]:
+def nest(settings: Iterable[Setting]) -> dict[str, Any]:
     """Return dotted keys as nested mappings in their order, with each setting at its last name."""
     tree: dict[str, Any] = {}
     for setting in settings:
@@ -44,10 +44,10 @@ def nested(settings: Iterable[Setting]) -> dict[str, Any]:
     return tree
 
 
-def flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
+def flatten(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
     """Yield (dotted key, value) of everything that is not a mapping with entries."""
     if isinstance(value, Mapping) and (value or not key):
         for name, inner in value.items():
-            yield from flat(inner, f"{key}.{name}" if key else str(name))
+            yield from flatten(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, value

@@ -34,75 +34,66 @@ def _statement(setting: Setting) -> list[str]:
 
 
 def read(text: str, function: str = "") -> list[Entry]:
-    """Return every option that a file, or one of its functions, sets.
-
-    Raises PlanError without any, or for invalid Python.
-    """
+    """Return every option that a function of the file sets. Raises PlanError for invalid Python, or no function."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise PlanError(f"line {error.lineno}: no Python ({error.msg})") from None
-    functions_here = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    chosen = [node for node in functions_here if node.name == function] if function else functions_here
+    defined = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    chosen = [node for node in defined if node.name == function] if function else defined
     if not chosen:
-        known = ", ".join(node.name for node in functions_here[:20])
-        raise PlanError(f"line 1: no function {function or 'of a configuration'}; there are: {known}")
+        names = ", ".join(node.name for node in defined[:20])
+        raise PlanError(f"line 1: no function {function or 'of a configuration'}; there are: {names}")
     if len(chosen) > 1:
         raise PlanError(f"line 1: {len(chosen)} functions: choose one, as FILE.py:{chosen[0].name}")
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     named = [Entry(key="def", value=chosen[0].name, line=chosen[0].lineno)]
-    constants = _assigned([node for node in tree.body if isinstance(node, ast.Assign)])
+    constants = _assignments([node for node in tree.body if isinstance(node, ast.Assign)])
     if isinstance(name := constants.get("NAME"), ast.Constant):
         named.append(Entry(key=NAMED, value=name.value, line=name.lineno))
-    functions = {node.name: node for node in functions_here}
+    functions = {node.name: node for node in defined}
     return [
         *named,
         *(entry for node in imports for entry in _statement_entries(node, {}, {})),
-        *_inside(chosen[0], functions),
+        *_function_entries(chosen[0], functions),
     ]
 
 
-def _assigned(nodes: Sequence[ast.Assign]) -> dict[str, ast.expr]:
+def _assignments(nodes: Sequence[ast.Assign]) -> dict[str, ast.expr]:
     return {node.targets[0].id: node.value for node in nodes if isinstance(node.targets[0], ast.Name)}
 
 
-def _inside(function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]) -> Iterator[Entry]:
+def _function_entries(function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]) -> Iterator[Entry]:
     """Yield everything that a function sets, after the options of the function that it starts from."""
     others = {name: node for name, node in functions.items() if name != function.name}
     assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
-    known = {**_defaults(function), **_assigned(assigned)}
+    local_values = {**_defaults(function), **_assignments(assigned)}
     answers = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
     returned = {answer.id for answer in answers if isinstance(answer, ast.Name)}
     for node in ast.walk(function):
-        yield from _statement_entries(node, known, others)
+        yield from _statement_entries(node, local_values, others)
         if (
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and ast.unparse(node.targets[0]) in returned
         ):
-            yield from _keywords(node.value, known, others)
+            yield from _keywords(node.value, local_values, others)
 
 
 def _statement_entries(
-    node: ast.AST, known: Mapping[str, ast.expr], functions: Mapping[str, ast.FunctionDef]
+    node: ast.AST, local_values: Mapping[str, ast.expr], functions: Mapping[str, ast.FunctionDef]
 ) -> Iterator[Entry]:
-    """Yield the options of a statement.
-
-    Args:
-        node: The statement.
-        known: Expressions by the local names that they are assigned to.
-        functions: Functions of the same file.
-    """
+    """Yield the options of a statement, with local names and functions of the same file resolved."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
         names = ast.unparse(node.targets[0]).split(".")
-        yield from _option_entries(".".join(names[1:]), node.value, known)
+        yield from _option_entries(".".join(names[1:]), node.value, local_values)
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
         if (name := ast.unparse(node.value.func)) in functions:
-            yield from _inside(functions[name], functions)
+            yield from _function_entries(functions[name], functions)
         else:
-            yield Entry(key="=", value=Called(name=_called(node.value)), line=node.lineno)
+            yield Entry(key="=", value=Called(name=_call_name(node.value)), line=node.lineno)
     elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-        yield from _keywords(node.value, known, functions)
+        yield from _keywords(node.value, local_values, functions)
     elif isinstance(node, ast.ImportFrom):
         yield Entry(
             key="import", value=f"{node.module}:{','.join(alias.name for alias in node.names)}", line=node.lineno
@@ -110,15 +101,15 @@ def _statement_entries(
 
 
 def _keywords(
-    node: ast.Call, known: Mapping[str, ast.expr], functions: Mapping[str, ast.FunctionDef]
+    node: ast.Call, local_values: Mapping[str, ast.expr], functions: Mapping[str, ast.FunctionDef]
 ) -> Iterator[Entry]:
     """Yield arguments of the call that creates a configuration, after the defaults of functions that they call."""
     for keyword in node.keywords:
-        made = functions.get(ast.unparse(keyword.value.func)) if isinstance(keyword.value, ast.Call) else None
-        if made is not None:
-            for name, default in _defaults(made).items():
+        maker = functions.get(ast.unparse(keyword.value.func)) if isinstance(keyword.value, ast.Call) else None
+        if maker is not None:
+            for name, default in _defaults(maker).items():
                 yield from _option_entries(f"{keyword.arg}.{name}", default, {})
-        yield from _option_entries(keyword.arg or "", keyword.value, known)
+        yield from _option_entries(keyword.arg or "", keyword.value, local_values)
 
 
 def _defaults(function: ast.FunctionDef) -> Mapping[str, ast.expr]:
@@ -128,30 +119,35 @@ def _defaults(function: ast.FunctionDef) -> Mapping[str, ast.expr]:
     return dict(zip(names[len(names) - len(values) :], values, strict=True))
 
 
-def _called(node: ast.Call) -> str:
+def _call_name(node: ast.Call) -> str:
     """Return the name of a called function, with its first argument if that is a literal: model_registry('8B')."""
     first = node.args[0] if node.args else None
     return ast.unparse(node.func) + (f"({first.value!r})" if isinstance(first, ast.Constant) else "")
 
 
-def _option_entries(key: str, node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[Entry]:
+def _option_entries(key: str, node: ast.expr, local_values: Mapping[str, ast.expr]) -> Iterator[Entry]:
     """Yield the value of an option: each keyword of a call below its name, a local name as its assigned value."""
-    if isinstance(node, ast.Name) and isinstance(known.get(node.id), ast.Call | ast.Constant):
-        node = known[node.id]
+    if isinstance(node, ast.Name) and isinstance(local_values.get(node.id), ast.Call | ast.Constant):
+        node = local_values[node.id]
     if isinstance(node, ast.Call):
-        yield Entry(key=key, value=Called(name=_called(node)), line=node.lineno)
+        yield Entry(key=key, value=Called(name=_call_name(node)), line=node.lineno)
         for keyword in node.keywords:
             if keyword.arg:
-                plain = {name: expression for name, expression in known.items() if isinstance(expression, ast.Constant)}
+                # Inside a call only constants are looked up, so a name that is bound to itself cannot recurse.
+                plain = {
+                    name: expression
+                    for name, expression in local_values.items()
+                    if isinstance(expression, ast.Constant)
+                }
                 yield from _option_entries(f"{key}.{keyword.arg}", keyword.value, plain)
         return
-    yield Entry(key=key, value=folded(node), line=node.lineno)
+    yield Entry(key=key, value=evaluate_literals(node), line=node.lineno)
 
 
-def folded(node: ast.expr) -> Any:
+def evaluate_literals(node: ast.expr) -> Any:
     """Return the value of literals and of arithmetic on them, or else the source."""
     if isinstance(node, ast.BinOp) and type(node.op) in FOLDED:
-        left, right = folded(node.left), folded(node.right)
+        left, right = evaluate_literals(node.left), evaluate_literals(node.right)
         # Bounds keep a hostile file from computing for hours.
         if isinstance(left, int | float) and isinstance(right, int | float) and abs(right) < 1e9:
             return FOLDED[type(node.op)](left, right) if not isinstance(node.op, ast.Pow) or right < 64 else None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.text.option_text import Entry, Setting
-from meshwright.stacks.text.python_text import folded
+from meshwright.stacks.text.python_text import evaluate_literals
 
 ARRAY = "ARGUMENTS"
 """Name of the bash array that is written."""
@@ -53,18 +53,16 @@ def read(text: str) -> list[Entry]:
     words: list[tuple[str, int]] = []
     for number, line in _lines(text):
         for name, more, assigned, _ in ASSIGNED.findall(line):
-            known = _known(assigned.strip("\"'"), names)
-            names[name] = names.get(name, "") + known if more else known
-        words += [(word, number) for word in _words(BRANCH.sub("", _known(line, names)), number)]
+            expanded = _expand(assigned.strip("\"'"), names)
+            names[name] = names.get(name, "") + expanded if more else expanded
+        words += [(word, number) for word in _words(BRANCH.sub("", _expand(line, names)), number)]
     lines = text.splitlines()
-    entries = list(_entries(words)) or list(_entries(_left_to_others(names)))
+    entries = list(_entries(words))
+    if not entries:
+        # A script without commands sets options in variables, which the script that sources it passes on.
+        held = (word.replace("\\\n", " ") for word in names.values() if re.match(r"\s*--[A-Za-z]", word))
+        entries = list(_entries([(word, 1) for text_held in held for word in _words(text_held, 1)]))
     return [replace(entry, line=_line_of(entry, lines)) for entry in entries]
-
-
-def _left_to_others(names: dict[str, str]) -> list[tuple[str, int]]:
-    """Return options in variables of a script without commands: a script that sources it passes them on."""
-    held = (value for value in names.values() if re.match(r"\s*--[A-Za-z]", value))
-    return [(word, 1) for value in held for word in _words(value.replace("\\\n", " "), 1)]
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -90,27 +88,30 @@ def _line_of(entry: Entry, lines: Sequence[str]) -> int:
     return max((number for number, line in enumerate(lines, 1) if entry.key in line), default=entry.line)
 
 
-def _known(text: str, names: dict[str, str]) -> str:
+def _expand(text: str, names: dict[str, str]) -> str:
+    """Replace variables that the script sets, and arithmetic on them, by their values."""
     expanded = VARIABLE.sub(lambda match: _held(match, names), text)
+    # Variables that hold others double a line each time: a short hostile script would fill the memory.
     if len(expanded) > LONGEST:
         raise PlanError(f"a line of more than {LONGEST:,} characters, once its variables are known: no options")
-    return ARITHMETIC.sub(lambda match: _computed(match[1], names) or match[0], expanded)
+    return ARITHMETIC.sub(lambda match: _compute(match[1], names) or match[0], expanded)
 
 
 def _held(match: re.Match[str], names: dict[str, str]) -> str:
     """Return the value of a variable: set by the script, or else its default, or else the variable itself."""
     name, default = match.groups()
     held = names.get(name)
+    # A value that begins with $ comes from outside the script, so its default is the better answer.
     if held is None or (default and held.startswith("$")):
         return (default or match[0]).strip("\"'")
     return held
 
 
-def _computed(text: str, names: dict[str, str]) -> str:
+def _compute(text: str, names: dict[str, str]) -> str:
     """Return the whole number of an arithmetic expression, or an empty string."""
     expression = re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text).replace("/", "//")
     try:
-        value = folded(ast.parse(expression.strip(), mode="eval").body)
+        value = evaluate_literals(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ZeroDivisionError):
         return ""
     return str(value) if isinstance(value, int) else ""
@@ -148,6 +149,7 @@ def _entries(words: Sequence[tuple[str, int]]) -> Iterator[Entry]:
         after = words[at + 1] if at + 1 < len(words) else ("--", 0)
         if equals:
             yield Entry(key=key, value=number_of(argument), line=number)
+        # A value stands on the line of its option or on the next; what follows later begins something else.
         elif after[0].startswith("--") or after[1] > number + 1 or _starts_command(after[0]):
             yield Entry(key=key, value=True, line=number)
         else:

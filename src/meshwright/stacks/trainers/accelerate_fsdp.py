@@ -128,7 +128,7 @@ def accelerate_facts(plan: Plan) -> Facts:
 
 def resolve(facts: Facts) -> Facts:
     """Return the degrees and the ZeRO stage that the file means."""
-    resolved = {**hf.resolved(facts), **_trainer_sharding(facts), **hf.launched_devices(facts)}
+    resolved = {**hf.resolve_trainer(facts), **_trainer_sharding(facts), **hf.count_devices(facts)}
     kind = str(resolved.get("distributed", "MULTI_GPU"))
     resolved["cp"], resolved["tp"] = resolved.get("cp_size") or 1, resolved.get("tp_size") or 1
     if kind in ("MULTI_GPU", "NO"):
@@ -137,14 +137,11 @@ def resolve(facts: Facts) -> Facts:
         return {**resolved, **zero_degrees(resolved.get("zero_stage", 2))}
     if kind != "FSDP":
         raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
-    return {**resolved, **_sharded(resolved)}
+    return {**resolved, **_sharding(resolved)}
 
 
 def bounds(facts: Facts) -> Iterator[str]:
-    """Yield uncounted settings that save memory or time.
-
-    Sharding may be one, as a trainer's own file may not mention it.
-    """
+    """Yield uncounted settings that save memory or time, one of them sharding that only the launcher may know of."""
     yield from hf.bounds(facts)
     if facts.get("distributed") is None and not hf.is_on(facts.get("fsdp_words")) and not facts.get("deepspeed_file"):
         yield "Sharding is not said in the file, and may be by its launcher, which needs less memory: not counted."
@@ -170,13 +167,10 @@ def _trainer_sharding(facts: Facts) -> Facts:
 
 
 def variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
-    """Return the software with advice that fits how the trainer shards and recomputes.
-
-    If arguments say so, advice names these arguments, because accelerate's file may not exist. With DeepSpeed see
-    `deepspeed_variant`.
-    """
+    """Return the software with advice that fits how the trainer shards and recomputes."""
     if facts.get("distributed") == "DEEPSPEED":
         return deepspeed_variant(software, facts)
+    # Advice names the Trainer's arguments where these shard, because accelerate's file may not exist.
     words = str(facts.get("fsdp_words") or "")
     sharded = hf.is_on(words)
     # Of two switches of recomputation the argument counts if it is on, or if the other is not written.
@@ -204,7 +198,7 @@ ARGUMENTS = {3: '"full_shard auto_wrap"', 2: '"shard_grad_op auto_wrap"', 0: Non
 """ZeRO stage -> value of --fsdp as typed."""
 
 
-def _sharded(facts: Facts) -> Facts:
+def _sharding(facts: Facts) -> Facts:
     strategy = facts.get("strategy")
     if strategy is not None and str(strategy) not in STRATEGIES:
         raise PlanError(f"fsdp_sharding_strategy={strategy} is not understood: take {', '.join(STRATEGIES)}")

@@ -163,7 +163,7 @@ def _has_fsdp(facts: Facts) -> bool:
 
 def resolve(facts: Facts) -> Facts:
     """Return the degrees and the ZeRO stage that the file means."""
-    resolved = hf.resolved(facts)
+    resolved = hf.resolve_trainer(facts)
     if resolved.get("distributed") == "DEEPSPEED":
         return {**resolved, **zero_degrees(resolved.get("zero_stage") or 0)}
     if not _is_sharded(resolved):

@@ -123,7 +123,7 @@ def _facts(plan: Plan) -> Facts:
 
 def resolve(facts: Facts) -> Facts:
     """Return common facts. `auto` states nothing."""
-    resolved = hf.resolved({name: value for name, value in facts.items() if value != AUTO})
+    resolved = hf.resolve_trainer({name: value for name, value in facts.items() if value != AUTO})
     half = str(resolved.get("fp16", False)).lower() == "true"
     resolved["precision"] = "fp16" if half else resolved["precision"]
     return {**resolved, **zero_degrees(resolved.get("zero", 0))}

@@ -190,13 +190,10 @@ REASONS = {
 }  # fmt: skip
 
 
-def needs_hub_name(plan: Plan, word: str) -> str:
+def name_on_hub(plan: Plan, word: str) -> str:
     """Return the model's name for these trainers. Raises PlanError if it has none on the hub."""
-    name = hub_name(plan.model)
-    return name if name else _folder(plan, word)
-
-
-def _folder(plan: Plan, word: str) -> str:
+    if name := hub_name(plan.model):
+        return name
     if plan.init not in ("", "random"):
         return plan.init
     raise PlanError(
@@ -209,16 +206,16 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
     if plan.model.lora is not None:
         raise PlanError(f"--for {word} writes full training: leave --tune lora out")
     precision = plan.recipe.precision
-    return {"bf16": precision == "bf16", "fp16": precision == "fp16", "hub": needs_hub_name(plan, word)}
+    return {"bf16": precision == "bf16", "fp16": precision == "fp16", "hub": name_on_hub(plan, word)}
 
 
-def resolved(facts: Facts) -> Facts:
+def resolve_trainer(facts: Facts) -> Facts:
     """Return precision, recomputation and adapters from the switches. Raises PlanError for an unknown word."""
-    resolved_facts = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
-    resolved_facts["precision"] = _precision(resolved_facts)
-    checkpoints = resolved_facts.get("checkpointing") or resolved_facts.get("fsdp_checkpointing")
-    resolved_facts["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
-    return resolved_facts
+    resolved = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
+    resolved["precision"] = _precision(resolved)
+    checkpoints = resolved.get("checkpointing") or resolved.get("fsdp_checkpointing")
+    resolved["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
+    return resolved
 
 
 PREFERENCES = {"dpo": True, "sigmoid": True, "hinge": True, "ipo": True, "kto_pair": True, "dpop": True,
@@ -303,7 +300,7 @@ LAUNCHER_IGNORED = (
 )  # fmt: skip
 
 
-def launched_devices(facts: Facts) -> Facts:
+def count_devices(facts: Facts) -> Facts:
     """Return `devices` of all nodes if the launcher states a number for one node."""
     nodes, per_node = facts.get("launcher_nodes") or 1, facts.get("node_devices")
     if facts.get("devices") is None and isinstance(nodes, int) and isinstance(per_node, int):

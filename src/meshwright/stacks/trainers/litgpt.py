@@ -59,13 +59,8 @@ YAML = ConfigFile(
 )  # fmt: skip
 
 
-def _is_pretraining(facts: Facts) -> bool:
-    """Return True for a file that names a model instead of a folder."""
-    return bool(facts.get("pretrains"))
-
-
 def noticed(entries: object) -> Facts:
-    """Return which of LitGPT's programs the file belongs to."""
+    """Return the facts by which LitGPT's programs differ: pre-training names a model, and adapters have options."""
     keys = {entry.key for entry in entries if entry.value is not None}  # type: ignore[attr-defined]  # entries of a file
     resolved: Facts = {"pretrains": "model_name" in keys or "initial_checkpoint_dir" in keys}
     return resolved | ({"adapter": "lora"} if any(key.startswith("lora_") for key in keys) else {})
@@ -87,7 +82,7 @@ def resolve(facts: Facts) -> Facts:
         resolved["devices"] = per_node * nodes
     if alone:
         return {**resolved, "zero": 0, "dp_shard": 1, "dp_replicate": 1, "recompute": "none"}
-    pretrains = _is_pretraining(resolved)
+    pretrains = bool(resolved.get("pretrains"))
     resolved["recompute"] = "none" if pretrains else "full"
     shard = per_node if pretrains and isinstance(per_node, int) else None
     return {**resolved, "zero": 3, "dp_shard": shard, "dp_replicate": nodes if shard else 1}
@@ -114,7 +109,7 @@ def bounds(facts: Facts) -> Iterator[str]:
     optimizer = str(facts.get("optimizer_class") or "")
     if hf.SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
-    if _is_pretraining(facts):
+    if facts.get("pretrains"):
         yield "litgpt pretrain compiles the model, which takes less time: not counted."
 
 

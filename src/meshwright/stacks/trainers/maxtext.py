@@ -116,6 +116,7 @@ def split_refusal(shape: ModelShape, layout: Layout) -> str:
 def _mesh(layout: Layout, slice_devices: int) -> Facts:
     """Return the degrees of each axis: innermost axes within a slice first, the rest over slices."""
     degrees: Facts = {}
+    # The innermost axes take the devices of a slice, and the outer ones what these leave.
     for field in AXES:
         degree: int = getattr(layout, field)
         inside = gcd(degree, slice_devices)
@@ -160,7 +161,9 @@ def _resolve(facts: Facts) -> Facts:
 
 def shape_named(facts: Facts) -> ModelShape | None:
     """Return the model of a model_name."""
-    return next((presets.model(name) for name, known in MODELS.items() if known == facts.get("mt_model")), None)
+    return next(
+        (presets.model(name) for name, config_name in MODELS.items() if config_name == facts.get("mt_model")), None
+    )
 
 
 def _launch(plan: Plan) -> LaunchCommand:

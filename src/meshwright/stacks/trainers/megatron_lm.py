@@ -1,4 +1,4 @@
-"""Megatron-LM: the arguments of pretrain_gpt.py."""
+"""Megatron-LM: the arguments of pretrain_gpt.py. Those without a fact of a plan are ignored, refused, or a bound."""
 
 from dataclasses import replace
 
@@ -259,11 +259,9 @@ def layout_facts(plan: Plan) -> Facts:
 
 
 def _group_size(times: int, ranks: int) -> int:
-    """Return how many micro-batches a stage takes in a row.
-
-    At least as many as ranks, and so is the remainder, if any (megatron/core/pipeline_parallel/schedules.py,
-    forward_backward_pipelining_with_interleaving).
-    """
+    """Return the number of micro-batches that a stage takes in a row."""
+    # Megatron-Core refuses groups smaller than the ranks, the last one too:
+    # megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving.
     return next((size for size in range(ranks, times) if not 0 < times % size < ranks), times)
 
 

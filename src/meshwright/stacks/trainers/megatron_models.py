@@ -106,10 +106,8 @@ def _positions(shape: ModelShape) -> Facts:
 
 
 def _experts(shape: ModelShape, layout: Layout) -> Facts:
-    """Return the facts of experts beside their sizes.
-
-    The defaults are one product per expert and gathering all tokens.
-    """
+    """Return the facts of experts beside their sizes."""
+    # Megatron-LM defaults to one product per expert, and to gathering all tokens, so both are stated.
     if shape.moe is None:
         return {}
     dense, spread = shape.moe.first_dense, layout.ep > 1
@@ -144,16 +142,14 @@ def model_of(facts: Facts) -> Facts:
 
 
 def _vocabulary(facts: Facts) -> int | None:
-    """Return the vocabulary size by the tokenizer's kind or name, or by a model of that name.
-
-    Byte pairs without a kind are GPT-2's.
-    """
+    """Return the vocabulary size by the tokenizer's kind or name, or by a model of that name."""
     kind, name = str(facts.get("tokenizer_kind") or ""), str(facts.get("tokenizer") or "")
+    # Byte pairs without a kind are GPT-2's.
     if not kind and facts.get("merges"):
         kind = "GPT2BPETokenizer"
-    known = VOCABULARIES.get(kind) or VOCABULARIES.get(name)
-    shape = likely_preset(name) if known is None and name else None
-    return shape.vocab if shape else known
+    rows = VOCABULARIES.get(kind) or VOCABULARIES.get(name)
+    shape = likely_preset(name) if rows is None and name else None
+    return shape.vocab if shape else rows
 
 
 def _experts_of(facts: Facts, shared_width: int | None, pattern: object) -> Facts:

@@ -128,12 +128,12 @@ def resolve_nemo_1(facts: Facts) -> Facts:
     """Return common facts from Megatron-Core's own. Raises PlanError for anything beyond GPT as counted."""
     precision, norm = str(facts[PRECISION_FACT]).lower(), str(facts["norm_word"]).lower()
     optimizer, activation = str(facts["optimizer_name"]), str(facts["activation"])
-    for key, word, known in (
+    for key, word, counted in (
         ("trainer.precision", precision, PRECISIONS), ("model.normalization", norm, NORMS),
         ("model.optim.name", optimizer, (*SHARDED, *WHOLE)), ("model.activation", activation, (*GATED, "gelu")),
     ):  # fmt: skip
-        if word not in known:
-            raise PlanError(f"{key}={word} is not counted: take one of {', '.join(known)}")
+        if word not in counted:
+            raise PlanError(f"{key}={word} is not counted: take one of {', '.join(counted)}")
     shape = {
         "norm": NORMS[norm], "gated": activation in GATED, "untied": not facts["shared"],
         "no_bias": not facts["biases"],
@@ -278,6 +278,7 @@ def _facts(plan: Plan) -> Facts:
 def _resolve(facts: Facts) -> Facts:
     if PRECISION_FACT in facts:
         return resolve_nemo_1(facts)
+    # The recipe's values are in Megatron-Bridge's code, which is not run.
     for fact, key in NEEDED.items():
         if facts.get(fact) is None:
             raise PlanError(f"{key} is not stated, and the recipe's own value is not read: state it in the file")
@@ -291,7 +292,15 @@ def _resolve(facts: Facts) -> Facts:
 def noticed(entries: Sequence[Entry]) -> Facts:
     """Return the recipe that the file starts from, by its name."""
     called = [entry.value.name for entry in entries if entry.key == "=" and isinstance(entry.value, Called)]
-    recipe = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
+    recipe = next(
+        (
+            named_recipe
+            for named_recipe in RECIPES.values()
+            for name in called
+            if name.startswith(f"{named_recipe[1]}_")
+        ),
+        None,
+    )
     module = next((str(entry.value) for entry in entries if entry.key == NAMED), "")
     if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_(?:nemotron_)?([\dxp]+b|\d00m)(?:_\w*)?", module):
         number = ".".join(filter(None, sized.group(2, 3)))
@@ -310,7 +319,7 @@ def noticed(entries: Sequence[Entry]) -> Facts:
 
 def shape_named(facts: Facts) -> ModelShape | None:
     """Return the model of a recipe."""
-    return next((presets.model(name) for name, known in RECIPES.items() if known == facts.get("recipe")), None)
+    return next((presets.model(name) for name, recipe in RECIPES.items() if recipe == facts.get("recipe")), None)
 
 
 def head(facts: Facts) -> str:

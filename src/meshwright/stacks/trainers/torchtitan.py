@@ -52,7 +52,7 @@ def shape_named(facts: Facts) -> ModelShape | None:
     named = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
     if named in DEBUG:
         return presets.shape_of({"name": f"{named[0]}-{named[1]}", **DEBUG[named]})
-    return next((presets.model(preset) for preset, known in READ.items() if known == named), None)
+    return next((presets.model(preset) for preset, module_flavor in READ.items() if module_flavor == named), None)
 
 
 def registry_facts(called: str) -> Facts:
@@ -67,11 +67,7 @@ def registry_facts(called: str) -> Facts:
 
 
 def noticed(entries: Sequence[Entry]) -> Facts:
-    """Return the model and its 8-bit products.
-
-    The model is given by family and flavor, in Python by a registry function or a flavor. Converters are found
-    anywhere.
-    """
+    """Return the model, by flavor or by a function of the registry, and converters to 8-bit products, if any."""
     values = {entry.key: entry.value for entry in entries}
     facts: Facts = {}
     if values.get("model.name") and values.get("model.flavor"):
@@ -214,10 +210,7 @@ def _stack(facts: Facts) -> Stack:
 
 
 def converters(facts: Facts) -> list[str]:
-    """Return the converters of a list, or of names separated by commas.
-
-    Raises PlanError for one whose products are not counted.
-    """
+    """Return the names of converters. Raises PlanError for one whose products are not counted."""
     listed = facts.get("converters") or (("float8",) if facts.get("float8_before") is True else ())
     names = listed.split(",") if isinstance(listed, str) else [str(converter) for converter in listed]
     stripped = [name.strip() for name in names if name.strip()]
@@ -247,9 +240,10 @@ def _pipeline_refusal(shape: ModelShape, layout: Layout) -> str:
     if layout.pp == 1:
         return ""
     stages = layout.pp * layout.vp
-    each = ceil((shape.layers + ENDS) / stages)
-    if ceil((shape.layers + ENDS) / each) != stages:
-        return f"torchtitan cuts {shape.layers} layers and both ends into stages of {each}, which are not {stages}"
+    depth = ceil((shape.layers + ENDS) / stages)
+    # torchtitan is told the layers of a stage, and may find fewer stages than the plan has.
+    if ceil((shape.layers + ENDS) / depth) != stages:
+        return f"torchtitan cuts {shape.layers} layers and both ends into stages of {depth}, which are not {stages}"
     return ""
 
 
@@ -322,9 +316,9 @@ def _selective(facts: Facts) -> Facts:
 
 def _virtual(facts: Facts, schedule: str) -> int:
     """Return the stages per rank, from the layers of a stage. Schedules that need several default to 2."""
-    each, layers = facts.get("stage_layers"), facts.get("layers")
-    if each and layers:
-        return max(1, ceil((int(layers) + ENDS) / int(each)) // int(facts["pp"]))
+    depth, layers = facts.get("stage_layers"), facts.get("layers")
+    if depth and layers:
+        return max(1, ceil((int(layers) + ENDS) / int(depth)) // int(facts["pp"]))
     return 2 if schedule == "interleaved" else 1
 
 
