@@ -145,21 +145,33 @@ def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser)
 
 
 @in_browser
-def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> None:
+def test_every_legal_neighbour_has_the_planners_time(opened: Browser) -> None:
     question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
         (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(
-        ({recipe, layout}) => ({recipe, layout,
-        seconds: timeOf(lead, recipe, layout).seconds,
-        shares: mfuOf(lead, recipe, timeOf(lead, recipe, layout).seconds)}))"""
+        ({recipe, layout}) => ({recipe, layout, size: microBatchOf(lead.data.model, layout, recipe),
+        seconds: timeOf(lead, recipe, layout)}))"""
     neighbours = opened.evaluate(question)
     assert len(neighbours) > 30
     for neighbour in neighbours:
-        plan = replace(
-            SMALL, layout=Layout(**neighbour["layout"], **COUNTED), recipe=replace(SMALL.recipe, **neighbour["recipe"])
-        )
-        expected = predict(plan)
-        assert neighbour["seconds"] == pytest.approx(expected.step_s, rel=0.1), neighbour["layout"]
-        assert neighbour["shares"] == pytest.approx(expected.mfu(causal=False), rel=0.1)
+        layout = Layout(**{**neighbour["layout"], "micro_batch": neighbour["size"]}, **COUNTED)
+        plan = replace(SMALL, layout=layout, recipe=replace(SMALL.recipe, **neighbour["recipe"]))
+        # closed forms of a schedule may be off by 2 %
+        assert neighbour["seconds"] == pytest.approx(predict(plan).step_s, rel=0.02), neighbour
+
+
+@in_browser
+def test_times_far_from_the_first_layout_are_not_shown(opened: Browser) -> None:
+    start = opened.evaluate("lead.state.layout")
+    for knob, value in (("sequence", 8192), ("recompute", "full"), ("micro_batch", 1 + start["micro_batch"] % 2)):
+        turn(opened, knob, value)
+    turn(opened, "sequence", 16384)
+    turn(opened, "zero", 1 if start["zero"] != 1 else 3)
+    assert opened.evaluate("wrong(lead)") == []
+    assert "Time not counted" in text(opened, "#verdict") and "GiB" in text(opened, "#verdict")
+    assert "per step" not in text(opened, "#verdict") and "undefined" not in text(opened, "#verdict")
+    turn(opened, "sequence", 4096)
+    assert "per step" in text(opened, "#verdict")
+    assert opened.complaints == []
 
 
 @in_browser

@@ -89,8 +89,8 @@ function barOf(rank, n, x, wide, y, stage, own) {
 function stageWords(half, stage, kind) {
   const {rank, next} = zeroStages(half)[stage];
   if (!rank) return "";
-  const {seconds, about} = timeOf(half, next.recipe, next.layout);
-  return `<b>ZeRO ${stage}: ${gib(rank.total)}, ${about ? "about " : ""}${duration(seconds)} per step.</b> ` +
+  const seconds = timeOf(half, next.recipe, next.layout), time = seconds ? `, ${duration(seconds)} per step` : "";
+  return `<b>ZeRO ${stage}: ${gib(rank.total)}${time}.</b> ` +
     (stage === half.state.layout.zero ? "" : "Click or press Enter to take it. ") + (kind ? explanation(kind) : EXPLAIN.zero[1]);
 }
 

@@ -8,7 +8,7 @@ explorer/peaks.js.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import Any
@@ -17,7 +17,9 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import CostsByPolicy
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.time.matrix_costs import UPDATED_AT_ONCE_BYTES
 from meshwright.spec.layout.layout import RECOMPUTE, Layout
+from meshwright.spec.memory.matrix_exchange import ROUND_ELEMENTS
 from meshwright.spec.rules.legal import divisors, layout_violations
 
 FEW, MANY = 64, 2**26
@@ -198,3 +200,38 @@ def _states(estimator: Estimator, zero: int, pp: int, sums: bool) -> dict[str, A
         "parameter_bytes": made[0].parameter_bytes,
         "gradient_bytes": made[0].gradient_bytes,
     }
+
+
+def matrix_tables(estimator: Estimator, degrees: list[Degrees]) -> dict[str, Any] | None:
+    """Return all tables that matrices.js reads. None = the recipe has AdamW."""
+    costs = estimator.matrices
+    if costs is None:
+        return None
+    layers, devices = costs.layers, estimator.cluster.devices
+    return {
+        "width": costs.width,
+        "largest": layers.largest,
+        "widest": layers.widest,
+        "sizes": layers.sizes,
+        "round": ROUND_ELEMENTS,
+        "at_once_bytes": UPDATED_AT_ONCE_BYTES,
+        "moved": {
+            key: [costs.moved(layout, dense=1, routed=0), costs.moved(layout, dense=0, routed=1)]
+            for key, layout in _layouts(sorted({(cut.tp, cut.ep) for cut in degrees}), devices)
+        },
+    }
+
+
+def _layouts(cuts: list[tuple[int, int]], devices: int) -> Iterator[tuple[str, Layout]]:
+    """Yield (`tp,ep,sharers,ranks of a stage`, a layout with these). sharers 1 = no ZeRO."""
+    for tp, ep in cuts:
+        for ranks in divisors(devices):
+            for sharers in divisors(ranks // tp) if ranks % tp == 0 else ():
+                spread = sharers if sharers > 1 else ranks // tp
+                if spread * tp % ep == 0:
+                    replicas = ranks // tp // spread
+                    layout = Layout(
+                        dp_replicate=replicas, dp_shard=spread, tp=tp, sp=ep > 1 and tp > 1, ep=ep,
+                        zero=int(sharers > 1),  # type: ignore[arg-type]  # 0 or 1
+                    )  # fmt: skip
+                    yield f"{tp},{ep},{sharers},{ranks}", layout

@@ -10,9 +10,10 @@ function timesWords(share) {
 const whole = (number) => Math.round(number).toLocaleString("en");
 
 function speedWords(a, b) {
-  const share = b.rate / a.rate, about = a.time.about || b.time.about ? " (about)" : "";
+  if (!a.rate || !b.rate) return "The time of one of these states is not counted: choose layouts nearer to the first, or on the map.";
+  const share = b.rate / a.rate;
   const than = Math.abs(share - 1) < 0.005 || share >= 2 ? "as" : "than";
-  return `B makes ${timesWords(share)} tokens per second ${than} A${about}: ${whole(b.rate)} against ${whole(a.rate)}.`;
+  return `B makes ${timesWords(share)} tokens per second ${than} A: ${whole(b.rate)} against ${whole(a.rate)}.`;
 }
 
 function memoryWords(a, b) {
@@ -24,6 +25,7 @@ function memoryWords(a, b) {
 }
 
 function moneyWords(a, b) {
+  if (!a.hours || !b.hours) return "";
   const hours = `${whole(b.hours)} GPU-hours on B and ${whole(a.hours)} on A`;
   if (a.usd === null || b.usd === null) {
     const unknown = halves.filter((half) => !half.data.price.usd_per_hour).map((half) => half.label).join(" and ");
@@ -55,6 +57,6 @@ function showDifferences() {
   const sentences = illegal.length ?
     [`${illegal.join(" and ")} ${illegal.length > 1 ? "are" : "is"} not legal: there is nothing to compare.`] :
     [speedWords(a, b), memoryWords(a, b), moneyWords(a, b)];
-  byId("differences-words").innerHTML = sentences.map((one) => `<p>${escaped(one)}</p>`).join("") +
+  byId("differences-words").innerHTML = sentences.filter(Boolean).map((one) => `<p>${escaped(one)}</p>`).join("") +
     `<p class="small">${escaped(layoutDifferences())}</p><p class="small">${escaped(halves.map(priceWords).join(" "))}</p>`;
 }

@@ -11,14 +11,15 @@ from importlib.resources import files
 from math import inf, isfinite
 from typing import Any
 
-from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
+from meshwright.planner.explorer.coefficients import coefficients, legal_degrees, matrix_tables
 from meshwright.planner.explorer.half import Half, SoftwareRules
 from meshwright.planner.explorer.legal_tables import controls, counts_of, legal_tables, stage_runs, timeline_tables
+from meshwright.planner.explorer.nearby_times import nearby_times
 from meshwright.planner.explorer.option_tables import option_tables
-from meshwright.planner.explorer.time_tables import matrix_tables, time_tables
 from meshwright.planner.search.landscape import FIELDS, landscape
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
+from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import KINDS
 from meshwright.spec.weights.flop import token_flop
 from meshwright.spec.weights.inventory import num_parameters
@@ -27,7 +28,7 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Fields of a shape that the page reads under the same name."""
 STACK = ("slack", "sharding", "vocab_parallel", "outputs_kept", "step_buffers")
 """Fields of a stack that memory.js and peaks.js read under the same name."""
-SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
+SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "words.js", "controls.js",
            "bars.js", "map.js", "timeline.js", "options.js",
            "half.js", "differences.js", "theme.js", "page.js")  # fmt: skip
 """Scripts in the order in which they read each other."""
@@ -44,9 +45,12 @@ def data(half: Half) -> dict[str, Any]:
     room, software = usable_bytes(plan), half.software
     points = landscape(half.estimator, plan, fixed=software.fixed if software else None)
     shown = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in points["points"]]
+    numbers, start = facts(half.estimator, room, shown, software), _start(points, half.estimator.largest_share * room)
+    first = Layout(**{**shown[start], "sp": bool(shown[start]["sp"])})
     return {
-        **facts(half.estimator, room, shown, software),
-        "landscape": {**points, "start": _start(points, half.estimator.largest_share * room)},
+        **numbers,
+        "landscape": {**points, "start": start},
+        "times": nearby_times(half.estimator, plan, first, numbers["controls"], software.fixed if software else None),
         "title": half.title,
         "command": half.command,
         "price": {"usd_per_hour": half.usd_per_hour, "words": half.price_words.replace("https://", "")},
@@ -111,7 +115,6 @@ def facts(
         "schedules": schedules(),
         "timelines": timeline_tables(values, counts),
         "memory": coefficients(estimator, estimator.cluster.devices),
-        "time": time_tables(estimator, degrees),
         "muon": matrix_tables(estimator, degrees),
         "software": _software(estimator, values, seen, counts, software) if software else None,
     }

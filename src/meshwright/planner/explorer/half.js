@@ -4,12 +4,15 @@ const byId = (id) => document.getElementById(id);
 const named = (half) => both ? `${half.label} \u00b7 ${half.title}: ` : "";
 const sameRecipe = ({state, data}) => ["sequence", "global_batch"].every((name) => state.recipe[name] === data.recipe[name]);
 
-// Seconds of a step of a legal state: as Python predicted where the layout is on the map, else about.
+// Seconds of a step of a legal state, as Python predicted them; null: Python did not count this state.
 function timeOf(half, recipe, layout) {
-  const same = sameRecipe({state: {recipe}, data: half.data});
-  const known = same ? half.byLayout.get(layoutOption(layout)) : null;
-  const parts = known ? known.parts : stepParts(half.data, recipe, layout);
-  return {seconds: parts.reduce((a, b) => a + b, 0), parts, about: !known};
+  const point = sameRecipe({state: {recipe}, data: half.data}) && half.byLayout.get(layoutOption(layout));
+  if (point) return point.step;
+  const {axes, values, seconds} = half.data.times, size = microBatchOf(half.data.model, layout, recipe);
+  const digits = axes.map((axis) => values[axis].indexOf(axis === "micro_batch" ? size : layout[axis]));
+  if (digits.includes(-1)) return null;
+  const number = digits.reduce((sum, digit, n) => sum * values[axes[n]].length + digit, 0);
+  return seconds[`${recipe.sequence},${recipe.global_batch}`]?.[number] ?? null;
 }
 
 // Model FLOP utilization of a step.
@@ -22,13 +25,13 @@ const verdictOf = (half, bytes) => !fitsRoom(half, bytes) ? ["no", "DOES NOT FIT
   half.capacity && bytes > half.data.cluster.tight_bytes ? ["tight", "TIGHT"] : ["yes", half.capacity ? "FITS" : "COUNTED"];
 const signed = (value, words) => `${value < 0 ? "\u2212" : "+"}${words(Math.abs(value))}`;
 
-// What a legal half needs and takes, of all its devices; dollars are those of a billion tokens, null where no price is known.
+// What a legal half needs and takes, of all its devices; null: time not counted, or for dollars, no price known.
 function figuresOf(half) {
-  const {state: {recipe, layout}, ranks, devices, data: {price}} = half, time = timeOf(half, recipe, layout);
-  const rate = recipe.sequence * recipe.global_batch / time.seconds, hours = devices * 1e9 / rate / 3600;
+  const {state: {recipe, layout}, ranks, devices, data: {price}} = half, seconds = timeOf(half, recipe, layout);
+  const rate = seconds && recipe.sequence * recipe.global_batch / seconds, hours = rate && devices * 1e9 / rate / 3600;
   return {
-    key: toFragment(), total: ranks[worstOf(ranks)].total, time, rate, hours,
-    usd: price.usd_per_hour ? price.usd_per_hour * hours : null,
+    key: toFragment(), total: ranks[worstOf(ranks)].total, seconds, rate, hours,
+    usd: price.usd_per_hour && hours ? price.usd_per_hour * hours : null,
   };
 }
 
@@ -38,16 +41,17 @@ function verdictWords(half, now) {
   const [mark, word] = verdictOf(half, total), name = mark === "tight" ? explained("tight", word) : word;
   const room = !capacity ? "" : fitsRoom(half, total) ? ` of ${gib(capacity)} \u00b7 ${gib(capacity - total)} free` :
     ` of ${gib(capacity)} \u00b7 ${gib(total - capacity)} too much`;
-  const {seconds, about} = now.time, change = before && now.key !== before.key ? before : null;
+  const {seconds} = now, change = before && now.key !== before.key ? before : null;
   const money = now.usd === null ? "" : `${explained("money", "Money")}: about ${dollars(now.usd)} per billion tokens, at ` +
     `${dollars(price.usd_per_hour)} per GPU-hour. `;
   return `<p class="first"><strong class="${mark}">${name}</strong> <b>${gib(total)}</b>${room}</p>` +
-    `<p>${explained("step", about ? "about" : "predicted")} <b${half.n ? "" : ` id="seconds"`}>${duration(seconds)}</b> per step \u00b7 ` +
+    (seconds === null ? `<p>${explained("step", "Time not counted")} this far from the first layout</p>` :
+    `<p>${explained("step", "predicted")} <b${half.n ? "" : ` id="seconds"`}>${duration(seconds)}</b> per step \u00b7 ` +
     `${explained("mfu", "MFU")} ${percent(mfuOf(half, state.recipe, seconds))} \u00b7 ` +
-    `${Math.round(now.rate / devices).toLocaleString("en")} tokens/s per GPU</p>` +
+    `${Math.round(now.rate / devices).toLocaleString("en")} tokens/s per GPU</p>`) +
     (stays ? `<p class="small tight">Stays as it was, since that is not legal here: ${escaped(stays)}</p>` : "") +
-    `<p class="small">${money}Peak: ${where}${when}. ` + (change ? `Last change: memory ${signed(total - change.total, gib)}, ` +
-    `time ${signed(seconds - change.time.seconds, duration)}.` : "") + "</p>";
+    `<p class="small">${money}Peak: ${where}${when}. ` + (change ? `Last change: memory ${signed(total - change.total, gib)}` +
+    `${seconds && change.seconds ? `, time ${signed(seconds - change.seconds, duration)}` : ""}.` : "") + "</p>";
 }
 
 function commandWords({data, state: {recipe, layout}}) {

@@ -130,15 +130,14 @@ function drawFront(pen, {scale, front}) {
   pen.stroke();
 }
 
-// The layout of the controls: a ring at its memory and time, dashed where the time is about; else a line at its memory.
+// The layout of the controls: a ring at its memory and time; where these are not on the map, a line at its memory.
 function drawHere(pen, half) {
   const {scale, state, ranks, pointed} = half, legal = !wrong(half).length;
-  if (legal && sameRecipe(half)) {
-    const {seconds, about} = timeOf(half, state.recipe, state.layout), peak = ranks[worstOf(ranks)].total;
+  const seconds = legal && sameRecipe(half) ? timeOf(half, state.recipe, state.layout) : null;
+  if (seconds) {
+    const peak = ranks[worstOf(ranks)].total;
     const inside = (value, [low, high]) => Math.min(high, Math.max(low, value));
-    pen.setLineDash(about ? [3, 2] : []);
     ring(pen, scale, {peak: inside(peak, scale.xs), step: inside(seconds, scale.ys)}, css("accent"), 7);
-    pen.setLineDash([]);
   } else if (legal) {
     const x = scale.x(ranks[worstOf(ranks)].total);
     pen.setLineDash([4, 3]);

@@ -8,18 +8,6 @@ function movedOf({moved}, layout, dense, routed) {
   return [...found, Math.max(dense ? one[4] : 1, routed ? other[4] : 1)];
 }
 
-// Seconds of products and exchange.
-function matrixSeconds({muon}, layout, dense, routed) {
-  if (!muon) return 0;
-  const ranks = degreeOfData(layout) * layout.cp * layout.tp, w = muon.width, [a, b, longest] = muon.products;
-  const [owned, gathered, scattered, updated, copies] = movedOf(muon, layout, dense, routed);
-  const times = Math.max(1, owned / mostOf(muon, copies));
-  const sent = [gathered, scattered].map((size) =>
-    ranks > 1 && size ? times * muon.links[ranks][0] + muon.links[ranks][1] * size * w : 0);
-  return Math.max((dense * a + routed * b) / ranks, longest) + sent[0] + sent[1] +
-    muon.copied_s * (4 * w * owned + updated * (8 + 3 * w));
-}
-
 // Elements of matrices that a rank has in a round, at most.
 const mostOf = ({largest, round}, copies) => Math.max(largest, Math.floor(round / evenRound(copies)));
 

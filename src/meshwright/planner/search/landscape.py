@@ -201,11 +201,12 @@ def count_point(estimator: Estimator, layout: Layout, *, exact: bool = True) -> 
 def _row(point: LayoutPoint) -> list[Any]:
     """Return [layout fields, seconds of each part, bytes], to four digits."""
     time = replace(point.time, optimizer_s=point.time.optimizer_s + point.time.muon_s)
-    seconds = [_digits(getattr(time, part)) for part in PARTS]
+    seconds = [round_to_four_digits(getattr(time, part)) for part in PARTS]
     layout = [int(v) if isinstance(v := getattr(point.layout, name), bool) else v for name in FIELDS]
-    return [layout, seconds, _digits(point.peak_bytes)]
+    return [layout, seconds, round_to_four_digits(point.peak_bytes)]
 
 
-def _digits(number: float) -> float:
+def round_to_four_digits(number: float) -> float:
+    """Round to four significant digits, as an int if the result is whole."""
     rounded = float(f"{number:.4g}")
     return int(rounded) if rounded == int(rounded) else rounded
