@@ -33,8 +33,6 @@ from torch import Tensor
 
 import meshwright as mw
 from benchmarks.quantization_table import Decomposed, inject, layers, trained
-from meshwright.api.quantization_text import quantization_text
-from meshwright.api.quantizing import first_batches
 from meshwright.compress import gptq
 from meshwright.compress.bit_budget import chosen, ladder
 from meshwright.compress.calibrated_model import calibrate
@@ -48,6 +46,8 @@ from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.step.batches import Batch
+from meshwright.verbs.quantize.answer import first_batches
+from meshwright.verbs.quantize.text import quantization_text
 
 PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int3", "int3-gptq", "int8", "int8-smooth")
 STRONG = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int8", "int8-smooth")

@@ -4,7 +4,7 @@
 
 The plans are drawn from a seed (models of 2 to 30 million parameters, sequences of 128 to 1,024, 1, 2 and 4 Gloo
 processes, every kind of parallelism); their models are not those that the calibration looked at
-(observe/calibrate/campaign.py), and all are predicted before the first is run. A step counts from a barrier to the
+(verbs/calibrate/campaign.py), and all are predicted before the first is run. A step counts from a barrier to the
 end of the slowest rank; the median over the steps.
 """
 
@@ -18,14 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.observe.calibrate.campaign import calibrate
-from meshwright.observe.calibrate.timed_steps import Timing, measure_steps
+from meshwright.observe.timed_steps import Timing, measure_steps
 from meshwright.planner.explain import layout_words
 from meshwright.planner.machine.clusterfile import load, text
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.weights.inventory import num_parameters
+from meshwright.verbs.calibrate.campaign import calibrate
 
 AXES = ("dp_shard", "tp", "pp", "cp", "dp_replicate")
 PARAMETERS = (2e6, 30e6)

@@ -9,10 +9,10 @@ import argparse
 import json
 from typing import Any
 
-from meshwright.api.planning import plan
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.units import GIB
+from meshwright.verbs.plan.answer import plan
 
 
 def compared(model: str, cluster: str) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cli import faults, toy
-from tests.cli.faults import In
-from tests.cli.launched import launch
+from tests.verbs import faults, toy
+from tests.verbs.faults import In
+from tests.verbs.launched import launch
 
 STEP = 5
 """In which a rank is disturbed; the first two may be slow anyway."""

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.cli.verbs.export import write_directory
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import Transformer
 from meshwright.serving.engine.serving_engine import sampled_answers
 from meshwright.store.run_folder import RunFolder
+from meshwright.verbs.export.answer import write_directory
 
 TEACHER = {"layers": 3, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 344}
 STUDENT = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 176}

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.quality import compare
+from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.rounding import Quantized, Share, absmax, product, zero_point

@@ -18,7 +18,7 @@ import torch
 
 import meshwright as mw
 from benchmarks.on_policy_gain import TEACHER, divergence, other_rows, train
-from meshwright.cli.verbs.export import write_directory
+from meshwright.verbs.export.answer import write_directory
 
 SCHEME = "int3"
 RATE = 1e-4

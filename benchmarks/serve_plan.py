@@ -17,10 +17,8 @@ from statistics import median
 
 import torch
 
-from meshwright.api.serve_planning import engine_times
-from meshwright.api.serving_calibration import QUICK, engine_rates
-from meshwright.api.serving_load import LoadRun, ServingColumns, columns_of
 from meshwright.model import build
+from meshwright.observe.compare.served_load import LoadRun, ServingColumns, columns_of
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.serving.cached_layers import served
@@ -30,6 +28,8 @@ from meshwright.planner.serving.frameworks import MESHWRIGHT
 from meshwright.planner.serving.number_formats import formats_of
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, presets
+from meshwright.verbs.calibrate.engine_rates import QUICK, engine_rates
+from meshwright.verbs.plan_serve.answer import engine_times
 
 LOADS = (
     ("llama-tiny", 64, 32, 1), ("llama-tiny", 128, 64, 4), ("llama-tiny", 256, 32, 8), ("llama-tiny", 32, 64, 16),

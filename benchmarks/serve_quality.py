@@ -30,8 +30,8 @@ import torch
 import meshwright as mw
 from benchmarks.serve_peers import exported
 from benchmarks.serve_quality_picture import draw
-from meshwright.api.trained_model import TrainedModel
 from meshwright.data.corpus.corpus import TokenStream
+from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import MeshwrightError

@@ -28,7 +28,7 @@ VERBS: dict[str, tuple[str, ...]] = {
 
 PROBE = """
 import sys
-from meshwright.cli.main import main
+from meshwright.verbs.main import main
 sys.argv[0] = "meshwright"
 status = main()
 print("TORCH" if "torch" in sys.modules else "CLEAN", file=sys.stderr)

@@ -86,10 +86,10 @@ def tune_ours(folder: Path, way: str, precision: str) -> None:
     """`meshwright tune` as it is."""
     import meshwright.training.loop
     import meshwright.training.resume.pretrained  # noqa: F401  # imported lazily else, behind the base of memory
-    from meshwright.api.training_run import tune
     from meshwright.data import prepare
     from meshwright.data.sequences.numbered_rows import numbered_rows
     from meshwright.training.step.watch import RunInfo, StepMetrics, Watcher
+    from meshwright.verbs.tune.answer import tune
 
     class Waits(Watcher):
         """Between steps."""

@@ -50,8 +50,8 @@ def pages() -> list[Path]:
 @cache
 def run(words: tuple[str, ...]) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of one `meshwright` command, in this process, at a fixed width and without colour."""
-    from meshwright.cli.main import main
-    from meshwright.cli.verbs.rent import SEARCHING
+    from meshwright.verbs.main import main
+    from meshwright.verbs.rent.command import SEARCHING
 
     told, complained = io.StringIO(), io.StringIO()
     environment = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
@@ -191,13 +191,13 @@ def verbs(_: str = "") -> str:
     """Every verb with its options, from the command line's own parser."""
     import typer.main
 
-    from meshwright.cli.commands import application
+    from meshwright.verbs.commands import application
 
     return "\n".join(_verbs(typer.main.get_command(application()), "##"))
 
 
 def _verbs(group: Any, level: str) -> Iterator[str]:
-    from meshwright.cli.commands import FORMER
+    from meshwright.verbs.commands import FORMER
 
     for name, verb in sorted(group.commands.items()):
         yield f"{level} {name}\n\n{_cell(verb.help or '')}\n"

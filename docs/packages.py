@@ -28,8 +28,8 @@ BELOW: dict[str, set[str]] = {
     "compress": TRAINING,
     "serving": MODEL | {"data"},
     "observe": TRAINING | {"planner", "serving"},
-    "api": TRAINING | {"planner", "stacks", "observe", "compress", "serving"},
-    "cli": TRAINING | {"planner", "stacks", "observe", "compress", "serving", "api"},
+    "interface": TRAINING | {"planner", "stacks", "compress", "serving", "observe"},
+    "verbs": TRAINING | {"planner", "stacks", "observe", "compress", "serving", "interface"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

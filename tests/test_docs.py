@@ -113,7 +113,7 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
 def test_verbs_and_options_in_the_pages_exist() -> None:
     import typer.main
 
-    from meshwright.cli.commands import application
+    from meshwright.verbs.commands import application
 
     verbs = typer.main.get_command(application()).commands  # type: ignore[attr-defined]
     wrong = []
@@ -139,7 +139,7 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
     import typer.main
     from click.exceptions import UsageError
 
-    from meshwright.cli.commands import USAGE_ERROR, application
+    from meshwright.verbs.commands import USAGE_ERROR, application
 
     parser = typer.main.get_command(application())
     parsed, wrong = 0, []
@@ -161,7 +161,7 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
 
 
 def test_plans_of_the_lectures_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    from meshwright.cli.main import main
+    from meshwright.verbs.main import main
 
     plans = {
         tuple(words) for page, words in commands("meshwright") if page == "docs/lectures.md" and words[0] == "plan"

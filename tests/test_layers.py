@@ -45,10 +45,9 @@ READS_ENVIRONMENT: dict[str, str] = {
     "compat/cpu.py": "oneDNN takes its instructions, and glibc a threshold, from the environment alone",
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
     "compat/onednn.py": "oneDNN takes the size of its cache from the environment alone",
-    "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",
     "spec/user_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }
-"""Modules below the cli that read the environment, each with the standard that demands it."""
+"""Modules below verbs and interface that read the environment, each with the standard that demands it."""
 
 ATTICS = {"utils", "util", "common", "helpers", "helper", "misc", "core"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -172,6 +171,32 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     assert not circle({(left, right) for left, right in between if left != right})
 
 
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("verbs/*/__init__.py"))
+OPEN_DOORS = {
+    ("plan", "plan_from"): "one word, three questions: plan hands over to the rooms of --from and --serve",
+    ("plan", "plan_serve"): "the same",
+    ("distill", "train"): "train.start runs every verb that trains",
+    ("tune", "train"): "the same",
+    ("quickstart", "train"): "a walk through train: its display and its line on memory",
+}
+"""Rooms that use more of another room than its answer, each with the reason."""
+
+
+def test_a_verb_uses_only_the_answer_of_another() -> None:
+    between = [(left.split("."), right.split(".")) for left, right in arrows()]
+    doors = {
+        (left[1], right[1]): f"{'.'.join(left)} imports {'.'.join(right)}"
+        for left, right in between
+        if left[0] == right[0] == "verbs" and left[1] in ROOMS and left[1] != right[1] and right[2:] != ["answer"]
+    }
+    assert not [line for rooms, line in doors.items() if rooms not in OPEN_DOORS]
+    assert set(doors) == set(OPEN_DOORS), "strike off what is not used"
+
+
+def test_every_room_has_a_command() -> None:
+    assert [room for room in ROOMS if not (PACKAGE / "verbs" / room / "command.py").is_file()] == []
+
+
 def test_folders_of_the_planner_keep_their_order() -> None:
     location = {f"planner.{name}": number for number, names in enumerate(PLANNER) for name in names}
     assert set(location) == {f"planner.{path.parent.name}" for path in PACKAGE.glob("planner/*/__init__.py")}
@@ -226,17 +251,9 @@ def test_no_module_is_an_attic() -> None:
     assert not [shown(path) for path, names in steps.items() if names & ATTICS]
 
 
-CROWDED = {
-    "api": "its functions move into a room for each verb (docs/decisions/0062-shelves-by-noun.md)",
-    "cli.verbs": "the same",
-}
-"""Folders of more than MOST_MODULES modules, each with the reason."""
-
-
 def test_folders_stay_small() -> None:
     sizes = Counter(".".join(path.parent.relative_to(PACKAGE).parts) for path in MODULES if path.name != "__init__.py")
-    assert {name: count for name, count in sizes.items() if count > MOST_MODULES and name not in CROWDED} == {}
-    assert all(sizes[name] > MOST_MODULES for name in CROWDED), "a folder of the list is small: strike it off"
+    assert {name: count for name, count in sizes.items() if count > MOST_MODULES} == {}
 
 
 def test_modules_stay_small() -> None:
@@ -258,9 +275,9 @@ def test_nothing_is_unpickled_or_loaded_unsafely() -> None:
     assert not unsafe
 
 
-def test_the_environment_is_read_by_the_cli_alone() -> None:
+def test_the_environment_is_read_by_verbs_alone() -> None:
     readers = {}
-    for path in modules_below(*BELOW.keys() - {"cli"}):
+    for path in modules_below(*BELOW.keys() - {"verbs", "interface"}):
         named = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
         if (named | {name.split(".")[-1] for name in imports(path)}) & {"environ", "getenv"}:
             readers[shown(path)] = READS_ENVIRONMENT.get(shown(path), "take an argument instead")
@@ -310,7 +327,7 @@ def test_spec_loads_only_the_standard_library() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["init"], ["schema"], ["train", "--help"]], ids=" ".join)
 def test_verbs_that_compute_nothing_load_no_torch(arguments: list[str]) -> None:
     code = (
-        "from meshwright.cli.main import main\n"
+        "from meshwright.verbs.main import main\n"
         f"sys.argv = ['meshwright', *{arguments!r}]\n"
         "try:\n    status = main()\n"
         "except SystemExit as end:\n    status = end.code\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.api.plan_reading import read_plan
+from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.planfile.writing import commented
 from meshwright.spec.plan.worlds import world_violation
 

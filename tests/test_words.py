@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "meshwright"
 PRONOUNS = frozenset({"found", "one", "own", "some", "said", "kept", "given", "of", "place"})
 """Names that point at a thing without naming it."""
-PUBLIC = frozenset({("api/config_planning.py", "given")})
+PUBLIC = frozenset({("verbs/plan_from/answer.py", "given")})
 """Names that users of the Python interface call (docs/python.md), so they stay."""
 VAGUE = frozenset({"result", "value", "item", "res", "tmp", "obj"})
 """Names that say as little. A function of at most VAGUE_LINES lines may use them."""

@@ -19,27 +19,29 @@ from typing import TYPE_CHECKING
 from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from meshwright.api.comparing import compare, report
-    from meshwright.api.config_planning import plan_from
-    from meshwright.api.distilling import distill
-    from meshwright.api.dry_runs import dry_run
-    from meshwright.api.evaluation import evaluate
-    from meshwright.api.exploring import explore
-    from meshwright.api.model_opening import load
-    from meshwright.api.planning import plan
-    from meshwright.api.profiling import profile
-    from meshwright.api.quantizing import quantize
-    from meshwright.api.renting import rent
-    from meshwright.api.renting_serving import rent_serving
-    from meshwright.api.serve_planning import plan_serving
-    from meshwright.api.serving_comparison import compare_serving
-    from meshwright.api.sharded_serving import sharded_engine
-    from meshwright.api.training_run import train, tune
+    from meshwright.interface.trained.opening import load
     from meshwright.serving.engine.answers.request_options import RequestOptions
     from meshwright.serving.engine.engine_options import EngineOptions
     from meshwright.serving.engine.speculation import Speculation
     from meshwright.serving.http.server_options import ServerLimits
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
+    from meshwright.verbs.compare.answer import compare
+    from meshwright.verbs.compare.serving import compare_serving
+    from meshwright.verbs.distill.answer import distill
+    from meshwright.verbs.dryrun.answer import dry_run
+    from meshwright.verbs.eval.answer import evaluate
+    from meshwright.verbs.explore.answer import explore
+    from meshwright.verbs.plan.answer import plan
+    from meshwright.verbs.plan_from.answer import plan_from
+    from meshwright.verbs.plan_serve.answer import plan_serving
+    from meshwright.verbs.profile.answer import profile
+    from meshwright.verbs.quantize.answer import quantize
+    from meshwright.verbs.rent.answer import rent
+    from meshwright.verbs.rent.serving import rent_serving
+    from meshwright.verbs.report.answer import report
+    from meshwright.verbs.serve.sharded import sharded_engine
+    from meshwright.verbs.train.answer import train
+    from meshwright.verbs.tune.answer import tune
 
 __version__ = "0.1.0"
 
@@ -50,14 +52,12 @@ __all__ = [
 ]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, {
-    "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
-    "explore": "api.exploring",
-    "load": "api.model_opening", "plan": "api.planning", "plan_from": "api.config_planning",
-    "plan_serving": "api.serve_planning",
-    "compare_serving": "api.serving_comparison",
-    "rent": "api.renting", "rent_serving": "api.renting_serving",
-    "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
-    "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.training_run",
+    "compare": "verbs.compare.answer", "distill": "verbs.distill.answer", "dry_run": "verbs.dryrun.answer",
+    "evaluate": "verbs.eval.answer", "explore": "verbs.explore.answer", "load": "interface.trained.opening",
+    "plan": "verbs.plan.answer", "plan_from": "verbs.plan_from.answer", "plan_serving": "verbs.plan_serve.answer",
+    "compare_serving": "verbs.compare.serving", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.serving",
+    "profile": "verbs.profile.answer", "quantize": "verbs.quantize.answer", "report": "verbs.report.answer",
+    "sharded_engine": "verbs.serve.sharded", "train": "verbs.train.answer", "tune": "verbs.tune.answer",
     "EngineOptions": "serving.engine.engine_options", "RequestOptions": "serving.engine.answers.request_options",
     "ServerLimits": "serving.http.server_options", "Speculation": "serving.engine.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",

@@ -2,7 +2,7 @@
 
 import sys
 
-from meshwright.cli.main import main
+from meshwright.verbs.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks import calibrated_quantization as bench
-from meshwright.cli.main import main
 from meshwright.compress import gptq
 from meshwright.kernels.quantized.quantize import scales_of
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.verbs.main import main
 from tests.benchmarks.test_quantization_table import SHAPE
-from tests.cli.toy import train, write_texts
+from tests.verbs.toy import train, write_texts
 
 
 @pytest.mark.long

@@ -10,11 +10,11 @@ import torch
 import meshwright as mw
 from benchmarks import quantization_table as table
 from benchmarks import quantized_rates as rates
-from meshwright.cli.main import main
 from meshwright.model import build
-from tests.cli.toy import train, write_texts
+from meshwright.verbs.main import main
 from tests.compress.test_formats import SHAPES
 from tests.compress.test_quantize import batch
+from tests.verbs.toy import train, write_texts
 
 SHAPE = ["model.hidden=64", "model.ffn=96", "data.tokenizer=bytes"]
 

@@ -33,7 +33,7 @@ from meshwright import planfile
 from meshwright.kernels.c import sequence_attention, training_library
 from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.weights.flop import token_flop
-from tests.cli.toy import write_texts
+from tests.verbs.toy import write_texts
 
 TOY = [
     "model.layers=1",

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import trace_check
-from meshwright.observe.verify.feature_matrix import trial
+from meshwright.observe.oracle.feature_matrix import trial
 
 
 @pytest.mark.slow

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.api.quantization_options import bytes_of
-from meshwright.cli.main import main
 from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, chosen, ladder
 from meshwright.compress.quality import compare
 from meshwright.compress.sensitivity import measured_groups
@@ -20,6 +18,8 @@ from meshwright.model import build
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.verbs.main import main
+from meshwright.verbs.quantize.options import bytes_of
 from tests.compress.test_formats import SHAPES
 from tests.compress.test_quantize import batch
 from tests.compress.test_quantize import folder as folder  # a fixture

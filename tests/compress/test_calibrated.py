@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.api.quantization_text import quantization_text
-from meshwright.cli.main import main
 from meshwright.compress import calibrated_model as calibration
 from meshwright.compress.block_model import BlockModel
 from meshwright.compress.calibrated_block import quantize_block, restored_parts
@@ -36,11 +34,13 @@ from meshwright.spec import MLAShape, ModelShape
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.step.batches import Batch
-from tests.cli.toy import train, write_texts
+from meshwright.verbs.main import main
+from meshwright.verbs.quantize.text import quantization_text
 from tests.compress.test_formats import MOE, SHAPES, SIZES
 from tests.compress.test_quantize import batch
 from tests.counting import Alive
 from tests.training.test_weights import directory
+from tests.verbs.toy import train, write_texts
 
 MLA = MLAShape(q_rank=24, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16)
 EVERY = {

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.api.plan_reading import read_folder
 from meshwright.formats.hub.weight_names import bindings
 from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.cli.main import main
 from meshwright.compress import gguf_stream
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.original import OriginalModel
@@ -30,6 +29,7 @@ from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.spec.model.shape import MLAShape, RopeScaling
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
+from meshwright.verbs.main import main
 from tests.data.tokenizers_for_tests import WRITTEN
 from tests.data.tokenizers_for_tests import written as tokenizer_folder
 from tests.training.test_weights import directory

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.cli.main import main
 from meshwright.compress.gguf_stream import plan_gguf
 from meshwright.data import Tokenizer
 from meshwright.data.tokens.tokenizer import SEPARATOR
@@ -26,6 +25,7 @@ from meshwright.kernels.quantized.gguf_decoding import decode
 from meshwright.kernels.quantized.gguf_encoding import encode
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUF_SCHEMES, GGUFScheme
+from meshwright.verbs.main import main
 from tests.compress.test_gguf import SHAPES, SIZES, marked_tokenizer, model_of, written
 from tests.kernels.test_blocks import weights
 

@@ -16,8 +16,6 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.api.quantizing import LayerRecord, QuantizeAnswer
-from meshwright.cli.main import main
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.quality import compare
 from meshwright.kernels import reference
@@ -29,6 +27,8 @@ from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, R
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.step.batches import Batch
+from meshwright.verbs.main import main
+from meshwright.verbs.quantize.answer import LayerRecord, QuantizeAnswer
 from tests.compress.test_formats import SHAPES
 from tests.training.test_weights import directory
 

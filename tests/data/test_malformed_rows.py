@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from meshwright.cli.main import main
 from meshwright.data.corpus.corpus import Corpus, TokenStream
 from meshwright.data.corpus.sample_cache import _SampleBuild
 from meshwright.data.preparation import form_of, holds_pairs, prepare
@@ -18,6 +17,7 @@ from meshwright.data.text import rows as data_rows
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.plan.plan import MixtureSource
+from meshwright.verbs.main import main
 from tests.data.test_sample_cache import chats, folder, trained_texts
 
 assert folder, "a fixture"

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import main
-from meshwright.cli.verbs import data as verb
 from meshwright.data import Sampler, prepare
 from meshwright.data.report import view
 from meshwright.spec import Data, Recipe
 from meshwright.spec.errors import DataError
+from meshwright.verbs.data import command as verb
+from meshwright.verbs.main import main
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend_reference, causal_mask
 from meshwright.kernels.attention.paged import prompt_kernel
 from meshwright.kernels.target import simulate_device
-from meshwright.observe.doctor import kernel_checks
 from meshwright.observe.dryrun.workspaces import workspace_bytes
 from meshwright.planner.caveats import caveats
 from meshwright.planner.cost import engine_speeds
@@ -38,6 +37,7 @@ from meshwright.spec.execution.attention_kernels import (
 )
 from meshwright.spec.extras import install
 from meshwright.training import device
+from meshwright.verbs.doctor import kernel_checks
 from tests.kernels.exactness import tensors
 
 EXTRA = install("gpu")

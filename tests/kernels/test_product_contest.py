@@ -14,11 +14,11 @@ from meshwright.kernels.quantized import device_products
 from meshwright.kernels.quantized.contest import CHECKED, CLASSES, ProductContest, ProductWay
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
-from meshwright.observe.doctor import kernel_checks
 from meshwright.serving.engine import engine_start
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.verbs.doctor import kernel_checks
 from tests.model.shrunk import model
 
 FP32 = torch.float32

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from meshwright import planfile
-from meshwright.cli.terminal.compare_answer import answer
 from meshwright.observe.compare.disagreement import explanation
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.compare.judge import Comparison, compare
 from meshwright.observe.compare.sources_of_columns import Column, columns, planned_column
 from meshwright.observe.compare.table import as_json
-from meshwright.observe.dryrun.dryrun_document import dry_run_document
+from meshwright.observe.dryrun.document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.shared_document import TimePart, parse_document
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
+from meshwright.verbs.compare.screen import answer
 from tests.observe.folders import ALONE, PLAN, dry_run_json, ledger_json, profile_json, write_run
 
 

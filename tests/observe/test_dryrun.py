@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from benchmarks.dry_run import LLAMA, MOE, measured, row
-from meshwright.cli.main import main
 from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
-from meshwright.observe.calibrate import campaign
-from meshwright.observe.dryrun.dryrun_document import dry_run_document, needed_bytes, room_of
+from meshwright.observe.dryrun.document import dry_run_document, needed_bytes, room_of
 from meshwright.observe.dryrun.simulate import device_of, dry_run, watch_rank
 from meshwright.observe.program import Routing
 from meshwright.observe.ranks import SERVER, on_ranks
@@ -27,6 +25,8 @@ from meshwright.spec.memory.held import memory, written_bytes
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.spec.weights.inventory import parameters
+from meshwright.verbs.calibrate import campaign
+from meshwright.verbs.main import main
 
 SMALL = replace(LLAMA, vocab=4096, layers=2, hidden=256, heads=4, kv_heads=2, ffn=704)
 TINY = replace(SMALL, vocab=512, layers=4, hidden=64, heads=4, kv_heads=2, ffn=96)

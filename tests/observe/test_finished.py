@@ -11,13 +11,13 @@ import pytest
 from meshwright import __version__
 from meshwright.observe.compare.finished_run import open_run, refuse_other, same_program
 from meshwright.observe.compare.sources_of_columns import columns
-from meshwright.observe.dryrun.dryrun_document import dry_run_document
+from meshwright.observe.dryrun.document import dry_run_document
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.shared_document import SharedDocument, parse_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
-from tests.cli.toy import call, refused
 from tests.observe.folders import ALONE, PLAN, dry_run_json, metric_rows, profile_json, write_run
+from tests.verbs.toy import call, refused
 
 
 def document_of(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli.main import main
 from meshwright.compat import torch_compile
 from meshwright.observe.profile.allocator import POINTS, thin_curve
 from meshwright.observe.profile.clock import HostClock
@@ -28,6 +27,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Layout, Plan
 from meshwright.spec.layout.schedule import Action, schedule
 from meshwright.training import loop
+from meshwright.verbs.main import main
 from tests.training import running
 
 pytestmark = pytest.mark.long

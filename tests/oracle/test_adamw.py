@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.observe.oracle.one_device import RankOutcome, assemble
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.one_device import RankOutcome, assemble
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.agree import gather_objects
 from meshwright.parallel.groups.mesh import Made

@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from meshwright.observe.oracle.one_device import Case
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.one_device import Case
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.layout.layout import RECOMPUTE, place_of

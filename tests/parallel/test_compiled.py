@@ -21,10 +21,10 @@ from meshwright.compat import torch_compile
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
+from meshwright.observe.oracle.feature_matrix import CASE, DENSE
+from meshwright.observe.oracle.one_device import BANDS, ZERO, Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import BANDS, ZERO, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import make_mesh, on_one_device
 from meshwright.parallel.graphs.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
 from meshwright.parallel.groups.mesh import Made

@@ -6,8 +6,8 @@ from weakref import ref
 
 import pytest
 
+from meshwright.observe.oracle.feature_matrix import CASE
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.feature_matrix import CASE
 from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout
 from tests.parallel.test_traffic import Run

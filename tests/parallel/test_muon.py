@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.observe.oracle.feature_matrix import CASE, DENSE, from_arrays, outcomes_of
+from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.feature_matrix import CASE, DENSE, from_arrays, outcomes_of
-from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout, Recipe

@@ -9,9 +9,9 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.model import Transformer
 from meshwright.model.transformer import Block
+from meshwright.observe.oracle.feature_matrix import CASE
+from meshwright.observe.oracle.one_device import RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.feature_matrix import CASE
-from meshwright.observe.verify.one_device import RankOutcome, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.parallel.recomputation.offload import Offload, StoredStorage
 from meshwright.parallel.zero.data import local

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.parallel_work import SHAPE, Ours, Work
 from benchmarks.torch_peers import SCHEDULES, VIRTUAL, Peer, TorchDDP, TorchFSDP2, TorchPipeline, TorchTP
+from meshwright.observe.oracle.one_device import RankOutcome, assemble
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.one_device import RankOutcome, assemble
 from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.zero.data import local
 

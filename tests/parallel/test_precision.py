@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from meshwright.kernels.linear.linear import linear
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer
+from meshwright.observe.oracle.feature_matrix import DENSE, EVERY_EXPERT
+from meshwright.observe.oracle.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
-from meshwright.observe.verify.one_device import BANDS, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.zero.data import local

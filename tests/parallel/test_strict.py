@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.observe.oracle.feature_matrix import CASE, DENSE
+from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import RankError, on_ranks
-from meshwright.observe.verify.feature_matrix import CASE, DENSE
-from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Made, make_mesh
 from meshwright.parallel.pipeline.p2p import PointToPoint

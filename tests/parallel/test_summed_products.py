@@ -18,10 +18,10 @@ from meshwright.kernels.linear import cpu_product, gradient_sums
 from meshwright.kernels.linear.gradient_sums import GradientSum
 from meshwright.model import Transformer
 from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.observe.oracle.feature_matrix import DENSE, EVERY_EXPERT
+from meshwright.observe.oracle.one_device import Case, RankOutcome, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.feature_matrix import DENSE, EVERY_EXPERT
-from meshwright.observe.verify.one_device import Case, RankOutcome, outcome
 from meshwright.parallel import build_engine
 from meshwright.parallel.groups.mesh import Made
 from meshwright.planner.step.predict import predict

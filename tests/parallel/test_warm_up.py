@@ -7,9 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from meshwright.observe.oracle.feature_matrix import CASE
+from meshwright.observe.oracle.one_device import Case
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.feature_matrix import CASE
-from meshwright.observe.verify.one_device import Case
 from meshwright.parallel import apply
 from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.groups.mesh import Made

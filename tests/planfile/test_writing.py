@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from meshwright.cli.verbs.init import init
-from meshwright.cli.verbs.schema import schema as schema_verb
 from meshwright.planfile import commented, dump, read, schema, write
 from meshwright.planfile.keys import sections
 from meshwright.planfile.writing import _sentences
 from meshwright.spec import BatchStage, Plan, presets
 from meshwright.spec.errors import PlanError
+from meshwright.verbs.init.command import init
+from meshwright.verbs.schema.command import schema as schema_verb
 
 
 def test_the_commented_plan_is_the_default_plan(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import main
 from meshwright.planner.accuracy.choice import spearman
 from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
 from meshwright.planner.accuracy.score import JudgedRow, by_source, judge, quantile, score
 from meshwright.spec.errors import DataError
+from meshwright.verbs.main import main
 from tests.planner.published_tables import COLUMNS, run, table, write
 
 LAYOUTS = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 2}, {"pp": 4}, {"tp": 2, "pp": 2})

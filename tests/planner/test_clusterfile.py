@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.main import main
-from meshwright.observe.calibrate.timed_steps import threads_of, tiny_plans, with_floors
+from meshwright.observe.timed_steps import threads_of, tiny_plans, with_floors
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.links import Links
@@ -22,6 +21,7 @@ from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.memory import buffers
+from meshwright.verbs.main import main
 
 GFLOP, GB = 1e9, 1e9
 SHAPE = ModelShape(vocab=1000, layers=2, hidden=64, heads=2, ffn=128, max_positions=512)

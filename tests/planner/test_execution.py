@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from benchmarks.measured_steps import MEASURED_STACK
-from meshwright.api.planning import plan as ranked
-from meshwright.api.preflight import settle
-from meshwright.cli.main import main
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.groups.agree import RankZero
 from meshwright.parallel.groups.mesh import make_mesh
@@ -28,6 +25,9 @@ from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.training import job
+from meshwright.verbs.main import main
+from meshwright.verbs.plan.answer import plan as ranked
+from meshwright.verbs.train.preflight import settle
 
 
 def plan_of(

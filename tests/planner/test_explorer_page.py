@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli.commands import application
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import data, page
 from meshwright.planner.explorer.half import Half
@@ -23,6 +22,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.replay import replay
 from meshwright.spec.layout.schedule import schedule
+from meshwright.verbs.commands import application
 from tests.planner.browser import CHROMIUM, Browser
 from tests.planner.colours import contrast, deuteranopia
 

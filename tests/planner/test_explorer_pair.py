@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.exploring import ExploreAnswer, explore
 from meshwright.spec import Layout
+from meshwright.verbs.explore.answer import ExploreAnswer, explore
 from tests.planner.browser import CHROMIUM, Browser
 from tests.planner.colours import contrast
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.api.exploring import rules_of
 from meshwright.planner.explorer.explorer_page import facts
 from meshwright.planner.search.landscape import FIELDS, landscape
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import Layout, Plan
 from meshwright.stacks.file_forms import option_words
 from meshwright.stacks.trainer_table import SOFTWARE
+from meshwright.verbs.explore.answer import rules_of
 from tests.planner.browser import CHROMIUM
 from tests.planner.test_explorer_formulas import NODE, asked, drawn, javascript, words
 

@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 
-from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.time.matrix_costs import _layer_matrices, layer_matrices, moved, spread
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.memory.matrix_exchange import deal_matrices, flop
 from meshwright.spec.weights.inventory import parameters
+from meshwright.verbs.verify.random_case import random_case
 
 
 def spread_of(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:

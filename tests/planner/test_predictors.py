@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.api import exploring
 from meshwright.planner.cost.states import counts
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
@@ -13,6 +12,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.model.unbuilt_parts import UnbuiltParts
 from meshwright.spec.weights.flop import token_flop
+from meshwright.verbs.explore import answer as exploring
 
 V3 = presets.model("deepseek-v3")
 WITH = replace(V3, unbuilt=UnbuiltParts(predicts=1))

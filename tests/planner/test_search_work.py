@@ -42,22 +42,22 @@ estimator = build_estimator(plan)
 assert recommend(estimator, plan, search(estimator, plan)).best
 """
 PAGE = """
-from meshwright.api.exploring import explore
+from meshwright.verbs.explore.answer import explore
 
 assert explore("llama-3.1-8b", cluster="h100x8", nodes=4).contents
 """
 SERVING = """
-from meshwright.api.serve_planning import plan_serving
+from meshwright.verbs.plan_serve.answer import plan_serving
 
 assert plan_serving("llama-3.1-8b", cluster="h100x8").best
 """
 RENT = """
-from meshwright.api.renting import rent
+from meshwright.verbs.rent.answer import rent
 
 assert rent("llama-3.1-8b", tokens=1e12, budget=120_000{more}).rows()
 """
 HELP = """
-from meshwright.cli.main import main
+from meshwright.verbs.main import main
 
 assert main(["--help"]) == 0
 """

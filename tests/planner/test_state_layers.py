@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 import pytest
 
-from meshwright.api import exploring, planning
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -24,6 +23,8 @@ from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.weights.flop import token_flop
 from meshwright.spec.weights.inventory import parameters
+from meshwright.verbs.explore import answer as exploring
+from meshwright.verbs.plan import answer as planning
 
 NEXT, MINIMAX = presets.model("qwen3-next-80b-a3b"), presets.model("minimax-text-01")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.observe.verify.random_case import random_case
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import ElementCounts, counts, states
 from meshwright.spec import presets
@@ -17,6 +16,7 @@ from meshwright.spec.memory.held import memory
 from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
 from meshwright.spec.weights.inventory import num_parameters
 from meshwright.spec.weights.optimizer_states import FP32_STATES, StateStorage
+from meshwright.verbs.verify.random_case import random_case
 
 LLAMA = ModelShape(
     name="small", family="llama", vocab=320, layers=8, hidden=64, heads=8, kv_heads=4, ffn=176, norm="rmsnorm",

@@ -11,13 +11,13 @@ from meshwright import compat
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.program import TrainingProgram, without_values
 from meshwright.observe.subprocesses import in_subprocesses
-from meshwright.observe.verify.random_case import random_case
 from meshwright.parallel import make_mesh
 from meshwright.parallel.zero.data import local
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import memory
 from meshwright.training.optimizer.optimizer import tensors_by_kind
+from meshwright.verbs.verify.random_case import random_case
 from tests.planner.test_states import planned
 
 CASES = 8

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from meshwright.api import planning
 from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -17,6 +16,7 @@ from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.stacks.trainers.megatron_lm import layout_facts, stack_of
 from meshwright.stacks.trainers.megatron_models import first_dense
+from meshwright.verbs.plan import answer as planning
 
 LLAMA = (
     "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --swiglu "

@@ -11,7 +11,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.stacks.config_reading import read
 from meshwright.stacks.config_writing import texts
 from meshwright.stacks.trainer_table import SOFTWARE
-from tests.api.test_markup import parsed
+from tests.interface.test_markup import parsed
 
 EIGHT = """
 [model]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api.model_opening import load
-from meshwright.cli.main import main
+from meshwright.interface.trained.opening import load
 from meshwright.spec.errors import ArgumentError, CheckpointError
 from meshwright.store import checkpoint
 from meshwright.store.model_weights import locate
 from meshwright.training import loop
+from meshwright.verbs.main import main
 from tests.training.running import Notes
 from tests.training.test_tuning import files as files  # a folder with a model and conversations
 from tests.training.test_tuning import plan

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.api.plan_reading import read_folder
+from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.spec import ModelShape, Plan
 from meshwright.training import loop
 from tests.training.running import Notes

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.api.model_opening import load
-from meshwright.cli.main import main
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.formats.hub import import_folder
 from meshwright.formats.hub.adapter import save_adapter
+from meshwright.interface.trained.opening import load
 from meshwright.model import build
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Layout, ModelShape, Plan
@@ -23,6 +22,7 @@ from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.store import checkpoint
 from meshwright.store.model_weights import final_weights
 from meshwright.training import loop
+from meshwright.verbs.main import main
 from tests.model.shrunk import tokens
 from tests.training.running import Crashed, Notes, PowerCut
 from tests.training.test_tuning import CHATML, SHAPES, directory, files, plan

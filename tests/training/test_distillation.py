@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.interface.trained.opening import load
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright as mw
-from meshwright.cli.verbs.export import write_directory
 from meshwright.formats.quantized.interface import fill
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.kernels.quantized.quantize import quantize_matrix
@@ -21,8 +20,8 @@ from meshwright.model.linear import Linear
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import build_quantized
 from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.observe.oracle.one_device import BANDS, Case, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
-from meshwright.observe.verify.one_device import BANDS, Case, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan
@@ -31,6 +30,7 @@ from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.rules.quantized_weights import learnable
 from meshwright.training import loop
+from meshwright.verbs.export.answer import write_directory
 from tests.training.distilling import ROUTED, student_plan, taught
 from tests.training.running import SHAPE, Notes, write_texts
 from tests.training.running import plan as plain_plan

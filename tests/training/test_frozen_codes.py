@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.api.model_opening import load
-from meshwright.cli.main import main
 from meshwright.formats.hub import export_folder, import_folder
 from meshwright.formats.hub.weights import stored_weights
+from meshwright.interface.trained.opening import load
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import frozen_codes, frozen_schemes
 from meshwright.observe.ranks import on_ranks
@@ -25,6 +24,7 @@ from meshwright.store import checkpoint
 from meshwright.training import job, loop
 from meshwright.training.optimizer.optimizer import held_bytes
 from meshwright.training.resume import pretrained
+from meshwright.verbs.main import main
 from tests.model.shrunk import tokens
 from tests.training.running import Crashed, Notes, PowerCut
 from tests.training.test_adapters import peft_run

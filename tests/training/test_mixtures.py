@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.data.corpus import token_cache
 from meshwright.data.corpus.corpus import MixedStream
 from meshwright.data.report import describe_run
 from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.interface.trained.opening import load
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Data, Layout, Plan
 from meshwright.spec.errors import CheckpointError, DataError

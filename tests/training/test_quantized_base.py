@@ -11,10 +11,9 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright import planfile
-from meshwright.api.model_opening import load
-from meshwright.cli.main import main
 from meshwright.formats.hub import export_folder
 from meshwright.formats.quantized.detection import is_quantized
+from meshwright.interface.trained.opening import load
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix, relative_error
 from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, quantized_name
@@ -27,6 +26,7 @@ from meshwright.store import checkpoint
 from meshwright.store.model_weights import base_weights, open_base
 from meshwright.training import job, loop
 from meshwright.training.optimizer.optimizer import held_bytes
+from meshwright.verbs.main import main
 from tests.model.shrunk import tokens
 from tests.training.test_adapters import peft_run
 from tests.training.test_frozen_codes import LORA, files, losses, state_of

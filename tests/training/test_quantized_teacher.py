@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.api.model_opening import load
 from meshwright.compress.distill_student import student_of_layers
 from meshwright.formats.hub import export_folder, import_folder
+from meshwright.interface.trained.opening import load
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.model_opening import load
-from meshwright.cli.main import main
 from meshwright.data import prepare
 from meshwright.data.chat.rendering import ROLES
 from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
+from meshwright.interface.trained.opening import load
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
@@ -23,6 +22,7 @@ from meshwright.spec import Layout
 from meshwright.training import loop
 from meshwright.training.step.batches import Share, select, split
 from meshwright.training.step.evaluate import role_losses, row_losses, summed_loss
+from meshwright.verbs.main import main
 from tests.training.running import Notes
 from tests.training.test_tuning import files as files  # a folder with a model and conversations
 from tests.training.test_tuning import plan

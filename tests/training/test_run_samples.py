@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.model_opening import load
 from meshwright.data import prepare
+from meshwright.interface.trained.opening import load
 from meshwright.model.generate import generate
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.api.model_opening import load
-from meshwright.cli.main import main
+from meshwright.interface.trained.opening import load
 from meshwright.model.quantized_weights import frozen_codes
+from meshwright.observe.oracle.one_device import Case, RankOutcome, assemble, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import Case, RankOutcome, assemble, first_difference, outcome
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.zero import data
@@ -30,6 +29,7 @@ from meshwright.spec.weights.inventory import parameters
 from meshwright.spec.weights.quantized_parts import LINE_BYTES, CodesCut, lines, nbytes
 from meshwright.store import checkpoint
 from meshwright.training import loop
+from meshwright.verbs.main import main
 from tests.model.shrunk import tokens
 from tests.training.running import Notes
 from tests.training.test_frozen_codes import LORA, files, losses

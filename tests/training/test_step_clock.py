@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.cli.terminal import fields
 from meshwright.compat import torch_compile
+from meshwright.interface.terminal import fields
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop, step_records, trainer
 from meshwright.training.step.watch import Summary

@@ -11,9 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.interface.trained.opening import load
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import Mesh
 from meshwright.spec import Layout, Plan

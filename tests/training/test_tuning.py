@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from meshwright import planfile
-from meshwright.api.plan_reading import read_folder
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
+from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.spec import BatchStage, Plan, Recipe
 from meshwright.spec.errors import CheckpointError, IllegalLayout, PlanError
 from meshwright.training import loop

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from meshwright import planfile
-from meshwright.api.plan_reading import read_folder
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.formats.hub.adapter import save_adapter
+from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
 from meshwright.training import loop

@@ -13,7 +13,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.training.plot import Smoothed, draw_figure, loss_plot
 from meshwright.training.step.watch import Watcher
 from meshwright.training.watchers import Forgiving, TensorBoard, WandB
-from tests.cli import watched
+from tests.verbs import watched
 
 
 def rows(steps: int) -> list[dict[str, Any]]:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from meshwright import planfile
-from meshwright.api.plan_reading import read_folder
-from meshwright.cli.main import main
 from meshwright.data import Tokenizer
 from meshwright.formats.hub import export_folder
 from meshwright.formats.hub.weight_names import tensor_sizes
+from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.spec import ModelShape, MoEShape, Plan
 from meshwright.spec.errors import DataError, HubError, PlanError
 from meshwright.store import checkpoint
 from meshwright.training import loop
-from tests.cli.launched import launch
+from meshwright.verbs.main import main
 from tests.training.running import Crashed, Notes, PowerCut
+from tests.verbs.launched import launch
 
 SIZES: dict[str, Any] = {"name": "dot", "vocab": 2048, "layers": 2, "hidden": 16, "heads": 2, "ffn": 24}
 SIZES |= {"max_positions": 64}

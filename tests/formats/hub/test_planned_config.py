@@ -12,18 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.api import hub_configs, planning
-from meshwright.api.hub_configs import config_folder, is_hub_name
-from meshwright.cli.main import main
 from meshwright.formats.hub.config import canonical, config_from_shape, unwritable
 from meshwright.formats.hub.families import FAMILIES
 from meshwright.formats.hub.planned_config import HARMLESS, HARMLESS_PATTERN, is_planned, planned_shape
 from meshwright.formats.hub.planned_families import PLANNED
+from meshwright.interface.planning import hub_configs
+from meshwright.interface.planning.hub_configs import config_folder, is_hub_name
 from meshwright.model.transformer import skeleton
 from meshwright.spec import num_parameters, presets
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.model.unbuilt_parts import UnbuiltParts
+from meshwright.verbs.main import main
+from meshwright.verbs.plan import answer as planning
 
 _SIZES = (
     "vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
@@ -384,9 +385,8 @@ def test_a_hub_that_is_not_reached_is_one_sentence_with_the_command(
     network: str, offline: str, reason: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
-    call = (
-        "from meshwright.cli.main import main\nraise SystemExit(main(['plan', 'google/gemma-9', '--cluster', 'h100']))"
-    )
+    words = ["plan", "google/gemma-9", "--cluster", "h100"]
+    call = f"from meshwright.verbs.main import main\nraise SystemExit(main({words}))"
     names = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "https://huggingface.co"}
     ended = subprocess.run(
         [sys.executable, "-c", network + call], env={**os.environ, **names}, capture_output=True, text=True, timeout=20

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.api import serving
-from meshwright.cli.main import main
+from meshwright.interface.trained import serving
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.http.host.hosted_model import HostedModel
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.weights.inventory import parameters
-from tests.cli import toy
-from tests.cli.toy import refused
+from meshwright.verbs.main import main
 from tests.serving.http.running import EXACT, KEYS, NAME, asked_once, running, small
+from tests.verbs import toy
+from tests.verbs.toy import refused
 
 PROMPT = [7, 9, 11, 7, 9, 20, 31, 7, 9, 11, 7, 9, 20, 31, 7, 9, 11]
 

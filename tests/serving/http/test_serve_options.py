@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from meshwright.api import serving
-from meshwright.cli.main import main
+from meshwright.interface.trained import serving
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.http.host.http_server import HttpServer
-from tests.cli import toy
-from tests.cli.toy import refused
+from meshwright.verbs.main import main
 from tests.serving.http.running import asked_once
+from tests.verbs import toy
+from tests.verbs.toy import refused
 
 REPEATED = "def f1(a): return a\ndef f1(a): return a\ndef f1("
 

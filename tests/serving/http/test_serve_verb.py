@@ -20,12 +20,12 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.cli.main import main
 from meshwright.formats.hub.adapter import save_adapter
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.weights.inventory import parameters
-from tests.cli import toy
-from tests.cli.toy import refused
+from meshwright.verbs.main import main
+from tests.verbs import toy
+from tests.verbs.toy import refused
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.observe.dryrun.dryrun_document import kinds, largest, traffic
+from meshwright.observe.dryrun.document import kinds, largest, traffic
 from meshwright.observe.profile.measure import Profile, RankProfile
 from meshwright.spec.plan.plan import as_document
 

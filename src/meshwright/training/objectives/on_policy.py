@@ -88,7 +88,7 @@ def build_on_policy(
     """Return a plan's on-policy writer. None = its student writes nothing."""
     if not plan.recipe.distillation_on_policy:
         return None
-    assert sampler is not None, "the caller of a run gives one (api/training_run.py)"
+    assert sampler is not None, "the caller of a run gives one (verbs/train/answer.py)"
     ends = (corpus.tokenizer.eos, *folder.end_ids())
     return OnPolicy(
         plan=plan, share=share, sampler=sampler, stop_ids=tuple({token for token in ends if token is not None})

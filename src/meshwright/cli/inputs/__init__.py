@@ -1,1 +1,0 @@
-"""Options and arguments that several verbs share."""

@@ -1,1 +1,0 @@
-"""The process around a command: environment variables, launch under torchrun, exit codes."""

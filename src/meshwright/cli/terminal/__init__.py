@@ -1,1 +1,0 @@
-"""Terminal output: tables, charts, the live panel, streamed text."""

@@ -1,1 +1,0 @@
-"""The verbs, one file each: they parse options, call the Python interface and print its answer."""

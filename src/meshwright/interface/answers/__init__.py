@@ -1,0 +1,1 @@
+"""Frozen objects that verbs answer with, as Python, JSON and HTML."""

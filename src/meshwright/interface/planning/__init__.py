@@ -1,0 +1,1 @@
+"""Words, keywords and plans -> the Plan that a verb works on."""

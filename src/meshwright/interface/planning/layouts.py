@@ -1,0 +1,359 @@
+"""Layouts of a plan: the fields that --layout fixes, the stack and amounts beside them, and the layouts answered."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from meshwright import planfile
+from meshwright.interface.answers.arguments import checked
+from meshwright.interface.answers.markup import line, memory_bar, step_length, time_bar, whole
+from meshwright.planner.explain import layout_words, range_words
+from meshwright.planner.search.recommend import is_bold
+from meshwright.planner.step.error_ranges import Ranges, fit_probability, ranges
+from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.layout.layout import RECOMPUTE, check_word
+from meshwright.spec.layout.schedule import NAMES
+from meshwright.spec.presets import suggest
+from meshwright.spec.rules.compilation import CAPTURED, policies
+from meshwright.spec.units import count, gib, many
+
+DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
+WORDS = ("recompute", "schedule", "sp", "offload", "cuda_graphs")
+SEARCHED = (*DEGREES[1:], *WORDS)
+CARRIED = ("kernels", "compile", "context", "context_split")
+"""Fields that no search varies. All layouts take them from the plan, or from this argument."""
+
+Fixed = dict[str, tuple[Any, ...]]
+
+
+SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+SECONDS = {"d": 86_400.0, "h": 3600.0, "min": 60.0, "w": 604_800.0}
+MOST_S = 1e10
+
+
+def carried_layout(asked: Plan, texts: Sequence[str]) -> tuple[Plan, list[str]]:
+    """Return the plan with the fields that no search varies (`kernels=reference`), and the remaining words."""
+    changes: dict[str, Any] = {}
+    searched: list[str] = []
+    for word in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
+        key, equals, text = word.removeprefix("layout.").partition("=")
+        if key in CARRIED and equals:
+            check_word(key, text)
+            changes[key] = text
+        else:
+            searched.append(word)
+    return replace(asked, layout=replace(asked.layout, **changes)), searched
+
+
+def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
+    """Return {"dp": (8,), "tp": (2,)} of `dp=8,tp=2`.
+
+    Also reads layouts as `plan` prints them (dp=2x4, sp, interleaved), with notes in brackets.
+    """
+    fixed: Fixed = {}
+    for part in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
+        for key, setting in _parts(part, asked):
+            if fixed.setdefault(key, (setting,)) != (setting,):
+                raise ArgumentError(
+                    f"layout= has {key}={_shown(fixed[key][0])} and {key}={_shown(setting)}: take one of them"
+                )
+    if fixed.get("cuda_graphs") == ("on",):
+        _fix_capturable(asked, fixed)
+    _check_product(asked, fixed)
+    if layers := fixed.get("recompute_layers", (0,))[0]:
+        fixed.setdefault("recompute", RECOMPUTE[1:])
+        if fixed["recompute"] == ("none",):
+            raise ArgumentError(f"layout= has recompute_layers={layers} and recompute=none: take another recompute")
+        if layers > asked.model.layers:
+            raise ArgumentError(f"layout= has recompute_layers={layers}, and the model has {asked.model.layers} layers")
+    return fixed
+
+
+def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
+    if not part:
+        return []
+    if part == "plan":
+        _check_world(asked)
+        return [(name, getattr(asked.layout, name)) for name in SEARCHED]
+    key, equals, text = part.partition("=")
+    key, text = key.strip().removeprefix("layout."), text.strip()
+    if not equals and key == "sp":
+        return [("sp", True)]
+    if not equals and key in NAMES:
+        return [("schedule", key)]
+    replicate, x, shard = text.partition("x")
+    if key == "dp" and x and replicate.isdecimal() and shard.isdecimal() and int(replicate) and int(shard):
+        return [("dp_replicate", int(replicate)), ("dp_shard", int(shard))]
+    return [(key, _parse_setting(part, key, text))]
+
+
+def _parse_setting(part: str, key: str, text: str) -> Any:
+    words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
+             "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"),
+             "cuda_graphs": ("auto", "off", "on")}  # fmt: skip
+    if key in words and text in words[key]:
+        return {"sp": text == "true", "zero": int(text) if text.isdecimal() else 0}.get(key, text)
+    if key in words:
+        raise ArgumentError(f"layout={part!r}: {key} takes {' or '.join(words[key])}")
+    if key in DEGREES:
+        least = 0 if key == "recompute_layers" else 1
+        if text.isdecimal() and least <= int(text) < 2**31:
+            return int(text)
+        raise ArgumentError(f"layout={part!r}: {key} takes a whole number of {least} or more")
+    if key in {field.name for field in fields(Layout)}:
+        raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
+    raise ArgumentError(f"layout={part!r}: {key!r} is not a field of a layout; {suggest(key, [*DEGREES, *WORDS], 1)}")
+
+
+def _check_world(asked: Plan) -> None:
+    """Raise ArgumentError unless the plan's layout is for as many devices as the cluster has."""
+    cluster, world = asked.cluster, asked.layout.world
+    if world != cluster.devices:
+        raise ArgumentError(
+            f"layout=plan is for {many(world, 'device')}, and the cluster has {cluster.devices} "
+            f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out "
+            "to search one"
+        )
+
+
+def _fix_capturable(asked: Plan, fixed: Fixed) -> None:
+    """Fix the values that CUDA graphs can capture. Raises ArgumentError if others are fixed."""
+    for key, legal in {**CAPTURED, "recompute": policies(asked.layout)}.items():
+        values = fixed.get(key, legal)
+        if not set(values) <= set(legal):
+            shown = " or ".join(map(_shown, legal))
+            raise ArgumentError(f"layout= has cuda_graphs=on and {key}={_shown(values[0])}: take {key}={shown}")
+        fixed[key] = values
+
+
+def _check_product(asked: Plan, fixed: Fixed) -> None:
+    """Raise ArgumentError if the fixed values cannot all hold on these devices."""
+    devices, cluster = asked.cluster.devices, asked.cluster
+    dp = 1
+    for axis in ("dp_replicate", "dp_shard"):
+        dp *= fixed.get(axis, (1,))[0]
+    whole = fixed.get("dp", (dp,))[0]
+    if whole % dp:
+        raise ArgumentError(f"layout= has dp={whole}, which is dp_replicate x dp_shard, and {dp} does not divide it")
+    product = whole
+    for axis in ("tp", "cp", "pp"):
+        product *= fixed.get(axis, (1,))[0]
+    if devices % product:
+        raise ArgumentError(
+            f"layout= has degrees with the product {product}, which does not divide the {devices} devices of "
+            f"the cluster ({cluster.nodes} x {cluster.devices_per_node}): take degrees that do"
+        )
+    schedule = fixed.get("schedule", ("1f1b",))[0]
+    if schedule != "1f1b" and fixed.get("pp", (2,))[0] == 1:
+        raise ArgumentError(
+            f"layout= has schedule={schedule}, which is the order of a pipeline, and pp=1: leave one of them out"
+        )
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower()
+
+
+def tokens_of(amount: str | float | None, name: str = "tokens") -> float:
+    """Return the number of 15T, 300B or a plain number; None gives 0. Raises ArgumentError for anything else."""
+    if amount is None:
+        return 0.0
+    text = str(amount)
+    scale = SCALES.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = -1.0
+    if not 1 <= number < 1e18:
+        raise ArgumentError(f"{name}={amount} must be a number of 1 or more and below 10**18, as 15T or 300B")
+    return number
+
+
+def tokens_word(tokens: float) -> str:
+    """Return the shortest word that `tokens_of` reads as this number: 1T, 1.5B, 1234567."""
+    words = [f"{tokens:.17g}", *(f"{tokens / scale:.9g}{letter}" for letter, scale in SCALES.items())]
+    return min((word for word in words if float(word.rstrip("KMBT")) >= 0.1 and tokens_of(word) == tokens), key=len)
+
+
+def seconds_of(amount: str | float | None, name: str = "deadline") -> float:
+    """Return the seconds of 30d, 2w, 12h, 90min, or a number of days; None gives infinity.
+
+    Raises ArgumentError for anything else.
+    """
+    if amount is None:
+        return float("inf")
+    text = str(amount).strip().lower()
+    unit = next((unit for unit in sorted(SECONDS, key=len, reverse=True) if text.endswith(unit)), "")
+    try:
+        number = float(text.removesuffix(unit)) * SECONDS[unit or "d"]
+    except ValueError:
+        number = -1.0
+    if not 0 < number < MOST_S:
+        raise ArgumentError(f"{name}={amount} must be a time above 0, as 30d, 2w, 12h or 90min")
+    return number
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlannedLayout:
+    """One layout, with the predicted cost of a step."""
+
+    prediction: Prediction
+    tokens: float = 0.0
+    """Token budget of the run, 0 = none."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, for `train`, `dry_run` and `profile`."""
+        return self.prediction.plan
+
+    @property
+    def layout(self) -> Layout:
+        """Its degrees."""
+        return self.plan.layout
+
+    @property
+    def words(self) -> str:
+        """The layout as it is printed."""
+        return layout_words(self.layout)
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of one optimizer step."""
+        return self.prediction.step_s
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        """Throughput, to compare with others."""
+        return self.prediction.tokens_per_s_per_device
+
+    @property
+    def mfu_causal(self) -> float:
+        """Share of the datasheet's peak, with attention counted by half."""
+        return self.prediction.mfu(causal=True)
+
+    @property
+    def mfu_full(self) -> float:
+        """Share of the datasheet's peak, with attention counted in full."""
+        return self.prediction.mfu(causal=False)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Waiting in the pipeline, over the work of the busiest rank."""
+        return self.prediction.bubble_fraction
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the fullest rank."""
+        return round(self.prediction.peak_bytes)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Parts of the peak: kind -> bytes."""
+        return {kind: round(size) for kind, size in self.prediction.worst.kinds.items() if size}
+
+    @property
+    def time(self) -> dict[str, float]:
+        """Parts of a step: part -> seconds."""
+        parts = fields(self.prediction.time)
+        return {part.name.removesuffix("_s"): getattr(self.prediction.time, part.name) for part in parts}
+
+    @property
+    def execution(self) -> tuple[str, ...]:
+        """Sentences on how a GPU runs the passes, and what each alternative would take. Empty for other software."""
+        return () if self.prediction.executions is None else self.prediction.executions.why
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a device that a program can use. Infinite = unknown."""
+        return usable_bytes(self.plan)
+
+    @property
+    def ranges(self) -> Ranges:
+        """Range of each figure that nine of ten published runs lie in."""
+        return ranges(self.prediction)
+
+    @property
+    def fit_probability(self) -> float:
+        """Probability that it fits, from errors of predicted memory on published runs."""
+        return fit_probability(self.prediction)
+
+    @property
+    def tight(self) -> bool:
+        """Is hardly any memory left? The planner errs by several percent."""
+        return is_bold(self.prediction)
+
+    @checked
+    def save(self, file: str | Path) -> Path:
+        """Write the plan for `train`, with as many steps as the token budget gives."""
+        best, recipe = self.plan, self.plan.recipe
+        if self.tokens and not recipe.batch_ramp:
+            steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))
+            follows = recipe == replace(recipe, warmup_steps=-1)
+            if steps >= 2**31:
+                raise ArgumentError(
+                    f"tokens={self.tokens:g} are {steps:,} steps, more than a recipe can have: take a larger "
+                    "global_batch"
+                )
+            warmup = -1 if follows else min(recipe.warmup_steps, steps)
+            best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup))
+        best.check()
+        planfile.write(best, file, open_warmup=True, another="file (--save)")
+        return Path(file)
+
+    def row(self) -> dict[str, Any]:
+        """Return its figures as a table row, named as in the JSON document."""
+        names = ("step_seconds", "tokens_per_second_per_device", "mfu_causal", "mfu_full", "bubble_fraction",
+                 "peak_bytes", "tight")  # fmt: skip
+        return {"layout": self.words, **{name: getattr(self, name) for name in names}, **asdict(self.layout)}
+
+    def __repr__(self) -> str:
+        tight = ", tight" if self.tight else ""
+        return (
+            f"{self.words}: {step_length(self.step_seconds)} per step, "
+            f"{count(self.tokens_per_second_per_device)} tokens/s per device, MFU {self.mfu_full:.1%}, "
+            f"{gib(self.peak_bytes)}{tight}"
+        )
+
+    def _repr_html_(self) -> str:
+        return whole(layout_html(self))
+
+
+def layout_html(planned: PlannedLayout) -> str:
+    """Return verdict, speed, memory and time as HTML."""
+    room = planned.usable_bytes if isfinite(planned.usable_bytes) else 0.0
+    fits = planned.peak_bytes <= planned.usable_bytes
+    verdict = "Does not fit" if not fits else "Fits, with less than 95 %" if planned.tight else "Fits"
+    memory = f"{gib(planned.peak_bytes)} of {gib(room)} per device" if room else gib(planned.peak_bytes)
+    speed = (
+        f"{step_length(planned.step_seconds)} per step, "
+        f"{count(planned.tokens_per_second_per_device)} tokens/s per device, "
+        f"MFU {planned.mfu_full:.1%} (full), {planned.mfu_causal:.1%} (causal)"
+    )
+    return "".join(
+        (
+            line(f"{verdict}: {planned.words}", "good" if fits and not planned.tight else "alarm"),
+            line(speed),
+            line(range_words(planned.prediction)),
+            line(f"memory at the peak: {memory}"),
+            memory_bar(planned.memory, room),
+            line(f"a step: {step_length(planned.step_seconds)}"),
+            time_bar(planned.time),
+        )
+    )
+
+
+def layout_cells(planned: PlannedLayout) -> tuple[str, ...]:
+    """Return the cells of a table row."""
+    return (
+        planned.words,
+        step_length(planned.step_seconds),
+        count(planned.tokens_per_second_per_device),
+        f"{planned.mfu_full:.1%}",
+        gib(planned.peak_bytes) + (" (tight)" if planned.tight else ""),
+        f"{planned.bubble_fraction:.1%}",
+    )

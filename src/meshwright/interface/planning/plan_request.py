@@ -1,0 +1,265 @@
+"""Model, cluster and recipe as the plan whose layout is searched, for `plan` and `explore`."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import log2
+from pathlib import Path
+from typing import Any
+
+from meshwright import planfile
+from meshwright.interface.planning.hub_configs import CONFIG, config_folder, is_hub_name
+from meshwright.interface.planning.plan_reading import base_words, plan_of, read_folder, read_to_plan
+from meshwright.interface.planning.tuning_defaults import (
+    CODED_BASE,
+    DEFAULTS,
+    SAMPLES,
+    TUNED_RANK,
+    defaults_of,
+    rate_of_adapters,
+)
+from meshwright.planfile.reading import ReadFolder
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.machine.clusterfile import is_file, load_named
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES
+from meshwright.planner.step.predict import Estimator, build_estimator
+from meshwright.planner.step.prediction import usable_bytes
+from meshwright.spec import Cluster, Layout, Plan, presets
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
+from meshwright.spec.recipe.recipe import DISTILL
+from meshwright.spec.rules.legal import layout_violations
+from meshwright.spec.units import GIB
+
+SEQUENCE = 8192
+"""Sequence of a recipe that names none: that of today's models, if the model has as many positions."""
+BATCH_TOKENS = 4_000_000
+"""Tokens of a step of a recipe that names no batch (Llama-1's)."""
+
+MOST_NODES = 2**17
+
+
+LARGEST_RANK = 2**16 - 1
+FULL, LORA, QLORA = "full", "lora", "qlora"
+RATE = "recipe.learning_rate"
+
+
+def asked_plan(
+    model: Any, cluster: str | None, nodes: int | None, recipe: Sequence[str], tune: str = "", teacher: str = ""
+) -> Plan:
+    """Return the requested plan, with its layout left open.
+
+    `model`: a preset, a Hugging Face folder or config.json, a plan file, or a plan. `tune`: full, lora, qlora, or with
+    a rank as lora:64, takes fine-tuning's batch, sequence and adapters. `teacher`: of a distillation, given as `model`.
+    """
+    plan = plan_of(model)
+    reader: ReadFolder = read_folder
+    path = Path("plan" if plan else model)
+    names_plan = plan is not None or path.suffix in (".yaml", ".yml")
+    words = [f"recipe.{word}" for word in _words(recipe)]
+    if plan is not None:
+        words = [*base_words(plan), *words]
+    elif not names_plan:
+        fetched = config_folder(str(model)) if is_hub_name(str(model)) else None
+        config = fetched / CONFIG if fetched else path if path.suffix == ".json" else path / CONFIG
+        if config.is_file():
+            title = path.name if fetched or path.suffix != ".json" else path.absolute().parent.name
+            reader = read_to_plan(config, title if path.suffix != ".json" or path.name == CONFIG else path.stem)
+            words.insert(0, f"model={config.parent if config.parent != Path() else '.'}")
+        else:
+            words.insert(0, f"model={model}")
+    words += _adapters(tune, coded=not names_plan and _holds_codes(path))
+    named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
+    if tune and not names_plan:
+        words += _tuned(named, adapters=not tune.startswith(FULL))
+    words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
+    file = path if names_plan and plan is None else None
+    with as_typed("recipe", _words(recipe)):
+        requested = planfile.read(file, words, read_folder=reader, notes=[])
+    if nodes is not None and not 1 <= nodes <= MOST_NODES:
+        raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
+    if cluster is not None:
+        requested = replace(
+            requested, cluster=_cluster(cluster, nodes or (requested.cluster.nodes if names_plan else 1))
+        )
+    elif not (names_plan and requested.cluster.device.memory_bytes):
+        raise _missing_cluster(str("the plan" if plan else model) if names_plan else "")
+    elif nodes is not None:
+        requested = replace(requested, cluster=replace(requested.cluster, nodes=nodes))
+    if cluster is None or not is_file(cluster):  # a measured machine has curves in place of data sheets
+        _check_figures(
+            requested, f"cluster={cluster!r}" if cluster else f"cluster.device {requested.cluster.device.name!r}"
+        )
+    if not names_plan:
+        requested = _recipe(requested, named, tuned=bool(tune))
+    _check_any_layout(requested)
+    return requested
+
+
+def within(plan: Plan, memory_gib: float) -> Plan:
+    """Return the plan on devices with this much usable memory."""
+    device = plan.cluster.device
+    room = usable_bytes(plan) / GIB
+    if not 0 < memory_gib <= room:
+        raise ArgumentError(
+            f"memory={memory_gib:g} must be above 0 and at most {room:.1f}, the GiB of one {device.name}"
+        )
+    source = f"{device.source}; of its memory {memory_gib:g} GiB, as asked".removeprefix("; ")
+    smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES), source=source)
+    return replace(plan, cluster=replace(plan.cluster, device=smaller))
+
+
+def asked_estimator(
+    plan: "Plan", cluster: str | None, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0
+) -> "Estimator":
+    """Return the estimator of layouts: by a measured machine if `cluster` names a file, else by data sheets.
+
+    A machine is measured with this package's engine, so other software needs data sheets. Raises ArgumentError.
+    """
+    from meshwright.planner.machine.clusterfile import is_file, load_named
+
+    if cluster is not None and is_file(cluster):
+        if not stack.is_meshwright:
+            raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
+        return load_named(cluster)[0].estimator(plan, document_tokens)
+    return build_estimator(plan, stack, document_tokens=document_tokens)
+
+
+def check_cluster(cluster: str | None) -> None:
+    """Raise PlanError, in one line, for an unknown device or file."""
+    if cluster is not None:
+        _cluster(cluster, 1)
+
+
+def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
+    """Return the estimator of a plan on another device or cluster file. None = the plan's own device.
+
+    Raises PlanError, in one line, for an unknown device or file.
+    """
+    if cluster is None:
+        return None
+    return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
+
+
+@contextmanager
+def as_typed(argument: str, words: Sequence[str]) -> Iterator[None]:
+    """Rephrase errors about a key of a section in the words of an argument, which lack the name of the section."""
+    try:
+        yield
+    except PlanError as error:
+        text = str(error)
+        if not words or not text.startswith(f"{argument}."):
+            raise
+        raise type(error)(f"{argument}={','.join(words)!r}: {text.replace(f'{argument}.', '')}") from None
+
+
+def _cluster(name: str, nodes: int) -> Cluster:
+    """Return a device and its number per node, or the cluster of a file of calibrate."""
+    if is_file(name):
+        return load_named(name, nodes)[1]
+    try:
+        return presets.cluster(name, nodes)
+    except PlanError:
+        if not Path(name).exists():
+            raise
+        raise ArgumentError(
+            f"cluster={name!r} is not a cluster: name a device, as h100x8, or calibrate's FILE.toml"
+        ) from None
+
+
+def _words(recipe: Sequence[str]) -> list[str]:
+    """Return KEY=VALUE words, one each, split at commas and spaces."""
+    split: list[str] = []
+    for word in recipe:
+        parts = re.split(r"[,\s]+", word.strip())
+        split += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [word]
+    for word in split:
+        if "=" not in word:
+            raise ArgumentError(f"recipe={word!r} is not KEY=VALUE, as sequence=8192")
+    return [word.strip() for word in split]
+
+
+def _missing_cluster(file: str) -> Exception:
+    says = f"cluster= is missing, and {file} names none with known figures" if file else "cluster= is missing"
+    names = ", ".join(name for name in presets.device_names() if name != "local")
+    return ArgumentError(f'{says}: name a device and how many of it a node has, as cluster="h100x8"; known: {names}')
+
+
+def _check_any_layout(plan: Plan) -> None:
+    """Raise for what no layout can mend: a sequence beyond learned positions, a noise scale on many devices."""
+    every = plan.recipe.noise_scale_every
+    replace(plan, layout=Layout(), recipe=replace(plan.recipe, noise_scale_every=0)).check()
+    devices = plan.cluster.devices
+    if every and devices > 1:
+        alone = replace(plan.recipe, dropout=0.0)
+        raise IllegalLayout(layout_violations(plan.model, alone, Layout(dp_replicate=devices))[0])
+
+
+def _adapters(tune: str, *, coded: bool) -> list[str]:
+    """Return plan words for --tune. `coded`: the folder holds codes, which become the base."""
+    kind, _, rank = tune.partition(":")
+    with_rank = kind in (LORA, QLORA)
+    if kind not in ("", FULL, LORA, QLORA) or (rank and not (with_rank and rank.isdecimal())):
+        raise ArgumentError(f"tune={tune!r} is not known: take full, lora, qlora, or with a rank as lora:64")
+    if rank and not 1 <= int(rank) <= LARGEST_RANK:
+        raise ArgumentError(f"tune={tune!r}: the rank must be at least 1 and at most {LARGEST_RANK:,}, as lora:64")
+    base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA and not coded else []
+    return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
+
+
+def _holds_codes(path: Path) -> bool:
+    """Return if this is a quantized folder, or the config of one."""
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        return False
+    from meshwright.formats.quantized.detection import is_quantized
+
+    return is_quantized(folder)
+
+
+def _tuned(named: set[str], *, adapters: bool) -> list[str]:
+    """Return plan words for the defaults of `tune`. `_recipe` decides on its sequence and batch."""
+    added = defaults_of(DEFAULTS, {f"recipe.{key}" for key in named} | {"recipe.sequence", "recipe.global_batch"})
+    if adapters and RATE in added:
+        added[RATE] = rate_of_adapters(added[RATE])
+    return [SAMPLES, *(f"{key}={value}" for key, value in added.items())]
+
+
+def _recipe(plan: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
+    """Fill in a recipe for real training: bf16, a long sequence, millions of tokens per step; or for fine-tuning."""
+    changes: dict[str, Any] = {}
+    if not named & {"precision", "mixed_precision", "dtype"}:
+        changes["precision"] = "fp16" if plan.cluster.device.without("bf16") else "bf16"
+    sequence = plan.recipe.sequence
+    if not any("seq" in name or "context" in name for name in named):
+        sequence = changes["sequence"] = min(
+            int(DEFAULTS["recipe.sequence"]) if tuned else SEQUENCE, plan.model.max_positions
+        )
+    if not any("batch" in name for name in named):
+        wanted = max(int(DEFAULTS["recipe.global_batch"]), plan.cluster.devices) if tuned else BATCH_TOKENS // sequence
+        changes["global_batch"] = _batch(wanted, plan.cluster.devices)
+    return replace(plan, recipe=replace(plan.recipe, **changes))
+
+
+def _batch(wanted: int, devices: int) -> int:
+    """Return the sequences of a step: a power of 2, times the odd factor of the devices (3 nodes: 3)."""
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    return odd << max(0, round(log2(max(1, wanted) / odd)))
+
+
+def _check_figures(plan: Plan, name: str) -> None:
+    """Raise ArgumentError if figures of the device are unknown, since nothing is derived from an unknown number."""
+    cluster, device = plan.cluster, plan.cluster.device
+    needed = ["memory_bytes", "memory_bytes_per_s"]
+    needed += [] if device.half_matmul_flop_per_s or device.fp16_flop_per_s else ["bf16_flop_per_s"]
+    needed += ["host_bytes_per_s"] if plan.layout.offload != "off" else []
+    needed += ["link_bytes_per_s"] if cluster.devices_per_node > 1 else []
+    needed += ["network_bytes_per_s"] if cluster.nodes > 1 else []
+    missing = [figure for figure in needed if not getattr(device, figure)]
+    if missing:
+        raise ArgumentError(
+            f'{name} has no figures for {", ".join(missing)}: name a known device, as cluster="h100x8". '
+            "For this machine run calibrate, or give the figures in a plan file"
+        )

@@ -1,0 +1,1 @@
+"""Processes: launch under torchrun, environment, failures, commands that can be copied."""

@@ -1,0 +1,77 @@
+"""Exceptions as one line on stderr and an exit code."""
+
+import errno
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshwright.interface.terminal.help import VERBS
+from meshwright.spec.errors import MeshwrightError, is_out_of_memory
+
+FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """Return (line, exit code) for the exception that ended a verb. Unforeseen ones give 1 and point to --debug."""
+    if isinstance(error, MeshwrightError):
+        return _one_line(str(error)), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if is_out_of_memory(error):
+        return (
+            "out of memory: take a smaller layout.micro_batch, layout.recompute=full or a smaller model",
+            DOES_NOT_FIT,
+        )
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        remedy = ": free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return _one_line(f"{error.strerror}{where}{remedy}"), USAGE
+    return f"{type(error).__name__}: {_one_line(str(error))} (run with --debug for the traceback)", FAILED
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+KINDS = (
+    (r"valid int", "a whole number"),
+    (r"valid (?:number|float)", "a number"),
+    (r"(?:greater than or equal to |x>=)([-\d.]+)", r"at least \1"),
+)
+"""Complaint of typer or click about a value -> what the value must be."""
+SUGGESTIONS = (
+    (r"\. Did you mean ('[^']+')\?$", r". Did you mean \1?"),
+    (r" \(Possible options: ([^)]+)\)$", r". Did you mean \1?"),
+)
+"""Suggestions of typer and click -> one wording."""
+
+
+def explain_usage(error: Any, words: Sequence[str]) -> str:
+    """Explain in one line what the parser rejected: the option, its value, and where help is."""
+    verb = next((f"{word} " for word in words if word in VERBS), "")
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = _explain_value(message, getattr(error, "param", None), words) or message
+    for pattern, replacement in SUGGESTIONS:
+        message = re.sub(pattern, replacement, message)
+    if verb == "generate " and message.startswith("Got unexpected extra argument"):
+        message = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({message.partition(' ')[2]})"
+    if message.startswith("No such option: --dry-run"):
+        message = f"{verb}has no --dry-run: `meshwright dryrun` makes a dry run alone"
+    see = f"see meshwright {verb}--help"
+    return f"{message} S{see[1:]}" if message.endswith("?") else f"{message}: {see}"
+
+
+def _explain_value(message: str, option: Any, words: Sequence[str]) -> str:
+    """Return `--nodes abc must be a whole number`, or an empty text for any other complaint."""
+    kind = next((match.expand(kind) for pattern, kind in KINDS if (match := re.search(pattern, message))), "")
+    names = [name for name in getattr(option, "opts", ()) if name.startswith("-")]
+    typed = next(_typed_values(names, words), "") if kind else ""
+    return f"{typed} must be {kind}" if typed else ""
+
+
+def _typed_values(names: Sequence[str], words: Sequence[str]) -> Iterator[str]:
+    """Yield an option with its value as typed, the last one first, since the parser reads that one."""
+    for index in reversed(range(len(words))):
+        name, equals, text = words[index].partition("=")
+        if name in names and (equals or index + 1 < len(words)):
+            yield f"{name} {text if equals else words[index + 1]}"

@@ -1,0 +1,1 @@
+"""Text for a terminal: lines of any width, help, JSON on stdout."""

@@ -1,1 +1,0 @@
-"""Measurement of this machine for the planner."""

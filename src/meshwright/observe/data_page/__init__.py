@@ -1,1 +1,0 @@
-"""Training data as one HTML page for offline use."""

@@ -1,0 +1,1 @@
+"""Layouts of many devices against one device: the matrix of features, and its reference."""

@@ -1,1 +1,0 @@
-"""Quality of a quantized model as one HTML page for offline use."""

@@ -1,1 +1,0 @@
-"""Comparison of layouts with one device: fixed layouts, and random ones."""

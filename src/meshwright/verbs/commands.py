@@ -1,0 +1,169 @@
+"""The typer application of all verbs. Running a verb imports its own file only."""
+
+import re
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from meshwright.interface.options.plan import Words
+from meshwright.interface.terminal import help
+from meshwright.interface.terminal.screen_text import WIDEST
+
+EXIT = typer.Exit
+"""Exception that ends a verb with an exit code of its own."""
+
+USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""Base class of parser errors. Some versions of typer carry their own copy of click."""
+
+
+class KnownHelp:
+    """A command or group whose --help defaults to false.
+
+    typer reads an unknown default through pydantic, which costs 90 ms.
+    """
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return typer's help option with a default."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]  # of the class beside this one
+        if option is not None and option.default is None:
+            option.default = False
+        return option
+
+
+class Verb(KnownHelp, TyperCommand):
+    """A command whose help calls types NAME, INT, FILE."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments by name and options with their types, each under its panel."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            argument = parameter.param_type_name == "argument"
+            if record is not None:
+                title = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Options"
+                text = re.sub(r"x>=(\S+?)(?=])", r"at least \1", record[1])
+                sections.setdefault(title, []).append((_shown_name(record[0], argument=argument), text))
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
+"""Typer's name of a type -> its name in the help."""
+
+
+FORMER = ("--output",)
+"""Former names of options, still accepted and no longer shown."""
+
+
+def _shown_name(name: str, *, argument: bool) -> str:
+    if argument:  # its name needs no type beside it
+        return re.sub(r" <[^<>]*>$", "", name)
+    name = re.sub(rf", (?:{'|'.join(FORMER)})\b", "", name)
+    return re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: TYPES.get(kind[1].lower(), kind[1].upper()), name)
+
+
+class Verbs(KnownHelp, TyperGroup):
+    """A group of commands."""
+
+
+FUNCTIONS = {"eval": "evaluate", "import": "import_"}
+"""Verb -> name of its function, where the two differ."""
+FOLDERS = {"import": "import_"}
+"""Verb -> name of its folder, where the two differ."""
+
+
+def application(verbs: Iterable[str] = help.VERBS) -> typer.Typer:
+    """Return the typer program with these verbs."""
+    # Plain help: rich's costs 60 ms of imports on every start.
+    program = typer.Typer(
+        cls=Verbs,
+        name="meshwright",
+        help=help.ABOUT,
+        rich_markup_mode=None,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
+    )
+    for verb in verbs:
+        if verb == "data":
+            program.add_typer(data, name=verb)
+            continue
+        function = getattr(
+            import_module(f"meshwright.verbs.{FOLDERS.get(verb, verb)}.command"), FUNCTIONS.get(verb, verb)
+        )
+        program.command(cls=Verb, name=verb, short_help=help.VERBS[verb])(function)
+    program.callback()(options)
+    return program
+
+
+data = typer.Typer(cls=Verbs, help="Look at text, split and tokens before training.", short_help=help.VERBS["data"])
+
+
+@data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
+def data_show(
+    words: Words = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Write a page with more rows, for a browser.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+) -> None:
+    """Show text, split, tokenizer and the first packed sequence of a plan, which is given as for train."""
+    from meshwright.interface.planning.plan_reading import sort_words
+    from meshwright.verbs.data.command import show
+
+    path, overrides, _ = sort_words(words or ())
+    show(path, overrides, json, html)
+
+
+def options() -> None:
+    """Take no options: verbs/main.py handles --debug, --version and --help of the whole program."""
+
+
+def _parser(words: Sequence[str]) -> Any:
+    """Return the parser of the requested verb, or of all verbs when it is unknown: typer then suggests the nearest."""
+    verb = next(iter(words), "")
+    return typer.main.get_command(application([verb] if verb in help.VERBS else help.VERBS))
+
+
+def run(words: Sequence[str]) -> None:
+    """Parse and run one verb. Errors of typer and of the verb propagate, and the process does not end."""
+    verbs = _parser(words)
+    with verbs.make_context("meshwright", list(words)) as context:
+        verbs.invoke(context)
+
+
+def in_options(line: str, words: Sequence[str]) -> str:
+    """Rewrite a sentence that names Python arguments in the options of a verb.
+
+    tokens=15T becomes --tokens 15T, and dry_run=False becomes --no-dry-run. Arguments without an option take their
+    metavar: model='x' becomes MODEL 'x', and another run= becomes another RUN.
+    """
+    # An error may come before a verb is known, so there may be none.
+    verb: Any = _parser(words).commands.get(next(iter(words), ""))
+    metavars = {
+        parameter.name: re.split(r"\W", parameter.metavar.strip("[]"))[0]
+        for parameter in (verb.params if verb else ())
+        if parameter.param_type_name == "argument"
+    }
+    line = re.sub(r"another (\w+)=", lambda match: f"another {metavars.get(match[1], match[1] + '=')}", line)
+    line = re.sub(r"^(\w+)=(?=')", lambda match: f"{metavars.get(match[1], match[1] + '=')} ".replace("= ", "="), line)
+    options: dict[str, str] = {}
+    for parameter in verb.params if verb else ():
+        if parameter.param_type_name == "option":
+            long = [option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
+            options |= {name[2:].replace("-", "_"): name for name in long}
+            # A parameter may have another name than its option.
+            options.setdefault(parameter.name, next(iter(long), ""))
+
+    def option(match: re.Match[str]) -> str:
+        name, truth, quoted, follows = match.groups()
+        # An argument without an option stays as it is.
+        known = options.get(f"no_{name}" if truth == "False" else name, "")
+        return f"{known} {quoted or ''}" if known and (quoted or follows) else known or match[0]
+
+    return re.sub(r"""(?<![\w.'"-])(?<!\d: )(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)

@@ -1,0 +1,156 @@
+"""`compare`: planned, dry run and measured of a run, row by row. `report`: one page of runs."""
+
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.interface.answers.answer import Answer
+from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.markup import line, table, whole
+from meshwright.interface.planning.plan_request import check_cluster, planner_of
+from meshwright.observe.compare.disagreement import TITLES, explanation, shown
+from meshwright.observe.compare.finished_run import DRYRUN, FinishedRun, open_run
+from meshwright.observe.compare.judge import ComparedRow, Comparison
+from meshwright.observe.compare.judge import compare as compare_columns
+from meshwright.observe.compare.sources_of_columns import DryRunner, columns
+from meshwright.observe.compare.table import as_json, percent, verdict
+from meshwright.observe.shared_document import SharedDocument, parse_document
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, OutsideTolerance, RunError
+from meshwright.store.durable import replace_file
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ComparisonAnswer(Answer):
+    """The table of a run."""
+
+    run: Path
+    comparison: Comparison
+
+    @property
+    def plan(self) -> Plan:
+        """The plan as it was run."""
+        return self.comparison.plan
+
+    @property
+    def agrees(self) -> bool | None:
+        """Do all rows that are known twice agree? None = there is no such row."""
+        return not self.comparison.disagreeing if self.comparison.judged else None
+
+    @property
+    def disagreeing(self) -> tuple[ComparedRow, ...]:
+        """Rows beyond their tolerance."""
+        return self.comparison.disagreeing
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """Sentences about the first row that disagrees. Empty = all agree."""
+        bad = self.comparison.disagreeing
+        return tuple(explanation(self.comparison, bad[0])) if bad else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document that `meshwright compare --json` prints."""
+        return as_json(self.comparison, str(self.run))
+
+    def check(self) -> None:
+        """Raise OutsideTolerance with the first row that disagrees, RunError if nothing could be compared."""
+        if not self.comparison.judged:
+            planned, dry, measured = self.comparison.columns
+            if measured.document is None:
+                missing = f"{measured.about}; train the plan, or run meshwright profile"
+            else:
+                missing = f"{dry.about}; compare without dry_run=False" if dry.document is None else planned.about
+            raise RunError(f"{self.run}: nothing could be compared, no figure is known twice: {missing}")
+        if self.explanation:
+            raise OutsideTolerance(f"{self.run}: {self.explanation[0]}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each figure: planned, dryrun and measured, with the errors of the first two."""
+        names = ("section", "what", "rank", "unit", "planned", "dryrun", "measured", "planned_error", "dryrun_error",
+                 "tolerance", "agrees")  # fmt: skip
+        return [{name: row[name] for name in names} for row in self.to_dict()["rows"]]
+
+    def __repr__(self) -> str:
+        return f"{self.run}: {' '.join(' '.join(verdict(self.comparison)).split())}"
+
+    def _repr_html_(self) -> str:
+        comparison = self.comparison
+        rows = [row for row in comparison.rows if row.rank in (None, comparison.rank) and any(row.values)]
+        cells = [
+            (
+                row.what + (" (calls)" if row.unit == "calls" else ""),
+                *(shown(value, row.unit) for value in row.values),
+                *(percent(row.error(column)) for column in (0, 1)),
+                "" if row.agrees() else "disagrees",
+            )
+            for row in rows
+        ]
+        verdict = {
+            True: f"Agrees: all {len(comparison.judged)} rows that are known twice",
+            False: f"Disagrees: {len(comparison.disagreeing)} of {len(comparison.judged)} rows",
+            None: "Nothing could be compared: no figure is known twice",
+        }[self.agrees]
+        return whole(
+            line(
+                f"{verdict} (tolerance {comparison.tolerance:.0%}, traffic exact)", "good" if self.agrees else "alarm"
+            ),
+            *map(line, filter(None, (comparison.columns[0].elsewhere, *self.explanation))),
+            table((str(self.run), *TITLES, "planned is off", "dry run is off", ""), cells),
+            *(line(f"{column.title}: {column.about}") for column in comparison.columns),
+        )
+
+
+@checked
+def compare(
+    run: Place, *, tolerance: float = 0.1, dry_run: bool = True, cluster: str | None = None, told: Told = warnings.warn
+) -> ComparisonAnswer:
+    """Compare plan, dry run and measurement of a run: memory by kind, traffic, time, MFU, bubble.
+
+    Rows that disagree raise nothing: see `agrees` and `check`.
+
+    Args:
+        run: A run folder, or the answer of `train` or `profile`.
+        tolerance: Largest relative error of a row. Traffic must be exact.
+        dry_run: Make a dry run if the folder has none, and keep it there.
+        cluster: Cluster of the planned column. None = that of the plan.
+        told: Called with a sentence if the dry run cannot be kept.
+
+    Raises:
+        RunError: The run cannot be compared.
+        PlanError: An argument makes no sense.
+    """
+    check_tolerance(tolerance)
+    check_cluster(cluster)
+    folder = folder_of(run)
+    finished = open_run(folder)
+    plan = finished.plan_as_run
+    three = columns(finished, planner_of(plan, cluster), _dry_runner(finished, told) if dry_run else None)
+    return ComparisonAnswer(run=folder, comparison=compare_columns(plan, three, tolerance))
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raise ArgumentError unless the tolerance is a finite number of 0 or more."""
+    if not 0 <= tolerance < float("inf"):
+        raise ArgumentError(f"tolerance={tolerance} must be a number of 0 or more, as 0.1 for a tenth")
+
+
+def _dry_runner(run: FinishedRun, told: Told) -> DryRunner:
+    """Return a function that makes the dry run and keeps it in the folder, for later comparisons and reports."""
+
+    def dry(plan: Plan, device: str) -> SharedDocument:
+        from meshwright.observe.dryrun.document import dry_run_document as as_document
+        from meshwright.observe.dryrun.simulate import dry_run
+
+        text = json.dumps(as_document(dry_run(plan, device=device)), indent=1)
+        try:
+            replace_file(run.path / DRYRUN, (text + "\n").encode())
+        except OSError as error:  # a read-only folder is compared all the same
+            told(f"the dry run is not kept in {run.path}: {error.strerror}")
+        return parse_document(json.loads(text), "the dry run")
+
+    return dry

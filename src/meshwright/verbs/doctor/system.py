@@ -1,0 +1,131 @@
+"""Checks of a rank's machine: versions, cores, memory, shared memory, open files, disk, other programs."""
+
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from meshwright.observe.rates import processor
+from meshwright.spec.units import GIB, MIB, gib, many
+from meshwright.training.fits import machine_memory
+from meshwright.verbs.doctor.findings import Finding, failure, ok, skipped, warning
+
+PYTHONS = ((3, 11), (3, 14))
+TORCHES = ((2, 11), (2, 14))
+"""Supported versions: from the first up to but not including the second."""
+LEAST_FREE_BYTES = 2 * GIB
+"""Free memory that a rank with torch and a small model needs."""
+LEAST_SHARED_BYTES = GIB
+"""Space in /dev/shm that NCCL and workers that share tensors may take on a node."""
+LEAST_FILES = 4096
+"""Open files of a process: sockets to other ranks, shards of checkpoints."""
+LEAST_DISK_BYTES = 10 * GIB
+SLOW_DISK_BYTES_PER_S = 50 * MIB
+BUSY = 0.5
+"""Programs per core that run or wait, above which timings and training suffer."""
+
+
+def check_versions(
+    python: Sequence[int] = sys.version_info[:2], torch_version: str = str(torch.__version__)
+) -> Finding:
+    """Check that Python and torch are supported versions."""
+    numbers = tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2])
+    summary = f"Python {'.'.join(map(str, python))}, torch {torch_version}"
+    if not PYTHONS[0] <= tuple(python) < PYTHONS[1]:
+        return failure("versions", f"{summary}: this Python is not supported", "use Python 3.11, 3.12 or 3.13")
+    if not TORCHES[0] <= numbers < TORCHES[1]:
+        return failure("versions", f"{summary}: this torch is not supported", "pip install 'torch>=2.11,<2.14'")
+    return ok("versions", summary)
+
+
+def check_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> Finding:
+    """Count the cores of this process, and check that no quota gives it less time than they have."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.read_text().split() if cgroup.is_file() else ["max"]
+    summary = f"{count} cores ({processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
+    if quota[0].isdigit():
+        allowed = int(quota[0]) / int(quota[1])
+        if allowed < 0.9 * count:
+            return warning(
+                "cores", f"{summary}, but a quota allows the time of {allowed:.1f}",
+                f"set OMP_NUM_THREADS={max(1, int(allowed))}: more threads only wait for each other", cores=count,
+            )  # fmt: skip
+    return ok("cores", summary, cores=count, threads=torch.get_num_threads())
+
+
+def check_memory(root: Path = Path("/")) -> Finding:
+    """Check the free memory of the machine and of each control group of this process."""
+    if not (root / "proc/meminfo").is_file():
+        return skipped("memory", "this system does not say how much memory is free")
+    here = machine_memory(root)
+    free, whole, swapped = here.available_bytes, here.total_bytes, here.swapped_bytes
+    text = f"{gib(free)} of {gib(whole)} free"
+    if free < LEAST_FREE_BYTES:
+        return failure("memory", text, f"end other programs: a rank needs {gib(LEAST_FREE_BYTES)} at least")
+    if swapped > GIB:
+        return warning("memory", f"{text}, {gib(swapped)} swapped out", "end other programs: swapping stalls training")
+    return ok("memory", text, free_bytes=free, total_bytes=whole)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """Check the memory that processes of a node can share. Containers get 64 MiB by default."""
+    if not path.is_dir():
+        return skipped("shared memory", f"there is no {path}")
+    usage = shutil.disk_usage(path)
+    summary = f"{gib(usage.free)} free in {path}"
+    if usage.free < LEAST_SHARED_BYTES:
+        return warning(
+            "shared memory", summary, "start the container with --shm-size=8g or --ipc=host: NCCL fails without room"
+        )
+    return ok("shared memory", summary, free_bytes=usage.free)
+
+
+def check_open_files(limit: int | None = None) -> Finding:
+    """Check how many files and sockets a process may open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    if 0 <= soft < LEAST_FILES:
+        return warning("open files", f"at most {soft} for a process", f"ulimit -n {16 * LEAST_FILES} before the start")
+    return ok("open files", f"{soft} for a process", limit=soft)
+
+
+def check_disk(folder: Path, size_bytes: int = 64 * MIB) -> Finding:
+    """Check space and speed of the disk of runs. A checkpoint takes 12 to 16 bytes per parameter."""
+    nearest_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(nearest_folder).free
+    text = f"{gib(free)} free where runs are kept"
+    if free < LEAST_DISK_BYTES:
+        return warning("disk", text, "free some space: checkpoints take 12 to 16 bytes per parameter, three are kept")
+    block, began = b"\x5a" * MIB, time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=nearest_folder) as file:
+            for _ in range(size_bytes // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return failure(
+            "disk", f"{text}, and cannot be written: {error.strerror}", "run in a folder that can be written"
+        )
+    rate = size_bytes / (time.perf_counter() - began)
+    text += f", written at {rate / MIB:.0f} MiB/s"
+    if rate < SLOW_DISK_BYTES_PER_S:
+        return warning("disk", text, "save less often (recipe.checkpoint_every), or to another disk", bytes_per_s=rate)
+    return ok("disk", text, free_bytes=free, bytes_per_s=rate)
+
+
+def check_other_programs(load: float | None = None, cores: int | None = None) -> Finding:
+    """Check that no other program keeps the machine busy."""
+    if load is None and not hasattr(os, "getloadavg"):
+        return skipped("other programs", "this system does not tell its load")
+    load = os.getloadavg()[0] if load is None else load
+    cores = cores or os.cpu_count() or 1
+    summary = f"load {load:.1f} on {cores} cores"
+    if load > BUSY * cores:
+        return warning("other programs", summary, "end other programs, or expect lower speeds than an idle machine has")
+    return ok("other programs", summary, load=load)

@@ -1,0 +1,99 @@
+"""`meshwright eval`: score a model on held-out text or on tasks, alone or against another one."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.interface.options.model import Checkpoint, ModelPath, named_adapters
+
+
+def evaluate(
+    model: ModelPath,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="PATH", help="Text to score in full. [default: the held-out part of the run]"),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", metavar="PATH", help="Task of lm-evaluation-harness (YAML), or a folder of them."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="RUN_OR_HF_DIR", help="Model to compare with; differences are paired by item."
+        ),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIR",
+            help="Adapter to compare with the model: a PEFT folder, or a run. Repeatable.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Most items of each task.  [default: all]")] = None,
+    shots: Annotated[int | None, typer.Option(help="Examples before each item.  [default: as the task says]")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Write prompts with the model's chat template.")] = False,
+    checkpoint: Checkpoint = "last",
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
+    sequences: Annotated[int, typer.Option(help="Most windows of the text; 0 = all.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+) -> None:
+    """Score a model on held-out text or tasks. With --against, say what changed, and whether beyond noise."""
+    from meshwright.interface.terminal.output import print_json
+    from meshwright.verbs.eval.request import check_request
+
+    adapters = named_adapters(adapter, "")
+    check_request(
+        model, tasks=tasks or (), against=against, adapters=adapters, data=data, dtype=dtype, sequences=sequences,
+        limit=limit, shots=shots, checkpoint=checkpoint,
+    )  # fmt: skip
+    # One model on text needs neither the harness nor paired statistics.
+    if not tasks and against is None and not adapter:
+        _held_out(model, data, dtype, sequences, checkpoint, json=json)
+        return
+    from meshwright.interface.terminal.screen_text import show
+    from meshwright.verbs.eval import answer as evaluation
+    from meshwright.verbs.eval.screen import lines
+
+    with _progress() as progress:
+        answer = evaluation.evaluate(
+            model, tasks=tasks or (), against=against, adapters=adapters, data=data,
+            dtype=dtype, sequences=sequences, limit=limit,
+            shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
+        )  # fmt: skip
+    if json:
+        print_json(answer.to_dict())
+    else:
+        show(lines(answer))
+
+
+def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
+    """Score one model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
+    from meshwright.interface.terminal import fields
+    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.trained.opening import load
+
+    metrics = load(model, dtype, checkpoint=checkpoint).evaluate(data, sequences=sequences)
+    if json:
+        figures = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds", "roles")
+        print_json({name: getattr(metrics, name) for name in figures if getattr(metrics, name) is not None})
+    else:
+        print(fields.held_out(metrics))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on stderr, if that is a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from meshwright.interface.terminal.output import console
+
+    out = console(json=True)
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("requests", total=None)
+        yield lambda done, wanted: bar.update(task, completed=done, total=wanted)

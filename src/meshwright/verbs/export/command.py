@@ -1,0 +1,45 @@
+"""`meshwright export`: write a run as a Hugging Face directory, or as a GGUF file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.interface.options.model import Checkpoint
+from meshwright.verbs.export.answer import check_export, write_directory, write_gguf_file
+
+
+def export(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints; for GGUF any model.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, new or empty; or a .gguf file.")],
+    checkpoint: Checkpoint = "last",
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Export only the adapter of a run with model.lora, in PEFT's format.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON document.")] = False,
+) -> None:
+    """Write the weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config.
+
+    An adapter is merged into its base weights. An OUT that ends in .gguf is one file for llama.cpp.
+    """
+    from meshwright.interface.terminal.output import print_json
+
+    check_export(run, out, dtype, checkpoint, adapter=adapter)
+    if out.suffix == ".gguf":
+        written = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
+        if json:
+            print_json(written)
+        else:
+            print(f"{out}: {written['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
+            if written["note"]:
+                print(f"tokenizer: {written['note']}")
+        return
+    taken = write_directory(run, out, dtype, checkpoint, adapter=adapter)
+    if json:
+        print_json({"out": out, "checkpoint": taken, "files": sorted(path.name for path in out.iterdir())})
+    else:
+        readers = "for transformers (v4 and v5) and what reads its directories"
+        print(f"{out}: {taken.name} of {run}, {'its adapter, for PEFT' if adapter else readers}")

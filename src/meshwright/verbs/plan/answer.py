@@ -1,0 +1,268 @@
+"""`plan`: the layouts of a model on a cluster, ranked, with their cost. Needs no torch, no GPU."""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.interface.answers.answer import Answer
+from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.markup import LISTED, line, table, whole
+from meshwright.interface.planning.layouts import (
+    SEARCHED,
+    Fixed,
+    PlannedLayout,
+    carried_layout,
+    fixed_layout,
+    layout_cells,
+    layout_html,
+    tokens_of,
+)
+from meshwright.interface.planning.plan_reading import Section, section_words
+from meshwright.interface.planning.plan_request import as_typed, asked_estimator, asked_plan, within
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
+from meshwright.planner.plan_document import document, ranked
+from meshwright.planner.search.changes import enough_nodes
+from meshwright.planner.search.ranking import Ranking, search
+from meshwright.planner.search.recommend import recommend
+from meshwright.planner.search.refused import rank_candidates
+from meshwright.planner.step.budget import Budget, budget
+from meshwright.planner.step.predict import Estimator
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.stacks.declaration.software import TrainingSoftware
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanAnswer(Answer):
+    """The layouts that fit, the recommended one first, and the reasons."""
+
+    ranking: Ranking
+    """The result of the search."""
+    estimator: Estimator
+    fixed: Fixed
+    """Fields of the layout that were given, not searched."""
+    tokens: float = 0.0
+    price: float = 0.0
+    software: "TrainingSoftware | None" = None
+    """The training software of these layouts. None = this package's own engine."""
+
+    @property
+    def best(self) -> PlannedLayout:
+        """The recommended layout: the fastest that fits with a probability of 95 %, if there is one."""
+        return PlannedLayout(prediction=self.ranking.best[0], tokens=self.tokens)
+
+    @property
+    def alternatives(self) -> tuple[PlannedLayout, ...]:
+        """The other listed layouts, the fastest first."""
+        return tuple(PlannedLayout(prediction=prediction, tokens=self.tokens) for prediction in self.ranking.best[1:])
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the recommended layout."""
+        return self.best.plan
+
+    @cached_property
+    def why(self) -> tuple[str, ...]:
+        """Sentences on the purpose of each technique of the recommended layout."""
+        return tuple(reasons(self.estimator, self.ranking.best[0]))
+
+    @cached_property
+    def outlook(self) -> tuple[str, ...]:
+        """Sentences on a longer sequence, half the devices, the batch, the token budget."""
+        best = self.ranking.best[0]
+        half = () if self.fixed else half_machine(self.estimator, best)  # only of a free search
+        sentences = [limit(self.estimator, best), *half]
+        sentences += scale_warnings(self.estimator, best, self.tokens)
+        return tuple(filter(None, [*sentences, bill(best, self.tokens, self.price) if self.tokens else ""]))
+
+    @property
+    def budget(self) -> Budget | None:
+        """Time and cost of the token budget. None = none was given."""
+        best = self.ranking.best[0]
+        if not self.tokens:
+            return None
+        return budget(self.tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, self.price)
+
+    @property
+    def known_errors(self) -> tuple[str, ...]:
+        """Sentences on the planner's errors on published rows of that software, and on what it cannot predict."""
+        if self.software is None:
+            return ()
+        from meshwright.stacks.stack_errors import sentences
+
+        return tuple(sentences(self.software))
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write the software's configuration and launch scripts for the recommended layout.
+
+        Raises PlanError instead of replacing a user's file, ArgumentError without `stack`.
+        """
+        if self.software is None:
+            raise ArgumentError("write() is for another training software: ask with stack=, or take save(FILE)")
+        from meshwright.stacks.config_writing import write
+
+        return write(self.software, self.plan, Path(folder))
+
+    def save(self, file: str | Path) -> Path:
+        """Write the recommended plan, for `train`."""
+        return self.best.save(file)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document that `meshwright plan --json` prints."""
+        bill = self.budget
+        return {
+            **document(self.ranking.best[0]),
+            **ranked(self.ranking),
+            **({} if bill is None else {"budget": asdict(bill)}),
+            **({"for": self.software.word, "known_errors": list(self.known_errors)} if self.software else {}),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each listed layout, the recommended one first."""
+        return [layout.row() for layout in (self.best, *self.alternatives)]
+
+    def __repr__(self) -> str:
+        cluster = self.plan.cluster
+        machine = f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}"
+        return (
+            f"{self.plan.model.name} on {machine}: {self.best} "
+            f"(best of {self.ranking.legal:,} legal layouts, {len(self.alternatives)} alternatives)"
+        )
+
+    def _repr_html_(self) -> str:
+        plan, cluster = self.plan, self.plan.cluster
+        recipe = plan.recipe
+        asked = (
+            f"{plan.model.name} on {cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}, "
+            f"{recipe.global_batch} sequences of {recipe.sequence:,} tokens per step, {recipe.precision}"
+        )
+        others = self.alternatives[: LISTED - 1]
+        rows = [layout_cells(layout) for layout in (self.best, *others)]
+        searched = f"{self.ranking.legal:,} legal layouts; {self.ranking.too_large:,} do not fit."
+        return whole(
+            line(asked),
+            layout_html(self.best),
+            table(("layout", "step", "tokens/s per device", "MFU (full)", "memory", "bubble"), rows) if others else "",
+            *map(line, (*self.why, searched)),
+        )
+
+
+@checked
+def plan(
+    model: str | Path | Plan | HasPlan,
+    *,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    layout: Section | Layout = None,
+    recipe: Section = None,
+    tune: str = "",
+    teacher: str | Path = "",
+    tokens: str | float | None = None,
+    price: float = 0.0,
+    listed: int | None = None,
+    memory: float | None = None,
+    stack: str = "",
+    document_tokens: float = 0.0,
+) -> PlanAnswer:
+    """Rank the layouts of a model on a cluster by predicted step time.
+
+    Args:
+        model: A preset, a Hugging Face folder, a plan file or a plan.
+        cluster: Device and number per node, as "h100x8", or a file of `calibrate`.
+        nodes: Number of nodes.
+        layout: Fixed fields: {"tp": 8}, "tp=8,zero=3", or a Layout.
+        recipe: Changes of the recipe, as {"sequence": 8192}.
+        tune: "full", "lora", "qlora" or "lora:64": take fine-tuning's batch and adapters.
+        teacher: Teacher of a distillation, given as `model`. Its weights and forward passes are counted.
+        tokens: Token budget, as "15T".
+        price: Dollars of a device-hour.
+        listed: Number of layouts to list.
+        memory: GiB of each device that a layout may use. None = all usable memory.
+        stack: Training software to plan for: "torchtitan", "megatron-lm", ... `write` makes its files. Empty = this
+            package's engine.
+        document_tokens: Average length of the packed document around a token. 0 = the whole row.
+
+    Raises:
+        DoesNotFit: No layout fits. Its `answer` is the nearest one (PlannedLayout).
+        PlanError: An argument makes no sense.
+    """
+    from meshwright.planner.search.ranking import LISTED
+
+    asked = asked_plan(model, cluster, nodes, section_words(recipe), tune, str(teacher))
+    asked = asked if memory is None else within(asked, memory)
+    budget = tokens_of(tokens)
+    _check_price(price, budget)
+    if listed is not None and listed < 1:
+        raise ArgumentError(f"listed={listed} must be at least 1")
+    if isinstance(layout, Layout):
+        layout = {name: getattr(layout, name) for name in SEARCHED}
+    words = section_words(layout)
+    with as_typed("layout", words):
+        asked, searched = carried_layout(asked, words)
+    fixed_degrees = fixed_layout(asked, searched)
+    software, fixed = (None, fixed_degrees) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, fixed_degrees)
+    if document_tokens < 0:
+        raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
+    estimator = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
+    estimator = replace(estimator, run_steps=int(budget) // (asked.recipe.global_batch * asked.recipe.sequence))
+    with as_typed("layout", words):
+        ranking = search(estimator, asked, fixed=fixed, listed=listed or LISTED)
+        if not ranking.legal and software is not None:
+            from meshwright.interface.planning.stack_choice import none_offered
+
+            raise none_offered(software, estimator, asked, fixed_degrees)
+        if not ranking.legal:
+            ranking = rank_candidates(estimator, asked, fixed)
+    if not ranking.best:
+        every = software.fixed() if software else {}
+        free = not (fixed_degrees and search(estimator, asked, fixed=every, listed=1).best)
+        adapted = None
+        if not (tune or teacher or words) and asked.model.lora is None:
+            with suppress(MeshwrightError):  # answer the next question: would adapters fit?
+                shared: dict[str, Any] = {"nodes": nodes, "recipe": recipe, "memory": memory, "stack": stack}
+                adapted = plan(model, cluster=cluster, tune="lora", listed=1, **shared).best.peak_bytes
+        raise _does_not_fit(estimator, ranking, every, free=free, adapted_bytes=adapted)
+    ranking = recommend(estimator, asked, ranking, fixed)
+    del ranking.best[listed or LISTED :]
+    return PlanAnswer(ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software)
+
+
+def _offered(stack: str, plan: Plan, fixed: Fixed) -> "tuple[TrainingSoftware, Fixed]":
+    """Return the software of a word and the fields that it fixes. Raises PlanError if it lacks model or layout."""
+    from meshwright.interface.planning.stack_choice import check_model_offered, restricted
+    from meshwright.stacks.trainer_table import software
+
+    check_model_offered(software(stack), plan)
+    return software(stack), restricted(software(stack), fixed)
+
+
+def _does_not_fit(
+    estimator: Estimator, ranking: Ranking, every: Fixed, *, free: bool, adapted_bytes: float | None = None
+) -> Exception:
+    """Return the error with the nearest layout.
+
+    `every`: restrictions of all layouts. `adapted_bytes`: need of adapters.
+    """
+    nearest = ranking.nearest
+    assert nearest is not None
+    error = DoesNotFit(
+        unfit(estimator, nearest)
+        if ranking.legal == 1
+        else failure(
+            ranking, enough_nodes(estimator, nearest.plan, every) if free else 0, free=free, adapted_bytes=adapted_bytes
+        )
+    )
+    error.answer, error.document = PlannedLayout(prediction=nearest), {**document(nearest), **ranked(ranking)}
+    return error
+
+
+def _check_price(price: float, tokens: float) -> None:
+    if not 0 <= price < float("inf"):
+        raise ArgumentError(f"price={price} must be a number of 0 (none) or more")
+    if price and not tokens:
+        raise ArgumentError(f"price={price} is for the bill of a run: give its length, as tokens=15T")

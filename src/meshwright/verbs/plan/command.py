@@ -1,0 +1,282 @@
+"""`meshwright plan MODEL --cluster NAME`: rank layouts, with their cost. Needs no torch, no GPU."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.interface.options.plan import (
+    AskedCluster,
+    AskedFrom,
+    AskedNodes,
+    AskedOutputFolder,
+    AskedRecipe,
+    AskedStack,
+    ModelOrNone,
+)
+from meshwright.interface.options.serve import (
+    AskedAdapterRank,
+    AskedAdapters,
+    AskedAdapterTargets,
+    AskedConcurrency,
+    AskedFramework,
+    AskedInput,
+    AskedKv,
+    AskedMeasure,
+    AskedOutput,
+    AskedQuantization,
+    AskedServe,
+    refuse_load,
+)
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
+from meshwright.spec.plan.plan import RANDOM, SAMPLES, STDLIB
+from meshwright.verbs.plan_from.command import print_config
+from meshwright.verbs.plan_serve.command import print_serving
+
+PLANS = (".yaml", ".yml")
+MOST_SHOWN = 1000
+"""Most alternatives that --top may ask for."""
+
+
+def plan(
+    model: ModelOrNone = None,
+    cluster: AskedCluster = None,
+    nodes: AskedNodes = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout",
+            metavar="KEY=N,...",
+            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml. "
+            "A layout as this verb prints it, in quotes, fixes that one.",
+        ),
+    ] = None,
+    recipe: AskedRecipe = None,
+    tune: Annotated[
+        str,
+        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
+    ] = "",
+    teacher: Annotated[
+        str,
+        typer.Option(
+            "--teacher", metavar="MODEL", help="Teacher of a distillation: a preset or a folder.", show_default=False
+        ),
+    ] = "",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="GPUs per node, as in --cluster h100x8.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: prints days and steps.")
+    ] = None,
+    price: Annotated[
+        float,
+        typer.Option(
+            "--price",
+            metavar="USD",
+            help="Dollars per device-hour; with --tokens, prints the total cost.",
+            show_default=False,
+        ),
+    ] = 0.0,
+    memory: Annotated[
+        float | None,
+        typer.Option("--memory", metavar="GIB", help="Memory of each device that a layout may use. [default: all]"),
+    ] = None,
+    document_tokens: Annotated[
+        float,
+        typer.Option(
+            "--document-tokens",
+            metavar="N",
+            help="Average length of the packed document around a token. [default: the whole row]",
+            show_default=False,
+        ),
+    ] = 0.0,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, for train.")] = None,
+    stack: AskedStack = "",
+    output: AskedOutputFolder = None,
+    source: AskedFrom = "",
+    details: Annotated[
+        bool,
+        typer.Option("--details", help="Also print memory and time by part, rejected layouts, and half the machine."),
+    ] = False,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="INT", help="Number of alternatives to list. [default: 4]")
+    ] = None,
+    serve: AskedServe = False,
+    input_length: AskedInput = None,
+    output_length: AskedOutput = None,
+    concurrency: AskedConcurrency = None,
+    quantization: AskedQuantization = "",
+    kv_dtype: AskedKv = "",
+    framework: AskedFramework = "",
+    adapters: AskedAdapters = None,
+    adapter_rank: AskedAdapterRank = None,
+    adapter_targets: AskedAdapterTargets = "",
+    measure: AskedMeasure = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> None:
+    """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
+    cluster = _with_gpus(cluster, gpus)
+    # One verb for three questions: a configuration (--from), serving (--serve), and training. Options of another
+    # question are refused, since ignoring them would mislead.
+    if source:
+        from meshwright.verbs.plan_from.answer import plan_from
+
+        _refuse_beside_from({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
+                        "document-tokens": document_tokens, "save": save, "top": top, "serve": serve,
+                        "out": output})  # fmt: skip
+        print_config(
+            plan_from(
+                source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
+            ),
+            details=details, json=json,
+        )  # fmt: skip
+        return
+    if model is None:
+        raise ArgumentError("MODEL is missing: give a preset, a folder or a plan file, or --from FILE")
+    check_folder(output, stack)
+    load: dict[str, str | int | None] = {
+        "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
+        "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
+        "adapters": adapters, "adapter_rank": adapter_rank, "adapter_targets": adapter_targets,
+    }  # fmt: skip
+    if serve:
+        training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
+                    "memory": memory, "document-tokens": document_tokens, "save": save, "for": stack,
+                    "out": output}  # fmt: skip
+        print_serving(
+            model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
+        )
+        return
+    from meshwright.interface.planning.layouts import PlannedLayout
+    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import show
+    from meshwright.planner.search.ranking import LISTED
+    from meshwright.verbs.plan import answer as planning
+    from meshwright.verbs.plan.screen import Asked
+    from meshwright.verbs.plan.screen import answer as in_words
+    from meshwright.verbs.plan.screen import unfit as nearest_in_words
+
+    refuse_load({**load, "measure": measure or None})
+    if save is not None:
+        _check_save(save, model)
+    if top is not None and not 1 <= top <= MOST_SHOWN:
+        raise PlanError(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
+    try:
+        answer = planning.plan(
+            model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
+            tokens=tokens, price=price, stack=stack, document_tokens=document_tokens,
+            listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
+        )  # fmt: skip
+    except DoesNotFit as error:
+        if json and error.document:
+            print_json(error.document)
+        elif isinstance(error.answer, PlannedLayout):
+            show([*nearest_in_words(error.answer.prediction), *_device_note(cluster, nodes or 1)])
+        raise
+    if save:
+        answer.save(save)
+    written = answer.write(output) if output else []
+    if json:
+        print_json(answer.to_dict())
+        return
+    asked = Asked(
+        fixed=answer.fixed,
+        tokens=answer.tokens,
+        price=price,
+        details=details,
+        top=top,
+        saved=str(save or ""),
+        own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
+        stack=answer.software.word if answer.software else "",
+    )
+    show([*in_words(answer.estimator, answer.ranking, asked), *_device_note(cluster, nodes or 1)])
+    if answer.software:
+        from meshwright.verbs.plan.screen import after_plan
+
+        show(after_plan(answer, written))
+    elif save:
+        show(["", *_command(answer.plan, save)])
+
+
+def _with_gpus(cluster: str | None, gpus: int | None) -> str | None:
+    """Return `h100x8` for `--cluster h100 --gpus 8`."""
+    from meshwright.spec.presets import machine, split_cluster
+
+    if gpus is None:
+        return cluster
+    if cluster is not None and (sold := machine(cluster)) is not None:
+        if sold.devices != gpus:
+            raise PlanError(f"--cluster {cluster} has {sold.devices} devices: leave --gpus out, or name the device")
+        return cluster
+    if cluster is None or split_cluster(cluster)[1] not in (1, gpus):
+        raise PlanError(f"--gpus {gpus} counts the devices of --cluster per node: name the device, as --cluster h100")
+    return f"{split_cluster(cluster)[0]}x{gpus}"
+
+
+def _device_note(cluster: str | None, nodes: int) -> list[str]:
+    """Return a caution about a device whose name is ambiguous."""
+    from meshwright.interface.terminal.screen_text import width, wrapped
+    from meshwright.planner.machine.clusterfile import is_file
+    from meshwright.spec.presets import device_note
+
+    note = "" if cluster is None or is_file(cluster) else device_note(cluster, nodes)
+    return list(wrapped(note, width(), "  ! ")) if note else []
+
+
+def _refuse_beside_from(options: Mapping[str, object]) -> None:
+    """Raise PlanError for options that --from cannot use."""
+    for name, setting in options.items():
+        if setting:
+            raise PlanError(f"--from reads a configuration, and --{name} is for plans of a model: leave it out")
+
+
+def _check_save(save: Path, model: str) -> None:
+    """Raise PlanError, before the search, if the plan cannot be saved or would overwrite a user's own file."""
+    if save == Path(model):
+        raise PlanError(f"--save {save} is the plan that was read: name another file")
+    if not save.absolute().parent.is_dir():
+        raise PlanError(f"--save {save}: there is no folder {save.parent}; make it first")
+    if save.is_file() and "#" in save.read_text(encoding="utf-8", errors="replace"):
+        raise PlanError(f"--save {save} would replace a file with comments, which --save did not write: name another")
+
+
+def _command(best: "Plan", file: Path) -> Iterator[str]:
+    """Yield the command that runs the saved plan, and the settings that nobody has chosen."""
+    from meshwright.interface.terminal.screen_text import continued, width
+
+    cluster, recipe, words = best.cluster, best.recipe, f"train {shlex.quote(str(file))}"
+    if best.data.form == SAMPLES:
+        words = f"tune {shlex.quote(str(file))}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
+        words += " data=CHAT.jsonl" * (best.data.path == STDLIB)
+        rate = f"fine-tuning's learning rate ({recipe.learning_rate:g})"
+        yield f"Written to {file}, with {rate}; replace the words in capitals."
+    else:
+        unchanged = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
+        yield f"Written to {file}; {unchanged} are as in the plan."
+    if cluster.devices == 1:
+        command, where = f"meshwright {words}", ""
+    elif cluster.nodes == 1:
+        command, where = f"torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}", ""
+    else:
+        where = f", on each of the {cluster.nodes} nodes, HOST being one of them"
+        command = (
+            f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d "
+            f"--rdzv_endpoint HOST:29400 --rdzv_id {shlex.quote(file.stem)} -m meshwright {words}"
+        )
+    yield f"Command{where}:"
+    yield from continued(command, width(), "  ")
+
+
+def check_folder(folder: Path | None, stack: str) -> None:
+    """Raise PlanError, before the search, for an output folder that cannot be written."""
+    from meshwright.spec.errors import PlanError
+
+    if folder is None:
+        return
+    if stack in ("", "meshwright"):
+        raise PlanError("--out is for --for STACK: take --save FILE for a plan of this package's engine")
+    if folder.is_file():
+        raise PlanError(f"--out {folder} is a file: name a folder")

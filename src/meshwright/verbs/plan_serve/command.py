@@ -1,0 +1,59 @@
+"""`meshwright plan MODEL --serve`: memory, concurrency and speed of a served model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.spec.errors import ArgumentError, DoesNotFit
+
+
+def print_serving(
+    model: str, cluster: str | None, nodes: int | None, layout: Sequence[str] | None,
+    load: Mapping[str, str | int | None], training: Mapping[str, object],
+    *, details: bool, top: int | None, json: bool, measure: bool = False,
+) -> None:  # fmt: skip
+    """Plan a served load and print it; with `measure`, also run it on this machine, with random weights.
+
+    `load`: options of the load, empty or None = not given. `training`: options of plans of training, which are refused.
+    """
+    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import show
+    from meshwright.planner.machine.clusterfile import is_file
+    from meshwright.verbs.plan_serve.answer import plan_serving
+    from meshwright.verbs.plan_serve.screen import serving_answer
+
+    misplaced = next((name for name, setting in training.items() if setting), None)
+    if misplaced:
+        raise ArgumentError(f"--{misplaced} is for training, and --serve plans serving: leave one out")
+    if not load["adapters"] and (load["adapter_rank"] or load["adapter_targets"]):
+        raise ArgumentError("--adapter-rank and --adapter-targets describe adapters: add --adapters N")
+    asked: dict[str, Any] = {name: setting for name, setting in load.items() if setting not in ("", None)}
+    if measure and not (cluster and is_file(cluster)):
+        raise ArgumentError("--measure runs the load on this machine: name it with --cluster FILE.toml of calibrate")
+    try:
+        answer = plan_serving(model, cluster=cluster, nodes=nodes, tp=_tp(layout), **asked)
+    except DoesNotFit as error:
+        if json and error.document:
+            print_json(error.document)
+        raise
+    columns = answer.measure() if measure else None
+    if json:
+        measured = {"measured": asdict(columns), "errors": columns.errors} if columns else {}
+        print_json(answer.to_dict() | measured)
+        return
+    show(serving_answer(answer, details=details, top=top))
+    if columns:
+        from meshwright.interface.terminal.compared_rows import served_rows
+
+        show(["", *served_rows(columns.rows(tolerance=float("inf")))])
+
+
+def _tp(layout: Sequence[str] | None) -> int:
+    """Return the tensor-parallel degree that --layout fixes, 0 = none."""
+    words = [word for part in layout or () for word in part.replace(",", " ").split()]
+    if not words:
+        return 0
+    key, _, degree = words[0].partition("=")
+    if len(words) > 1 or key != "tp" or not degree.isdecimal() or not int(degree):
+        raise ArgumentError(f"--layout {' '.join(words)!r}: with --serve a layout is tp=N alone")
+    return int(degree)

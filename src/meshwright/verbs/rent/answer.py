@@ -1,0 +1,333 @@
+"""`rent`: devices, their number and layout; cost against time, over all devices with a price."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.interface.answers.answer import Answer
+from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.markup import line, table, whole
+from meshwright.interface.planning.layouts import seconds_of, tokens_of, tokens_word
+from meshwright.interface.planning.plan_reading import Section, section_words
+from meshwright.interface.planning.plan_request import asked_plan
+from meshwright.planner.explain import words_of
+from meshwright.planner.rent import prices as price_tables
+from meshwright.planner.rent.clusters import NODES, lacks, left_out
+from meshwright.planner.rent.failures import LLAMA_3, Conditions
+from meshwright.planner.rent.prices import Prices
+from meshwright.planner.rent.run_on import RentedRun
+from meshwright.planner.rent.sweep import LONGEST_S, RentRequest, Swept, sweep
+from meshwright.planner.rent.uncertainty import days, plain
+from meshwright.spec import Plan, presets
+from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.units import count, many
+
+DAY_S, HOUR_S = 86_400.0, 3600.0
+MOST_NODES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RentAnswer(Answer):
+    """The runs that no other beats in both time and cost, the cheapest first."""
+
+    asked: RentRequest
+    swept: Swept
+    prices: Prices
+    words: tuple[str, ...]
+    """Words of the `meshwright plan` command for the same run."""
+    deadline_s: float = float("inf")
+    budget_usd: float = float("inf")
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Priced devices that were not tried -> their missing figure. Empty = devices were named."""
+
+    @property
+    def front(self) -> tuple[RentedRun, ...]:
+        """The Pareto front of cost and time."""
+        return tuple(self.swept.front)
+
+    @property
+    def cheapest(self) -> RentedRun | None:
+        """The cheapest run that ends before the deadline, on average. None = none does."""
+        return next((run for run in self.front if run.wall_s <= self.deadline_s), None)
+
+    @property
+    def fastest(self) -> RentedRun | None:
+        """The fastest run within the budget, on average. None = none is."""
+        return next((run for run in reversed(self.front) if run.usd <= self.budget_usd), None)
+
+    @property
+    def meets(self) -> bool:
+        """Does one run meet both the deadline and the budget, on average?"""
+        return any(run.wall_s <= self.deadline_s and run.usd <= self.budget_usd for run in self.front)
+
+    @property
+    def recommended(self) -> RentedRun:
+        """The cheapest run before the deadline, or else the fastest of all."""
+        return self.cheapest or self.front[-1]
+
+    def check(self) -> None:
+        """Raise DoesNotFit, with what is possible, if no run meets both the deadline and the budget."""
+        if self.meets:
+            return
+        fast, cheap, timely, paid = self.front[-1], self.front[0], self.cheapest, self.fastest
+        if timely is None:
+            raise DoesNotFit(
+                f'deadline="{days(self.deadline_s)}" cannot be met: the fastest takes {fast.days} '
+                f"({fast.title}, {fast.dollars}). Allow more time, or give fewer tokens="
+            )
+        if paid is None:
+            raise DoesNotFit(
+                f'budget="{self.budget_usd:,.0f}" cannot be met: the cheapest possible costs {cheap.dollars} '
+                f"({cheap.title}, {cheap.days}): raise it, or take fewer tokens="
+            )
+        raise DoesNotFit(
+            f"no cluster meets both deadline= and budget=: in time it costs {timely.dollars} or more, and "
+            f"within the budget it takes {paid.days} or longer. Raise one of them"
+        )
+
+    @property
+    def unpriced(self) -> tuple[str, ...]:
+        """Known devices without a price."""
+        return self.prices.unpriced()
+
+    def command(self, run: RentedRun) -> str:
+        """Return the `plan` command that repeats layout, step time, memory and device-hours of a run."""
+        words = [*self.words, "--cluster", run.offer.name, "--nodes", str(run.offer.nodes)]
+        words += ["--layout", words_of(run.prediction.plan), "--price", f"{run.offer.price.usd_per_hour:g}"]
+        return shlex.join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document that `meshwright rent --json` prints."""
+        plan, swept = self.asked.plan, self.swept
+        return {
+            "kind": "rent",
+            "model": plan.model.name,
+            "tokens": self.asked.tokens,
+            "tokens_per_step": plan.recipe.global_batch * plan.recipe.sequence,
+            "sequence": plan.recipe.sequence,
+            "global_batch": plan.recipe.global_batch,
+            "deadline_seconds": _finite(self.deadline_s),
+            "budget_usd": _finite(self.budget_usd),
+            "cheapest": self._row(self.cheapest),
+            "fastest": self._row(self.fastest),
+            "front": self.rows(),
+            "dominated": [self._row(run) for run in swept.runs if run not in swept.front],
+            "clusters": {
+                "tried": swept.clusters, "searched": len(swept.runs), "dominated": swept.dominated,
+                "too_long": swept.too_long, "unfit": swept.unfit,
+            },
+            "longest_seconds": self.asked.longest_s,
+            "unpriced": list(self.unpriced),
+            "left_out": dict(self.left_out),
+            "conditions": asdict(self.asked.conditions),
+            "prices": self.prices.file,
+        }  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each run of the front."""
+        return [fields for run in self.front if (fields := self._row(run))]
+
+    def _row(self, run: RentedRun | None) -> dict[str, Any] | None:
+        return None if run is None else {**row_of(run, self.deadline_s, self.budget_usd), "command": self.command(run)}
+
+    def __repr__(self) -> str:
+        best = self.recommended
+        return (
+            f"{self.asked.plan.model.name}, {count(self.asked.tokens)} tokens: {best.offer.title}, "
+            f"{plain(best.wall_s / DAY_S, best.error)} days, {best.dollars} ({len(self.front)} on the front)"
+        )
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (run.offer.title, run.days, run.dollars, f"{run.timing.goodput:.1%}", words_of(run.prediction.plan))
+            for run in self.front
+        ]  # fmt: skip
+        return whole(line(repr(self)), table(("cluster", "time", "bill", "goodput", "layout"), cells))
+
+
+def row_of(run: RentedRun, deadline_s: float = float("inf"), budget_usd: float = float("inf")) -> dict[str, Any]:
+    """Return the figures of a run in plain units."""
+    prediction, timing, simulated, offer = run.prediction, run.timing, run.simulated, run.offer
+    return {
+        "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "spare_nodes": timing.spares,
+        "devices": offer.devices, "layout": words_of(prediction.plan), "step_seconds": prediction.step_s,
+        "steps": run.steps,
+        "tokens_per_second": prediction.tokens_per_step / prediction.step_s, "mfu_full": prediction.mfu(causal=False),
+        "peak_bytes": round(prediction.peak_bytes), "fits_probability": run.fits,
+        "wall_seconds": run.wall_s, "wall_seconds_90": list(run.range_s),
+        "goodput": timing.goodput, "goodput_simulated": simulated.goodput,
+        "goodput_90": [timing.steps_s / simulated.quantile_s(0.95), timing.steps_s / simulated.quantile_s(0.05)],
+        "failures": timing.failures, "mtbf_seconds": timing.mtbf_s, "save_every_seconds": timing.interval_s,
+        "save_stall_seconds": timing.save_s, "save_write_seconds": timing.write_s,
+        "checkpoint_bytes": round(run.saves.total_bytes),
+        "usd": run.usd, "usd_90": list(run.range_usd), "usd_per_gpu_hour": offer.price.usd_per_hour,
+        "price_source": offer.price.words, "kwh": run.kwh, "limits": list(run.limits),
+        "deadline_probability": None if deadline_s == float("inf") else run.ends_within(deadline_s),
+        "budget_probability": None if budget_usd == float("inf") else run.costs_at_most(budget_usd),
+    }  # fmt: skip
+
+
+@checked
+def rent(
+    model: str | Path | Plan | HasPlan,
+    *,
+    tokens: str | float | None = None,
+    dataset_size: str | float | None = None,
+    epochs: float = 1.0,
+    deadline: str | float | None = None,
+    budget: float | None = None,
+    prices: str | Path | None = None,
+    devices: str | Sequence[str] | None = None,
+    nodes: int | Sequence[int] | None = None,
+    tune: str = "",
+    recipe: Section = None,
+    quick: bool = False,
+    mtbf: float | None = None,
+    restart: float | None = None,
+    repair: float | None = None,
+    storage: float | None = None,
+    evaluation: float | None = None,
+    spares: int | None = None,
+) -> RentAnswer:
+    """Weigh cost against time of a run, over all devices with a price and 1 to 256 nodes.
+
+    Args:
+        tokens: Tokens of the run, as "1T".
+        dataset_size: Tokens of the data, in place of `tokens`.
+        epochs: Passes over `dataset_size`.
+        deadline: "30d", "12h", or days.
+        budget: Dollars.
+        prices: A CSV file in place of the shipped list prices.
+        devices: Try only these, as "h100,h200" or a list.
+        nodes: Try only these numbers of nodes.
+        quick: Skip the second search over layouts of the front.
+        mtbf: Hours of a device between failures.
+        restart: Seconds from a failure to the next step.
+        repair: Hours until a failed node is back.
+        storage: GB/s of a node, for checkpoints.
+        evaluation: Evaluation time over step time.
+        spares: Spare nodes.
+
+    `model`, `recipe` and `tune` are those of `plan`.
+
+    Raises:
+        DoesNotFit: No cluster holds the run.
+        PlanError: An argument makes no sense.
+    """
+    total = _total(tokens, dataset_size, epochs)
+    offers = asked_prices(prices)
+    names = asked_devices(devices, offers)
+    numbers = asked_nodes(nodes)
+    conditions = _conditions(mtbf, restart, repair, storage, evaluation, spares)
+    if budget is not None and not 0 < budget < float("inf"):
+        raise ArgumentError(f"budget={budget} must be a number of dollars above 0")
+    # The run on one device: every cluster takes its batch, so all train alike.
+    plan = asked_plan(model, "h100", 1, section_words(recipe), tune)
+    deadline_s = seconds_of(deadline)
+    longest_s = LONGEST_S if deadline_s == float("inf") else max(LONGEST_S, deadline_s)
+    asked = RentRequest(plan=plan, tokens=total, conditions=conditions, longest_s=longest_s, thorough=not quick)
+    swept = sweep(asked, offers, names, numbers)
+    if not swept.runs:
+        raise _no_run(asked, swept)
+    return RentAnswer(
+        asked=asked, swept=swept, prices=offers, words=_words(model, plan, section_words(recipe), tune, total),
+        deadline_s=deadline_s, budget_usd=float("inf") if budget is None else budget,
+        left_out={} if devices else left_out(offers),
+    )  # fmt: skip
+
+
+def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: float) -> tuple[str, ...]:
+    words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name]
+    words += ["--tune", tune] if tune else []
+    batch = [] if any("batch" in word for word in recipe) else [f"global_batch={plan.recipe.global_batch}"]
+    for word in (*recipe, *batch):
+        words += ["--recipe", word]
+    return (*words, "--tokens", tokens_word(tokens))
+
+
+def _total(tokens: str | float | None, size: str | float | None, epochs: float) -> float:
+    if (tokens is None) == (size is None):
+        raise ArgumentError("give the length of the run: tokens=1T, or dataset_size=200M and epochs=3, not both")
+    if not 0 < epochs < 1e6:
+        raise ArgumentError(f"epochs={epochs:g} must be above 0 and below a million")
+    if tokens is not None and epochs != 1:
+        raise ArgumentError("epochs= is for dataset_size=; tokens= is the whole run: leave one out")
+    return tokens_of(tokens) if tokens is not None else epochs * tokens_of(size, "dataset_size")
+
+
+def asked_prices(file: str | Path | None) -> Prices:
+    """Return the user's table, or the shipped one. Raises PlanError for an unreadable file."""
+    return price_tables.shipped() if file is None else price_tables.read(Path(file))
+
+
+def asked_devices(names: str | Sequence[str] | None, table: Prices) -> tuple[str, ...]:
+    """Return names of priced devices. Raises ArgumentError for a named device without a price or a figure."""
+    names = names.split(",") if isinstance(names, str) else names
+    priced = tuple(dict.fromkeys(offer.device for offer in table.offers))
+    if names is None:
+        return priced
+    devices = price_tables.keys_of(names)
+    for name, device in zip(names, devices, strict=True):
+        if device not in priced:
+            raise ArgumentError(f"devices={name} has no price in {table.file}: give one with prices=FILE.csv")
+        if missing := lacks(presets.device(name)):
+            raise ArgumentError(f"devices={name} has no {missing}, which a prediction needs: leave it out")
+    return tuple(dict.fromkeys(devices))
+
+
+def asked_nodes(numbers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return the numbers of nodes to try. Raises ArgumentError out of range."""
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    for number in numbers or ():
+        if not 1 <= number <= MOST_NODES:
+            raise ArgumentError(f"nodes={number} must be at least 1 and at most {MOST_NODES:,}")
+    return tuple(sorted(set(numbers))) if numbers else NODES
+
+
+def _conditions(
+    mtbf: float | None, restart: float | None, repair: float | None, storage: float | None, evaluation: float | None,
+    spares: int | None,
+) -> Conditions:  # fmt: skip
+    """Return the conditions, with defaults. Raises ArgumentError out of range."""
+    _within("mtbf", mtbf, 1, 1e9)
+    _within("restart", restart, 0, 1e6)
+    _within("repair", repair, 0.01, 1e5)
+    _within("storage", storage, 1e-3, 1e5)
+    _within("evaluation", evaluation, 0, 10)
+    _within("spares", spares, 0, MOST_NODES)
+    plain = Conditions()
+    return replace(
+        plain,
+        mtbf_device_hours=LLAMA_3.mtbf_device_hours if mtbf is None else float(mtbf),
+        restart_s=plain.restart_s if restart is None else float(restart),
+        repair_s=plain.repair_s if repair is None else repair * HOUR_S,
+        storage_bytes_per_s=plain.storage_bytes_per_s if storage is None else storage * 1e9,
+        evaluation=plain.evaluation if evaluation is None else float(evaluation),
+        spares=spares,
+    )
+
+
+def _within(name: str, number: float | None, least: float, most: float) -> None:
+    if number is not None and not least <= number <= most:
+        raise ArgumentError(f"{name}={number:g} must be at least {least:g} and at most {most:,.10g}")
+
+
+def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
+    name, years = asked.plan.model.name, many(round(asked.longest_s / LONGEST_S), "year")
+    slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
+    if slow and not unfit:
+        return DoesNotFit(
+            f"{name} on {count(asked.tokens)} tokens takes longer than {years} on each of {slow} clusters: take fewer "
+            "tokens, more nodes, or a later deadline"
+        )
+    also = f", and takes longer than {years} on the other {slow}" if slow else ""
+    return DoesNotFit(
+        f"{name} fits on none of {unfit} clusters with memory to spare{also}: name larger devices or more nodes, or "
+        "train adapters alone (tune=qlora)"
+    )
+
+
+def _finite(value: float) -> float | None:
+    return None if value == float("inf") else value

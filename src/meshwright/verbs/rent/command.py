@@ -1,0 +1,163 @@
+"""`meshwright rent MODEL --tokens N`: devices to rent, how many, for how long. Needs no torch, no GPU."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.interface.options.plan import AskedModel, AskedRecipe
+from meshwright.interface.options.serve import (
+    AskedConcurrency,
+    AskedFramework,
+    AskedInput,
+    AskedKv,
+    AskedOutput,
+    AskedQuantization,
+)
+from meshwright.spec.errors import ArgumentError
+
+SEARCHING = "rent: searching the layouts of every device and number of nodes, about ten seconds"
+
+
+def rent(
+    model: AskedModel,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Tokens of the run, as 1T.")] = None,
+    dataset_size: Annotated[
+        str | None,
+        typer.Option("--dataset-size", metavar="N", help="Tokens of the data, with --epochs in place of --tokens."),
+    ] = None,
+    epochs: Annotated[float, typer.Option("--epochs", metavar="NUMBER", help="Passes over --dataset-size.")] = 1.0,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", metavar="TIME", help="Longest time, as 30d, 2w, 12h, 90min.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Most dollars.")] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option("--prices", metavar="FILE.csv", help="Your prices: columns device, usd_per_gpu_hour, nodes ..."),
+    ] = None,
+    devices: Annotated[
+        list[str] | None,
+        typer.Option("--devices", metavar="NAME,...", help="Try only these. [default: all with a price]"),
+    ] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option("--nodes", metavar="N,...", help="Try only these numbers of nodes. [default: powers of 2 to 256]"),
+    ] = None,
+    tune: Annotated[
+        str,
+        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
+    ] = "",
+    recipe: AskedRecipe = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the second search, over all layouts of plan, for rows of the front.")
+    ] = False,
+    mtbf: Annotated[
+        float | None,
+        typer.Option("--mtbf", metavar="HOURS", help="Hours of a device between failures. [default: 50677, Llama 3's]"),
+    ] = None,
+    restart: Annotated[
+        float | None,
+        typer.Option("--restart", metavar="SECONDS", help="Seconds from a failure to the next step. [default: 180]"),
+    ] = None,
+    repair: Annotated[
+        float | None, typer.Option("--repair", metavar="HOURS", help="Hours until a failed node is back. [default: 24]")
+    ] = None,
+    storage: Annotated[
+        float | None,
+        typer.Option("--storage", metavar="GB/s", help="Write speed of each node, for checkpoints. [default: 2]"),
+    ] = None,
+    evaluation: Annotated[
+        float | None,
+        typer.Option("--evaluation", metavar="SHARE", help="Evaluation time over step time. [default: 0.01]"),
+    ] = None,
+    spares: Annotated[
+        int | None, typer.Option("--spares", metavar="INT", help="Spare nodes. [default: the cheapest number]")
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Rent for serving instead of training.")] = False,
+    latency: Annotated[
+        float | None, typer.Option("--latency", metavar="MS", help="With --serve: most time per token after the first.")
+    ] = None,
+    input_length: AskedInput = None,
+    output_length: AskedOutput = None,
+    concurrency: AskedConcurrency = None,
+    quantization: AskedQuantization = "",
+    kv_dtype: AskedKv = "",
+    framework: AskedFramework = "",
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every row of the front, and the devices without a price.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> None:
+    """Weigh cost against time of a run over all devices with a price: which to rent, how many, with which layout."""
+    training: dict[str, Any] = {
+        "tokens": tokens, "dataset_size": dataset_size, "epochs": epochs if epochs != 1 else None,
+        "deadline": deadline, "budget": budget, "tune": tune, "recipe": recipe, "quick": quick, "mtbf": mtbf,
+        "restart": restart, "repair": repair, "storage": storage, "evaluation": evaluation, "spares": spares,
+    }  # fmt: skip
+    serving: dict[str, Any] = {
+        "latency": latency, "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
+        "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
+    }  # fmt: skip
+    # Options of the other question are refused, since ignoring them would mislead.
+    wanted, other = (serving, training) if serve else (training, serving)
+    wrong = next((name for name, setting in other.items() if _is_set(setting)), None)
+    if wrong:
+        why = "is for training: leave out --serve" if serve else "is for serving: add --serve"
+        raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
+    asked = {name: setting for name, setting in wanted.items() if _is_set(setting)}
+    asked |= {"prices": prices, "devices": _names(devices, "--devices", "h100,mi300x"), "nodes": _numbers(nodes)}
+    from meshwright.interface.answers.answer import check_page, write_page
+    from meshwright.interface.terminal.output import explain_wait, print_json
+    from meshwright.interface.terminal.screen_text import show
+    from meshwright.planner.rent.page import page
+    from meshwright.verbs.rent.answer import RentAnswer
+    from meshwright.verbs.rent.answer import rent as rent_training
+    from meshwright.verbs.rent.screen import rent_answer, serve_rent_answer
+    from meshwright.verbs.rent.serving import ServeRentAnswer, rent_serving
+
+    if html is not None:
+        check_page(html, "rent.html", option="--html ")
+    answer: RentAnswer | ServeRentAnswer
+    with explain_wait(SEARCHING):
+        if serve:
+            answer = rent_serving(model, **asked)
+            lines = serve_rent_answer(answer, every=every)
+        else:
+            answer = rent_training(model, **asked)
+            lines = rent_answer(answer, every=every)
+    document = answer.to_dict()
+    if html is not None:
+        write_page(html, page(document))
+    if json:
+        print_json(document)
+    else:
+        show(lines)
+        if html is not None:
+            print(f"\n  {html}: open it in a browser")
+    answer.check()
+
+
+def _is_set(value: object) -> bool:
+    """Return if an option was given. 0 is a value."""
+    return value is not None and value is not False and value != "" and value != []
+
+
+def _names(words: list[str] | None, option: str, example: str) -> list[str] | None:
+    """Split words like `a,b` at commas. Raises ArgumentError for commas alone."""
+    names = [name for word in words for name in word.split(",") if name.strip()] if words else None
+    if names == []:
+        raise ArgumentError(
+            f"{option} {','.join(words or ())!r} is empty: list names with commas, as {option} {example}"
+        )
+    return names
+
+
+def _numbers(words: list[str] | None) -> list[int] | None:
+    names = _names(words, "--nodes", "1,2,4")
+    for name in names or ():
+        if not name.strip().isdecimal():
+            raise ArgumentError(f"--nodes {name!r} must be whole numbers, as 1,2,4")
+    return [int(name) for name in names] if names else None

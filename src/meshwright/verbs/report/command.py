@@ -1,0 +1,29 @@
+"""`meshwright report RUN [RUN ...]`: write one offline HTML page of runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.interface.options.plan import RunCluster
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are overlaid.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--out", metavar="FILE.html", help="File of the page. [default: report.html of the first RUN]"
+        ),
+    ] = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Tolerance of the table, as for compare.")] = 0.1,
+    cluster: RunCluster = None,
+) -> None:
+    """Write a page with loss, throughput, memory, the pipeline's timeline, traffic, the three-column table, the plan.
+
+    It shows what the folders hold: `profile` and `compare` add figures that training alone does not write.
+    """
+    from meshwright.verbs.report import answer
+
+    target = answer.report(*runs, out=out, tolerance=tolerance, cluster=cluster)
+    print(f"{target}: {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")

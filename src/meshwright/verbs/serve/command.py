@@ -1,0 +1,190 @@
+"""`meshwright serve MODEL`: serve a model over HTTP."""
+
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from meshwright.interface.options import engine as asked
+from meshwright.interface.options.model import Checkpoint, ModelPath, ServedDtype, named_adapters
+from meshwright.spec.execution.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
+from meshwright.spec.extras import require
+from meshwright.verbs.serve.screen import in_full, in_short
+
+if TYPE_CHECKING:
+    from meshwright.interface.trained.trained_model import TrainedModel
+    from meshwright.serving.engine.speculation import Speculation
+    from meshwright.serving.http.host.hosted_model import HostedModel
+    from meshwright.serving.http.host.http_server import HttpServer
+
+KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+
+
+def _limit(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Limits")
+
+
+def serve(
+    model: ModelPath,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 = any free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", help=f"Accepted keys, one per line. A single key can be in ${KEY_VARIABLE}."),
+    ] = None,
+    without_key: Annotated[
+        bool, typer.Option("--without-key", help="Listen beyond this machine without any key.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the model in requests.  [default: its folder]")
+    ] = None,
+    dtype: ServedDtype = "auto",
+    checkpoint: Checkpoint = "last",
+    generation_config: Annotated[
+        bool,
+        typer.Option(
+            "--generation-config/--no-generation-config",
+            help="Take temperature, top_p and the like from generation_config.json, where a request gives none.",
+        ),
+    ] = True,
+    adapter: asked.Adapters = None,
+    adapter_dir: asked.AdapterFolder = None,
+    exact: asked.Exact = False,
+    cache_mib: asked.Cache = 0,
+    memory_share: asked.MemoryShare = MEMORY_SHARE,
+    second_layouts: asked.SecondLayouts = False,
+    cache_dtype: asked.CacheDtype = "model",
+    host_cache_mib: asked.HostCache = 0,
+    block: asked.Block = 16,
+    copies_mib: asked.Copies = None,
+    longest: asked.Longest = 0,
+    most_sequences: asked.MostSequences = 0,
+    most_tokens: asked.MostTokens = 0,
+    prompt_tokens: asked.PromptTokens = 0,
+    packed: asked.Packed = True,
+    compiled: asked.Compiled = True,
+    head: asked.Head = "model",
+    cuda_graphs: asked.CudaGraphs = "auto",
+    guess_tokens: asked.GuessTokens = None,
+    guess_ngram: asked.GuessNgram = None,
+    draft: asked.Draft = None,
+    tp: asked.TensorRanks = 1,
+    ep: asked.ExpertRanks = 1,
+    max_body_bytes: Annotated[int, _limit("Bytes of a request.")] = 2**20,
+    max_prompt_tokens: Annotated[int, _limit("Tokens of a prompt; 0 = what the model takes.")] = 0,
+    max_answer_tokens: Annotated[int, _limit("Tokens of a request: prompts x n x max_tokens.")] = 32_768,
+    max_n: Annotated[int, _limit("Answers per prompt.")] = 16,
+    max_queue: Annotated[int, _limit("Waiting prompts; then 429.")] = 256,
+    max_requests_per_key: Annotated[int, _limit("Requests of one key at once; then 429.")] = 512,
+    max_adapters: Annotated[int, _limit("Adapters of --adapter-dir in memory; then 409.")] = 16,
+    max_adapter_rank: Annotated[int, _limit("Rank of an adapter of --adapter-dir.")] = 256,
+    max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
+    stall_seconds: Annotated[float, _limit("Cut off a reader that takes nothing for this long.")] = 30.0,
+    drain_seconds: Annotated[float, _limit("From SIGTERM on, to finish growing answers.")] = 30.0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all settings, not only the common ones.")] = False,
+) -> None:
+    """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
+    from meshwright.serving.http.request.access import read_keys
+    from meshwright.serving.http.server_options import ServerLimits, ServerOptions
+
+    keys = (read_keys(api_key_file) if api_key_file else ()) + _environment_key()
+    options = ServerOptions(
+        host=host, port=port, keys=tuple(dict.fromkeys(keys)), without_key=without_key,
+        adapter_folder=adapter_dir,
+        limits=ServerLimits(
+            max_body_bytes=max_body_bytes, max_prompt_tokens=max_prompt_tokens, max_answer_tokens=max_answer_tokens,
+            max_n=max_n, max_queue=max_queue, max_adapters=max_adapters,
+            max_adapter_rank=max_adapter_rank, max_requests_per_key=max_requests_per_key,
+            max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
+        ),
+    )  # fmt: skip
+    if api_key_file is not None and api_key_file.stat().st_mode & 0o004:
+        remedy = f"chmod 600 {api_key_file}"
+        print(f"meshwright: {api_key_file} can be read by every user of this machine: {remedy}", file=sys.stderr)
+    asked.check_copies(copies_mib, cache_dtype)
+    asked.check_guesses(guess_tokens, guess_ngram, draft)
+    asked.check_tensor_ranks(tp, ep)
+
+    from meshwright.interface.trained.serving import configuration, run, served_name, server_of
+    from meshwright.serving.engine.engine_options import EngineOptions, Graphs
+    from meshwright.store.model_place import check_model
+
+    require("serve", "serve")
+    check_model(model, dtype=dtype, checkpoint=checkpoint)
+    if draft is not None:
+        check_model(draft, dtype=dtype, named="draft=")
+    called = name or served_name(model)
+    adapters = named_adapters(adapter, called)
+    options.listener().close()
+    engine = EngineOptions(
+        exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
+        cache_dtype=cast(CacheForm, cache_dtype), block=block,
+        copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
+        memory_share=memory_share, second_layouts=second_layouts, most_sequences=most_sequences,
+        most_tokens=most_tokens, prompt_tokens=prompt_tokens,
+        packed=packed, compiled=compiled, head=cast(HeadForm, head), cuda_graphs=cast(Graphs, cuda_graphs),
+        on_progress=partial(print, flush=True),
+    )  # fmt: skip
+    engine = replace(engine, speculation=_speculation(guess_tokens, guess_ngram, draft))  # imports torch
+
+    loaded, sampling = list["TrainedModel"](), dict[str, float]()
+
+    def ready(server: "HttpServer") -> None:
+        from meshwright.interface.trained.trained_model import warn_of_missing_template
+
+        warn_of_missing_template(loaded[0])  # not earlier: an error prints one line only
+        print(
+            f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
+        )
+        settings = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
+        lines = in_full(settings) if verbose else in_short(server, settings, sampling)
+        print(*lines, sep="\n", flush=True)
+
+    if tp > 1:
+        from meshwright.observe.ranks import start_server
+
+        start_server()  # in the main thread, where Ctrl-C can be kept from it
+    with ExitStack() as ranks:
+
+        def opened() -> "HostedModel":
+            from meshwright.interface.trained.opening import load
+            from meshwright.verbs.serve.sharded import sharded_model
+
+            guesses = load(draft, dtype).model if draft else None
+            if tp == ep == 1:
+                opened_model: TrainedModel | None = load(model, dtype, checkpoint=checkpoint)
+            else:
+                sharded = sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint)
+                opened_model = ranks.enter_context(sharded)
+            assert opened_model is not None, "no launcher has started this process"
+            loaded.append(opened_model)
+            hosted = opened_model.hosted(called, draft=guesses, adapters=adapters, generation_config=generation_config)
+            sampling.update(hosted.sampling)
+            return hosted
+
+        run(server_of(called, opened, options, engine, ready))
+
+
+def _speculation(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
+    if tokens is None and draft is None:
+        return None
+    from meshwright.serving.engine.speculation import Speculation
+
+    plain = Speculation()
+    return Speculation(
+        tokens=plain.tokens if tokens is None else tokens, ngram=plain.ngram if ngram is None else ngram
+    )  # fmt: skip
+
+
+def _environment_key() -> tuple[str, ...]:
+    from meshwright.serving.http.request.access import check_key
+
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if key:
+        check_key(key, f"${KEY_VARIABLE}")
+    return (key,) if key else ()

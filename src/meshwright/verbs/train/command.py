@@ -1,0 +1,34 @@
+"""`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: train a plan, with a display."""
+
+from typing import TYPE_CHECKING
+
+from meshwright.interface.options.plan import Words
+from meshwright.interface.process.launch import processes
+from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
+
+if TYPE_CHECKING:
+    pass
+
+
+def train(
+    words: Words = None,
+    tensorboard: TensorBoard = False,
+    wandb: WandB = False,
+    hang_after: HangAfter = None,
+    anyway: Anyway = False,
+    no_dry_run: NoDryRun = False,
+    json: AsJson = False,
+) -> None:
+    """Train a plan; without a file, the default plan.
+
+    Any key can be given on the command line: model=llama-tiny data=./texts recipe.steps=500 run=runs/a. resume=auto
+    continues from the newest checkpoint of the run folder, if there is one, and resume=PATH from that checkpoint.
+    Without run= the folder is a new one, runs/DATE-MODEL; with resume=auto it is that of the newest run of this plan.
+    model=HF_DIR also takes the weights, and model.init=random draws new ones.
+    """
+    from meshwright.interface.planning.plan_reading import read_plan
+
+    options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
+    notes: list[str] = []
+    plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
+    start("train", words or (), plan, resume, notes, options)

@@ -1,0 +1,138 @@
+"""Start of every verb that trains: its options, the checks before torch is loaded, and the run with its display."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.interface.process.accelerate import unread
+from meshwright.interface.process.invocation import command, launched
+from meshwright.interface.process.launch import joined, nodes, processes, rank, refuse_unnumbered
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.extras import require
+from meshwright.spec.plan.plan import SAMPLES
+from meshwright.spec.plan.worlds import world_violation
+
+if TYPE_CHECKING:
+    from meshwright.spec import Plan
+    from meshwright.training.step.watch import Watcher
+
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (needs an extra).")]
+
+WandB = Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (needs an extra).")]
+
+HangAfter = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Abort when a process makes no progress for SECONDS; 0 disables. [default: 300, or 10 times the "
+        "longest step]",
+        show_default=False,
+    ),
+]
+
+Anyway = Annotated[bool, typer.Option("--anyway", help="Train even if the dry run says that it does not fit.")]
+
+NoDryRun = Annotated[
+    bool,
+    typer.Option(
+        "--no-dry-run", help="Skip plan and dry run: train at once, and show only measured figures at the end."
+    ),
+]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a verb that trains."""
+
+    tensorboard: bool
+    wandb: bool
+    hang_after: float | None
+    anyway: bool
+    dry_run: bool
+    json: bool
+
+    def __post_init__(self) -> None:
+        for service, wanted in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
+            if wanted:
+                require(service, f"--{service}")
+        if self.hang_after is not None and not 0 <= self.hang_after < float("inf"):
+            raise PlanError(f"--hang-after {self.hang_after} must be a number of seconds, or 0 for no limit")
+
+    @property
+    def words(self) -> list[str]:
+        """The options as words of a command line, without defaults."""
+        flags = {"--tensorboard": self.tensorboard, "--wandb": self.wandb, "--anyway": self.anyway, "--json": self.json}
+        after = [] if self.hang_after is None else ["--hang-after", f"{self.hang_after:g}"]
+        return [*(flag for flag, on in flags.items() if on), *after, *([] if self.dry_run else ["--no-dry-run"])]
+
+
+def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options) -> None:
+    """Train a plan that was read from `words`, with a display. `notes` are printed before."""
+    from meshwright.data.preparation import check_sources
+    from meshwright.store import checkpoint_folder
+    from meshwright.store.durable import refuse_unwritable
+
+    hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
+    refuse_unnumbered(os.environ)
+    violation = world_violation(plan, processes(), nodes())
+    if violation:
+        raise IllegalLayout(violation)
+    checkpoint_folder.check_resume(resume)
+    if resume == "no":
+        checkpoint_folder.refuse_taken(Path(plan.run))
+    if rank() == 0:
+        refuse_unwritable(Path(plan.run))
+    check_sources(plan.data)
+    for note in (*notes, *unread(os.environ, plan)) if rank() == 0 else ():
+        print(f"meshwright: note: {note}", file=sys.stderr)
+
+    # The plan is checked: now import what takes seconds.
+    from meshwright.interface.process.failure import INTERRUPTED
+    from meshwright.interface.terminal.output import console, print_json
+    from meshwright.verbs.train import answer as training_run
+    from meshwright.verbs.train.display import choose
+    from meshwright.verbs.train.preflight import memory_summary
+
+    run = partial(training_run.run, plan, resume=resume, dry_run=dry_run, anyway=options.anyway, machines=nodes())
+    with joined(hang_after) as pulse:
+        if rank():
+            answer = run(pulse=pulse)
+        else:
+            services = _services(options.tensorboard, options.wandb)
+            with choose(console(json=json), rows=plan.data.form == SAMPLES) as display:
+                answer = run(watchers=[display, *services], progress=display.encoding, pulse=pulse)
+            # Before the ranks disconnect, which may take long: whoever sent a signal may not wait.
+            if json:
+                print_json(answer.to_dict())
+            elif not answer.done:
+                where = f"step {answer.summary.step} of {answer.summary.steps}"
+                done = f"Saved after {where}" if answer.summary.checkpoint else "Stopped before the first step"
+                print(f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}", flush=True)
+            elif dry_run and (memory := memory_summary(answer.run, answer.summary)):
+                print(f"{memory}\nmore: {command(['compare', str(answer.run)])}", flush=True)
+    if answer.summary.stopped == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def again(verb: str, words: Sequence[str], run: str) -> str:
+    """Return the same command on as many processes, continuing from the newest checkpoint of the run."""
+    changes = [word for word in words if not word.startswith(("resume=", "run="))]
+    words = [verb, *changes, f"run={run}", "resume=auto"]
+    if processes() == 1:
+        return command(words)
+    return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))
+
+
+def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
+    from meshwright.training.watchers import Forgiving, TensorBoard, WandB
+
+    wanted: list[Watcher] = [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
+    return [Forgiving(watcher) for watcher in wanted]

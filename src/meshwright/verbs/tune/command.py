@@ -1,0 +1,30 @@
+"""`meshwright tune model=DIR data=FILE [KEY=VALUE ...]`: train with the defaults of fine-tuning."""
+
+from meshwright.interface.options.plan import Words
+from meshwright.interface.process.launch import processes
+from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
+
+
+def tune(
+    words: Words = None,
+    tensorboard: TensorBoard = False,
+    wandb: WandB = False,
+    hang_after: HangAfter = None,
+    anyway: Anyway = False,
+    no_dry_run: NoDryRun = False,
+    json: AsJson = False,
+) -> None:
+    """Fine-tune a model on conversations, or on preferences: model=HF_DIR data=chat.jsonl.
+
+    Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
+    and sharegpt columns, input_ids. Answers are trained (data.train_on), prompts are not: `meshwright data show` with
+    the same words and data.form=samples shows which. Columns chosen and rejected are compared, by DPO or by
+    recipe.objective. data.malformed=skip leaves out rows that cannot be read, and counts them. All else is as for
+    train, with other defaults, which are printed before the start.
+    """
+    from meshwright.verbs.tune.plan import tuning_plan
+
+    options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
+    notes: list[str] = []
+    plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
+    start("tune", words or (), plan, resume, notes, options)

@@ -1,0 +1,65 @@
+"""The plan of `tune`: that of `train`, with the defaults of fine-tuning. Reading it imports no torch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.data.preparation import holds_pairs
+from meshwright.data.sequences.numbered_rows import check_objective
+from meshwright.interface.planning.plan_reading import plan_of, read_plan
+from meshwright.interface.planning.tuning_defaults import (
+    DEFAULTS,
+    INSTEAD,
+    PREFERENCE_DEFAULTS,
+    RATES,
+    SAMPLES,
+    SHARED,
+    defaults_of,
+    rate_of_adapters,
+)
+from meshwright.planfile.keys import overridden_keys
+from meshwright.spec import Plan
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan.plan import RANDOM
+
+
+def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:
+    """Return (plan, resume), as read_plan, with the defaults of fine-tuning. `notes` takes those that were used."""
+    typed = [str(word) for word in words if plan_of(word) is None]
+    whole = len(typed) < len(words) or any("=" not in word for word in typed)
+    keys = {key for word in typed if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
+    is_laid_out = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
+    shared = {} if is_laid_out else SHARED
+    added = {} if whole else {**defaults_of(DEFAULTS, keys), **shared}
+
+    def read(notes: list[str] | None) -> tuple[Plan, str]:
+        more = [f"{key}={value}" for key, value in added.items()]
+        return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
+
+    # The data, the adapters and the positions of the plan decide on further defaults: read it, then read it again.
+    plan, resume = read(notes)
+    if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
+        raise PlanError(
+            "tune needs a model: give its Hugging Face folder as model=DIR (`meshwright export` writes one "
+            "from a run). For random weights give model.init=random"
+        )
+    if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
+        raise PlanError("recipe.epochs=0 reads nothing: give a number of epochs, recipe.steps or recipe.tokens")
+    if any(word == "data.form=text" for word in typed):
+        raise PlanError("data.form=text has no answers to tune on: take meshwright train, which trains on all text")
+    pairs = holds_pairs(plan.data)
+    if not whole and pairs:
+        added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}
+        if "recipe.learning_rate" in added:
+            added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
+        plan, resume = read([])
+    if plan.model.lora is not None and "recipe.learning_rate" in added:
+        added["recipe.learning_rate"] = rate_of_adapters(added["recipe.learning_rate"])
+        plan, resume = read([])
+    limit = plan.model.max_positions
+    if "recipe.sequence" in added and limit < plan.recipe.sequence:
+        added["recipe.sequence"] = str(limit)
+        plan, resume = read([])
+    check_objective(plan.data, plan.recipe, pairs)
+    if notes is not None and added:
+        notes.append("tuning defaults: " + " ".join(f"{key}={value}" for key, value in added.items()))
+    return plan, resume

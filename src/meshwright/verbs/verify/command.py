@@ -1,0 +1,143 @@
+"""`meshwright verify`: compare layouts of up to 8 processes, covering every pair of features, with one device."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.spec.errors import OutsideTolerance, PlanError
+from meshwright.spec.units import many
+
+if TYPE_CHECKING:
+    from meshwright.observe.oracle.feature_matrix import Trial
+
+
+def verify(
+    processes: Annotated[int, typer.Option(help="Most processes of a layout.")] = 8,
+    only: Annotated[str, typer.Option(help="Try only layouts with all these features, as 'tp,zero 3'.")] = "",
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compiled", help="Also try layouts under torch.compile, with --random every case: some minutes more."
+        ),
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda with a GPU for each process; one GPU tries recipes and kernels.")
+    ] = "cpu",
+    page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
+    random: Annotated[
+        int | None, typer.Option(help="Try N random shapes, layouts and recipes instead.", metavar="N")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random cases.  [default: 0]")] = None,
+    case: Annotated[
+        str | None, typer.Option(help="Repeat one case, as --random prints it.", metavar="'KEY=VALUE ...'")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON document.")] = False,
+) -> None:
+    """Train a tiny model under every kind of layout, on processes of this machine, and compare it with one device.
+
+    It compares loss, every gradient, gradient norm, and the weights after two steps. Exit code 4 where any differs.
+    """
+    from meshwright.interface.terminal.output import print_json
+    from meshwright.observe.oracle.feature_names import ALL, FEATURES
+
+    wanted = {name.strip() for name in only.split(",") if name.strip()}
+    unknown = wanted - ALL.keys()
+    if unknown:
+        raise PlanError(f"--only {sorted(unknown)[0]!r} is not a feature: choose from {', '.join(ALL)}")
+    if processes < 1:
+        raise PlanError(f"--processes {processes} must be at least 1")
+    if seed is not None and random is None:
+        raise PlanError(f"--seed {seed} chooses random cases: add --random N")
+    if page is not None and not page.absolute().parent.is_dir():
+        raise PlanError(f"--page {page}: there is no folder {page.parent}; make it first")
+    if random is not None and random < 1:
+        raise PlanError(f"--random {random} must be at least 1")
+    if device not in ("cpu", "cuda"):
+        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+    from meshwright.observe.oracle.feature_matrix import run, trials, trials_of_one_rank
+    from meshwright.verbs.verify.random_command import verify_case, verify_random  # loads torch
+    from meshwright.verbs.verify.support_page import support_page
+
+    allowed = _devices(device)
+    processes = min(processes, allowed)
+    if random is not None or case is not None:
+        if (random is not None and case is not None) or wanted or page:
+            raise PlanError("give either --random or --case, with --seed, --processes, --device and --json only")
+        if random is not None:
+            return verify_random(random, seed or 0, processes=processes, device=device, json=json, compiled=compiled)
+        if compiled:
+            raise PlanError("--compiled is for --random: add compile=on to the case")
+        if not (case or "").strip():
+            raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
+        return verify_case(case or "", device=device, json=json, processes=processes)
+    if one_gpu := device == "cuda" and processes == 1:
+        chosen, refused = trials_of_one_rank(every_compiled=compiled)
+    else:
+        chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
+    having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
+    chosen = having or [_fitting_trial(wanted, processes, allowed)]
+    summary = f"{many(len(chosen), 'case')}, {sum(trial.layout.compile == 'on' for trial in chosen)} of them compiled"
+    if one_gpu:
+        summary = f"1 GPU: {summary}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
+    print(summary, file=sys.stderr, flush=True)
+    outcomes = []
+    for trial, difference in run(chosen, device):
+        outcomes.append((trial, difference))
+        if not json:
+            progress = f"{len(outcomes):>3}/{len(chosen)}  {many(trial.layout.world, 'rank')}"
+            print(f"{progress}  {trial.title}: {difference or 'equal'}", flush=True)
+    failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
+    if page:
+        page.write_text(support_page(outcomes, refused))
+    if json:
+        print_json(
+            {
+                "layouts": len(outcomes),
+                "different": len(failed),
+                "refused_pairs": len(refused),
+                "results": [
+                    {"features": trial.title, "ranks": trial.layout.world, "difference": difference}
+                    for trial, difference in outcomes
+                ],
+            }
+        )
+    if failed:
+        raise OutsideTolerance(f"{len(failed)} of {len(outcomes)} layouts differ from one device; {failed[0]}")
+    if not json:
+        print(
+            f"{many(len(outcomes), 'layout')} {'equals' if len(outcomes) == 1 else 'equal'} one device; "
+            f"{many(len(refused), 'pair')} of features {'is' if len(refused) == 1 else 'are'} refused"
+        )
+
+
+def _fitting_trial(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
+    """Return a layout with features that no layout of the matrix combines, or not on so few processes."""
+    from meshwright.observe.oracle.feature_matrix import Trial, trial
+    from meshwright.observe.oracle.feature_names import ALL, LARGEST_WORLD
+
+    names = [name for name in ALL if name in wanted]
+    built = trial(names)
+    if not isinstance(built, Trial):
+        why = built or f"some are alternatives, or it would take more than {LARGEST_WORLD} processes"
+        raise PlanError(f"--only {', '.join(names)}: no layout has all of these: {why}")
+    if built.layout.world > processes:
+        raise PlanError(
+            f"no layout of at most {many(processes, 'process', 'processes')} has {' and '.join(names) or 'anything'}: "
+            + (f"take --processes {built.layout.world}" if built.layout.world <= allowed else "there are no more GPUs")
+        )
+    return built
+
+
+def _devices(device: str) -> int:
+    """Return the most processes that this kind of device allows here."""
+    import torch
+
+    from meshwright.observe.oracle.feature_names import LARGEST_WORLD
+
+    if device == "cpu":
+        return LARGEST_WORLD
+    if not torch.cuda.is_available():
+        raise PlanError("--device cuda: torch finds no GPU here; take --device cpu")
+    return torch.cuda.device_count()

@@ -1,0 +1,385 @@
+"""Random cases beside one device: the cases that differ, and their first difference.
+
+Processes are reused: one set runs a batch of cases of its world size. A batch in which a rank fails or does not answer
+is run again case by case.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+from time import monotonic
+
+from meshwright.kernels.linear.linear import SAME
+from meshwright.observe.oracle.feature_matrix import BATCH, run_on_ranks
+from meshwright.observe.oracle.one_device import (
+    BANDS,
+    GROWTH_STEPS,
+    OVERFLOWING_SCALE,
+    SCALE,
+    Band,
+    Case,
+    RankOutcome,
+    begins_large,
+    distance,
+    first_difference,
+    outcome,
+)
+from meshwright.observe.ranks import RankError
+from meshwright.spec.errors import PlanError
+from meshwright.spec.layout.layout import Layout
+from meshwright.verbs.verify.case_text import DrawnCase, Settings, build_case, settings_of
+
+NEAR_TIE = 1e-5
+"""Near tie of scores that sum to 1. Layouts differ by less than a tenth of it in fp32."""
+ROUNDING = 4e-6
+"""Share of the largest element in fp32. Beyond it, a correct layout may use up the whole tolerance."""
+MOST_REDRAWS = 30
+LIMIT_S = 120.0
+"""Time limit of one case in seconds; a batch has the sum."""
+COMPILING_S = 480.0
+"""Additional limit for compiled blocks: code for each kind of block and pass, on every rank."""
+SHRINK_S = 60.0
+ALONE = Layout(compile="off")
+VARIANTS = replace(ALONE, kernels="reference"), replace(ALONE, micro_batch=1)
+"""Layouts in which one device rounds differently."""
+ROUNDING_FACTOR, WIDEST, WIDEST_FP8, WIDEST_FP32 = 2.0, 0.2, 0.4, 1e-4
+"""Limits of `wider_band`.
+
+In 16 bits layouts were at most 1.7 times as far from one device as that is from itself in fp32. A doubled sum is off by
+1, a mean instead of a sum by a half or more. The fixed band of fp8 is 0.3 already.
+"""
+LOSS_OF_FP16 = 0.1
+"""Largest relative error of the loss in fp16 against fp32. A wrong scale is a factor of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseVerdict:
+    """Verdict on one case."""
+
+    index: int
+    drawn: DrawnCase
+    """The case with its final seed."""
+    difference: str | None
+    """First difference from one device. None = equal."""
+    redrawn: int = 0
+    """Times that weights and tokens were drawn again, since rounding decided too much on one device."""
+
+
+def judge_cases(cases: Sequence[DrawnCase], device: str = "cpu") -> Iterator[CaseVerdict]:
+    """Yield the verdict on each case, smallest worlds first."""
+    for world in sorted({drawn.layout.world for drawn in cases}):
+        indices = [index for index, drawn in enumerate(cases) if drawn.layout.world == world]
+        for start in range(0, len(indices), BATCH):
+            batch = {index: cases[index] for index in indices[start : start + BATCH]}
+            yield from _judge_batch(world, batch, device)
+
+
+def judge_case(drawn: DrawnCase, device: str = "cpu", *, settle: bool = False) -> CaseVerdict:
+    """Return the verdict on one case. Its tokens are drawn again only with `settle`."""
+    alone, redrawn = _settle_case(drawn.case, device) if settle else (outcome(drawn.case, ALONE, device=device), 0)
+    drawn = replace(drawn, case=replace(drawn.case, seed=drawn.case.seed + redrawn))
+    return CaseVerdict(index=0, drawn=drawn, difference=_run_and_compare(drawn, alone, device), redrawn=redrawn)
+
+
+def _judge_batch(world: int, cases: dict[int, DrawnCase], device: str) -> Iterator[CaseVerdict]:
+    settled = {}
+    for index, drawn in cases.items():
+        alone, redrawn = _settle_case(drawn.case, device)
+        case = replace(drawn.case, seed=drawn.case.seed + redrawn)
+        settled[index] = replace(drawn, case=case), alone, redrawn
+    try:
+        together = _run_ranks(world, [drawn for drawn, _, _ in settled.values()], device)
+    except RankError:
+        together = None
+    for position, (index, (drawn, alone, redrawn)) in enumerate(settled.items()):
+        if together is None:
+            first = _run_and_compare(drawn, alone, device)
+        else:
+            first = difference(drawn.case, alone, together[position])
+        yield CaseVerdict(index=index, drawn=drawn, difference=first, redrawn=redrawn)
+
+
+def _settle_case(case: Case, device: str) -> tuple[RankOutcome, int]:
+    """Draw seeds until rounding decides nothing on one device. Return its outcome and the number of seeds skipped."""
+    for redrawn in range(MOST_REDRAWS):
+        drawn = replace(case, seed=case.seed + redrawn)
+        alone = outcome(drawn, ALONE, device=device)
+        if alone.margin >= NEAR_TIE and (case.precision != "fp32" or _rounding(drawn, alone, device) <= ROUNDING):
+            return alone, redrawn
+    return outcome(case, ALONE, device=device), 0
+
+
+def _rounding(case: Case, alone: RankOutcome, device: str) -> float:
+    """Return the largest distance of one device from itself with sums in another order."""
+    several = replace(ALONE, kernels="reference", micro_batch=1)
+    other = outcome(case, several, device=device)
+    whole = {name: tensor for name, (_, tensor) in other.tensors.items()}
+    return max(distance(name, alone, whole, BANDS["fp32"]) for name in alone.tensors)
+
+
+def _run_and_compare(drawn: DrawnCase, alone: RankOutcome, device: str) -> str | None:
+    """Return the difference of a case in new processes. An exception of a rank counts as one."""
+    try:
+        [ranks] = _run_ranks(drawn.layout.world, [drawn], device)
+    except RankError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return f"{lines[0].rstrip(':')}: {lines[-1]}" if len(lines) > 1 else lines[0]
+    return difference(drawn.case, alone, ranks)
+
+
+def _run_ranks(world: int, cases: Sequence[DrawnCase], device: str) -> list[list[RankOutcome]]:
+    limit_s = sum(LIMIT_S + COMPILING_S * (drawn.layout.compile == "on") for drawn in cases)
+    return run_on_ranks(world, [(drawn.case, drawn.layout) for drawn in cases], device, limit_s)
+
+
+def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> str | None:
+    """Return the first difference, or an error of one device itself."""
+    message = first_difference(alone, ranks, case.band)
+    finite = all(map(isfinite, (*alone.losses, *alone.norms)))
+    if message and finite and case.precision != "fp32" and not case.overflow:
+        message = first_difference(alone, ranks, wider_band(case, alone))
+    elif message and finite and case.precision == "fp32":
+        message = first_difference(alone, ranks, unsettled_band(case, alone))
+    return message or wrong_alone(case, alone)
+
+
+def unsettled_band(case: Case, alone: RankOutcome) -> Band:
+    """Return the band of an fp32 case in which rounding decides much with every seed.
+
+    Muon with gradients of few targets is such a case. The band is twice the distance of one device from itself with
+    sums in another order, and never beyond WIDEST_FP32.
+    """
+    rounding, fixed = min(WIDEST_FP32, ROUNDING_FACTOR * _rounding(case, alone, "cpu")), case.band
+    return replace(fixed, gradient=max(fixed.gradient, rounding), weight=max(fixed.weight, rounding))
+
+
+def wider_band(case: Case, alone: RankOutcome) -> Band:
+    """Return the band of a 16-bit case whose own rounding is large.
+
+    It is ROUNDING_FACTOR times the distance of one device from itself in fp32, and never so wide that a doubled or
+    missing part of a sum would pass.
+    """
+    exact, fixed = outcome(case.unrounded, ALONE), case.band
+    widest = WIDEST if case.products == SAME else WIDEST_FP8
+    selves = alone, *(outcome(case, way) for way in VARIANTS)  # one loss alone may be near by chance
+    whole = {name: tensor for name, (_, tensor) in exact.tensors.items()}
+    gaps = {name: distance(name, alone, whole, fixed) for name in alone.tensors}
+
+    def numbers(ours: Sequence[float], others: Sequence[float]) -> float:
+        return max(abs(a - b) / abs(a) for a, b in zip(ours, others, strict=True))
+
+    def widened(least: float, distance_to_fp32: float) -> float:
+        return max(least, min(widest, ROUNDING_FACTOR * distance_to_fp32))
+
+    def all_gradients(step: int) -> float:
+        """Return the relative length of the difference, which bounds the error of the norm."""
+        names = [name for name in gaps if name.startswith(f"step {step} gradient of ")]
+        squares = [float((whole[name] - alone.tensors[name][1]).square().sum()) for name in names]
+        return sqrt(sum(squares)) / exact.norms[step - 1]
+
+    return replace(
+        fixed,
+        loss=widened(fixed.loss, max(numbers(variant.losses, exact.losses) for variant in selves)),
+        norm=widened(fixed.norm, max(map(all_gradients, range(1, case.steps + 1)))),
+        gradient=widened(fixed.gradient, max(gaps[name] for name in gaps if not begins_large(name))),
+        weight=widened(fixed.weight, max(gaps[name] for name in gaps if begins_large(name))),
+    )
+
+
+def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
+    """Return an error that all layouts share: a wrong loss scale in fp16, or a loss far from that of fp32."""
+    if case.precision != "fp16":
+        return None
+    scale, good = SCALE, 0
+    for step, actual in enumerate(alone.scales, start=1):
+        if step == case.overflow:
+            scale, good = OVERFLOWING_SCALE / 2, 0
+        else:
+            good += 1
+            scale = (SCALE if step == case.overflow + 1 else scale) * (2 if good == GROWTH_STEPS else 1)
+        if actual != scale:
+            return f"one device: step {step}: loss scale is {actual:g} after the step, must be {scale:g}"
+    exact = outcome(case.unrounded, ALONE)
+    for step, (actual, expected) in enumerate(zip(alone.losses, exact.losses, strict=True), start=1):
+        if not abs(actual / expected - 1) <= LOSS_OF_FP16:
+            return f"one device: step {step}: loss is {actual!r} in fp16, {expected!r} in fp32"
+    return None
+
+
+def smallest(failed: CaseVerdict, device: str = "cpu", *, limit_s: float = SHRINK_S) -> CaseVerdict:
+    """Return the smallest case that differs in the same way, found within the time limit."""
+    end, best = monotonic() + limit_s, failed
+
+    def failing(drawn: DrawnCase) -> DrawnCase | None:
+        nonlocal best
+        attempt = judge_case(drawn, device, settle=True)
+        wanted = _difference_kind(best.difference or "")
+        if attempt.difference is None or _difference_kind(attempt.difference) != wanted:
+            return None
+        best = replace(attempt, index=failed.index)
+        return attempt.drawn
+
+    shrink_case(failed.drawn, failing, lambda: monotonic() < end)
+    return best
+
+
+def _difference_kind(difference: str) -> str:
+    """Classify a difference: wrong on one device already, a failed rank (with its error), or another number."""
+    if difference.startswith("one device"):
+        return " ".join(difference.split()[4:6])
+    return difference.split(": ", 1)[1] if difference.startswith("rank") else "number"
+
+
+PARTS = ("teacher.", "moe.", "mla.", "rope_scaling.")
+TOGETHER = (
+    ("pp", "vp", "schedule", "stages", "micro_batch"),
+    ("cp", "context", "context_split"),
+    ("dp_replicate",),
+    ("dp_shard",),
+    ("tp", "sp", "tp_chunks"),
+    ("tp_chunks",),
+    ("ep", "ep_chunks"),
+    ("pp", "vp", "schedule", "stages"),
+    ("vp", "schedule", "stages"),
+    ("precision", "overflow", "overflow_sequence"),
+    ("precision", "products", "overflow", "overflow_sequence", "master_weights"),
+    ("overflow", "overflow_sequence"),
+    ("window", "window_from_layer"),
+    ("batches", "empty"),
+    ("micro_batch", "global_batch", "batches", "empty"),
+    ("global_batch", "batches"),
+    ("heads", "kv_heads"),
+    ("layers", "stages"),
+    ("layers", "stages", "moe.first_dense"),
+    ("positions", "head_dim"),
+)
+"""Settings that are left out together, since leaving out one alone would break a rule."""
+ALSO_LEFT_OUT = ((), ("zero",), ("ep",), ("ep", "zero"), ("ep", "sp"), ("ep", "sp", "zero"))
+"""Settings that may have to be left out as well, smallest set first: they use ranks of those left out."""
+LEFT_OUT_WITH_SMALLER = {
+    "tp": ((), ("heads",), ("heads", "kv_heads"), ("sequence",), ("ep",)),
+    "pp": ((), ("layers", "stages"), ("layers", "stages", "moe.first_dense"), ("global_batch", "batches")),
+    "cp": ((), ("sequence",), ("ep",)),
+    "dp_shard": ((), ("global_batch", "batches"), ("global_batch", "batches", "ep"), ("ep",)),
+    "dp_replicate": ((), ("global_batch", "batches"), ("global_batch", "batches", "empty")),
+    "vp": ((), ("layers", "stages"), ("stages",)),
+    "moe.experts": ((), ("ep",), ("moe.top_k",), ("moe.groups", "moe.top_groups")),
+}
+"""Settings that may have to be left out when a number gets smaller."""
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+PROPORTIONAL = (*DEGREES, "heads", "kv_heads", "sequence", "global_batch", "batches", "layers", "moe.experts")
+"""Numbers that a degree divides: they get smaller in proportion with it."""
+UNORDERED = ("seed", "overflow", "overflow_sequence", "zero")
+"""Numbers of which a smaller one is not simpler."""
+
+
+def shrink_case(
+    drawn: DrawnCase, failing: Callable[[DrawnCase], DrawnCase | None], in_time: Callable[[], bool]
+) -> DrawnCase:
+    """Return the smallest failing case.
+
+    Args:
+        failing: Returns the failing case as it was run, or None if it passes.
+        in_time: Returns True while there is time for another try.
+    """
+    progress = True
+    tried: set[str] = set()
+    while progress:
+        progress = False
+        for change in list(_changes(settings_of(drawn))):
+            candidate = _build_or_none(change(settings_of(drawn)))
+            if candidate is None or _size(candidate) >= _size(drawn) or repr(candidate) in tried:
+                continue
+            if not in_time():
+                return drawn
+            tried.add(repr(candidate))
+            failing_case = failing(candidate)
+            if failing_case is not None:
+                drawn, progress = failing_case, True
+    return drawn
+
+
+def _size(drawn: DrawnCase) -> tuple[int, int, int, float]:
+    """Return the size of a case: processes, then settings, then their numbers."""
+    settings = settings_of(drawn)
+    numbers = [value for key, value in settings.items() if type(value) in (int, float) and key not in UNORDERED]
+    return drawn.layout.world, len(settings), sum(len(v) for v in settings.values() if type(v) is tuple), sum(numbers)
+
+
+def _build_or_none(settings: Settings | None) -> DrawnCase | None:
+    try:
+        return None if settings is None else build_case(settings)
+    except PlanError:
+        return None
+
+
+Change = Callable[[Settings], Settings | None]
+
+
+def _changes(settings: Settings) -> Iterator[Change]:
+    """Yield every change to try, largest first."""
+    groups = [tuple(key for key in settings if key.startswith(part)) for part in PARTS]
+    groups += [keys for keys in TOGETHER if set(keys) & settings.keys()]
+    groups += [(key,) for key in settings if not any(key.startswith(part) for part in PARTS)]
+    groups += [(key,) for key in settings if any(key.startswith(part) for part in PARTS)]
+    for keys in filter(None, groups):
+        yield _leave_out(keys)
+    for degree in sorted({settings.get(key, 1) for key in DEGREES} - {1, 2}):
+        for smaller in range(2, degree):
+            yield _scale_down(degree, smaller)
+    for key, setting in settings.items():
+        if type(setting) is int and key not in UNORDERED:
+            for smaller in sorted({1, 2, 3, setting // 2, setting - 1} - {0}):
+                if smaller < setting:
+                    yield _reduce(key, smaller)
+        if type(setting) is tuple:
+            for index in range(len(setting)):
+                yield _shorten(key, index)
+
+
+def _leave_out(keys: tuple[str, ...]) -> Change:
+    def change(settings: Settings) -> Settings | None:
+        for more in ALSO_LEFT_OUT:
+            rest = {key: value for key, value in settings.items() if key not in (*keys, *more)}
+            if len(rest) < len(settings) and _build_or_none(rest) is not None:
+                return rest
+        return None
+
+    return change
+
+
+def _reduce(key: str, number: int) -> Change:
+    def change(settings: Settings) -> Settings | None:
+        if settings.get(key, 0) <= number:
+            return None
+        for more in LEFT_OUT_WITH_SMALLER.get(key, ((),)):
+            smaller = {name: old for name, old in settings.items() if name not in more} | {key: number}
+            if _build_or_none(smaller) is not None:
+                return smaller
+        return None
+
+    return change
+
+
+def _scale_down(degree: int, smaller: int) -> Change:
+    def scaled(number: int) -> int:
+        return number // degree * smaller if number % degree == 0 else number
+
+    def change(settings: Settings) -> Settings | None:
+        changed = dict(settings)
+        for key in set(PROPORTIONAL) & settings.keys():
+            setting = settings[key]
+            changed[key] = tuple(map(scaled, setting)) if isinstance(setting, tuple) else scaled(setting)
+        return changed
+
+    return change
+
+
+def _shorten(key: str, index: int) -> Change:
+    def change(settings: Settings) -> Settings | None:
+        setting = settings.get(key, ())
+        if len(setting) <= index + (len(setting) == 1):
+            return None
+        return settings | {key: setting[:index] + setting[index + 1 :]}
+
+    return change

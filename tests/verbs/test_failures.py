@@ -1,0 +1,150 @@
+"""A rank that dies, hangs or fails ends all ranks within the bound, with one line from one of them."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.planfile import read
+from meshwright.store import checkpoint
+from meshwright.store.run_folder import MetricsLog
+from meshwright.verbs.main import main
+from tests.verbs import toy
+from tests.verbs.faults import ClosedStdout, In, SlowToEnd
+from tests.verbs.launched import Ended, launch, new_store
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HANG_S = 4
+"""Far above a step, also on a machine that does other things."""
+CALL = r"last collective \w+ on \w+"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def words(texts: Path, run: Path, *changes: str) -> list[str]:
+    changes = ("recipe.checkpoint_every=3", "recipe.eval_every=0", "layout.zero=1", *changes)
+    return [*toy.train(texts, run, *changes), f"--hang-after={HANG_S}"]
+
+
+def disturbed(texts: Path, tmp_path: Path, act: str, bad: int = 1, world: int = 2) -> Ended:
+    """A run whose rank `bad` is disturbed in step 5; the checkpoint of step 3 must come out of it whole."""
+    run = tmp_path / "run"
+    ended = launch(
+        world, words(texts, run, f"layout.dp_shard={world}", "recipe.global_batch=6"), tmp_path, fault=In(5, act, bad)
+    )
+    assert ended.seconds < 25, "before a launcher would kill (30 s); how long it takes depends on the machine"
+    saved = checkpoint.find_latest(run / "checkpoints")
+    assert saved is not None and saved.name == "step-000003"
+    checkpoint.read_values(saved)
+    return ended
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed(texts: Path, tmp_path: Path) -> None:
+    ended = disturbed(texts, tmp_path, "die", world=3)
+    assert ended.codes == [1, -signal.SIGKILL, 1]
+    died = (
+        r"rank 1 died without a word \(killed\?\) in step 5, \w+, " + CALL + r" of rank [02]; its own last beat was at"
+    )
+    assert re.search(died, ended.line)
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
+    """Even the first rank, which reads the others' beats, and cannot hear SIGTERM: its neighbours kill it."""
+    ended = disturbed(texts, tmp_path, "stop", bad=0)
+    assert ended.codes == [-signal.SIGKILL, 1]
+    assert re.search(rf"rank 0 has been silent for [{HANG_S}-9] s in step 5, stopped or cut off; its last", ended.line)
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still(texts: Path, tmp_path: Path) -> None:
+    ended = disturbed(texts, tmp_path, "sleep")
+    assert ended.codes == [1, 1]
+    still = rf"rank 1 has stood still for [{HANG_S}-9] s at step 5, forward, {CALL} \(verbs/faults.py:\d+ in sleep\)"
+    assert re.search(still, ended.line)
+
+
+def test_an_error_that_nobody_foresaw(texts: Path, tmp_path: Path) -> None:
+    ended = disturbed(texts, tmp_path, "break_down")
+    assert ended.codes == [1, 1]
+    failed = rf"rank 1 failed at step 5, forward, {CALL}: ZeroDivisionError: a fault of this machine \(run with --debug"
+    assert re.search(failed, ended.line)
+
+
+def test_a_loss_that_is_no_number(texts: Path, tmp_path: Path) -> None:
+    ended = disturbed(texts, tmp_path, "lose_number")
+    assert ended.codes == [2, 2]
+    assert re.search(rf"step 5 \(rank 1, forward, {CALL}\): the loss is nan; the last good checkpoint is", ended.line)
+
+
+def test_a_cluster_that_wants_its_machine_back(texts: Path, tmp_path: Path) -> None:
+    """SIGTERM to one rank reaches all: they save, and end in good order."""
+    run = tmp_path / "run"
+    ended = launch(2, words(texts, run, "layout.dp_shard=2"), tmp_path, fault=In(5, "terminate"))
+    assert ended.codes == [0, 0] and not ended.errors
+    assert str(checkpoint.find_latest(run / "checkpoints")).endswith("step-000005")
+
+
+def test_an_output_that_nobody_reads(texts: Path, tmp_path: Path) -> None:
+    """The others are not told that the first rank is silent: it says why it ends."""
+    ended = launch(2, words(texts, tmp_path / "run", "layout.dp_shard=2"), tmp_path, fault=ClosedStdout())
+    assert ended.codes == [141, 141]
+    assert ended.line == "meshwright: rank 0 ended: nothing reads its stdout any more (a closed pipe)"
+
+
+@pytest.mark.long
+def test_who_keeps_the_store_goes_last(texts: Path, tmp_path: Path) -> None:
+    """Without torchrun, the first rank hosts the store: another one that ends slowly has not failed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    asked = words(texts, tmp_path / "run", "layout.dp_shard=2", "recipe.steps=2")
+    by_hand = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": ""}
+    ended = launch(2, asked, tmp_path, fault=SlowToEnd(2.0), **by_hand)
+    assert ended.codes == [0, 0] and not ended.errors
+
+
+@pytest.mark.long
+def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None:
+    """In the same store, as torchrun has it; the loss curve is that of a run on one device which nobody killed."""
+    run, store = tmp_path / "run", new_store()
+    asked = words(texts, run, "layout.dp_shard=auto", "recipe.steps=8", "resume=auto")
+    ended = launch(4, asked, tmp_path, fault=In(6, "die", 3), store=store)
+    assert ended.codes == [1, 1, 1, -signal.SIGKILL] and "resume=auto goes on" in ended.line
+    assert read(run / "plan.yaml").layout.dp_shard == 4
+    again = launch(2, asked, tmp_path, store=store)
+    assert again.codes == [0, 0] and not again.errors
+    assert read(run / "plan.yaml").layout.dp_shard == 2
+    assert main(words(texts, tmp_path / "whole", "recipe.steps=8", "layout.zero=0")) == 0
+    resumed, right = (losses(folder) for folder in (run, tmp_path / "whole"))
+    assert len(right) == 8 and resumed == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_what_was_killed(texts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    fault = ["-m", "tests.verbs.faults", "5", "die", "1", str(tmp_path / "once")]
+    asked = words(texts, run, "layout.dp_shard=2", "recipe.steps=8", "resume=auto")
+    ended = subprocess.run(
+        [*torchrun, *fault, *asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("meshwright: rank 1 died without a word") == 1 and "Traceback" not in ended.stderr
+    assert len(losses(run)) == 8
+
+
+def losses(run: Path) -> list[float]:
+    """Return the loss of every step, once each."""
+    rows = [row for row in MetricsLog.read(run / "metrics.jsonl") if "kind" not in row]
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    return [row["loss"] for row in rows]
