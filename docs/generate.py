@@ -11,13 +11,14 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: schemes -->
     <!-- generated: presets devices -->
     <!-- generated: packages -->
-    <!-- generated: source src/meshwright/training/objectives/preference.py -->
+    <!-- generated: source src/meshwright/training/objectives/preference.py ORPO log_odds -->
     <!-- /generated -->
 
 Everything here is predicted or declared, nothing is measured: the same commit gives the same text on every machine.
 """
 
 import argparse
+import ast
 import io
 import json
 import os
@@ -265,9 +266,19 @@ def preset_table(which: str) -> str:
     return made[which]()
 
 
-def source(path: str) -> str:
-    """A file of the repository, as a block."""
-    return f"```python\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
+def source(words: str) -> str:
+    """Definitions of a file of the repository, as a block: `source FILE ORPO log_odds`."""
+    path, *names = words.split()
+    text = (ROOT / path).read_text(encoding="utf-8")
+    parts = {
+        node.name: "\n".join(
+            text.splitlines()[min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1 : node.end_lineno]
+        )
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    block = "\n\n\n".join(parts[name] for name in names)
+    return f"```python\n{block}\n```\n"
 
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
