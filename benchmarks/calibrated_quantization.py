@@ -34,11 +34,11 @@ from torch import Tensor
 import meshwright as mw
 from benchmarks.quantization_table import Decomposed, inject, layers, trained
 from meshwright.compress import gptq
-from meshwright.compress.bit_budget import chosen, ladder
+from meshwright.compress.bit_budget import choose_within, ladder
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
-from meshwright.compress.sensitivity import measured_groups
+from meshwright.compress.sensitivity import measure_groups
 from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, nearest
 from meshwright.kernels.quantized.quantize import quantize_matrix
@@ -157,9 +157,10 @@ def uniform(model: Transformer, scheme: Scheme) -> dict[str, Scheme]:
 def mixed(model: Transformer, scheme: Scheme, batches: Sequence[Batch]) -> dict[str, Scheme]:
     """Bits of each matrix, chosen so that codes and scales have no more bytes than with one scheme for all."""
     rungs, names = ladder(scheme), list(quantizable(model.shape))
-    groups = measured_groups(model, names, rungs, first_batches(batches))
+    groups = measure_groups(model, names, rungs, first_batches(batches))
     scheme_rung = next(number for number, rung in enumerate(rungs) if rung.bits == scheme.bits)
-    numbers = chosen([group.choices for group in groups], sum(group.choices[scheme_rung].bytes for group in groups))
+    budget = sum(group.choices[scheme_rung].bytes for group in groups)
+    numbers = choose_within([group.choices for group in groups], budget)
     rung_by_matrix = {name: rungs[n] for group, n in zip(groups, numbers, strict=True) for name in group.names}
     return {name: rung_by_matrix[name] for name in names}
 

@@ -22,8 +22,7 @@ from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.original import open_original
 from meshwright.compress.quality import compare
 from meshwright.interface.trained.opening import described
-from meshwright.kernels.quantized.gguf_decoding import decode
-from meshwright.kernels.quantized.gguf_encoding import encode
+from meshwright.kernels.quantized.gguf_blocks import decode, encode
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 from meshwright.verbs.quantize.text import quantization_text
 from tests.compress.test_gguf import SHAPES, model_of, written

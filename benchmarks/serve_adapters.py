@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.model import Transformer, build
-from meshwright.model.low_rank import merged
+from meshwright.model.low_rank import merge_adapter
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
@@ -50,7 +50,7 @@ def whole(shape: ModelShape, adapter: ServedAdapter) -> Transformer:
         for name, parameter in merged_model.named_parameters():
             low = adapter_parts(name, adapter.tensors)
             if low:
-                parameter.copy_(merged(parameter, low, LORA))
+                parameter.copy_(merge_adapter(parameter, low, LORA))
     return merged_model
 
 

@@ -13,8 +13,14 @@ from meshwright import compat
 from meshwright.kernels.experts import experts, fp8_experts
 from meshwright.kernels.linear import fp8
 from meshwright.kernels.linear.linear import weight_product
-from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, euclidean_norm, in_one_pass
-from meshwright.kernels.optimizer.narrow_adamw import narrow_adamw
+from meshwright.kernels.optimizer.adamw import (
+    WideStates,
+    adamw,
+    adamw_reference,
+    euclidean_norm,
+    in_one_pass,
+    narrow_adamw,
+)
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import unpack
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers

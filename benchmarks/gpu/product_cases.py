@@ -137,9 +137,9 @@ def grouped_product(
     known: list[int] = counts.tolist()
 
     def in_triton(x: Tensor, weights: Tensor) -> Tensor:
-        from meshwright.kernels.triton import grouped
+        from meshwright.kernels.triton import expert_rows
 
-        return grouped.expert_linear(x, weights, counts)
+        return expert_rows.expert_linear(x, weights, counts)
 
     def by_torch(x: Tensor, weights: Tensor, prefer: str) -> Tensor:
         on_device = experts.groups_on_device(x, weights)

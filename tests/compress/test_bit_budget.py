@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, chosen, ladder
+from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, choose_within, ladder
 from meshwright.compress.quality import compare
-from meshwright.compress.sensitivity import measured_groups
+from meshwright.compress.sensitivity import measure_groups
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import build
 from meshwright.model.quantized_weights import quantizable
@@ -47,18 +47,18 @@ def test_the_choice_is_the_best_but_for_what_one_step_costs(seed: int) -> None:
 
     step = max(second.bytes - first.bytes for group in groups for first, second in pairwise(group))
     for budget in range(total([0] * 4)[0], total([3] * 4)[0] + 1, 7):
-        bytes_, divergence = total(chosen(groups, budget))
+        bytes_, divergence = total(choose_within(groups, budget))
         assert bytes_ <= budget
         below = [total(way)[1] for way in ways if total(way)[0] <= max(budget - step, total([0] * 4)[0])]
         assert divergence <= min(below) + 1e-12
-    assert chosen(groups, 10**9) == [3] * 4 and chosen(groups, 0) == [0] * 4
+    assert choose_within(groups, 10**9) == [3] * 4 and choose_within(groups, 0) == [0] * 4
 
 
 def test_groups_are_measured_one_by_one_and_the_model_stays_as_it_was() -> None:
     model = build(SHAPES["llama"]).eval().requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rungs, names = ladder(SCHEMES["int4-gptq"]), list(quantizable(model.shape))
-    actual = measured_groups(model, names, rungs, [batch(), batch(seed=1)])
+    actual = measure_groups(model, names, rungs, [batch(), batch(seed=1)])
     assert sorted(name for group in actual for name in group.names) == sorted(names)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     for group in (actual[0], actual[3]):

@@ -16,12 +16,10 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.compress import calibrated_model as calibration
-from meshwright.compress.block_model import BlockModel
-from meshwright.compress.calibrated_block import quantize_block, restored_parts
+from meshwright.compress.calibrated_block import BlockModel, quantize_block, restored_parts
 from meshwright.compress.calibrated_model import calibrate
-from meshwright.compress.input_folds import fold, folds, input_groups
-from meshwright.compress.input_statistics import Inputs
-from meshwright.compress.layer_inputs import reading
+from meshwright.compress.input_folds import fold, input_groups, list_folds
+from meshwright.compress.layer_inputs import Inputs, observe_inputs
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.formats.hub import export_folder
 from meshwright.formats.quantized.interface import QuantizedModel
@@ -82,7 +80,7 @@ def test_folded_scales_change_no_logit(name: str) -> None:
     _, model = original(shape)
     tokens, generator = batch().tokens, torch.Generator().manual_seed(5)
     before = model(tokens)
-    places = [fold for layer in range(shape.layers) for fold in folds(shape, layer, quantizable(shape))]
+    places = [fold for layer in range(shape.layers) for fold in list_folds(shape, layer, quantizable(shape))]
     assert {position.source.rpartition(".")[2] for position in places} >= {
         "gpt2": {"attention_norm", "v", "mlp_norm"}, "deepseek": {"q_norm", "kv_norm", "up", "mlp_norm"},
     }.get(name, {"attention_norm", "v", "up"})  # fmt: skip
@@ -99,7 +97,7 @@ def test_folded_scales_change_no_logit(name: str) -> None:
 def test_a_gain_that_is_stored_in_16_bit_is_folded_exactly() -> None:
     _, model = original(EVERY["llama"])
     before = model(batch().tokens)
-    (fold_place, *_) = folds(model.shape, 0, quantizable(model.shape))
+    (fold_place, *_) = list_folds(model.shape, 0, quantizable(model.shape))
     fold(model, fold_place, [torch.rand(64) + 0.3], torch.bfloat16)
     gain = model.get_submodule(fold_place.source).weight
     assert isinstance(gain, Tensor) and torch.equal(gain.bfloat16().float(), gain)
@@ -111,7 +109,7 @@ def test_matrices_that_stay_are_not_scaled() -> None:
     names = [
         name for name in quantizable(shape) if name not in ("layers.0.attention.k.weight", "layers.0.mlp.up.weight")
     ]
-    assert [fold.source for fold in folds(shape, 0, names)] == ["layers.0.attention.v"]
+    assert [fold.source for fold in list_folds(shape, 0, names)] == ["layers.0.attention.v"]
     assert input_groups([name for name in names if name.startswith("layers.0.")]) == [
         ("layers.0.attention.q.weight", "layers.0.attention.v.weight"), ("layers.0.attention.o.weight",),
         ("layers.0.mlp.gate.weight",), ("layers.0.mlp.down.weight",),
@@ -129,7 +127,7 @@ def test_what_a_block_gathers_is_what_the_whole_model_reads(name: str) -> None:
         rows = x.reshape(-1, x.shape[-1])
         heard.setdefault(entry, []).append((rows.clone(), [len(rows)] if counts is None else list(counts)))
 
-    with reading(model, wanted, seen):
+    with observe_inputs(model, wanted, seen):
         for part in TEXT:
             model(part.tokens)
     text = BlockModel(model.shape, torch.float32, TEXT)
@@ -189,7 +187,7 @@ def test_experts_that_the_text_hardly_reaches_are_rounded_and_counted(tmp_path: 
 def test_a_stack_is_gathered_in_parts_and_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, model = original(SHAPES["qwen3_moe"])
     whole = [tensors(what) for _, what in calibrated(tmp_path / "a", source, model.shape).weights]
-    monkeypatch.setattr("meshwright.compress.input_statistics.PRODUCTS_BYTES", 1)
+    monkeypatch.setattr("meshwright.compress.layer_inputs.PRODUCTS_BYTES", 1)
     parts = [tensors(what) for _, what in calibrated(tmp_path / "b", source, model.shape).weights]
     assert all(torch.equal(left, right) for first, second in zip(whole, parts, strict=True)
                for left, right in zip(first, second, strict=True))  # fmt: skip
@@ -422,6 +420,6 @@ def test_a_batch_keeps_only_rows_that_count() -> None:
         valid=8,
         valid_of_rows=(4, 0, 4),
     )
-    (actual,) = calibration.whole_rows([rows])
+    (actual,) = calibration.drop_padding_rows([rows])
     assert actual.tokens.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]] and actual.valid == 8
-    assert list(calibration.whole_rows([replace(rows, valid_of_rows=(0, 0, 0))])) == []
+    assert list(calibration.drop_padding_rows([replace(rows, valid_of_rows=(0, 0, 0))])) == []

@@ -23,8 +23,7 @@ from meshwright.formats.gguf.vocabulary import WHOLE
 from meshwright.formats.gguf.words import RULES, split_by
 from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks
 from meshwright.formats.hub.weight_names import tensor_sizes
-from meshwright.kernels.quantized.gguf_decoding import decode
-from meshwright.kernels.quantized.gguf_encoding import encode
+from meshwright.kernels.quantized.gguf_blocks import decode, encode
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.spec.model.shape import MLAShape, RopeScaling

@@ -114,4 +114,4 @@ def test_fewer_rows_than_inputs_are_damped_and_what_is_not_positive_is_refused()
     assert restored(weight, few, WHOLE).isfinite().all()
     assert restored(weight.float(), few.float(), WHOLE).isfinite().all(), "a rank of 3 in fp32"
     with pytest.raises(ArithmeticError, match="not positive"):
-        gptq.ordered(torch.full((4, 4), 1e30, dtype=torch.float64).fill_diagonal_(1.0))
+        gptq.order_columns(torch.full((4, 4), 1e30, dtype=torch.float64).fill_diagonal_(1.0))

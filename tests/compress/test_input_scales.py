@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.compress.clipping import LEAST, SHARES, clipped_scales, group_products
+from meshwright.compress.calibrated_methods import LEAST, SHARES, clipped_scales, group_products
 from meshwright.compress.input_scales import EXPONENTS, awq_scales, smooth_scales
-from meshwright.compress.input_statistics import InputStatistics
+from meshwright.compress.layer_inputs import InputStatistics
 from meshwright.kernels.quantized.matrix import assembled, nearest
 from meshwright.kernels.quantized.quantize import quantize_matrix, scales_of
 from meshwright.kernels.quantized.rounding import absmax

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from meshwright.kernels.triton import (
     cache_write,
+    code_words,
+    expert_rows,
     few_rows,
     flash,
     gated,
-    grouped,
     int8_product,
     likeliest,
     loss_rows,
@@ -27,8 +28,6 @@ from meshwright.kernels.triton import (
     narrow_update,
     packed_product,
     paged,
-    permute,
-    restore_codes,
     root_norm,
     rotary,
     row_rounding,
@@ -133,14 +132,14 @@ def flash_attention(dtype: torch.dtype = BF16, *, causal: bool = True, fits: boo
 
 def experts_and_back(copies: int) -> None:
     order, inverse = (empty(TOKENS * copies, dtype=INT64) for _ in range(2))
-    both_ways(permute.spread, learning(TOKENS, WIDTH), order, inverse, copies)
+    both_ways(expert_rows.spread, learning(TOKENS, WIDTH), order, inverse, copies)
     weights = learning(TOKENS, copies, dtype=FP32)
-    both_ways(permute.combine, learning(TOKENS * copies, WIDTH), weights, inverse)
+    both_ways(expert_rows.combine, learning(TOKENS * copies, WIDTH), weights, inverse)
 
 
 def experts(dtype: torch.dtype) -> Row:
     inputs = learning(TOKENS, 2048, dtype=dtype), learning(128, 768, 2048, dtype=dtype), empty(128, dtype=INT64)
-    return Row(partial(both_ways, grouped.expert_linear, *inputs), ("grouped_rows", "grouped_weights"))
+    return Row(partial(both_ways, expert_rows.expert_linear, *inputs), ("grouped_rows", "grouped_weights"))
 
 
 def update(moments: torch.dtype, weight: torch.dtype, *, copy: bool) -> Row:
@@ -203,7 +202,7 @@ def matrix_of_codes(
 
 def restored(zeros: str, *, inner: int = WIDTH, table: bool = False, codes: torch.dtype = UINT8) -> Row:
     matrix = matrix_of_codes(64, zeros, inner, codes, table=table)
-    return Row(partial(restore_codes.restore, matrix, empty(WIDTH, inner)))
+    return Row(partial(code_words.restore, matrix, empty(WIDTH, inner)))
 
 
 def packed(

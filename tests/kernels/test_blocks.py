@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.quantized import gguf_encoding
-from meshwright.kernels.quantized.gguf_decoding import UNEVEN, decode
-from meshwright.kernels.quantized.gguf_encoding import WRITTEN, encode
+from meshwright.kernels.quantized import gguf_blocks
+from meshwright.kernels.quantized.gguf_blocks import UNEVEN, WRITTEN, decode, encode
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, SUPER, BlockType
 
 CODED = [name for name in BLOCK_TYPES if name not in FLOATS]
@@ -163,13 +162,13 @@ def test_scales_are_searched_further_than_in_the_reference(name: str, monkeypatc
         return float((decode(name, encode(name, weight)) - weight).norm() / weight.norm())
 
     ours = error()
-    monkeypatch.setattr(gguf_encoding, "NEXT", (0,))  # as the reference, which rounds scales and looks no further
+    monkeypatch.setattr(gguf_blocks, "NEXT", (0,))  # as the reference, which rounds scales and looks no further
     assert ours < error() * (0.999 if name == "Q6_K" else 0.99)
 
 
 def test_large_matrices_are_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {name: encode(name, weights()) for name in CODED if name in WRITTEN}
-    monkeypatch.setattr(gguf_encoding, "CHUNK", 3 * SUPER)
+    monkeypatch.setattr(gguf_blocks, "CHUNK", 3 * SUPER)
     for name, raw in whole.items():
         assert torch.equal(encode(name, weights()), raw), name
 

@@ -11,7 +11,7 @@ from meshwright import compat
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
-from meshwright.model.low_rank import LoRA, merged
+from meshwright.model.low_rank import LoRA, merge_adapter
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.weights.inventory import adapter_parts, parameters
@@ -43,7 +43,7 @@ def adapted(name: str, lora: LoRAShape = PLAIN) -> tuple[Transformer, Transforme
                 parameter.uniform_(0.5, 2.0)
         for key, tensor in base.state_dict().items():
             low = adapter_parts(key, by_name)
-            places[key].copy_(merged(tensor, low, lora) if low else tensor)
+            places[key].copy_(merge_adapter(tensor, low, lora) if low else tensor)
     return adapted_model, whole
 
 
@@ -111,7 +111,7 @@ def test_a_row_of_zeros_has_a_length_that_divides() -> None:
     x = torch.randn(3, layer.in_features)
     output = layer(x)
     low = dict(layer.lora.named_parameters())
-    torch.testing.assert_close(output, x @ merged(layer.weight, low, SCALED).T)
+    torch.testing.assert_close(output, x @ merge_adapter(layer.weight, low, SCALED).T)
     output.square().sum().backward()
     assert not output[:, 1].any() and all(
         bool(part.grad.isfinite().all()) for part in low.values() if part.grad is not None
@@ -129,7 +129,7 @@ def test_where_16_bit_products_are_emulated_lengths_of_rows_are_made_in_fp32(mon
         lengths = layer.lora.norms(layer.weight)
     assert recording.products() == {torch.float32}
     low = {"a": layer.lora.a.float(), "b": layer.lora.b.float()}
-    torch.testing.assert_close(lengths, merged(layer.weight.float(), low, SCALED).norm(dim=1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(lengths, merge_adapter(layer.weight.float(), low, SCALED).norm(dim=1), rtol=1e-3, atol=0)
 
 
 def test_a_frozen_weight_costs_its_bytes_and_stays() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from meshwright.model import Transformer
-from meshwright.model.generate import generate
-from meshwright.model.prompt_batch import greedy, score
+from meshwright.model.generate import generate, greedy, score
 from meshwright.spec.errors import PlanError, RunError
 from tests.model.shrunk import KINDS, VOCAB, model, tokens
 

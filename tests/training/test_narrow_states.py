@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import fake_tensors
-from meshwright.kernels.optimizer.narrow_adamw import hashed, quantized, rounded
+from meshwright.kernels.optimizer.adamw import hashed, quantized, rounded
 from meshwright.kernels.triton.narrow_piece import code_book, code_books
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.boxes import Box

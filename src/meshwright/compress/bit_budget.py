@@ -37,7 +37,7 @@ def ladder(scheme: Scheme) -> tuple[Scheme, ...]:
     )
 
 
-def chosen(groups: Sequence[Sequence[BitChoice]], budget: int) -> list[int]:
+def choose_within(groups: Sequence[Sequence[BitChoice]], budget: int) -> list[int]:
     """Return the index of the choice taken for each group, with at most `budget` bytes in total.
 
     Choices are ordered by bytes. The first of each group is taken when even these exceed the budget.

@@ -1,16 +1,58 @@
-"""Quantize one matrix by a scheme, with statistics of its inputs if the scheme uses them."""
+"""Quantize one matrix by a scheme, with statistics of its inputs if the scheme uses them.
+
+Clipping, the second half of AWQ (arXiv:2306.00978, section 3.2 and its code), multiplies the range of each row and
+group by shares of at most 1. The share with the smallest (W' - W) H (W' - W)^T is taken, where W' are the rounded
+weights and H the mean products of the group's inputs.
+"""
 
 import torch
 from torch import Tensor
 
 from meshwright.compress import gptq
-from meshwright.compress.clipping import clipped_scales
-from meshwright.compress.input_statistics import Inputs, InputStatistics
-from meshwright.kernels.quantized.matrix import QuantizedMatrix, assembled, nearest
+from meshwright.compress.layer_inputs import Inputs, InputStatistics
+from meshwright.kernels.quantized.matrix import QuantizedMatrix, assembled, nearest, nearest_codes, numbers_of
 from meshwright.kernels.quantized.quantize import check_finite, check_scales, scales_of
 from meshwright.kernels.quantized.quantized_linear import quantized_linears_reference
+from meshwright.kernels.quantized.rounding import grouped
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import Scheme
+
+LEAST, SHARES = 0.7, 12
+"""Smallest share of a range to try, and number of shares."""
+
+
+def clipped_scales(
+    weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Return scales (N, groups) for weight (N, K), at most as large as the given ones. Zero points do not change."""
+    runs, wide = grouped(weight.float(), scheme.group), scales.float()
+    products = group_products(gram, scheme.group or weight.shape[1])
+    zero = None if zeros is None else zeros.float().unsqueeze(-1)
+    best = torch.full_like(wide, torch.inf)
+    clipped = scales
+    for step_number in range(SHARES):
+        share = 1 - (1 - LEAST) * step_number / SHARES
+        tried = (wide * share).to(scales.dtype)
+        step = tried.float().unsqueeze(-1)
+        codes = nearest_codes(scheme, runs, step, zero)
+        wrong = numbers_of(scheme, codes, step, zero) - runs
+        # the error of the outputs, by the inputs' products within a group; between groups it is ignored
+        error = torch.einsum("ngk,gkl,ngl->ng", wrong, products, wrong)
+        # a share so small that its scale is zero in 16 bits is no choice
+        better = (error < best) & (tried != 0)
+        best = torch.where(better, error, best)
+        clipped = torch.where(better, tried, clipped)
+    return clipped
+
+
+def group_products(gram: Tensor, size: int) -> Tensor:
+    """Return the diagonal blocks (groups, size, size) of gram (K, K). The last is padded with zeros."""
+    missing = -len(gram) % size
+    whole = torch.nn.functional.pad(gram, (0, missing, 0, missing))
+    number = len(whole) // size
+    blocks = whole.view(number, size, number, size).diagonal(dim1=0, dim2=2)
+    return blocks.permute(2, 0, 1).contiguous()
+
 
 FEWEST = 4
 """Calibrate an expert when it received at least one row per FEWEST input columns."""
@@ -34,8 +76,8 @@ def quantize_calibrated(
     for number, matrix in enumerate(stack):
         scale, zero = scales[number], None if zeros is None else zeros[number]
         seen = inputs.statistics(number) if inputs else None
-        if seen is not None and enough(seen, len(stack), matrix.shape[1]):
-            codes, scale = _rounded(name, matrix, seen.gram, scheme, scale, zero)
+        if seen is not None and has_enough_rows(seen, len(stack), matrix.shape[1]):
+            codes, scale = _round(name, matrix, seen.gram, scheme, scale, zero)
         else:
             codes, rare = nearest(scheme, matrix, scale, zero), rare + (seen is not None)
         all_codes.append(codes)
@@ -59,12 +101,12 @@ def output_error(weight: Tensor, matrix: QuantizedMatrix, seen: InputStatistics)
     return float(lost / whole) if whole else 0.0
 
 
-def enough(seen: InputStatistics, number: int, columns: int) -> bool:
+def has_enough_rows(seen: InputStatistics, number: int, columns: int) -> bool:
     """Return whether a matrix received enough rows. A single one (`number` 1) did: its text was checked before."""
     return number == 1 or seen.rows * FEWEST >= columns
 
 
-def _rounded(
+def _round(
     name: str, weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of one matrix (N, K)."""

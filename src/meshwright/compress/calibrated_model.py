@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.compress.block_model import BlockModel
-from meshwright.compress.calibrated_block import advance, quantize_block
+from meshwright.compress.calibrated_block import BlockModel, advance, quantize_block
 from meshwright.compress.finished_blocks import Fingerprint, FinishedBlocks
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
@@ -86,8 +85,9 @@ def _blocks(
     dtype: torch.dtype, done: Callable[[int, int], None],
 ) -> tuple[tuple[QuantizedLayer, ...], int]:  # fmt: skip
     shape, sizes = model.shape, quantizable(model.shape)
-    text = BlockModel(shape, dtype, whole_rows(batches))
-    entry_weights = _named(original, model, ["embed.weight"] + ["positions.weight"] * (shape.positions == "learned"))
+    text = BlockModel(shape, dtype, drop_padding_rows(batches))
+    entry_names = ["embed.weight"] + ["positions.weight"] * (shape.positions == "learned")
+    entry_weights = _read_named(original, model, entry_names)
     # a stored block is used only if all it depends on is equal: the text, and all weights up to it
     fingerprint = Fingerprint((shape, str(dtype), str(model.dtype), torch.__version__))
     for batch in text.batches:
@@ -97,7 +97,7 @@ def _blocks(
     text.enter(entry_weights)
     layers: list[QuantizedLayer] = []
     resumed = 0
-    for number, weights in _by_layer(original.weights(model.dtype), model):
+    for number, weights in _group_by_layer(original.weights(model.dtype), model):
         schemes = {name: model.schemes[name] for name in weights if name in model.schemes}
         key = fingerprint.add(weights, [(name, astuple(scheme)) for name, scheme in schemes.items()])
         block = finished.find(number, key, schemes, sizes)
@@ -112,7 +112,7 @@ def _blocks(
     return tuple(layers), resumed
 
 
-def whole_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
+def drop_padding_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
     """Yield the batches without padding rows, whose tokens all have weight 0."""
     for batch in batches:
         keep = torch.tensor([count > 0 for count in batch.valid_of_rows], device=batch.tokens.device)
@@ -129,7 +129,7 @@ def whole_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
             )  # fmt: skip
 
 
-def _named(original: OriginalModel, model: QuantizedModel, names: list[str]) -> dict[str, Tensor]:
+def _read_named(original: OriginalModel, model: QuantizedModel, names: list[str]) -> dict[str, Tensor]:
     """Read the named parameters, and stop after the last of them."""
     parameters: dict[str, Tensor] = {}
     for name, tensor in original.weights(model.dtype):
@@ -140,7 +140,7 @@ def _named(original: OriginalModel, model: QuantizedModel, names: list[str]) -> 
     return parameters
 
 
-def _by_layer(
+def _group_by_layer(
     weights: Iterator[tuple[str, Tensor]], model: QuantizedModel
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:  # fmt: skip
     """Yield (layer, parameters by name), layer after layer, in the order of the shape."""

@@ -26,7 +26,7 @@ _FORMAT = 1
 """Increased whenever the same teacher would produce different files."""
 
 
-def spread(layers: int, wanted: int) -> list[int]:
+def spread_layers(layers: int, wanted: int) -> list[int]:
     """Return the indices of `wanted` layers at equal distances, with both ends: 4 of 12 are 0, 4, 7, 11.
 
     Raises PlanError unless 1 <= wanted < layers.
@@ -59,7 +59,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
     The teacher is a Hugging Face folder or a run. Raises PlanError, HubError, RunError, CheckpointError.
     """
     source = open_teacher(teacher)
-    layers = spread(source.shape.layers, wanted)
+    layers = spread_layers(source.shape.layers, wanted)
     shape = shape_of_layers(source.shape, layers)
     # the name says teacher, layers and format: another of any is another student
     digest = hashlib.blake2b(repr((_FORMAT, source.fingerprint(), layers)).encode(), digest_size=8).hexdigest()
@@ -72,7 +72,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         export_folder(
             out,
-            model_tensors=_chosen(source.numbers(dtype), layers),
+            model_tensors=_choose_layers(source.numbers(dtype), layers),
             shape=shape,
             tokenizer=None if source.tokenizer is None else Tokenizer.load(source.tokenizer),
             dtype=dtype,
@@ -89,7 +89,7 @@ def _dtype(source: TeacherFolder) -> torch.dtype:
     return DTYPES[run.plan.recipe.precision]
 
 
-def _chosen(weights: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+def _choose_layers(weights: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters outside of layers and those of the chosen layers, renumbered."""
     numbers = {layer: index for index, layer in enumerate(layers)}
     for name, tensor in weights:

@@ -33,7 +33,7 @@ def gguf_tokenizer(model: "GGUFModel") -> Tokenizer | None:
     return tokenizer
 
 
-def kept_tokenizer(tokenizer: Tokenizer) -> str:
+def save_tokenizer(tokenizer: Tokenizer) -> str:
     """Write a tokenizer.json into the user's cache and return its path."""
     folder = default_root() / "tokenizers" / f"gguf-{tokenizer.fingerprint}"
     with lock(folder):

@@ -17,8 +17,7 @@ from meshwright.formats.gguf.names import FREQUENCIES, architecture_of, gguf_bin
 from meshwright.formats.gguf.vocabulary import vocabulary_keys
 from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
 from meshwright.formats.hub.weight_names import Binding
-from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES, decode
-from meshwright.kernels.quantized.gguf_encoding import encode
+from meshwright.kernels.quantized.gguf_blocks import FLOAT_DTYPES, decode, encode
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, GGUFScheme
@@ -106,13 +105,15 @@ def write_gguf(
             factors = frequency_factors(plan.shape)
             if factors is not None:
                 writer.write(FREQUENCIES, encode("F32", factors))
-            for binding, ours in _bound(plan.shape, original.weights(torch.float32)):
+            for binding, ours in _collect_bindings(plan.shape, original.weights(torch.float32)):
                 for name, tensor in zip(binding.theirs, binding.transform.export(ours, plan.shape), strict=True):
-                    writer.write(name, _encoded(binding, tensor, planned[name], seen))
+                    writer.write(name, _encode_checked(binding, tensor, planned[name], seen))
         return partial.stat().st_size
 
 
-def _bound(shape: ModelShape, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Binding, list[Tensor]]]:
+def _collect_bindings(
+    shape: ModelShape, weights: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[Binding, list[Tensor]]]:
     """Yield each binding with its tensors, once the last of them was read."""
     binding_of = {name: binding for binding in gguf_bindings(shape, architecture_of(shape)) for name in binding.ours}
     pending: dict[str, Tensor] = {}
@@ -127,7 +128,7 @@ def _bound(shape: ModelShape, weights: Iterator[tuple[str, Tensor]]) -> Iterator
             yield binding, [pending.pop(other) for other in binding.ours]
 
 
-def _encoded(
+def _encode_checked(
     binding: Binding, tensor: Tensor, planned: PlannedBlocks, seen: Callable[[QuantizedLayer], None]
 ) -> Tensor:  # fmt: skip
     """Return the bytes of one tensor, encoded and checked a few rows at a time to bound the memory."""

@@ -40,7 +40,7 @@ def quantize_columns(
     Scales and zeros are (N, groups). Arithmetic is in gram's dtype. Columns whose input is always zero are rounded to
     nearest.
     """
-    order = ordered(gram)
+    order = order_columns(gram)
     group = (order.columns // (scheme.group or weight.shape[1])).tolist()
     wide = weight.detach().to(gram.dtype)[:, order.columns]
     step, zero = scales.to(gram.dtype), None if zeros is None else zeros.to(gram.dtype)
@@ -62,7 +62,7 @@ def quantize_columns(
     return codes[:, order.columns.argsort()].contiguous()
 
 
-def ordered(gram: Tensor) -> Order:
+def order_columns(gram: Tensor) -> Order:
     """Sort columns by falling diagonal, and return the upper Cholesky factor of the inverse in that order.
 
     Raises ArithmeticError when no damping makes the matrix positive definite.

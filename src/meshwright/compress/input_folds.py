@@ -55,17 +55,17 @@ def input_groups(names: Collection[str]) -> list[tuple[str, ...]]:
     return groups
 
 
-def folds(shape: ModelShape, layer: int, quantized: Collection[str]) -> list[Fold]:
+def list_folds(shape: ModelShape, layer: int, quantized: Collection[str]) -> list[Fold]:
     """List the folds of one layer whose matrices are all quantized."""
     return [
         target
-        for target in _every(shape, f"layers.{layer}.", shape.is_moe_layer(layer))
+        for target in _every_fold(shape, f"layers.{layer}.", shape.is_moe_layer(layer))
         if all(name in quantized for name in target.readers)
         and (target.source.endswith("_norm") or not {target.source, f"{target.source}.weight"}.isdisjoint(quantized))
     ]
 
 
-def _every(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
+def _every_fold(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
     attention, mlp = layer + "attention.", layer + "mlp."
     gated = shape.mlp == "swiglu"
     mla = shape.mla
@@ -103,7 +103,7 @@ def fold(model: nn.Module, target: Fold, scales: list[Tensor], stored: torch.dty
         return
     (scale,) = scales
     if target.source.endswith("_norm"):
-        scale = _norm_divided(source.weight, scale, stored)
+        scale = _divide_norm(source.weight, scale, stored)
     else:
         source.weight.div_(target.source_scales(scale).unsqueeze(1))
     if getattr(source, "bias", None) is not None:
@@ -113,7 +113,7 @@ def fold(model: nn.Module, target: Fold, scales: list[Tensor], stored: torch.dty
         _reader(model, name).mul_(scale)
 
 
-def _norm_divided(gain: Tensor, scales: Tensor, stored: torch.dtype) -> Tensor:
+def _divide_norm(gain: Tensor, scales: Tensor, stored: torch.dtype) -> Tensor:
     """Divide a gain, rounded to its stored dtype, and return the scales that this division realizes exactly."""
     wanted = (gain / scales).to(stored).to(gain.dtype)
     exact = torch.where((wanted == 0) | ~wanted.isfinite(), torch.ones_like(gain), gain / wanted)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.compress.layer_inputs import reading, run
+from meshwright.compress.layer_inputs import observe_inputs, run
 from meshwright.kernels.experts.experts import Counts
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear
@@ -127,7 +127,7 @@ def output_errors(
         error = torch.stack(((y - quantized).square().sum(), y.square().sum())).double()
         sums[name] = sums[name] + error if name in sums else error
 
-    with reading(before, layers, seen):
+    with observe_inputs(before, layers, seen):
         for batch in batches:
             run(before, batch)
     return {name: float(wrong / whole) if whole else 0.0 for name, (wrong, whole) in sums.items()}

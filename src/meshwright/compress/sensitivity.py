@@ -34,12 +34,12 @@ class MeasuredGroup:
 
 
 @torch.no_grad()
-def measured_groups(
+def measure_groups(
     model: Transformer, names: Sequence[str], ladder: Sequence[Scheme], batches: Sequence[Batch]
 ) -> list[MeasuredGroup]:
     """Measure all groups of these matrices on the batches. Raises PlanError for weights that are not finite."""
     sizes, before = quantizable(model.shape), [run(model, batch) for batch in batches]
-    twin = _twin(model)
+    twin = _make_twin(model)
     groups = []
     # one pass over the text per group, at the fewest bits; other schemes scale with their weight error
     for group in input_groups(names):
@@ -60,7 +60,7 @@ def measured_groups(
     return groups
 
 
-def _twin(model: Transformer) -> Transformer:
+def _make_twin(model: Transformer) -> Transformer:
     """Return a second model that shares the tensors."""
     twin = skeleton(model.shape).eval()
     twin.load_state_dict(model.state_dict(), assign=True)

@@ -5,7 +5,7 @@ attention, rope, mlp, moe, norm, linear     the parts of a block
 seams            every point where a layout replaces the arithmetic
 low_rank, quantized_weights, fake_quantized     other kinds of weights in these layers
 init             initial weights
-generate, kv_cache, prompt_batch     text generation, for one prompt or several
+generate, kv_cache     text generation, for one prompt or several
 """
 
 from typing import TYPE_CHECKING

@@ -141,7 +141,7 @@ def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequ
         for layer, layer_matrices in zip(layers, matrices, strict=True)
     ]
     # One flat list, so matrices of all layers share a product; its outputs are dealt back to the layers in order.
-    outputs = iter(_mixed(product, layers[0].kernels, x, list(chain(*matrices)), list(chain(*biases))))
+    outputs = iter(_multiply_each(product, layers[0].kernels, x, list(chain(*matrices)), list(chain(*biases))))
     parts = [[next(outputs) for _ in layer_matrices] for layer_matrices in matrices]
     return tuple(
         layer.lora.combine(layer, x, layer_products) if layer.lora else layer_products[0]
@@ -154,7 +154,7 @@ def is_bare(layer: Linear) -> bool:
     return layer.lora is None and layer.quantized is None
 
 
-def _mixed(
+def _multiply_each(
     product: Callable[..., tuple[Tensor, ...]], kernels: Kernels, x: Tensor, matrices: Sequence[Matrix],
     biases: Sequence[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip

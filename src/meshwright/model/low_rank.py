@@ -107,7 +107,7 @@ class ExpertLoRA(nn.Module):
         self.b = nn.Parameter(torch.empty(experts, size_out, lora.rank))
 
 
-def merged(weight: Tensor, low: Mapping[str, Tensor], lora: LoRAShape) -> Tensor:
+def merge_adapter(weight: Tensor, low: Mapping[str, Tensor], lora: LoRAShape) -> Tensor:
     """Return the matrix (out, in), or stack (X, out, in), that equals a weight and its adapter."""
     sum_matrix = weight + lora.scale * (low["b"] @ low["a"])
     if "magnitude" in low:

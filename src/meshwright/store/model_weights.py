@@ -16,7 +16,7 @@ from meshwright.formats.quantized.interface import QuantizedModel, every
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.init import fill_initial
-from meshwright.model.low_rank import merged
+from meshwright.model.low_rank import merge_adapter
 from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError, HubError, PlanError
@@ -180,7 +180,7 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
         tensor = stored if isinstance(stored, Tensor) else stored.restored(trained)
         low = adapter_parts(name, adapters)
         dtype = torch.float32 if name.endswith("correction_bias") else wanted  # routers stay in fp32 in all formats
-        yield name, (merged(tensor.float(), low, lora) if low else tensor).to(dtype)
+        yield name, (merge_adapter(tensor.float(), low, lora) if low else tensor).to(dtype)
 
 
 def _choose(run: RunFolder, which: str) -> Path:

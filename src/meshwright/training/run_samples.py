@@ -19,8 +19,8 @@ from meshwright.data import Corpus
 from meshwright.data.chat.encoder import TRAINED
 from meshwright.data.chat.prompt import template_of
 from meshwright.data.corpus.corpus import TokenStream
+from meshwright.model.generate import greedy
 from meshwright.model.predictions import Predictions
-from meshwright.model.prompt_batch import greedy
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError

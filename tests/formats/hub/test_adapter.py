@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.formats.hub import export_folder
 from meshwright.formats.hub.adapter import export_adapter, load_adapter, misread, save_adapter
 from meshwright.model import Transformer, build
-from meshwright.model.low_rank import merged
+from meshwright.model.low_rank import merge_adapter
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.shape import ModelShape
@@ -76,8 +76,8 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str, form: str) -> 
     for key in {key.rpartition(".")[0] for key in trained}:
         matrix = key.removesuffix(".lora") + ".weight" if key.endswith(".lora") else key.removesuffix("_lora")
         weight = ours.get_parameter(matrix).detach()
-        back = merged(weight, adapter_parts(matrix, loaded), shape.lora)
-        right = merged(weight, adapter_parts(matrix, trained), ours.shape.lora)
+        back = merge_adapter(weight, adapter_parts(matrix, loaded), shape.lora)
+        right = merge_adapter(weight, adapter_parts(matrix, trained), ours.shape.lora)
         torch.testing.assert_close(back, right, rtol=1e-5, atol=1e-6)
     assert {key.rpartition(".")[0] for key in loaded} == {key.rpartition(".")[0] for key in trained}
 

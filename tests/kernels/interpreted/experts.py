@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.kernels.experts import experts
 from meshwright.kernels.linear.fp8 import SAME
-from meshwright.kernels.triton import grouped, permute
+from meshwright.kernels.triton import expert_rows
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -23,7 +23,7 @@ def orders(tokens: int, k: int) -> tuple[Tensor, Tensor]:
 def test_spread(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
     order, inverse = orders(tokens, k)
     inputs = tensors((tokens, width), dtype=dtype)
-    fast, plain = (partial(f, order=order, inverse=inverse, k=k) for f in (permute.spread, experts.spread))
+    fast, plain = (partial(f, order=order, inverse=inverse, k=k) for f in (expert_rows.spread, experts.spread))
     actual, right = outcome(fast, inputs), outcome(plain, inputs)
     assert torch.equal(actual[0], right[0])
     if dtype == torch.float32:
@@ -41,7 +41,7 @@ def test_combine(tokens: int, k: int, width: int, dtype: torch.dtype) -> None:
     def exact(rows: Tensor, weights: Tensor) -> Tensor:
         return (rows[inverse].view(tokens, k, -1) * weights.unsqueeze(-1)).sum(1)
 
-    fast = partial(permute.combine, inverse=inverse)
+    fast = partial(expert_rows.combine, inverse=inverse)
     plain = partial(experts.combine_reference, inverse=inverse)
     if dtype == torch.float32:
         assert_single(fast, exact, [rows, weights])
@@ -58,9 +58,9 @@ def test_grouped_products(
 ) -> None:
     """By itself, and as the operator of compiled code calls it."""
     for name in ("ROWS", "COLUMNS", "INNER"):
-        monkeypatch.setattr(grouped, name, 16)
+        monkeypatch.setattr(expert_rows, name, 16)
     inputs = tensors((sum(counts), 20), (3, 18, 20), dtype=dtype)
-    fast = partial(grouped.expert_linear, counts=torch.tensor(counts))
+    fast = partial(expert_rows.expert_linear, counts=torch.tensor(counts))
     if compiled:
         fast = partial(experts.expert_product, counts=torch.tensor(counts), prefer="triton", form=SAME, later=False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.optimizer.narrow_adamw import narrow_adamw_reference, read
+from meshwright.kernels.optimizer.adamw import narrow_adamw_reference, read
 from meshwright.kernels.triton import narrow_update, trials
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture

@@ -17,7 +17,7 @@ from meshwright.kernels.experts.experts import expert_linear_reference
 from meshwright.model import Transformer
 from meshwright.model.generate import generate
 from meshwright.model.linear import Linear
-from meshwright.model.low_rank import LoRA, merged
+from meshwright.model.low_rank import LoRA, merge_adapter
 from meshwright.model.moe import ExpertStack
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
@@ -69,7 +69,7 @@ def whole(name: str, called: str | None) -> Transformer:
             for key, parameter in copied.named_parameters():
                 low = adapter_parts(key, adapter.tensors)
                 if low:
-                    parameter.copy_(merged(parameter, low, adapter.lora))
+                    parameter.copy_(merge_adapter(parameter, low, adapter.lora))
     return copied
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.compress.distill_student import shape_of_layers, spread, student_of_layers
+from meshwright.compress.distill_student import shape_of_layers, spread_layers, student_of_layers
 from meshwright.formats.hub import import_folder
 from meshwright.planfile import read
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
@@ -31,9 +31,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_layers_are_spread_and_both_ends_kept() -> None:
-    assert spread(12, 4) == [0, 4, 7, 11] and spread(3, 2) == [0, 2] and spread(5, 1) == [0]
+    assert spread_layers(12, 4) == [0, 4, 7, 11] and spread_layers(3, 2) == [0, 2] and spread_layers(5, 1) == [0]
     with pytest.raises(PlanError, match="must be at least 1 and below 12: take layers=6"):
-        spread(12, 12)
+        spread_layers(12, 12)
 
 
 def test_a_student_of_layers_has_its_teachers_weights(teacher: Path) -> None:

@@ -13,7 +13,7 @@ from meshwright.formats.gguf.names import ARCHITECTURES, FREQUENCIES, ROUTERS, a
 from meshwright.formats.gguf.vocabulary import TEMPLATE_KEY, TOOL_TEMPLATE_KEY, GGUFVocabulary, read_vocabulary
 from meshwright.formats.gguf.writer import PlannedBlocks
 from meshwright.formats.hub.weight_names import Binding
-from meshwright.kernels.quantized.gguf_decoding import FLOAT_DTYPES, decode
+from meshwright.kernels.quantized.gguf_blocks import FLOAT_DTYPES, decode
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, BlockType

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
+from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, save_tokenizer
 from meshwright.data import Tokenizer
 from meshwright.formats.hub import HubFolder, import_folder
 from meshwright.formats.hub.adapter import base_folder, load_adapter
@@ -17,7 +17,7 @@ from meshwright.formats.quantized.interface import fill
 from meshwright.interface.answers.arguments import Place, checked, folder_of
 from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.model import Transformer, build
-from meshwright.model.low_rank import merged
+from meshwright.model.low_rank import merge_adapter
 from meshwright.model.transformer import build_quantized, skeleton
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import adapter_parts
@@ -144,7 +144,7 @@ def _open_gguf(path: Path, dtype: str | None, allocate: Allocate) -> TrainedMode
 def _trained_gguf(gguf: "GGUFModel", model: Transformer) -> TrainedModel:
     tokenizer = gguf_tokenizer(gguf)
     return TrainedModel(
-        model=model.eval(), tokenizer=tokenizer, tokenizer_file=kept_tokenizer(tokenizer) if tokenizer else "",
+        model=model.eval(), tokenizer=tokenizer, tokenizer_file=save_tokenizer(tokenizer) if tokenizer else "",
         plan=None, stop_ids=gguf.vocabulary.stop_ids if gguf.vocabulary else (), path=gguf.path,
     )  # fmt: skip
 
@@ -172,5 +172,5 @@ def _open_hub(path: Path, dtype: str | None, allocate: Allocate, adapter: Path |
     for name, weight in base.weights():
         tensor = weight if isinstance(weight, Tensor) else weight.dequantized()
         parts = adapter_parts(name, low)
-        put(name, merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
+        put(name, merge_adapter(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
     return _trained_hub(model, folder if adapter is None else folder.prompted_by(adapter), adapter or path)

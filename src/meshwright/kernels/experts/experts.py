@@ -49,9 +49,9 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
         product: Tensor = _StackProduct.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return product
     if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):
-        from meshwright.kernels.triton import grouped as in_triton
+        from meshwright.kernels.triton import expert_rows
 
-        return in_triton.expert_linear(rows, weights, counts)
+        return expert_rows.expert_linear(rows, weights, counts)
     if isinstance(counts, Tensor) and grouped:
         return expert_linear_grouped(rows, weights, counts)
     parts = zip(torch.split(rows, _on_host(counts)), weights.unbind(), strict=True)
@@ -231,9 +231,9 @@ def _gradient_functions(
         )
     grouped = groups_on_device(rows, weights)
     if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):
-        from meshwright.kernels.triton import grouped as in_triton
+        from meshwright.kernels.triton import expert_rows
 
-        return in_triton.gradients(gradient, rows, weights, counts)
+        return expert_rows.gradients(gradient, rows, weights, counts)
     counts = counts if grouped else _on_host(counts)
     return (
         partial(_rows_gradient, gradient, weights, counts),
@@ -282,9 +282,9 @@ class _Spread(torch.autograd.Function):
 def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1, prefer: str = "auto") -> Tensor:
     """Copy each row of x (N, D) k times, in an `order` (N k,) of the copies with its `inverse` (N k,)."""
     if len(order) and uses_triton("permute", x, prefer=prefer):
-        from meshwright.kernels.triton import permute
+        from meshwright.kernels.triton import expert_rows
 
-        return permute.spread(x, order, inverse, k)
+        return expert_rows.spread(x, order, inverse, k)
     rows: Tensor = _Spread.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rows
 
@@ -301,8 +301,8 @@ def combine_reference(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
 def combine(rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, prefer: str = "auto") -> Tensor:
     """Combine as the reference does. The rows' gradient is gathered by `order`, the inverse of `inverse`."""
     if len(order) and uses_triton("permute", rows, prefer=prefer):
-        from meshwright.kernels.triton import permute
+        from meshwright.kernels.triton import expert_rows
 
-        return permute.combine(rows, weights, inverse)
+        return expert_rows.combine(rows, weights, inverse)
     mine = spread(rows, inverse, order, prefer=prefer).view(*weights.shape, -1)
     return (mine * weights.unsqueeze(-1).to(mine.dtype)).sum(1)

@@ -164,7 +164,7 @@ def fusion_obstacle(matrix: QuantizedMatrix) -> str:
 
 
 def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
-    from meshwright.kernels.triton import restore_codes
+    from meshwright.kernels.triton import code_words
 
     whole = matrix.packed()
     out = torch.empty(len(rows), matrix.size_out, dtype=rows.dtype, device=rows.device)
@@ -177,7 +177,7 @@ def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
             scales=whole.scales[outputs],
             zeros=None if whole.zeros is None else whole.zeros[outputs],
         )
-        weight = restore_codes.restore(slab, scratch[: len(slab.codes)])
+        weight = code_words.restore(slab, scratch[: len(slab.codes)])
         if bias is None:
             torch.mm(rows, weight.t(), out=out[:, outputs])
         else:

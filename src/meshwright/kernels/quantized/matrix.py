@@ -134,10 +134,10 @@ class QuantizedMatrix:
                 weight[..., run, :] = numbers
                 del numbers
             return weight
-        from meshwright.kernels.triton import restore_codes
+        from meshwright.kernels.triton import code_words
 
         weight = weight.new_empty(rows, self.width) if self.before else weight
-        restore_codes.restore(self.packed(), weight)
+        code_words.restore(self.packed(), weight)
         return weight[..., self.before :].contiguous() if self.before else weight
 
     def packed(self) -> Any:

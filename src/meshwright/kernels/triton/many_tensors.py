@@ -132,7 +132,7 @@ def adamw(
     gradients: Sequence[Tensor], masters: Sequence[Tensor], moments: tuple[Sequence[Tensor], Sequence[Tensor]],
     copies: Sequence[Tensor] | None, steps: Sequence[Tensor], numbers: UpdateNumbers,
 ) -> None:  # fmt: skip
-    """Update as kernels.wide_states.adamw, for contiguous tensors, each list of one dtype."""
+    """Update as kernels.optimizer.adamw.adamw, for contiguous tensors, each list of one dtype."""
     sizes = tuple(master.numel() for master in masters)
     lists = (gradients, masters, *moments, masters if copies is None else copies)
     table, aligned = _addresses(lists, steps, sizes)

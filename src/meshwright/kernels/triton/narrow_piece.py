@@ -1,4 +1,4 @@
-"""Inputs for an update of narrow optimizer states (kernels.narrow_states): pieces, positions, numbers, code books.
+"""Inputs for an update of narrow optimizer states (kernels.optimizer.adamw): pieces, positions, numbers, code books.
 
 This module needs no Triton.
 """

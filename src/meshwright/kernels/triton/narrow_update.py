@@ -1,4 +1,4 @@
-"""AdamW update of narrow moments in one kernel: everything is read once and written once (kernels.narrow_states).
+"""AdamW update of narrow moments in one kernel: everything is read once and written once (kernels.optimizer.adamw).
 
 bf16 weights and moments come as int16 bits. They are rounded by adding random bits to those of an fp32 number, and the
 interpreter computes no bf16.
@@ -135,7 +135,7 @@ def narrow_rows(
 
 
 def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers) -> None:
-    """Update as kernels.narrow_states.narrow_adamw, without temporaries."""
+    """Update as kernels.optimizer.adamw.narrow_adamw, without temporaries."""
     (first, second), position, (rows, width) = piece.moments, piece.position, gradient.shape
     if not rows or not width:
         return

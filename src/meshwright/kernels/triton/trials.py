@@ -11,9 +11,10 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.triton import (
     cache_write,
+    code_words,
+    expert_rows,
     flash,
     gated,
-    grouped,
     int8_product,
     likeliest,
     loss_rows,
@@ -23,8 +24,6 @@ from meshwright.kernels.triton import (
     narrow_update,
     packed_product,
     paged,
-    permute,
-    restore_codes,
     root_norm,
     rotary,
     row_rounding,
@@ -55,7 +54,7 @@ def _restored_error(make: Made, inputs: int, real: bool) -> float:
     groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
     scales, zeros, out = make(5, groups).float(), make(6, groups)[:5].float(), make(5, inputs)
     codes = (torch.arange(5 * row_bytes, device=out.device) * 37 % 256).view(5, -1).to(torch.uint8)
-    weight = restore_codes.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
+    weight = code_words.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
     wide = [x.double().repeat_interleave(32, 1)[:, :inputs] for x in (scales, zeros)]
     exact = (nibbles - (wide[1] if real else 8)) * wide[0]
@@ -339,12 +338,12 @@ def _permute(make: Made) -> float:
     rows = make(6, 100)
     order = torch.tensor([3, 0, 5, 1, 4, 2], device=rows.device)
     inverse = order.argsort()
-    copies = _largest_error(lambda x: permute.spread(x, order, inverse, 2), lambda x: x[order // 2], (rows[:3],))
+    copies = _largest_error(lambda x: expert_rows.spread(x, order, inverse, 2), lambda x: x[order // 2], (rows[:3],))
 
     def plain(rows: Tensor, weights: Tensor) -> Tensor:
         return (rows[inverse].view(3, 2, -1) * weights.unsqueeze(-1)).sum(1)
 
-    return max(copies, _largest_error(lambda x, w: permute.combine(x, w, inverse), plain, (rows, make(3, 2))))
+    return max(copies, _largest_error(lambda x, w: expert_rows.combine(x, w, inverse), plain, (rows, make(3, 2))))
 
 
 def _grouped(make: Made) -> float:
@@ -354,7 +353,7 @@ def _grouped(make: Made) -> float:
     def plain(rows: Tensor, weights: Tensor) -> Tensor:
         return torch.cat((rows[:20] @ weights[0].T, rows[20:] @ weights[2].T))
 
-    return _largest_error(partial(grouped.expert_linear, counts=counts), plain, (rows, weights))
+    return _largest_error(partial(expert_rows.expert_linear, counts=counts), plain, (rows, weights))
 
 
 def _attention(make: Made) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from meshwright.model.generate import broken
+from meshwright.model.generate import broken_model_error
 from meshwright.serving.engine.answers.answer_text import AnswerText
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.cache.cached_sequence import CachedSequence, Phase
@@ -95,6 +95,6 @@ class ServedRequest:
         """Raise RunError if an answer's logits were not finite, or its grammar exceeded a limit."""
         for answer in self.answers:
             if answer.ending == "broken":
-                raise broken()
+                raise broken_model_error()
             if answer.ending == "grammar" and answer.row.grammar is not None:
                 raise RunError(f"an answer cannot be continued by its schema or regex: {answer.row.grammar.failure}")

@@ -1,7 +1,7 @@
 """Optimizer states of parameters that are updated one at a time.
 
 These are AdamW's states when moments are not fp32, or when bf16 weights have no fp32 master
-(spec/weights/optimizer_states.py, kernels/optimizer/narrow_adamw.py), and Muon's states of matrices in any format
+(spec/weights/optimizer_states.py, kernels/optimizer/adamw.py), and Muon's states of matrices in any format
 (training/optimizer/muon.py).
 """
 
@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from meshwright.kernels.optimizer.narrow_adamw import narrow_adamw
+from meshwright.kernels.optimizer.adamw import narrow_adamw
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 from meshwright.spec.weights.boxes import Box
 from meshwright.spec.weights.optimizer_states import WORK_BYTES, MomentFormat

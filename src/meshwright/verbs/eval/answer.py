@@ -20,7 +20,7 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.trained.adapters import opened_adapter
 from meshwright.interface.trained.opening import described, load
 from meshwright.interface.trained.trained_model import TrainedModel
-from meshwright.model.low_rank import merged
+from meshwright.model.low_rank import merge_adapter
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.units import many
@@ -182,7 +182,7 @@ class AdaptersInTurn:
                 weight = weights_by_name[key]
                 self._plain[key] = weight.to("cpu", copy=True)
                 low = {part: tensor.to(weight.device) for part, tensor in parts.items()}
-                weight.copy_(merged(weight.float(), low, adapter.lora))
+                weight.copy_(merge_adapter(weight.float(), low, adapter.lora))
         if not self._plain:
             raise ArgumentError(f"adapter={name}: {self.folders[name]} adapts no matrix of {self.base.path}")
         return replace(self.base, path=self.folders[name])

@@ -13,7 +13,7 @@ from lm_eval.api.model import LM
 from meshwright.data import Tokenizer
 from meshwright.data.chat.template import ChatTemplate
 from meshwright.model import Transformer
-from meshwright.model.prompt_batch import ContinuationScore, score
+from meshwright.model.generate import ContinuationScore, score
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine

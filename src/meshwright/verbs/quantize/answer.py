@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.compress.bit_budget import bits_of, chosen, ladder
+from meshwright.compress.bit_budget import bits_of, choose_within, ladder
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import open_original
 from meshwright.compress.quality import Quality
-from meshwright.compress.sensitivity import measured_groups
+from meshwright.compress.sensitivity import measure_groups
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
 from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel
 from meshwright.formats.quantized.table import DEFAULT, FORMATS, FP16_SCALES
@@ -325,11 +325,11 @@ def _within_budget(
             f"budget={gib(budget)} is too small: with {rungs[0].bits} bits for every matrix the files take "
             f"{gib(least)}. Give at least that, or a smaller model"
         )
-    groups = measured_groups(before(), list(model.schemes), rungs, first_batches(batches))
+    groups = measure_groups(before(), list(model.schemes), rungs, first_batches(batches))
     beside = least - sum(group.choices[0].bytes for group in groups)
     # Headers differ by some bytes between schemes: repeat with the excess until the files fit.
     while True:
-        numbers = chosen([group.choices for group in groups], budget - beside)
+        numbers = choose_within([group.choices for group in groups], budget - beside)
         pairs = zip(groups, numbers, strict=True)
         candidate = with_schemes({name: rungs[number] for group, number in pairs for name in group.names})
         excess = predicted_bytes(form, candidate) - budget
