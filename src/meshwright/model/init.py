@@ -81,5 +81,7 @@ def fill_initial(
     for block in range(first // rows, -(-last // rows)):
         start, end = block * rows, min((block + 1) * rows, whole[0])
         block_values = _normal((end - start, *whole[1:]), deviation, generator_for(seed, name, block, part.device))
-        here = slice(max(start, first), min(end, last))
-        part[here.start - first : here.stop - first] = block_values[here.start - start : here.stop - start][:, *inside]
+        overlap = slice(max(start, first), min(end, last))
+        part[overlap.start - first : overlap.stop - first] = block_values[overlap.start - start : overlap.stop - start][
+            :, *inside
+        ]

@@ -120,8 +120,8 @@ def add_adapters(model: nn.Module, shape: ModelShape) -> None:
     """Add the adapters of a shape to a whole model, and freeze everything else."""
     if shape.lora is None:
         return
-    known = parameters(shape)
-    for name in dict.fromkeys(parameter.adapts for parameter in known if parameter.adapts):
+    inventory = parameters(shape)
+    for name in dict.fromkeys(parameter.adapts for parameter in inventory if parameter.adapts):
         where, _, leaf = name.rpartition(".")
         module = model.get_submodule(where)
         if isinstance(module, Experts):
@@ -131,6 +131,6 @@ def add_adapters(model: nn.Module, shape: ModelShape) -> None:
             module.lora = LoRA(shape.lora, module.in_features, module.out_features)
     # Codes last, because adapters take their sizes from the matrices.
     put_quantized(model, shape, frozen_schemes(shape), {}, torch.float32, keeps_copies=False)
-    trained = {parameter.name for parameter in known if parameter.trained}
+    trained = {parameter.name for parameter in inventory if parameter.trained}
     for name, weight in model.named_parameters():
         weight.requires_grad_(name in trained)

@@ -271,9 +271,9 @@ class MoE(nn.Module):
         beside = self.moe.shared_experts > 0 and dispatch.travels
         sent = dispatch.send(self.experts, rows.pop(), routed.counts)
         begun = begin(self.shared, routed.x) if beside else ()
-        made = self.experts(*sent)
+        outputs = self.experts(*sent)
         shared = finish(self.shared, *begun) if beside else None
-        return dispatch.receive(made), shared
+        return dispatch.receive(outputs), shared
 
     def join(
         self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None, padding: Tensor | None = None
@@ -297,8 +297,8 @@ class MoE(nn.Module):
             means = self.seams.over_sequence(torch.stack((chosen.mean(1), probabilities.mean(1))))
         else:
             real = (~padding).unsqueeze(-1).to(chosen)
-            each = [torch.cat((values * real, real), -1).mean(1) for values in (chosen, probabilities)]
-            means, number = self.seams.over_sequence(torch.stack(each)).split((self.moe.experts, 1), -1)
+            sums = [torch.cat((values * real, real), -1).mean(1) for values in (chosen, probabilities)]
+            means, number = self.seams.over_sequence(torch.stack(sums)).split((self.moe.experts, 1), -1)
             means = means / number.clamp(min=TINY)
         share, probability = means.unbind()
         return self.moe.experts / self.moe.top_k * (share * probability).sum(-1)

@@ -86,12 +86,12 @@ class QuantizedWeight(nn.Module):
             tensors = self._buffers_by_name() if self.run is None else self._views(self.run.detach())
             parts: dict[str, Any] = {PARTS[name]: tensor for name, tensor in tensors.items()}
             columns = self.size[-1] if self.part is None else self.part.box.sizes[-1]
-            made = QuantizedMatrix(
+            matrix = QuantizedMatrix(
                 scheme=self.scheme, size_in=columns, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
             )
             if self.part is not None and not self.part.is_whole:
-                made.before, made.places = self.part.before, self.part.places
-            self._made = self.run, made
+                matrix.before, matrix.places = self.part.before, self.part.places
+            self._made = self.run, matrix
         return self._made[1]
 
     def take(self, matrix: QuantizedMatrix, share: Tensor | None = None, first: int = 0) -> None:
@@ -175,7 +175,7 @@ def put_quantized(
             where, _, leaf = quantized_name(name).rpartition(".")
             module = model.get_submodule(where)
             module.register_parameter(name.rpartition(".")[2], None)
-            made = QuantizedWeight(
+            room = QuantizedWeight(
                 scheme,
                 sizes[name],
                 outlier_columns.get(name, 0),
@@ -183,4 +183,4 @@ def put_quantized(
                 keeps_copies=keeps_copies,
                 prefer=kernels.prefer,
             )
-            setattr(module, leaf, made)
+            setattr(module, leaf, room)

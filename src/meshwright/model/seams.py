@@ -41,8 +41,8 @@ def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
 
     Only here does the host learn how tokens were routed, once per layer. A dry run, without values, replaces it.
     """
-    known: list[list[int]] = counts.tolist()
-    return known
+    tables: list[list[int]] = counts.tolist()
+    return tables
 
 
 @dataclass(slots=True, kw_only=True)

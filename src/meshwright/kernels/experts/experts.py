@@ -216,8 +216,8 @@ def _(
     gradient: Tensor, rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str, later: bool,
     wanted: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    made = zip((rows, weights), (wanted[0], wanted[1] and not later), strict=True)
-    return [like.new_empty(like.shape) for like, is_made in made if is_made]
+    wants = zip((rows, weights), (wanted[0], wanted[1] and not later), strict=True)
+    return [like.new_empty(like.shape) for like, is_wanted in wants if is_wanted]
 
 
 def _gradient_functions(
@@ -251,8 +251,8 @@ def _backward(ctx: Any, gradient: Tensor) -> Any:
     wanted = list(ctx.needs_input_grad[:2])
     options = ctx.prefer, ctx.form, ctx.later
     gradients = iter(expert_product_backward(gradient, rows, weights, counts, *options, wanted))
-    made = wanted[0], wanted[1] and not ctx.later
-    return *(next(gradients) if is_made else None for is_made in made), None, None, None, None
+    wants = wanted[0], wanted[1] and not ctx.later
+    return *(next(gradients) if is_wanted else None for is_wanted in wants), None, None, None, None
 
 
 expert_product.register_autograd(_backward, setup_context=_save_for_backward)

@@ -330,18 +330,18 @@ class _Linears(torch.autograd.Function):
         of_x, count = ctx.needs_input_grad[0], len(weights)
         wanted = ctx.needs_input_grad[4:]
         now = [wants and not waits for wants, waits in zip(wanted[:count], ctx.waiting, strict=True)]
-        made = linears_backward(gradients, x, weights, of_x, now, ctx.form) if of_x or any(now) else []
-        each = iter(made[1:] if of_x else made)
+        computed = linears_backward(gradients, x, weights, of_x, now, ctx.form) if of_x or any(now) else []
+        remaining = iter(computed[1:] if of_x else computed)
         if of_x and any(ctx.waiting):
             deferred = [index for index, waits in enumerate(ctx.waiting) if waits]
             operands = [gradients[index] for index in deferred], [weights[index] for index in deferred]
-            leave_products(made[0], x, *operands, ctx.form)
-        weight_gradients = [next(each) if wants else None for wants in now]
+            leave_products(computed[0], x, *operands, ctx.form)
+        weight_gradients = [next(remaining) if wants else None for wants in now]
         bias_gradients = [
             gradient.flatten(0, -2).sum(0) if wants else None
             for gradient, wants in zip(gradients, wanted[count:], strict=True)
         ]
-        return made[0] if of_x else None, None, None, None, *weight_gradients, *bias_gradients
+        return computed[0] if of_x else None, None, None, None, *weight_gradients, *bias_gradients
 
 
 def _any_pays(x: Tensor, weights: Sequence[Tensor]) -> bool:

@@ -167,13 +167,13 @@ def is_direct(weight: Tensor) -> bool:
 STANDS_FOR = "stands_for"
 
 
-def stand_for(made: Tensor, weight: Tensor) -> Tensor:
-    """Mark `made` as standing for the weight that it was made of, whose gradient is the same.
+def stand_for(stand_in: Tensor, weight: Tensor) -> Tensor:
+    """Mark `stand_in` as standing for the weight that it was made of, whose gradient is the same.
 
-    A deferred gradient of `made` goes to the weight. Its own node in the graph then gets none.
+    A deferred gradient of `stand_in` goes to the weight. Its own node in the graph then gets none.
     """
-    setattr(made, STANDS_FOR, weight)
-    return made
+    setattr(stand_in, STANDS_FOR, weight)
+    return stand_in
 
 
 def is_taken(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:

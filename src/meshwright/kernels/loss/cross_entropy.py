@@ -184,7 +184,7 @@ class _Chunks:
         for start in range(0, len(self.x), rows):
             chunk = slice(start, start + rows)
             targets, valid = self.targets[chunk], self.targets[chunk] != IGNORED
-            each = factor[chunk] if factor is not None and factor.dim() else factor
+            row_factor = factor[chunk] if factor is not None and factor.dim() else factor
             counted = counted_rows(valid, parts)
             inputs = (self.x[chunk] if counted is None else self.x[chunk][counted]).to(dtype)
             logits = head.logits(inputs)
@@ -193,12 +193,12 @@ class _Chunks:
                 logits = logits.float()
             make = self._chunk if kernel is None else partial(self._in_place, kernel)
             if counted is None:
-                losses = make(logits, targets, valid, each)
+                losses = make(logits, targets, valid, row_factor)
                 if parts is not None:  # no part of the head can tell by itself
                     losses.masked_fill_(valid & ((targets < 0) | (targets >= parts.whole)), torch.nan)
             else:
-                each = each[counted] if each is not None and each.dim() else each
-                counted_losses = make(logits, targets[counted], valid[counted], each)
+                row_factor = row_factor[counted] if row_factor is not None and row_factor.dim() else row_factor
+                counted_losses = make(logits, targets[counted], valid[counted], row_factor)
                 losses = counted_losses.new_zeros(len(valid)).index_copy_(0, counted, counted_losses)
             yield chunk, losses, valid
             if self._wants_gradients:
@@ -239,13 +239,15 @@ class _Chunks:
             plain = rest[0] if rest else None
         lse = total.log() + peak.squeeze(1) if self.form.z else None
         if self._wants_gradients:
-            each = valid.to(logits.dtype) if factor is None else valid * factor
-            grown = each if lse is None else each * (1 + 2 * self.form.z * lse)
+            row_factor = valid.to(logits.dtype) if factor is None else valid * factor
+            grown = row_factor if lse is None else row_factor * (1 + 2 * self.form.z * lse)
             logits.mul_((grown / total).unsqueeze(1))
             if self.form.smoothing:
-                logits.sub_((each * (self.form.smoothing / self._whole(logits))).unsqueeze(1))
-                each = each * (1 - self.form.smoothing)
-            logits.scatter_add_(1, index.unsqueeze(1), -(each if mine is None else each * mine).unsqueeze(1))
+                logits.sub_((row_factor * (self.form.smoothing / self._whole(logits))).unsqueeze(1))
+                row_factor = row_factor * (1 - self.form.smoothing)
+            logits.scatter_add_(
+                1, index.unsqueeze(1), -(row_factor if mine is None else row_factor * mine).unsqueeze(1)
+            )
         losses = total.log() - chosen
         if plain is not None:
             losses += self.form.smoothing * (chosen - plain / self._whole(logits))
@@ -277,9 +279,9 @@ class _Chunks:
         total, chosen, *rest = parts.total(torch.stack(local_sums)).unbind(0)
         lse = highest + total.log()
         if self._wants_gradients:
-            each = valid.float() if factor is None else valid * factor
+            row_factor = valid.float() if factor is None else valid * factor
             kernel.write_gradients(
-                logits, targets, lse, each, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
+                logits, targets, lse, row_factor, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
             )
         losses = total.log() - chosen
         if smoothing:
@@ -301,13 +303,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         chunks = _Chunks(x, weight, targets, vocabulary, form, prefer)
         chunks.request_gradients(*ctx.needs_input_grad[:2])
-        each = scale if scale is not None and scale.dim() else None
+        row_scale = scale if scale is not None and scale.dim() else None
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for rows, losses, valid in chunks.losses(scale):
-            loss += (losses * (valid if each is None else valid * each[rows])).sum()
+            loss += (losses * (valid if row_scale is None else valid * row_scale[rows])).sum()
             del losses, valid
         ctx.x_gradient, ctx.weight_gradient, ctx.dtype = chunks.x_gradient, chunks.weight_gradient, weight.dtype
-        return loss if scale is None or each is not None else loss * scale
+        return loss if scale is None or row_scale is not None else loss * scale
 
     @staticmethod
     @takes("logits")

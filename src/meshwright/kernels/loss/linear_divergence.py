@@ -189,14 +189,14 @@ class RowDivergence:
         """Add the cross-entropy's gradient. `ours` are tempered logits less their maximum."""
         if not self.form.hard:
             return
-        each, temperature = factor * self.form.hard, self.form.temperature
+        row_factor, temperature = factor * self.form.hard, self.form.temperature
         if temperature == 1:
-            gradient.addcmul_(probabilities, each.unsqueeze(1))
+            gradient.addcmul_(probabilities, row_factor.unsqueeze(1))
         else:
-            gradient.addcmul_(ours.mul(temperature).exp_(), (each / total).unsqueeze(1))
-        gradient.scatter_add_(1, index.unsqueeze(1), -(each * mine).unsqueeze(1))
+            gradient.addcmul_(ours.mul(temperature).exp_(), (row_factor / total).unsqueeze(1))
+        gradient.scatter_add_(1, index.unsqueeze(1), -(row_factor * mine).unsqueeze(1))
 
-    def losses_of_known(self, ours: Tensor, known: KnownTop, targets: Tensor, factor: Tensor) -> RowLosses:
+    def losses_of_known(self, ours: Tensor, teacher: KnownTop, targets: Tensor, factor: Tensor) -> RowLosses:
         """Compute as losses_of_logits does, from a teacher's stored log-probabilities.
 
         That is forward KL over its likeliest tokens and one bucket for the rest. Gradient: s_i - t_i for these tokens,
@@ -209,24 +209,24 @@ class RowDivergence:
         plain = ours.exp().sum(1) if temperature != 1 else None
         if temperature != 1:
             ours.div_(temperature)
-        columns, here = self._columns_of(known.ids)
-        picked = ours.gather(1, columns) * here
+        columns, is_local = self._columns_of(teacher.ids)
+        picked = ours.gather(1, columns) * is_local
         p = ours.exp()
-        p.scatter_add_(1, columns, -p.gather(1, columns) * here)  # exactly 0 there
+        p.scatter_add_(1, columns, -p.gather(1, columns) * is_local)  # exactly 0 there
         sums = [p.sum(1), chosen, *([] if plain is None else [plain])]
         gathered = self._total(torch.cat((torch.stack(sums, 1), picked), 1))
         rest, chosen, picked = gathered[:, 0].clamp(min=LEAST_TAIL), gathered[:, 1], gathered[:, len(sums) :]
-        each = picked.exp()
-        whole = rest + each.sum(1)
-        theirs = known.normal
+        masses = picked.exp()
+        whole = rest + masses.sum(1)
+        theirs = teacher.normal
         logs = torch.cat((picked, rest.log().unsqueeze(1)), 1) - whole.log().unsqueeze(1)
         soft = F.kl_div(logs, theirs, reduction="none", log_target=True).sum(1)
         total = gathered[:, 2] if plain is not None else whole
         probabilities = theirs.exp()
         scaled = factor * ((1 - self.form.hard) * temperature)
-        inside = (each / whole.unsqueeze(1) - probabilities[:, :-1]) * scaled.unsqueeze(1)
+        inside = (masses / whole.unsqueeze(1) - probabilities[:, :-1]) * scaled.unsqueeze(1)
         gradient = p.mul_((scaled * (1 / whole - probabilities[:, -1] / rest)).unsqueeze(1))
-        gradient.scatter_add_(1, columns, inside * here)
+        gradient.scatter_add_(1, columns, inside * is_local)
         if self.form.hard:
             shares = (ours.exp() / whole.unsqueeze(1)) if temperature == 1 else ours
             self._add_hard(gradient, ours, shares, total, index, mine, factor)
@@ -250,9 +250,9 @@ def linear_divergence_reference(
         ours, theirs = torch.cat((ours.gather(1, teacher.ids), tail), 1), teacher.normal.to(ours.dtype)
     else:
         theirs = (F.linear(teacher.x, teacher.weight).float() / form.temperature).log_softmax(-1)
-    each = divergence_of(ours, theirs.detach(), form.beta) * form.temperature**2
+    divergences = divergence_of(ours, theirs.detach(), form.beta) * form.temperature**2
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    soft, hard = (each * valid).sum(), hard.sum()
+    soft, hard = (divergences * valid).sum(), hard.sum()
     loss = (1 - form.hard) * soft + form.hard * hard
     return DistillationLoss(loss if scale is None else loss * scale, torch.stack((soft, hard)).detach())
 
@@ -432,8 +432,8 @@ def _top_of_logits(logits: Tensor, number: int, parts: Vocabulary | None) -> Kno
     mine = (ids >= first) & (ids < last)
     columns = (ids - first).clamp(0, logits.shape[1] - 1)
     rest = logits.scatter_add_(1, columns, -logits.gather(1, columns) * mine).sum(1)  # exactly 0 there
-    both = torch.stack((total, rest))
-    total, rest = (parts.total(both) if parts else both).unbind(0)
+    sums = torch.stack((total, rest))
+    total, rest = (parts.total(sums) if parts else sums).unbind(0)
     logs = torch.cat((values - peak, rest.log().unsqueeze(1)), 1) - total.log().unsqueeze(1)
     return KnownTop(ids, logs.clamp(min=LEAST_LOG))
 
@@ -444,9 +444,9 @@ def _gathered(values: Tensor, ids: Tensor, number: int, parts: Vocabulary) -> tu
     Each part fills its columns of a table, which is summed. fp64 holds every id.
     """
     table = values.new_zeros((2, len(values), parts.parts, number), dtype=torch.float64)
-    here = values.shape[1]
+    width = values.shape[1]
     table[0, :, parts.index].fill_(-torch.inf)
-    table[0, :, parts.index, :here], table[1, :, parts.index, :here] = values.double(), (ids + parts.first).double()
+    table[0, :, parts.index, :width], table[1, :, parts.index, :width] = values.double(), (ids + parts.first).double()
     table = parts.total(table).flatten(2)
     largest, columns = table[0].topk(number)
     return largest.float(), table[1].gather(1, columns).long()

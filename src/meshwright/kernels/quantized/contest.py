@@ -116,8 +116,8 @@ class ProductContest:
             return None
         key = way.name, dtype, matrix.codes.device, matrix.codes.data_ptr(), matrix.codes.shape
         if key not in self.layouts:
-            made, size = way.layout(matrix, dtype)
-            self.layouts[key] = matrix.codes, made
+            laid_out, size = way.layout(matrix, dtype)
+            self.layouts[key] = matrix.codes, laid_out
             self.copied_bytes += size
         return self.layouts[key][1]
 

@@ -44,16 +44,16 @@ GROUPS = (0, 32, 64, 128, 256)
 """Inputs that may share a scale in the fused product. 0 = all."""
 
 
-def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor | None:
+def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted: dict[Any, Any]) -> Tensor | None:
     """Multiply rows (M, K) by weight-only codes. Returns (M, N), or None where the plain product must run.
 
     Args:
-        known: Converted rows, shared with other products of the same rows.
+        converted: Converted rows, shared with other products of the same rows.
     """
     if not len(rows) or matrix.codes.dim() != 2 or matrix.before:
         return None
     if matrix.scheme.activations == "fp8" and _has_fp8_product(rows, matrix):
-        return _fp8_product(rows, matrix, bias, known)
+        return _fp8_product(rows, matrix, bias, converted)
     if _contests and matrix.scheme.bits == 4 and ("ways" in matrix.prepared or _is_contested(rows, matrix)):
         product = _contests[-1].product(rows, matrix, bias)
         if product is not None:
@@ -198,22 +198,22 @@ def takes_int8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
 
 def int8(
     rows: Tensor, matrix: QuantizedMatrix, columns: Tensor | None, unquantized: Tensor, bias: Tensor | None, key: Any,
-    known: dict[Any, Any],
+    converted: dict[Any, Any],
 ) -> Tensor:  # fmt: skip
     """Multiply rows (M, K) by 8-bit codes. Returns (M, N).
 
     Args:
         columns: Columns (O,) of rows that are multiplied with `unquantized` (N, O). None = none.
-        key: Name of these columns in `known`.
+        key: Name of these columns in `converted`.
     """
     from meshwright.kernels.triton import int8_product
     from meshwright.kernels.triton import row_rounding as narrowing
 
-    if ("int8", key) not in known:
-        known["int8", key] = narrowing.rounded(rows, torch.int8, _left_out_marks(matrix, columns))
+    if ("int8", key) not in converted:
+        converted["int8", key] = narrowing.rounded(rows, torch.int8, _left_out_marks(matrix, columns))
     parts = (None, None) if columns is None else (columns.int(), unquantized.contiguous())
     operand = int8_product.Int8Matrix(matrix.codes.contiguous(), matrix.scales, *parts)
-    return int8_product.int8_linear(rows, known["int8", key], operand, bias)
+    return int8_product.int8_linear(rows, converted["int8", key], operand, bias)
 
 
 def _left_out_marks(matrix: QuantizedMatrix, columns: Tensor | None) -> Tensor | None:
@@ -241,20 +241,20 @@ def _has_fp8_product(rows: Tensor, matrix: QuantizedMatrix) -> bool:
     return fits and not fp8.missing(rows.device)
 
 
-def _fp8_product(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
+def _fp8_product(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted: dict[Any, Any]) -> Tensor:
     """Round one or two rows as more are rounded, but multiply them as numbers: torch would pad to full tiles."""
     if len(rows) <= FEW_ROWS and uses_triton("packed_product", rows, prefer=matrix.prefer):
         from meshwright.kernels.triton import few_rows
         from meshwright.kernels.triton import row_rounding as narrowing
 
-        if "fp8 numbers" not in known:
-            known["fp8 numbers"] = narrowing.rounded(rows, rows.dtype)
-        numbers = known["fp8 numbers"]
+        if "fp8 numbers" not in converted:
+            converted["fp8 numbers"] = narrowing.rounded(rows, rows.dtype)
+        numbers = converted["fp8 numbers"]
         return few_rows.packed_linear(numbers.codes, matrix.packed(), bias, numbers.scales)
-    if "fp8" not in known:
-        known["fp8"] = fp8.narrow(rows, matrix.prefer)
+    if "fp8" not in converted:
+        converted["fp8"] = fp8.narrow(rows, matrix.prefer)
     weight = fp8.Narrow(matrix.codes, matrix.scales.float())
-    return fp8.product(known["fp8"], weight, rows.dtype, None if bias is None else bias.to(rows.dtype))
+    return fp8.product(converted["fp8"], weight, rows.dtype, None if bias is None else bias.to(rows.dtype))
 
 
 WAYS = (

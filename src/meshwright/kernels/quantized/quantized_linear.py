@@ -113,29 +113,29 @@ class _QuantizedLinears(torch.autograd.Function):
 
 def _products(x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     rows = x.reshape(-1, x.shape[-1])
-    known: dict[Any, tuple[Tensor, Tensor]] = {}
+    converted: dict[Any, tuple[Tensor, Tensor]] = {}
     outputs = []
     for matrix, bias in zip(matrices, biases, strict=True):
         multiply = _int8_linear if matrix.scheme.activations == "int8" else _weight_only_linear
         if matrix.order is None:
-            y = multiply(rows, matrix, bias, known)
+            y = multiply(rows, matrix, bias, converted)
         else:
             y = multiply(rows.index_select(1, matrix.order), matrix.in_order_of_codes, bias, {})
         outputs.append(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out))
     return tuple(outputs)
 
 
-def _int8_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
-    """Multiply in int8. `known`: converted rows of earlier matrices, by the columns that are left out."""
+def _int8_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted: dict[Any, Any]) -> Tensor:
+    """Multiply in int8. `converted`: converted rows of earlier matrices, by the columns that are left out."""
     assert matrix.size_in < INT8_INPUTS
     columns, column_weights = outliers(rows, matrix)
     key = "all" if columns is None else "threshold" if matrix.columns is None else _column_key(matrix)
     if device_products.takes_int8(rows, matrix):
-        return device_products.int8(rows, matrix, columns, column_weights, bias, key, known)
-    if key not in known:
+        return device_products.int8(rows, matrix, columns, column_weights, bias, key, converted)
+    if key not in converted:
         codes, scales = row_codes(rows, columns)
-        known[key] = codes.add_(128.0).to(torch.uint8) if _uses_onednn(rows) else codes, scales
-    codes, scales = known[key]
+        converted[key] = codes.add_(128.0).to(torch.uint8) if _uses_onednn(rows) else codes, scales
+    codes, scales = converted[key]
     y = _int8_product(codes, matrix).mul_(scales)
     if columns is not None:
         y = y.add_(_outlier_product(rows[:, columns], column_weights, matrix))
@@ -184,8 +184,10 @@ def _int8_product(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
     return integers.int8_product(codes, *packed)
 
 
-def _weight_only_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
-    y = device_products.packed(rows, matrix, bias, known)
+def _weight_only_linear(
+    rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted: dict[Any, Any]
+) -> Tensor:
+    y = device_products.packed(rows, matrix, bias, converted)
     return _restored_linear(rows, matrix, bias) if y is None else y
 
 

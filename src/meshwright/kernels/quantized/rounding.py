@@ -232,8 +232,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """Unpack codes (..., columns), uint8."""
     if bits == 4:
-        both = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-        return both[..., :columns]
+        halves = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+        return halves[..., :columns]
     parts = grouped(packed, bits).long()
     words = (parts << torch.arange(0, 8 * bits, 8, device=packed.device)).sum(-1, keepdim=True)
     codes = (words >> torch.arange(0, 8 * bits, bits, device=packed.device)) & (2**bits - 1)

@@ -47,14 +47,12 @@ def warps(elements: int) -> int:
     return max(1, min(32, power_of_two(elements // 512)))
 
 
-def programs(x: Tensor, each: int = 1) -> int:
-    """Return how many programs share the rows of a kernel that sums over them: `each` a multiprocessor.
-
-    Fixed for a device, which gives sums one order.
-    """
+def programs(x: Tensor, per_processor: int = 1) -> int:
+    """Return the number of programs that share the rows of a kernel that sums over them."""
+    # It depends on the device alone, so sums are taken in one order.
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return each * processors(x.device.index)
+    return per_processor * processors(x.device.index)
 
 
 def has_warp_groups(x: Tensor) -> bool:

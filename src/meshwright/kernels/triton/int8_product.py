@@ -198,8 +198,8 @@ def arranged(rows: int, columns: int, inner: int, processors: int) -> tuple[Prog
     """Return the tile, the runs that K is cut into, and the inputs of each."""
     tile = tile_of(rows, columns, processors)
     parts = parts_of(rows, columns, inner, tile, processors)
-    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
-    return tile, ceil_div(inner, each), each
+    run = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
+    return tile, ceil_div(inner, run), run
 
 
 def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
@@ -230,12 +230,12 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
             num_warps=FEW_WARPS, **forms,
         )  # fmt: skip
         return out
-    tile, parts, each = arranged(rows, columns, inner, programs(x))
+    tile, parts, run = arranged(rows, columns, inner, programs(x))
     forms |= {"COLUMNS": tile.columns, "ROWS": tile.rows, "num_warps": tile.warps}
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.int32, device=x.device)
     blocks = ceil_div(columns, tile.columns), ceil_div(rows, tile.rows)
     int8_rows[(blocks[0] * blocks[1], parts)](
-        narrow.codes, matrix.codes, *shared, into, rows, columns, inner, each, PART=parts > 1, ALONGSIDE=ALONGSIDE,
+        narrow.codes, matrix.codes, *shared, into, rows, columns, inner, run, PART=parts > 1, ALONGSIDE=ALONGSIDE,
         INNER=tile.inner, num_stages=tile.stages, **forms,
     )  # fmt: skip
     if parts > 1:

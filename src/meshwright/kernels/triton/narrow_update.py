@@ -142,15 +142,15 @@ def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers) -
     kind = {torch.float32: FP32, torch.bfloat16: BF16, torch.uint8: INT8}[first.values.dtype]
     weight = ROUNDED if piece.weight.dtype == torch.bfloat16 else IN_PLACE if piece.copy is None else WITH_COPY
     block = first.block or BLOCK
-    each, blocks = max(1, ELEMENTS // block), ceil_div(width, block)
+    rows_per_program, blocks = max(1, ELEMENTS // block), ceil_div(width, block)
     gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
-    narrow_rows[(ceil_div(rows, each), blocks)](
+    narrow_rows[(ceil_div(rows, rows_per_program), blocks)](
         _bits(piece.weight), piece.weight if piece.copy is None else piece.copy, gradient, gradient.stride(0),
         _bits(first.values), _bits(second.values), first.scales, second.scales, piece.books, piece.step,
         numbers.divide_by, numbers.skip, numbers.rate, numbers.beta1, 1 - numbers.beta1, numbers.beta2,
         1 - numbers.beta2, logarithm(numbers.beta1), logarithm(numbers.beta2), numbers.epsilon, numbers.decay,
         position.seed, rows, width, blocks, position.rows, position.whole_rows, position.first, position.second,
-        position.width, position.column, FORMAT=kind, WEIGHT=weight, ROWS=each, BLOCK=block, num_warps=4,
+        position.width, position.column, FORMAT=kind, WEIGHT=weight, ROWS=rows_per_program, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 

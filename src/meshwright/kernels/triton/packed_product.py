@@ -177,8 +177,8 @@ def arranged(
     """Return the tile, the runs that K is cut into, and the inputs of each."""
     tile = tile_of(rows, warp_groups, even)
     parts = parts_of(rows, columns, inner, tile, processors)
-    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
-    return tile, ceil_div(inner, each), each
+    run = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
+    return tile, ceil_div(inner, run), run
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
@@ -191,14 +191,14 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tenso
     rows, columns, inner = len(x), len(matrix.codes), matrix.size_in
     codes, row_bytes, whole_rows = words_of(matrix.codes)
     even = whole_rows and inner % 64 == 0  # loads need no masks
-    tile, parts, each = arranged(rows, columns, inner, programs(x), has_warp_groups(x), even)
+    tile, parts, run = arranged(rows, columns, inner, programs(x), has_warp_groups(x), even)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
     zeros, table, by_numpy = matrix.zeros, matrix.table, interpreted(packed_rows)
     packed_rows[(ceil_div(columns, tile.columns), ceil_div(rows, tile.rows), parts)](
         x, x.stride(0), codes, row_bytes, matrix.scales, matrix.scales.stride(0),
         matrix.scales if zeros is None else zeros, 0 if zeros is None else zeros.stride(0),
-        matrix.scales if table is None else table, x if bias is None else bias, into, rows, columns, inner, each,
+        matrix.scales if table is None else table, x if bias is None else bias, into, rows, columns, inner, run,
         CODES=matrix.form, ZEROS=matrix.zero_form, BIAS=bias is not None and parts == 1, PART=parts > 1,
         WIDE=by_numpy and x.dtype == torch.bfloat16, WHOLE_ROWS=whole_rows, EVEN=even and inner % tile.inner == 0,
         PAIRS=not by_numpy and matrix.in_pairs(x.dtype), SECOND=rows > FIRST_ROWS, INTERPRETED=by_numpy,

@@ -120,11 +120,11 @@ def forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tupl
     total = x if added is None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = power_of_two(width)
-    each = rows_a_program(block)
-    root_norm_forward[(ceil_div(rows, each),)](
+    rows_per_program = rows_a_program(block)
+    root_norm_forward[(ceil_div(rows, rows_per_program),)](
         x, x.stride(0), x if added is None else added, 0 if added is None else added.stride(0), weight, out, total,
-        scales, rows, width, eps, ADD=added is not None, ROWS=each, BLOCK=block,
-        num_warps=FEWER_WARPS if block > SHORT else warps(2 * each * block),
+        scales, rows, width, eps, ADD=added is not None, ROWS=rows_per_program, BLOCK=block,
+        num_warps=FEWER_WARPS if block > SHORT else warps(2 * rows_per_program * block),
     )  # fmt: skip
     return out, total, scales
 
@@ -135,16 +135,18 @@ def backward(
     """Return the gradients of x (N, D), with `sum_gradient` added, and of the weight (D,)."""
     rows, width = x.shape
     block = power_of_two(width)
-    each, again = max(1, rows_a_program(block) // 2), block > SHORT
-    shared = min(ceil_div(rows, each), programs(x, each=max(1, min(4, 8192 // (each * block)))))
+    rows_per_program, again = max(1, rows_a_program(block) // 2), block > SHORT
+    shared = min(
+        ceil_div(rows, rows_per_program), programs(x, per_processor=max(1, min(4, 8192 // (rows_per_program * block))))
+    )
     x_gradient = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((shared, width) if wants_weight else (0,), dtype=torch.float32, device=x.device)
     added_gradient = gradient if sum_gradient is None else sum_gradient
     root_norm_backward[(shared,)](
         gradient, gradient.stride(0), x, x.stride(0), weight, scales, added_gradient,
         0 if sum_gradient is None else added_gradient.stride(0), x_gradient, parts, rows, width, ADD=sum_gradient is not
-        None, WEIGHT=wants_weight, ROWS=each, BLOCK=block, STAGES=1 if again else 2, AGAIN=again,
-        num_warps=warps(2 * each * block),
+        None, WEIGHT=wants_weight, ROWS=rows_per_program, BLOCK=block, STAGES=1 if again else 2, AGAIN=again,
+        num_warps=warps(2 * rows_per_program * block),
     )  # fmt: skip
     return x_gradient, summed(parts, weight.dtype) if wants_weight else None
 
@@ -191,8 +193,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add and normalize as kernels.norm.add_rms_norm."""
-    both: tuple[Tensor, Tensor] = _AddRootNorm.apply(x, added, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return both
+    normed_and_sum: tuple[Tensor, Tensor] = _AddRootNorm.apply(x, added, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return normed_and_sum
 
 
 REGISTERS = 65536
@@ -273,10 +275,10 @@ class _MeanNorm(torch.autograd.Function):
         out = torch.empty((rows, width), dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
         means, scales = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
         block = power_of_two(width)
-        each = rows_a_program(block)
-        mean_norm_forward[(ceil_div(rows, each),)](
-            flat, flat.stride(0), weight, bias, out, means, scales, rows, width, eps, ROWS=each, BLOCK=block,
-            num_warps=warps(each * block),
+        rows_per_program = rows_a_program(block)
+        mean_norm_forward[(ceil_div(rows, rows_per_program),)](
+            flat, flat.stride(0), weight, bias, out, means, scales, rows, width, eps, ROWS=rows_per_program,
+            BLOCK=block, num_warps=warps(rows_per_program * block),
         )  # fmt: skip
         ctx.save_for_backward(flat, weight, means, scales)
         return out.view(x.shape)
@@ -286,15 +288,17 @@ class _MeanNorm(torch.autograd.Function):
         x, weight, means, scales = ctx.saved_tensors
         incoming, (rows, width) = rows_of(gradient), x.shape
         block = power_of_two(width)
-        each = max(1, rows_a_program(block) // 2)
-        resident = max(1, min(4 if each == 1 else 2, 8192 // (each * block)))  # programs on a multiprocessor
-        count = warps((2 if each == 1 else 4) * each * block)
-        shared = min(ceil_div(rows, each), programs(x, each=resident))
+        rows_per_program = max(1, rows_a_program(block) // 2)
+        resident = max(
+            1, min(4 if rows_per_program == 1 else 2, 8192 // (rows_per_program * block))
+        )  # programs on a multiprocessor
+        count = warps((2 if rows_per_program == 1 else 4) * rows_per_program * block)
+        shared = min(ceil_div(rows, rows_per_program), programs(x, per_processor=resident))
         x_gradient = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         parts = torch.empty((shared, 2, width), dtype=torch.float32, device=x.device)
         mean_norm_backward[(shared,)](
             incoming, incoming.stride(0), x, x.stride(0), weight, means, scales, x_gradient, parts, rows, width,
-            ROWS=each, BLOCK=block, STAGES=2 if block <= 8192 else 1, num_warps=count,
+            ROWS=rows_per_program, BLOCK=block, STAGES=2 if block <= 8192 else 1, num_warps=count,
             maxnreg=min(255, REGISTERS // (32 * count * resident)),
         )  # fmt: skip
         of_weight, of_bias = summed(parts, weight.dtype).unbind()

@@ -169,12 +169,12 @@ def turned(x: Tensor, length: int, places: Tensor | None = None) -> NarrowRows:
     scales = torch.empty((*stack, columns, 1), dtype=torch.float32, device=x.device)
     blocks, count = ceil_div(columns, SIDE), len(matrices)
     wanted = max(1, min(MOST_RUNS, 4 * programs(x) // max(1, blocks * count), ceil_div(rows, RUN_ROWS)))
-    each = ceil_div(ceil_div(max(1, rows), wanted), RUN_ROWS) * RUN_ROWS
-    runs = ceil_div(max(1, rows), each)
+    run_rows = ceil_div(ceil_div(max(1, rows), wanted), RUN_ROWS) * RUN_ROWS
+    runs = ceil_div(max(1, rows), run_rows)
     peaks = torch.empty((count, runs, columns), dtype=torch.float32, device=x.device)
     column_peaks[(blocks, runs, count)](
-        matrices, matrices.stride(0), matrices.stride(1), peaks, rows, columns, each, runs, ROWS=RUN_ROWS, COLUMNS=SIDE,
-        num_warps=4,
+        matrices, matrices.stride(0), matrices.stride(1), peaks, rows, columns, run_rows, runs, ROWS=RUN_ROWS,
+        COLUMNS=SIDE, num_warps=4,
     )  # fmt: skip
     turn_columns[(blocks, ceil_div(max(1, rows if places is not None else length), SIDE), count)](
         matrices, matrices.stride(0), matrices.stride(1), peaks, peaks if places is None else places, codes, scales,
