@@ -141,6 +141,7 @@ class LatentAttention(AttentionBase):
         if cache is not None and over_low:
             return self.attended_low((q_nope, q_rope), (low.unsqueeze(2), k_rope), metadata, cache)
         k_nope, v = kv.unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).split((mla.nope_dim, mla.v_dim), dim=-1)
+        # One rotary key serves all heads, so it is repeated for each.
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.attended(q, k, v, metadata, cache)

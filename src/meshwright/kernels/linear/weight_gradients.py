@@ -41,6 +41,7 @@ def splitting() -> Iterator[None]:
     outer = _split.get()
     with _inside(outer or _Split()):
         yield
+    # Addresses of freed parameters may be given to others.
     if outer is None:
         _leaves.clear()
 
@@ -115,6 +116,7 @@ class WeightGradients:
         Hooks on the accumulation of gradients are not called.
         """
         with torch.no_grad():
+            # Popped one by one, so operands are freed as soon as their product is made.
             while self._deferred:
                 weight = next(iter(self._deferred))
                 products, direct = self._deferred.pop(weight), direct_sum(weight)

@@ -220,6 +220,7 @@ class _Chunks:
         `logits` (R, V) fp32 become (softmax - onehot) * factor in place, 0 where ignored.
         """
         parts, mine = self.vocabulary, None
+        # Ignored rows gather some logit, here the first; their factor is 0.
         index = targets.where(valid, 0)
         if parts is not None:
             local = targets - parts.first
@@ -271,6 +272,7 @@ class _Chunks:
             )
             return losses
         peak, total, plain, chosen = kernel.gathered(logits, targets, parts.first).unbind(0)
+        # The reduction works in place, and the part's own maximum is needed below.
         highest = parts.largest(peak.clone())
         mine = (targets >= parts.first) & (targets < parts.first + parts.number)
         # the same sums as in `_chunk`: one device of the group may have a kernel and another not
@@ -323,6 +325,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_gradient.mul_(gradient)
         if weight_gradient is not None:
             weight_gradient = scaled_gradient(weight_gradient, gradient, ctx.dtype)
+        # The gradients were scaled in place, so a second pass would scale them again.
         ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
         return x_gradient, weight_gradient, *(None,) * 5
 

@@ -42,6 +42,7 @@ class HeadMatrix:
         width = padded_columns(rows, dtype.itemsize) if device_kind(weight) in PADDING_DEVICES else rows
         if width == rows:
             return cls(weight, width, ((slice(0, rows), weight),))
+        # Only the last block of rows is copied; all before it are aligned already.
         first = width - PADDED_TO
         block = weight.new_zeros(PADDED_TO, weight.shape[1], dtype=dtype)
         block[: rows - first] = weight[first:]

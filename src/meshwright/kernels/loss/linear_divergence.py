@@ -431,6 +431,7 @@ def _top_of_logits(logits: Tensor, number: int, parts: Vocabulary | None) -> Kno
     first, last = (parts.first, parts.first + parts.number) if parts else (0, whole)
     mine = (ids >= first) & (ids < last)
     columns = (ids - first).clamp(0, logits.shape[1] - 1)
+    # The rest is summed without the likeliest tokens: subtracting them from the total would cancel.
     rest = logits.scatter_add_(1, columns, -logits.gather(1, columns) * mine).sum(1)  # exactly 0 there
     sums = torch.stack((total, rest))
     total, rest = (parts.total(sums) if parts else sums).unbind(0)

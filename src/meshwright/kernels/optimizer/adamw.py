@@ -1,7 +1,7 @@
 """AdamW, and the norm of all gradients, in passes over many tensors at once.
 
-With fp32 states, on a GPU each is one Triton kernel (triton/many_tensors.py), which reads gradients in the dtype that
-they have and writes the 16-bit copy of a weight beside it. AdamW then moves 28 bytes per parameter of bf16 training: 2
+With fp32 states, on a GPU each is one Triton kernel (triton/many_tensors.py). It reads gradients in the dtype that they
+have, and writes the 16-bit copy of a weight beside it. AdamW then moves 28 bytes per parameter of bf16 training: 2
 of the gradient, 4 + 4 of the master weight, 8 + 8 of the moments, 2 of the copy. torch's kernel reads fp32 gradients,
 writes them back divided, and leaves both copies to passes of their own: 44 bytes.
 
@@ -61,6 +61,7 @@ def adamw(states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tens
         return
     from meshwright.kernels.triton import many_tensors
 
+    # A launch takes lists of one dtype each.
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, (gradient, copy) in enumerate(zip(gradients, copies, strict=True)):
         if copy.numel():
@@ -104,6 +105,7 @@ def euclidean_norm(tensors: Sequence[Tensor], prefer: str = "auto") -> Tensor:
     sums = [many_tensors.squares(group) for group in by_dtype.values()]
     if not sums:
         return torch.zeros((), device=tensors[0].device)
+    # In fp64, so the number of chunks costs no digits.
     return torch.cat(sums).sum(dtype=torch.float64).sqrt().float()
 
 
@@ -120,6 +122,7 @@ def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, m
         narrow_update.narrow_adamw(piece, gradient, numbers)
         return
     rows, width = gradient.shape
+    # The fp32 copies of a whole parameter would cost the memory that narrow moments save.
     rows_at_once = max(1, most // max(1, width))
     for start in range(0, rows, rows_at_once):
         narrow_adamw_reference(piece, gradient, numbers, slice(start, min(rows, start + rows_at_once)))
@@ -157,6 +160,7 @@ def write(moment: Moment, wide: Tensor, books: Tensor, rows: slice, bits: Tensor
             values.copy_(rounded(wide, bits))
         return
     codes, scales = quantized(wide, moment.block, books, signed=moment.signed)
+    # A skipped step leaves the stored bits as they were.
     same = skip > 0
     values.copy_(torch.where(same, values, codes))
     moment.scales[rows].copy_(torch.where(same, moment.scales[rows], scales))
@@ -180,6 +184,7 @@ def quantized(x: Tensor, block: int, books: Tensor, *, signed: bool) -> tuple[Te
     share = x / _along(scales.where(scales > 0, 1.0), block, width)
     codes = torch.bucketize(share, books[1 if signed else 3][:-1], out_int32=True)
     if not signed:
+        # A second moment above 0 must not become 0: the update would divide by epsilon alone.
         codes = torch.maximum(codes, (x > 0).int())
     return codes.to(torch.uint8), scales
 

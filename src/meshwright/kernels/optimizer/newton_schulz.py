@@ -25,9 +25,11 @@ def orthogonalized(x: Tensor, epsilon: float) -> Tensor:
     """
     if needs_wide(x):
         for matrix in x:
+            # One at a time, so the fp32 copies of the others need no memory.
             matrix.copy_(orthogonalized(matrix[None].float(), epsilon)[0])
         return x
     a, b, c = COEFFICIENTS
+    # X X' of the wider form is the smaller square.
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x.div_(norms(x).clamp_(min=epsilon))

@@ -93,6 +93,7 @@ class ProductContest:
         """Multiply rows (M, K). Returns (M, N), or None where no way was tried for so many rows."""
         ready = matrix.prepared.get("ways")
         if ready is None or ready[0] is not self._name or ready[1] != rows.dtype:
+            # Timing waits for the device, which a capture forbids.
             if rows.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
             if ready is None or ready[0] is not self._name:
@@ -153,6 +154,7 @@ class ProductContest:
                     seconds[way.name] = self.seconds(partial(way.multiply, x, matrix, None, layout))
             if seconds:
                 default, best = self.rule(rows), min(seconds, key=lambda name: seconds[name])
+                # Noise must not decide between ways that are about as fast.
                 if default in seconds and seconds[best] > GAIN * seconds[default]:
                     best = default
                 results.append(ClassResult(rows, next(way for way in candidates if way.name == best), seconds, out))

@@ -144,6 +144,7 @@ def turn_and_keep(
     """
     (rows, heads, width), key_heads = q.shape, k.shape[1]
     group, half = heads // key_heads, width // 2
+    # Without norms any tensors do: the kernel reads none of them.
     weights = (q, k, 0.0) if norms is None else norms
     scales = [cos if store.scales is None else store.scales for store in (keys, values)]
     keep_rows[(rows, key_heads)](

@@ -95,6 +95,7 @@ def words_of(codes: Tensor) -> CodeWords:
     """
     octets = codes.view(torch.uint8)
     row_bytes = octets.shape[1]
+    # A word must not straddle two rows, nor begin at an address that is no multiple of its size.
     if row_bytes % WORD_BYTES == 0 and octets.storage_offset() % WORD_BYTES == 0:
         return CodeWords(octets.view(torch.int32), row_bytes, True)
     return CodeWords(octets, row_bytes, False)

@@ -223,6 +223,7 @@ def _rows_product(rows: Tensor, weights: Tensor, ends: Tensor, *, transposed: bo
     columns, inner = (out_width, in_width) if transposed else (in_width, out_width)
     strides = (weights.stride(1), weights.stride(2)) if transposed else (weights.stride(2), weights.stride(1))
     out = torch.empty((len(rows), columns), dtype=rows.dtype, device=rows.device)
+    # Each expert wastes less than a block, so this grid is large enough without the counts.
     grouped_rows[(ceil_div(len(rows), ROWS) + experts, ceil_div(columns, COLUMNS))](
         rows, rows.stride(0), weights, weights.stride(0), *strides, ends, out, experts, columns, inner,
         WIDE=wide_products(grouped_rows, rows), ROWS=ROWS, COLUMNS=COLUMNS, INNER=INNER, num_warps=4, num_stages=3,

@@ -89,6 +89,7 @@ def few_packed_rows(
     words = tl.cdiv(row_bytes, 4)
     first = tl.zeros((COLUMNS, WORDS), tl.float32)
     second = tl.zeros((COLUMNS, WORDS), tl.float32)
+    # The next words load while these are multiplied: so few rows wait for memory alone.
     ahead = load_words(codes, line, row_bytes, words, tl.arange(0, WORDS), EVEN)
     for start in range(0, words, WORDS):
         word = start + tl.arange(0, WORDS)
@@ -119,6 +120,7 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, x_scales
     """
     rows, columns = len(x), len(matrix.codes)
     codes, row_bytes, whole_rows = words_of(matrix.codes)
+    # The words of a step divide a row, so no load needs a mask.
     words = gcd(row_bytes // 4, WORDS)
     even = whole_rows and words >= LEAST_WORDS and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
     inputs = x.view(torch.int64) if even else x

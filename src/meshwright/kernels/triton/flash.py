@@ -209,6 +209,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
     total, heads, width = q.shape
+    # The kernels walk over gradient and result with the same strides.
     gradient = gradient.contiguous()
     inner = torch.empty((heads, total), dtype=torch.float32, device=q.device)
     inner_rows[(total, heads)](gradient, out, inner, total, heads, width, BLOCK=max(16, power_of_two(width)))
@@ -220,6 +221,7 @@ def backward(
         "num_warps": WARPS, "num_stages": 2,
     }  # fmt: skip
     queries_backward[(ceil_div(longest, QUERIES), heads, len(borders) - 1)](*shared, of_q, *strides, **options)
+    # A block of keys holds two sums, so it takes fewer queries at a time.
     options["QUERIES"] = min(QUERIES, BESIDE_KEYS)
     keys_backward[(ceil_div(longest, KEYS), k.shape[1], len(borders) - 1)](*shared, of_k, of_v, *strides, **options)
     return of_q, of_k, of_v

@@ -106,6 +106,7 @@ def gradients(
 
     `consume`: the first may overwrite `gradient`.
     """
+    # A program reads its elements of the gradient before it writes there.
     of_gate = gradient if consume and gradient.is_contiguous() else _like(gate)
     of_up, again = _like(gate), _like(gate) if product else None
     grid, block = _grid(*gate.shape)

@@ -221,6 +221,7 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
         OUTLIER_BLOCK,
     }  # fmt: skip
     # One and two rows wait for memory: a kernel without tensor cores, unless its words are not aligned.
+    # The words of a step divide a row, so no load needs a mask.
     words = gcd(inner // 4, FEW_WORDS)
     aligned = inner % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
     if rows <= MOST_ROWS and aligned and words >= LEAST_WORDS:

@@ -94,6 +94,7 @@ def adamw_chunks(
         copy = _pointer(addresses, tensors, COPY, tensor, COPY_TYPE, ALIGNED) + start
         number = tl.load(_pointer(addresses, tensors, STEP, tensor, tl.float32, False))
         divisor = tl.load(divide_by)
+        # Whole blocks need no masks, so their loads can be 16 bytes wide.
         if left >= BLOCK:
             _update(
                 gradient, master, first, second, copy, left, number, divisor, rate, beta1, rest1, beta2, rest2,
@@ -173,6 +174,7 @@ def _addresses(
     if steps:
         rows.append([step.data_ptr() for step in steps])
     device = lists[0][0].device
+    # Pinned, so the copy to the device does not make the host wait.
     table = torch.tensor([*rows, sizes], dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True), aligned
 
@@ -180,6 +182,7 @@ def _addresses(
 @lru_cache(maxsize=64)
 def _chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the tensor of each chunk and its number within it, (2, chunks) int32."""
+    # Chunks of one size give programs about the same work, however large the tensors are.
     counts = torch.tensor([ceil_div(size, CHUNK) for size in sizes])
     tensor = torch.arange(len(sizes)).repeat_interleave(counts)
     number = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
