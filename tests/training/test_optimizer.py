@@ -216,7 +216,7 @@ def test_each_bucket_is_dropped_before_the_next_is_widened(monkeypatch: pytest.M
     mine = Optimizer(model.items(), RECIPE)
     alive: list[int] = []
     widened: list[weakref.ref[Tensor]] = []
-    real = Optimizer._widened_gradients
+    real = Optimizer._widen_gradients
 
     def watched(self: Optimizer, names: tuple[str, ...]) -> dict[str, Tensor]:
         alive.append(sum(reference() is not None for reference in widened))
@@ -224,7 +224,7 @@ def test_each_bucket_is_dropped_before_the_next_is_widened(monkeypatch: pytest.M
         widened.extend(weakref.ref(value) for value in made.values())
         return made
 
-    monkeypatch.setattr(Optimizer, "_widened_gradients", watched)
+    monkeypatch.setattr(Optimizer, "_widen_gradients", watched)
     for parameter in model.values():
         parameter.grad = torch.ones_like(parameter)
     mine.step(1e-3, divide_by=ONE, skip=ZERO)
