@@ -1,4 +1,4 @@
-"""What ctypes is told of the C sources is what the compiler makes of them."""
+"""Prototypes and structs read from the C sources agree with the compiler's: sizes, offsets, argument types."""
 
 import ctypes
 import shutil

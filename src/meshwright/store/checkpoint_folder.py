@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: list them, find the newest and the best, remove those no longer needed."""
+"""The folder of a run's checkpoints: publish one by a rename, find the newest and the best, remove others."""
 
 import logging
 import re
@@ -115,7 +115,7 @@ def paths_of_step(folder: Path, step: int) -> tuple[Path, Path]:
 
 
 def publish(saving: Path, target: Path) -> None:
-    """Rename a complete checkpoint to its final path."""
+    """Make a complete checkpoint visible: rename it to its final path."""
     # An older one of that name is moved aside first. `sweep` repairs a kill between the two renames.
     old = _hide(target) if target.exists() else None
     try:

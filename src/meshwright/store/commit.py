@@ -1,4 +1,7 @@
-"""COMMIT: the last file written into a checkpoint. It lists the size and hash of every other file, and its own hash."""
+"""COMMIT: the last file written into a checkpoint. It lists the size and hash of every other file, and its own hash.
+
+A rename then makes the checkpoint visible (`checkpoint_folder.publish`).
+"""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The typer application of all verbs. Running a verb imports its own file only."""
+"""The typer application of all verbs. Running a verb imports its own room only."""
 
 import re
 from collections.abc import Iterable, Sequence

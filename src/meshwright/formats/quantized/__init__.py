@@ -1,1 +1,1 @@
-"""Formats of folders whose matrices are codes and scales. format_table.py lists them."""
+"""Formats of folders whose matrices are codes and scales. `table` lists them."""

@@ -1,4 +1,4 @@
-"""Base of all answers that have a document and a table."""
+"""Base of all answers that have a document and a table, JSON-ready values, and checks of the files they go to."""
 
 import math
 from abc import ABC, abstractmethod

@@ -9,8 +9,6 @@ from meshwright.observe.compare.table import percent
 
 NAMES = 22
 """Columns for the names of rows."""
-
-
 SCALES = {
     "bytes": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")),
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),

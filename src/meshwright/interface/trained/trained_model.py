@@ -1,4 +1,4 @@
-"""A trained model: it answers prompts and scores texts. `model_opening` reads one."""
+"""A trained model: it answers prompts and scores texts. `opening` reads one."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -241,7 +241,7 @@ def _pipeline_refusal(shape: ModelShape, layout: Layout) -> str:
         return ""
     stages = layout.pp * layout.vp
     depth = ceil((shape.layers + ENDS) / stages)
-    # torchtitan is told the layers of a stage, and may find fewer stages than the plan has.
+    # torchtitan takes the number of layers per stage. Rounded up, it may give fewer stages than the plan has.
     if ceil((shape.layers + ENDS) / depth) != stages:
         return f"torchtitan cuts {shape.layers} layers and both ends into stages of {depth}, which are not {stages}"
     return ""

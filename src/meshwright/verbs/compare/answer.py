@@ -1,4 +1,4 @@
-"""`compare`: planned, dry run and measured of a run, row by row. `report`: one page of runs."""
+"""`compare`: planned, dry run and measured of a run, row by row."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""`train` and `tune`: a plan, trained in this process."""
+"""`train`: a plan, trained in this process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
