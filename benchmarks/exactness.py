@@ -31,7 +31,7 @@ SHAPES = {
     "latent": replace(SMALL, kv_heads=4, mla=MLAShape(q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=12)),
     "long": replace(SMALL, layers=2, hidden=128, heads=2, kv_heads=1, head_dim=64, max_positions=256),
 }
-"""`long`: rows and heads as of real models, which attend on a CPU in compiled loops (kernels.attention.LONG)."""
+"""`long`: rows and heads as of real models, which attend on a CPU in compiled loops (kernels.attention.attend.LONG)."""
 AGAIN = RECOMPUTE[1:]
 """Policies beside `none`."""
 

@@ -159,11 +159,11 @@ def _moved(layouts: list[Layout]) -> list[tuple[RankOutcome, set[int]]]:
 
     class Watched(StoredStorage):
         def send(self, offload: Offload) -> None:
-            assert self.here is not None
+            assert self.on_device is not None
             blocks = offload.model.blocks
             now = {compat.storage_key(local(p).untyped_storage()) for block in blocks for p in block.parameters()}
             parameters.update(now)
-            sent.update({compat.storage_key(self.here.untyped_storage())} & now)
+            sent.update({compat.storage_key(self.on_device.untyped_storage())} & now)
             super().send(offload)
 
     outcomes = []

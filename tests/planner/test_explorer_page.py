@@ -149,14 +149,16 @@ def test_every_legal_neighbour_has_the_planners_time(opened: Browser) -> None:
     question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
         (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(
         ({recipe, layout}) => ({recipe, layout, size: microBatchOf(lead.data.model, layout, recipe),
-        seconds: timeOf(lead, recipe, layout)}))"""
+        seconds: timeOf(lead, recipe, layout), mfu: mfuOf(lead, recipe, timeOf(lead, recipe, layout))}))"""
     neighbours = opened.evaluate(question)
     assert len(neighbours) > 30
     for neighbour in neighbours:
         layout = Layout(**{**neighbour["layout"], "micro_batch": neighbour["size"]}, **COUNTED)
         plan = replace(SMALL, layout=layout, recipe=replace(SMALL.recipe, **neighbour["recipe"]))
+        expected = predict(plan)
         # closed forms of a schedule may be off by 2 %
-        assert neighbour["seconds"] == pytest.approx(predict(plan).step_s, rel=0.02), neighbour
+        assert neighbour["seconds"] == pytest.approx(expected.step_s, rel=0.02), neighbour
+        assert neighbour["mfu"] == pytest.approx(expected.mfu(causal=False), rel=0.02), neighbour
 
 
 @in_browser

@@ -44,6 +44,8 @@ ENGINE = ("compress", "kernels", "model", "formats", "parallel", "training", "ob
 """What needs torch."""
 FACES = ("interface.answers", "interface.planning", "interface.trained")
 """What the Python functions of verbs share."""
+BESIDE = {"plan": ("plan_serve", "plan_from")}
+"""Verb -> rooms beside that of its name, which its command may load."""
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {
     "the list of verbs": Loads(("--help",), 5, (*FACES, "spec.plan", "spec.presets", "planner", *ENGINE)),
@@ -100,10 +102,6 @@ def check(verb: str, loads: Loads, folder: Path) -> None:
     count = len(modules) - len(folders)
     assert count <= loads.most, f"{verb} loads {count} modules: import what it seldom uses where it is used"
     assert verbs <= {loads.words[0], *BESIDE.get(loads.words[0], ())}, verb
-
-
-BESIDE = {"plan": ("plan_serve", "plan_from")}
-"""Rooms of a verb beside the one of its name."""
 
 
 @pytest.mark.parametrize("verb", QUICK)

@@ -93,7 +93,7 @@ class Seams:
     positions: Callable[[Tensor], Tensor] = same
     """Positions (B, S) -> those at which learned positions are added."""
     mask: Callable[..., Mask] = causal_mask
-    """Visibility of keys to queries. Signature of kernels.attention.causal_mask."""
+    """Visibility of keys to queries. Signature of kernels.attention.attend.causal_mask."""
     call: BlockCall = compute
     """Function that runs a block. Hooks on the block itself stay outside."""
     dense: Border = field(default_factory=Border)

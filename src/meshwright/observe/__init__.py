@@ -1,1 +1,1 @@
-"""Dry run, profile, comparison, report, calibration and checks of runs."""
+"""Dry run, profile, check of communication, comparison with the plan, and the oracle on one device."""

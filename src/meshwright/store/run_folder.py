@@ -1,4 +1,4 @@
-"""The run folder: paths of everything that a run writes, and its metrics as JSON lines."""
+"""The run folder: paths of all that a run writes, metrics as JSON lines, the lock that keeps other processes out."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Scheduling of checkpoint saves: at once, or by a background thread while training continues.
+"""Checkpoint saves: at once, or in a background thread from a copy in host memory while training continues.
 
     step n  |copy|  step n+1     step n+2     ...           training waits for the copy only
                  |write, hash, sync, commit|                the thread, with a Gloo group of its own

@@ -7,7 +7,8 @@ their inputs with full recomputation, else also inputs and outputs of matrix pro
 step and the copy from which a thread writes checkpoints. All are of the largest step. A real step needs more. Gradients
 of a single micro-batch appear as its activations go, so the two are not added.
 
-Ranks on CPUs share the memory of their machine. Their needs are added up and compared with what is available.
+Ranks on CPUs share the memory of their machine. Their needs are added up and compared with what is available,
+by /proc and the control groups of this process.
 """
 
 import os

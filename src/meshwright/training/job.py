@@ -1,4 +1,7 @@
-"""A run before its model exists: the plan on its ranks, the text, and the run folder. Each step can still refuse."""
+"""A run before its model exists: the plan on its ranks, the text, the run folder, the checkpoint to resume.
+
+Each of these can still refuse.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -55,8 +55,6 @@ class Verb(KnownHelp, TyperCommand):
 
 TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
 """Typer's name of a type -> its name in the help."""
-
-
 FORMER = ("--output",)
 """Former names of options, still accepted and no longer shown."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.interface.planning.layouts import tokens_of, tokens_word
+from meshwright.interface.planning.amounts import tokens_of, tokens_word
 from meshwright.interface.terminal import output
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 from meshwright.verbs.main import main

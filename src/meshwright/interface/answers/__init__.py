@@ -1,1 +1,1 @@
-"""Frozen objects that verbs answer with, as Python, JSON and HTML."""
+"""Arguments that Python functions check, and the frozen objects that they answer with: Python, JSON, HTML."""

@@ -10,8 +10,6 @@ from meshwright.spec.errors import PlanError
 AskedServe = Annotated[
     bool, typer.Option("--serve", help="Plan serving instead of training: memory, concurrency, tokens per second.")
 ]
-
-
 INPUT = "--input-length", "tokens of a prompt"
 OUTPUT = "--output-length", "tokens of an answer"
 CONCURRENCY = "--concurrency", "requests in flight"

@@ -37,8 +37,6 @@ BATCH_TOKENS = 4_000_000
 """Tokens of a step of a recipe that names no batch (Llama-1's)."""
 
 MOST_NODES = 2**17
-
-
 LARGEST_RANK = 2**16 - 1
 FULL, LORA, QLORA = "full", "lora", "qlora"
 RATE = "recipe.learning_rate"
@@ -110,14 +108,12 @@ def within(plan: Plan, memory_gib: float) -> Plan:
 
 
 def asked_estimator(
-    plan: "Plan", cluster: str | None, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0
-) -> "Estimator":
+    plan: Plan, cluster: str | None, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0
+) -> Estimator:
     """Return the estimator of layouts: by a measured machine if `cluster` names a file, else by data sheets.
 
     A machine is measured with this package's engine, so other software needs data sheets. Raises ArgumentError.
     """
-    from meshwright.planner.machine.clusterfile import is_file, load_named
-
     if cluster is not None and is_file(cluster):
         if not stack.is_meshwright:
             raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")

@@ -42,9 +42,8 @@ def load(path: Place, dtype: str | None = AUTO, *, checkpoint: str = LAST) -> Tr
     """Open a trained model.
 
     Args:
-        path: A run folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's format,
-        or
-            the answer of `train`.
+        path: A run folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's
+            format, or the answer of `train`.
         dtype: fp32, bf16 or fp16. None = as trained or stored; auto = the same on a GPU, and fp32 on a CPU, whose loops
             are made for it. fp32 of a run in lower precision gives its master weights.
         checkpoint: Checkpoint of a run: last, best (lowest held-out loss), or a step.

@@ -48,7 +48,7 @@ class Mask:
     documents: Tensor | None = None
     """Document of each position, (B, T) int, ascending along a row. None = a row is one document."""
     borders: Tensor | None = None
-    """Starts of the documents, (N + 1,) int32, for kernels that read these (kernels.varlen.borders_of)."""
+    """Starts of the documents, (N + 1,) int32, for kernels that read these (kernels.attention.varlen.borders_of)."""
     longest: Tensor | None = None
     """Positions of the longest document, () int on the host. None = a whole row."""
 

@@ -1,6 +1,6 @@
 """Attention of packed documents and of sliding windows: only visible pairs are multiplied.
 
-On a CPU the compiled loops do both by tiles (compiled/sequence_attention.py). Without a C compiler each document is a
+On a CPU the compiled loops do both by tiles (c/sequence_attention.py). Without a C compiler each document is a
 call of its own, and a window goes over its queries in stretches. The blockwise form does both in blocks, and dropout.
 
 On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the window as a number (Dao 2023,
@@ -49,7 +49,7 @@ class AttentionForm(NamedTuple):
     """Kernel that runs.
 
     flash: fused, by documents or stretches, on a GPU by borders; flash-4: the same by FlashAttention 4; strips:
-    strips.py; blocks: blockwise.py; loops: compiled/sequence_attention.py.
+    strips.py; blocks: blockwise.py; loops: c/sequence_attention.py.
     """
     dropout: float = 0.0
     """Rate for the weights. Not supported by strips, flash-4 and a CPU's flash kernel."""

@@ -61,6 +61,8 @@ def _load_from_cache(compiler: str, names: Sequence[str], threads: Sequence[tupl
             with user_cache.lock(folder / key):
                 path = _find(folder, key)  # another process may have compiled it while this one waited
                 if path is None:
+                    for damaged in folder.glob(f"{key}-*.so"):  # its name is not that of its bytes
+                        damaged.unlink(missing_ok=True)
                     _tell(f"compiling C loops for this processor, once, into {folder}")
                     path = _compile(compiler, names, threads, folder, key)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
@@ -69,7 +71,10 @@ def _load_from_cache(compiler: str, names: Sequence[str], threads: Sequence[tupl
         return _load_temporary(lambda scratch: _compile(compiler, names, threads, scratch, key))
     if path is None or (library := _open(path)):
         return None if path is None else library
-    _tell(f"C loops are copied at each start: nothing may be run from {folder}; set XDG_CACHE_HOME to another folder")
+    _tell(
+        f"C loops are copied at each start: they cannot be loaded from {folder}; if it is mounted noexec, set "
+        "XDG_CACHE_HOME to another folder"
+    )
     return _load_temporary(lambda scratch: Path(shutil.copy(path, scratch)))
 
 
@@ -83,7 +88,10 @@ def _load_temporary(write: Callable[[Path], Path | None]) -> ctypes.CDLL | None:
     except OSError as error:
         _tell(f"C loops are left out: {error}; TMPDIR and XDG_CACHE_HOME name folders for them")
     else:
-        _tell(f"C loops are left out: nothing may be run from {tempfile.gettempdir()}; TMPDIR names another folder")
+        _tell(
+            f"C loops are left out: they cannot be loaded from {tempfile.gettempdir()} either; if it is mounted "
+            "noexec, TMPDIR names another folder"
+        )
     return None
 
 
@@ -150,7 +158,8 @@ def _compile(
 def _open(path: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(path))
-    except OSError:  # in a folder from which nothing may be run
+    except OSError as error:  # a folder mounted noexec, or a library that it needs is missing on this machine
+        _tell(f"C loops: {error}")
         return None
 
 

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 TYPES: dict[str, Any] = {"void": None, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 POINTER = ctypes.c_void_p
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
-_FUNCTION = re.compile(r"^(void|int64_t) (\w+)\(([^)]*)\) \{", re.MULTILINE)
+_FUNCTION = re.compile(r"^(?!static\b)(\w+) (\w+)\(([^)]*)\) \{", re.MULTILINE)
 _DECLARATOR = re.compile(r"(\**)(\w+)(?:\[(\d+)\])?")
 
 

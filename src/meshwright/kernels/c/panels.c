@@ -225,8 +225,8 @@ static inline int64_t end_of(const Panels *m, int64_t group) {
     return (group + 1) * m->group < m->width ? (group + 1) * m->group : m->width;
 }
 
-/* a b + c, rounded once where the processor can. Written out, since a compiler may fuse this in the code for one number of
-   rows and not in that for another, and a row's bits would depend on the rows beside it. */
+/* a b + c, rounded once on x86 with FMA. Written out there: a compiler may fuse this in the code for one number of rows and
+   not in that for another, and a row's bits would depend on the rows beside it. Elsewhere the compiler decides. */
 static inline wide multiply_add(wide a, wide b, wide c) {
 #if WIDE == 16
     return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -155,7 +155,7 @@ class Loops:
         self, q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, tables: Tensor,
         offsets: Tensor, last: Tensor, longest: int, *, width: int, window: int, scale: float,
     ) -> Tensor:  # fmt: skip
-        """Attend as kernels.paged_attention.attend_rows: q (R, H, E) -> (R, H, width).
+        """Attend as kernels.attention.paged.attend_rows: q (R, H, E) -> (R, H, width).
 
         keys (blocks, block, K, E); values (blocks, block, K, V or more), of which `width` are used; scales (blocks,
         block, K) of each.

@@ -21,7 +21,7 @@ from meshwright.kernels.linear.weight_gradients import as_leaf, is_taken
 from meshwright.kernels.target import device_kind, simulated_kind
 
 Counts = list[int] | Tensor
-"""Same as kernels.experts.Counts."""
+"""Same as kernels.experts.experts.Counts."""
 PIECE = 2**26
 """Elements of a stack that are rounded at a time, if no expert has more."""
 GROUPED_ON = (9, 0)

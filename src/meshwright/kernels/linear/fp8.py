@@ -80,7 +80,7 @@ def narrow(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
 
 
 def in_one_kernel(x: Tensor, prefer: str = "auto") -> bool:
-    """Return whether the kernels of triton/narrowing.py convert x, without a copy of it."""
+    """Return whether the kernels of triton/row_rounding.py convert x, without a copy of it."""
     return x.numel() > 0 and uses_triton("narrow", x, prefer=prefer)
 
 

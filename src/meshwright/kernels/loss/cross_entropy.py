@@ -4,7 +4,7 @@ One loop over chunks of rows serves both. It also serves heads of which each dev
 reductions of a `Vocabulary` combine the chunk's partial sums.
 
 Products are the library's. One kernel turns a chunk's logits into their gradients in place: in Triton on a GPU
-(triton/loss_rows.py), in C on a CPU (compiled/logit_rows.py), else plain code.
+(triton/loss_rows.py), in C on a CPU (c/logit_rows.py), else plain code.
 """
 
 from collections.abc import Callable, Iterator

@@ -48,8 +48,10 @@ def warps(elements: int) -> int:
 
 
 def programs(x: Tensor, per_processor: int = 1) -> int:
-    """Return the number of programs that share the rows of a kernel that sums over them."""
-    # It depends on the device alone, so sums are taken in one order.
+    """Return into how many programs a kernel that sums over rows divides them.
+
+    It depends on the device alone, so sums keep one order.
+    """
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return per_processor * processors(x.device.index)

@@ -1,4 +1,4 @@
-"""Decoding of codes in words of four bytes, shared by every kernel that reads codes.
+"""Decoding of codes in words of four bytes for every kernel that reads codes, and the kernel that restores a matrix.
 
 A word holds eight 4-bit codes or four 8-bit ones, the first in its lowest bits. A thread reads whole words, several
 side by side, and cuts codes out by shifts. Bytes read one by one cost more instructions than the memory leaves time

@@ -135,13 +135,13 @@ class _Combined(torch.autograd.Function):
 
 
 def spread(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
-    """Copy rows as kernels.experts.spread."""
+    """Copy rows as kernels.experts.experts.spread."""
     rows: Tensor = _Copies.apply(x, order, inverse, k)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rows
 
 
 def combine(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
-    """Combine rows as kernels.experts.combine."""
+    """Combine rows as kernels.experts.experts.combine."""
     tokens: Tensor = _Combined.apply(rows, weights, inverse)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return tokens
 
@@ -261,7 +261,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def expert_linear(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Multiply as kernels.experts.expert_linear, for counts on the device."""
+    """Multiply as kernels.experts.experts.expert_linear, for counts on the device."""
     ends = counts.cumsum(0, dtype=torch.int32)
     product: Tensor = _Grouped.apply(rows, weights, ends)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return product

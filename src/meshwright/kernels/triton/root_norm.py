@@ -186,13 +186,13 @@ class _AddRootNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize as kernels.norm.rms_norm. Only x and one number a row are saved."""
+    """Normalize as kernels.norm.norms.rms_norm. Only x and one number a row are saved."""
     normed: Tensor = _RootNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return normed
 
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add and normalize as kernels.norm.add_rms_norm."""
+    """Add and normalize as kernels.norm.norms.add_rms_norm."""
     normed_and_sum: tuple[Tensor, Tensor] = _AddRootNorm.apply(x, added, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return normed_and_sum
 
@@ -306,6 +306,6 @@ class _MeanNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalize as kernels.norm.layer_norm. x and two numbers a row are saved."""
+    """Normalize as kernels.norm.norms.layer_norm. x and two numbers a row are saved."""
     normed: Tensor = _MeanNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return normed

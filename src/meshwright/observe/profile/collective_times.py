@@ -1,7 +1,7 @@
 """Every collective of a step: its call, its end, and how long its users waited.
 
 All collectives, fully_shard's too, go through functions of torch.distributed or their stand-ins in compat. They are
-announced to `parallel.traffic` just before, which knows the axis. Inside `listening` these functions are wrapped.
+announced to `parallel.groups.traffic` just before, which knows the axis. `listening` wraps these functions.
 """
 
 from collections.abc import Callable, Iterator

@@ -259,7 +259,7 @@ class ContextMask(Mask):
 
 
 def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
-    """Return the replacement of kernels.attention.causal_mask, for sequences that are c times the queries.
+    """Return the replacement of kernels.attention.attend.causal_mask, for sequences that are c times the queries.
 
     Documents (B, S / c) are those of this rank's positions: neighbours with equal numbers are one document. The host
     knows where they begin, since it reads whole rows. When `spans` does not tell it, the numbers are gathered from all

@@ -1,4 +1,7 @@
-"""The serving engine: requests in, tokens out, one step at a time."""
+"""The serving engine: requests in, tokens out, one step at a time.
+
+`sampled_answers` runs it for a model in training.
+"""
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence

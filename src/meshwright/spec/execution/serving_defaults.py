@@ -1,4 +1,4 @@
-"""Defaults of the serving engine, also used by the planner: size of a step, and memory for keys and values."""
+"""Defaults of the serving engine, also for the planner: size of a step, memory of the cache, sizes of CUDA graphs."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,7 @@
-"""Layout: all settings that must not change the loss curve, such as degrees, micro-batch, ZeRO and recomputation."""
+"""Layout: all settings that must not change the loss curve, such as degrees, micro-batch, ZeRO and recomputation.
+
+It also says where ranks stand: their coordinates, groups and stages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

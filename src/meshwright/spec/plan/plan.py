@@ -1,4 +1,7 @@
-"""Plan: model, recipe, layout and cluster, together with the data and the run folder."""
+"""Plan: model, recipe, layout and cluster, together with the data and the run folder.
+
+Also the chat formats that `data.template` names.
+"""
 
 import math
 from dataclasses import asdict, dataclass, field, replace

@@ -7,6 +7,8 @@ time. Of sharded parameters only this rank's part is updated, as plain tensors t
 
 training/optimizer/narrow_moments.py has moments narrower than fp32, and bf16 weights without masters. With
 recipe.optimizer=muon hidden matrices are updated by training/optimizer/muon.py, and only the rest by AdamW.
+
+`held_bytes` counts what engine and optimizer keep, by kind, from the tensors themselves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -270,7 +272,7 @@ def _is_wide(held: Held, has_master: bool) -> bool:
 
 
 def held_bytes(engine: Engine, optimizer: Optimizer, teacher: Iterable[Tensor] = ()) -> dict[str, int]:
-    """Return the bytes of each kind (spec.ledger.STATES) at this moment, without empty kinds.
+    """Return the bytes of each kind (spec.memory.purpose.STATES) at this moment, without empty kinds.
 
     Tensors that share memory count once. spec/memory/held.py computes the same from shape and layout alone. `teacher`:
     its parameters.
@@ -282,7 +284,7 @@ def held_bytes(engine: Engine, optimizer: Optimizer, teacher: Iterable[Tensor] =
 
 
 def tensors_by_kind(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors of each kind (spec.ledger.STATES) as they are now."""
+    """Return the tensors of each kind (spec.memory.purpose.STATES) as they are now."""
     parameters, shards = engine.parameters.values(), optimizer.parameters.values()
     states = optimizer.tensors()
     return {

@@ -1,7 +1,7 @@
 """Rates of the serving engine on this machine, a part of `calibrate`.
 
-Measures real steps of models with little to compute, a long context, prompts, and products as the engine makes
-them.
+It measures real steps of models with little to compute, of a long context and of prompts, and products as the engine
+makes them.
 """
 
 import time

@@ -143,10 +143,10 @@ def _dry_runner(run: FinishedRun, told: Told) -> DryRunner:
     """Return a function that makes the dry run and keeps it in the folder, for later comparisons and reports."""
 
     def dry(plan: Plan, device: str) -> SharedDocument:
-        from meshwright.observe.dryrun.document import dry_run_document as as_document
+        from meshwright.observe.dryrun.document import dry_run_document
         from meshwright.observe.dryrun.simulate import dry_run
 
-        text = json.dumps(as_document(dry_run(plan, device=device)), indent=1)
+        text = json.dumps(dry_run_document(dry_run(plan, device=device)), indent=1)
         try:
             replace_file(run.path / DRYRUN, (text + "\n").encode())
         except OSError as error:  # a read-only folder is compared all the same

@@ -48,11 +48,11 @@ def compare(
     refuse_load(load)
     from meshwright.interface.terminal.output import console, print_json
     from meshwright.interface.terminal.screen_text import show
-    from meshwright.verbs.compare import answer as comparing
+    from meshwright.verbs.compare.answer import compare as compare_columns
     from meshwright.verbs.compare.screen import answer as in_words
 
     with console(json=True).status("compare"):
-        answer = comparing.compare(
+        answer = compare_columns(
             run, tolerance=tolerance, dry_run=dryrun, cluster=cluster, told=lambda line: print(line, file=sys.stderr)
         )
     if json:

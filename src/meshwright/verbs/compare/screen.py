@@ -1,20 +1,17 @@
 """Answer of `compare` on the terminal: the verdict, then the rows that differ. Equal rows take one sentence."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.interface.terminal.compared_rows import ERROR, UNIT, VALUE, heads, row_line, served_rows
 from meshwright.interface.terminal.screen_text import dot, marked, width, wrapped
-
-if TYPE_CHECKING:
-    from meshwright.verbs.compare.serving import ServingComparison
-
-from collections.abc import Sequence
-
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
 from meshwright.observe.compare.judge import ComparedRow, Comparison, room_of_small_parts
 from meshwright.observe.compare.table import missing, notes, peaks
 from meshwright.spec.units import many
+
+if TYPE_CHECKING:
+    from meshwright.verbs.compare.serving import ServingComparison
 
 UNKNOWN = "--all also says why a figure is unknown; meshwright profile measures the most figures."
 

@@ -1,4 +1,4 @@
-"""All checks in order, in one process or on every rank of a launched world."""
+"""`doctor`: all its checks in order, in one process or on every rank of a launched world."""
 
 import platform
 import socket

@@ -49,15 +49,15 @@ def dryrun(
     code 3 where it does not fit.
     """
     from meshwright.interface.terminal.output import console, print_json
-    from meshwright.verbs.dryrun import answer as dry_runs
+    from meshwright.verbs.dryrun.answer import dry_run, read_plan
 
     if check:
-        plan = dry_runs.read_plan(words or (), {}, device=device, load=load)
+        plan = read_plan(words or (), {}, device=device, load=load)
         _check_communication(plan, device=device, load=load, whole=whole, json=json)
         return
 
     with console(json=json).status("dry run") as status:
-        answer = dry_runs.dry_run(
+        answer = dry_run(
             *(words or ()), ranks=rank or (), device=device, load=load, whole=whole,
             told=lambda done, number: status.update(f"dry run: {done} of {number} ranks"),
         )  # fmt: skip

@@ -56,11 +56,11 @@ def evaluate(
         _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return
     from meshwright.interface.terminal.screen_text import show
-    from meshwright.verbs.eval import answer as evaluation
+    from meshwright.verbs.eval.answer import evaluate as compare_models
     from meshwright.verbs.eval.screen import lines
 
     with _progress() as progress:
-        answer = evaluation.evaluate(
+        answer = compare_models(
             model, tasks=tasks or (), against=against, adapters=adapters, data=data,
             dtype=dtype, sequences=sequences, limit=limit,
             shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,

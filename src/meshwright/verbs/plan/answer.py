@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.interface.answers.answer import Answer
 from meshwright.interface.answers.arguments import HasPlan, checked
 from meshwright.interface.answers.markup import LISTED, line, table, whole
+from meshwright.interface.planning.amounts import tokens_of
 from meshwright.interface.planning.layouts import (
     SEARCHED,
     Fixed,
@@ -17,7 +18,6 @@ from meshwright.interface.planning.layouts import (
     fixed_layout,
     layout_cells,
     layout_html,
-    tokens_of,
 )
 from meshwright.interface.planning.plan_reading import Section, section_words
 from meshwright.interface.planning.plan_request import as_typed, asked_estimator, asked_plan, within
@@ -25,6 +25,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
 from meshwright.planner.search.changes import enough_nodes
+from meshwright.planner.search.ranking import LISTED as LISTED_LAYOUTS
 from meshwright.planner.search.ranking import Ranking, search
 from meshwright.planner.search.recommend import recommend
 from meshwright.planner.search.refused import rank_candidates
@@ -191,8 +192,6 @@ def plan(
         DoesNotFit: No layout fits. Its `answer` is the nearest one (PlannedLayout).
         PlanError: An argument makes no sense.
     """
-    from meshwright.planner.search.ranking import LISTED
-
     asked = asked_plan(model, cluster, nodes, section_words(recipe), tune, str(teacher))
     asked = asked if memory is None else within(asked, memory)
     budget = tokens_of(tokens)
@@ -211,7 +210,7 @@ def plan(
     estimator = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
     estimator = replace(estimator, run_steps=int(budget) // (asked.recipe.global_batch * asked.recipe.sequence))
     with as_typed("layout", words):
-        ranking = search(estimator, asked, fixed=fixed, listed=listed or LISTED)
+        ranking = search(estimator, asked, fixed=fixed, listed=listed or LISTED_LAYOUTS)
         if not ranking.legal and software is not None:
             from meshwright.interface.planning.stack_choice import none_offered
 
@@ -228,7 +227,7 @@ def plan(
                 adapted = plan(model, cluster=cluster, tune="lora", listed=1, **shared).best.peak_bytes
         raise _does_not_fit(estimator, ranking, every, free=free, adapted_bytes=adapted)
     ranking = recommend(estimator, asked, ranking, fixed)
-    del ranking.best[listed or LISTED :]
+    del ranking.best[listed or LISTED_LAYOUTS :]
     return PlanAnswer(ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software)
 
 
@@ -237,8 +236,9 @@ def _offered(stack: str, plan: Plan, fixed: Fixed) -> "tuple[TrainingSoftware, F
     from meshwright.interface.planning.stack_choice import check_model_offered, restricted
     from meshwright.stacks.trainer_table import software
 
-    check_model_offered(software(stack), plan)
-    return software(stack), restricted(software(stack), fixed)
+    trainer = software(stack)
+    check_model_offered(trainer, plan)
+    return trainer, restricted(trainer, fixed)
 
 
 def _does_not_fit(

@@ -136,7 +136,7 @@ def plan(
         return
     if model is None:
         raise ArgumentError("MODEL is missing: give a preset, a folder or a plan file, or --from FILE")
-    check_folder(output, stack)
+    _check_folder(output, stack)
     load: dict[str, str | int | None] = {
         "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
@@ -154,8 +154,8 @@ def plan(
     from meshwright.interface.terminal.output import print_json
     from meshwright.interface.terminal.screen_text import show
     from meshwright.planner.search.ranking import LISTED
-    from meshwright.verbs.plan import answer as planning
-    from meshwright.verbs.plan.screen import Asked
+    from meshwright.verbs.plan.answer import plan as rank_layouts
+    from meshwright.verbs.plan.screen import Asked, after_plan
     from meshwright.verbs.plan.screen import answer as in_words
     from meshwright.verbs.plan.screen import unfit as nearest_in_words
 
@@ -165,7 +165,7 @@ def plan(
     if top is not None and not 1 <= top <= MOST_SHOWN:
         raise PlanError(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
     try:
-        answer = planning.plan(
+        answer = rank_layouts(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
             tokens=tokens, price=price, stack=stack, document_tokens=document_tokens,
             listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
@@ -194,8 +194,6 @@ def plan(
     )
     show([*in_words(answer.estimator, answer.ranking, asked), *_device_note(cluster, nodes or 1)])
     if answer.software:
-        from meshwright.verbs.plan.screen import after_plan
-
         show(after_plan(answer, written))
     elif save:
         show(["", *_command(answer.plan, save)])
@@ -270,10 +268,8 @@ def _command(best: "Plan", file: Path) -> Iterator[str]:
     yield from continued(command, width(), "  ")
 
 
-def check_folder(folder: Path | None, stack: str) -> None:
+def _check_folder(folder: Path | None, stack: str) -> None:
     """Raise PlanError, before the search, for an output folder that cannot be written."""
-    from meshwright.spec.errors import PlanError
-
     if folder is None:
         return
     if stack in ("", "meshwright"):

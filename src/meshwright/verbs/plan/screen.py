@@ -2,17 +2,12 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.interface.terminal.verdict import caution_lines, headline, size_number, size_unit, verdict
-
-if TYPE_CHECKING:
-    from meshwright.verbs.plan.answer import PlanAnswer
-
-from dataclasses import dataclass, fields
-
 from meshwright.interface.terminal.screen_text import marked, width, wrapped
+from meshwright.interface.terminal.verdict import caution_lines, headline, size_number, size_unit, verdict
 from meshwright.planner import explain
 from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Ranking
@@ -22,6 +17,9 @@ from meshwright.planner.step.error_ranges import LIKELY
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.units import step_time
+
+if TYPE_CHECKING:
+    from meshwright.verbs.plan.answer import PlanAnswer
 
 ALTERNATIVES = 4
 """Rows shown besides the recommended layout."""
@@ -170,8 +168,6 @@ def details(estimator: Estimator, ranking: Ranking) -> Iterator[str]:
 
 def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:
     """Yield what follows the layouts of another software: errors of its figures, and the files written."""
-    from meshwright.interface.terminal.screen_text import width, wrapped
-
     assert answer.software is not None
     yield ""
     yield f"  Counted as {answer.software.title}"

@@ -12,8 +12,7 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.speeds import Speeds
-from meshwright.planner.machine.clusterfile import is_file
-from meshwright.planner.machine.clusterfile import load_named as measured
+from meshwright.planner.machine.clusterfile import is_file, load_named
 from meshwright.planner.serving.cached_layers import elements_per_position, served
 from meshwright.planner.serving.closed_loop import Load
 from meshwright.planner.serving.deployment import Deployment
@@ -209,8 +208,7 @@ def plan_serving(
         output_length: Tokens of an answer.
         concurrency: Requests in flight on the whole cluster.
         quantization: Weights as bf16, fp8, nvfp4, int4_wo or a scheme of `quantize`. Empty = bf16, or fp32 on a
-        measured
-            machine.
+            measured machine.
         kv_dtype: Dtype of keys and values. Empty = as for `quantization`.
         framework: vllm, sglang, trtllm or meshwright.
         tp: Tensor-parallel degree. 0 = all that divide model and node.
@@ -299,7 +297,7 @@ def _framework_rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framew
 
 def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes]:
     """Return step times of Meshwright's engine on the machine of a cluster file."""
-    file = measured(cluster)[0]
+    file = load_named(cluster)[0]
     estimator = file.estimator(plan)
     if file.serving:
         return engine_times(file.serving, estimator.speeds, estimator.links)

@@ -40,7 +40,7 @@ def profile(
     """
     from meshwright.interface.planning.plan_reading import read_plan
     from meshwright.interface.process.determinism import set_environment
-    from meshwright.verbs.profile import answer as profiling
+    from meshwright.verbs.profile.answer import check_steps, measure_and_keep
 
     # Set before torch is imported, here and in the processes to start: else its profiler logs to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -48,14 +48,14 @@ def profile(
     notes: list[str] = []
     plan, _ = read_plan(words or (), {}, processes=processes(), notes=notes)
     set_environment(plan)
-    profiling.check_steps(steps)
+    check_steps(steps)
     violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None
     if violation:
         raise IllegalLayout(violation)
     from meshwright.interface.terminal.output import console, print_json
 
     people = console(json=json)
-    answer = profiling.measure_and_keep(plan, lambda plan: _measured(plan, steps, people))
+    answer = measure_and_keep(plan, lambda plan: _measured(plan, steps, people))
     if answer is None:
         return
     if json:

@@ -200,8 +200,8 @@ def quantize(
 
     Args:
         model: A run or a Hugging Face directory.
-        scheme: A name of meshwright.spec.model.quantization_schemes, or of gguf_schemes, for which `out` is one GGUF
-        file.
+        scheme: A name of meshwright.spec.model.quantization_schemes, or of gguf_schemes, for which `out` is one
+            GGUF file.
         out: Folder or file to write.
         format: Format of the folder.
         group: Inputs that share a scale. None = as the scheme says.

@@ -97,14 +97,14 @@ def quantize(
         model, out, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
         sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint,
     )  # fmt: skip
-    from meshwright.verbs.quantize import answer as quantizing  # loads torch
+    from meshwright.verbs.quantize.answer import quantize as quantize_model  # loads torch
 
     with console(json=True).status("quantize") as status:
 
         def on_block(block: int, blocks: int) -> None:
             status.update(f"quantize: block {block} of {blocks}")
 
-        answer = quantizing.quantize(
+        answer = quantize_model(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
             data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
             dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,

@@ -101,7 +101,7 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
     from meshwright.interface.trained.trained_model import TrainedModel
     from meshwright.model import build
     from meshwright.verbs.export.answer import write_directory
-    from meshwright.verbs.train import answer as training_run
+    from meshwright.verbs.train.answer import run as run_plan
     from meshwright.verbs.train.display import choose
 
     with choose(people) as display:
@@ -111,7 +111,7 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
         fresh = TrainedModel(model=model, tokenizer=tokenizer, tokenizer_file="", plan=plan, stop_ids=())
         before = sample(fresh, prompt)
         show(people, "Before training", prompt, before, 6)
-        summary = training_run.run(plan, watchers=[display]).summary
+        summary = run_plan(plan, watchers=[display]).summary
     if summary.stopped != "done":
         return summary.stopped
     opened = load(Path(plan.run), None)

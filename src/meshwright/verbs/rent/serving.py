@@ -1,4 +1,4 @@
-"""`rent --serve`: devices for a served load: cost per hour against speed."""
+"""`rent --serve`: devices for a served load, cost per hour against speed."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -23,7 +23,7 @@ def report(
 
     It shows what the folders hold: `profile` and `compare` add figures that training alone does not write.
     """
-    from meshwright.verbs.report import answer
+    from meshwright.verbs.report.answer import report as write_report
 
-    target = answer.report(*runs, out=out, tolerance=tolerance, cluster=cluster)
+    target = write_report(*runs, out=out, tolerance=tolerance, cluster=cluster)
     print(f"{target}: {len(runs)} run{'s' if len(runs) > 1 else ''}; open it in a browser")

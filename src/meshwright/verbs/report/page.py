@@ -1,7 +1,7 @@
 """The report: one HTML page of one or several runs, from the contents of their folders alone.
 
-The page's files are package data in page/; names, colours and tooltips are those of the layout explorer. They become
-one file with its data, which opens from disk, offline, and loads nothing.
+The page's files are package data in page_files/; names, colours and tooltips are those of the layout explorer. They
+become one file with its data, which opens from disk, offline, and loads nothing.
 """
 
 import json

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from meshwright.interface.options import engine as asked
 from meshwright.interface.options.model import Checkpoint, ModelPath, ServedDtype, named_adapters
 from meshwright.spec.execution.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 from meshwright.spec.extras import require
+from meshwright.verbs.serve import options as asked
 from meshwright.verbs.serve.screen import in_full, in_short
 
 if TYPE_CHECKING:

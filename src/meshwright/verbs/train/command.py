@@ -1,13 +1,8 @@
 """`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: train a plan, with a display."""
 
-from typing import TYPE_CHECKING
-
 from meshwright.interface.options.plan import Words
 from meshwright.interface.process.launch import processes
 from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
-
-if TYPE_CHECKING:
-    pass
 
 
 def train(

@@ -20,8 +20,6 @@ AXIS = 8
 """Characters left of the curve, for a number and the axis."""
 CELL = 26
 """Narrowest column of figures, in characters."""
-
-
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the dots of a braille cell, by column and then by row from the top (Unicode block U+2800)."""
 BLANK = 0x2800

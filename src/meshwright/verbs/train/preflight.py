@@ -24,8 +24,6 @@ from meshwright.training.step.watch import Forecast, Summary
 
 LIMIT_S = 60.0
 """Seconds that a dry run may delay a run. A slower one is given up, with a note."""
-
-
 NAMED_FROM = 0.1
 """Share of the speed from which a default is named as the cost."""
 

@@ -97,11 +97,11 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     # The plan is checked: now import what takes seconds.
     from meshwright.interface.process.failure import INTERRUPTED
     from meshwright.interface.terminal.output import console, print_json
-    from meshwright.verbs.train import answer as training_run
+    from meshwright.verbs.train.answer import run as run_plan
     from meshwright.verbs.train.display import choose
     from meshwright.verbs.train.preflight import memory_summary
 
-    run = partial(training_run.run, plan, resume=resume, dry_run=dry_run, anyway=options.anyway, machines=nodes())
+    run = partial(run_plan, plan, resume=resume, dry_run=dry_run, anyway=options.anyway, machines=nodes())
     with joined(hang_after) as pulse:
         if rank():
             answer = run(pulse=pulse)

@@ -23,9 +23,9 @@ def tune(
 ) -> TrainAnswer:
     """Fine-tune a model in this process: model="hf_folder", data="chat.jsonl".
 
-    The data are conversations, or pairs of a better and a worse answer. Without a plan file, `DEFAULTS` or
-    `PREFERENCE_DEFAULTS` apply wherever nothing else is given, and weights come from a Hugging Face folder. Arguments
-    and errors are those of `train`.
+    The data are conversations, or pairs of a better and a worse answer. Without a plan file, the defaults
+    of fine-tuning (`meshwright.interface.planning.tuning_defaults`) apply wherever nothing else is given, and weights
+    come from a Hugging Face folder. Arguments and errors are those of `train`.
     """
     parsed, word = tuning_plan([*plan, *(word for key, value in keys.items() for word in words_of(key, value))])
     return run_alone(parsed, resume if word == "no" else word, dry_run=dry_run, anyway=anyway, watchers=watchers)

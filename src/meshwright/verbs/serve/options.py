@@ -9,8 +9,6 @@ from meshwright.spec.errors import ArgumentError
 
 ENGINE = "Engine"
 """Panel of the help that lists these options."""
-
-
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
