@@ -146,12 +146,8 @@ def test_where_nothing_may_be_run_a_copy_is_loaded(
     monkeypatch.setattr(build.ctypes, "CDLL", open_elsewhere)
     assert build.load("rows.c") is not None and build.load("rows.c") is not None
     assert starts(counted) == 2, "the copy costs no compiler"
-    assert (
-        caplog.text.count(
-            f"cannot be loaded from {cache}/meshwright/loops; if it is mounted noexec, set XDG_CACHE_HOME"
-        )
-        == 1
-    )
+    notice = f"cannot be loaded from {cache}/meshwright/loops; if it is mounted noexec, set XDG_CACHE_HOME"
+    assert caplog.text.count(notice) == 1
     monkeypatch.setattr(build.tempfile, "tempdir", str(cache))
     assert build.load("rows.c") is None
     assert f"cannot be loaded from {cache} either; if it is mounted noexec, TMPDIR" in caplog.text
