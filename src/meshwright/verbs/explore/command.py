@@ -7,7 +7,7 @@ import typer
 
 from meshwright.interface.options.plan import AskedCluster, AskedModel, AskedNodes, AskedRecipe, AskedStack
 
-COUNTING = "explore: computing memory and time of every legal layout, about ten seconds"
+COUNTING = "explore: computing memory and time of every legal layout, ten seconds to a minute"
 
 
 def explore(
