@@ -33,7 +33,7 @@ from meshwright.spec import Layout
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.execution import serving_defaults
 from meshwright.spec.execution.serving_defaults import CacheForm, position_numbers, row_numbers
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import OnDeviceOnly, Recorder
 from tests.training.test_pass_graphs import aligned
