@@ -37,10 +37,10 @@ from meshwright.planner.serving.number_formats import BF16, formats_of
 from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
 from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
 from meshwright.spec import presets
-from meshwright.spec.execution.serving_defaults import position_numbers
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.plan.execution import position_numbers
 
 FORMS = ("bf16", "int4-rtn", "nf4", "int8", "fp8")
 BATCHES = (1, 64)

@@ -31,7 +31,7 @@ from meshwright.parallel import apply_block_call
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 
 SIZES = {"10m": (4, 512), "100m": (2, 512)}
 """Rows and tokens of each."""

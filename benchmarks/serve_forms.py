@@ -30,7 +30,7 @@ from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.packed_step import RowPacker, Run
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation
-from meshwright.spec.execution.serving_defaults import CACHE_FORMS, CacheForm
+from meshwright.spec.plan.execution import CACHE_FORMS, CacheForm
 
 LEARNER = {
     "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 257, "max_positions": 1024,

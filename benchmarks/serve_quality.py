@@ -35,7 +35,7 @@ from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 
 ATTENTION = {"layers": 4, "hidden": 192, "heads": 6, "head_dim": 32, "max_positions": 256}
 DESIGNS: dict[str, dict[str, Any]] = {

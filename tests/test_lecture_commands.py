@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.interface.planning.plan_reading import read_plan
 from meshwright.planfile.writing import commented
-from meshwright.spec.plan.worlds import world_violation
+from meshwright.spec.plan.plan import world_violation
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "lectures.md").read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ from meshwright.spec import (
     presets,
 )
 from meshwright.spec.layout.layout import Recompute
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES
 

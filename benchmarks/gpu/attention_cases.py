@@ -16,7 +16,7 @@ from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, Run, implementatio
 from meshwright import compat
 from meshwright.kernels.attention import attend as ours
 from meshwright.kernels.attention.varlen import borders_of
-from meshwright.spec.execution.attention_kernels import has_flash_4
+from meshwright.spec.plan.execution import has_flash_4
 
 BACKENDS = {
     "torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION,

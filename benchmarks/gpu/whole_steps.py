@@ -24,7 +24,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device as machine
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES

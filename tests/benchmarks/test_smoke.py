@@ -32,7 +32,7 @@ from benchmarks import (
 from meshwright import planfile
 from meshwright.kernels.c import sequence_attention, training_library
 from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from tests.verbs.toy import write_texts
 
 TOY = [

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention.store import PagedStore
-from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.plan.execution import CacheForm
 
 
 def stored(numbers: Tensor, form: CacheForm = "model") -> PagedStore:

@@ -15,7 +15,7 @@ from meshwright.kernels.attention.attend import Mask, attend, backend, causal_ma
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
-from meshwright.spec.execution.attention_kernels import LEAST_CUDNN, GpuLibraries
+from meshwright.spec.plan.execution import LEAST_CUDNN, GpuLibraries
 from meshwright.training import device
 from tests.counting import Operations
 

@@ -6,7 +6,7 @@ import torch
 from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.attention.store import PagedStore
 from meshwright.kernels.c import serving_library
-from meshwright.spec.execution.serving_defaults import CACHE_FORMS, CacheForm
+from meshwright.spec.plan.execution import CACHE_FORMS, CacheForm
 
 BLOCKS, SIZE, KEYS, HEADS = 9, 4, 2, 6
 

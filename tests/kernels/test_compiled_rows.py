@@ -22,8 +22,8 @@ from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.prepared_product import Int8Product, int8_product
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.quantized_linear import row_codes
-from meshwright.spec.execution.serving_defaults import CacheForm
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.plan.execution import CacheForm
 from tests.kernels.stored_numbers import stored
 
 ROWS = (1, 2, 3, 5, 16, 33)

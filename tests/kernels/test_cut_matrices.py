@@ -8,8 +8,7 @@ import torch
 from meshwright.kernels.quantized.matrix import cut, experts
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.spec.model.quantization_schemes import find_scheme
-from meshwright.spec.weights.boxes import Box
-from meshwright.spec.weights.quantized_parts import CodesCut, bytes_of_codes
+from meshwright.spec.weights.boxes import Box, CodesCut, bytes_of_codes
 
 NAMES = (
     "nf4", "nf4-double", "int4-hqq", "int3", "int4-rtn", "int4-sym", "int8-g32-sym-fp16", "int8-rows-sym-fp32",

@@ -25,7 +25,8 @@ from meshwright.planner.caveats import caveats
 from meshwright.planner.cost import engine_speeds
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.execution.attention_kernels import (
+from meshwright.spec.extras import install
+from meshwright.spec.plan.execution import (
     HOPPER,
     LATENT,
     LEAST_CUDNN,
@@ -35,7 +36,6 @@ from meshwright.spec.execution.attention_kernels import (
     KernelChoice,
     attention_kernel,
 )
-from meshwright.spec.extras import install
 from meshwright.training import device
 from meshwright.verbs.doctor import kernel_checks
 from tests.kernels.exactness import tensors

@@ -19,9 +19,8 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape, MoEShape
 from meshwright.spec.rules.quantized_weights import learnable
-from meshwright.spec.weights.boxes import Box, boxes_of
+from meshwright.spec.weights.boxes import Box, CodesCut, boxes_of, rounded_matrices, shared_scales
 from meshwright.spec.weights.inventory import Parameter
-from meshwright.spec.weights.quantized_parts import CodesCut, rounded_matrices, shared_scales
 
 SHAPE = ModelShape(vocab=31, layers=1, hidden=96, heads=8, kv_heads=2, head_dim=12, ffn=101, max_positions=16)
 ROUTED = replace(SHAPE, family="mixtral", moe=MoEShape(experts=3, top_k=2, ffn=45, shared_experts=1))

@@ -12,7 +12,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.schedule import schedule
-from meshwright.spec.memory.purpose import STATES
+from meshwright.spec.memory.held import STATES
 
 PLAN = Plan(
     model=replace(presets.model("llama-tiny"), name="small", layers=4),

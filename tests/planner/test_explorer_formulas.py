@@ -18,8 +18,8 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.replay import replay
 from meshwright.spec.layout.schedule import KINDS, refusal, schedule, stage_layers
-from meshwright.spec.memory.purpose import PLANNED
-from meshwright.spec.model.shape import LoRAShape
+from meshwright.spec.memory.held import PLANNED
+from meshwright.spec.model.lora import LoRAShape
 from tests.planner.browser import CHROMIUM, evaluate
 
 NODE = shutil.which("node")

@@ -11,7 +11,7 @@ from meshwright.spec import Layout, Plan, Recipe, num_parameters, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.model.unbuilt_parts import UnbuiltParts
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from meshwright.verbs.explore import answer as exploring
 
 V3 = presets.model("deepseek-v3")

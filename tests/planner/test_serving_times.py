@@ -13,8 +13,8 @@ from meshwright.planner.serving.disaggregated import serve_apart
 from meshwright.planner.serving.frameworks import MESHWRIGHT, SGLANG, VLLM, Framework
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import presets
-from meshwright.spec.execution.attention_kernels import FLASH_4_GAIN
-from meshwright.spec.execution.attention_kernels import HOPPER as HOPPER_RATES
+from meshwright.spec.plan.execution import FLASH_4_GAIN
+from meshwright.spec.plan.execution import HOPPER as HOPPER_RATES
 from tests.planner.test_serving_memory import deployment
 
 PLAIN = Load(input_tokens=100, output_tokens=10, concurrency=4)

@@ -21,8 +21,7 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.model.unbuilt_parts import LinearAttention, Rule, UnbuiltParts
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.legal import layout_violations
-from meshwright.spec.weights.flop import token_flop
-from meshwright.spec.weights.inventory import parameters
+from meshwright.spec.weights.inventory import parameters, token_flop
 from meshwright.verbs.explore import answer as exploring
 from meshwright.verbs.plan import answer as planning
 

@@ -14,8 +14,8 @@ from meshwright.spec import presets
 from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.memory.held import memory
 from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.weights.boxes import FP32_STATES, StateStorage
 from meshwright.spec.weights.inventory import num_parameters
-from meshwright.spec.weights.optimizer_states import FP32_STATES, StateStorage
 from meshwright.verbs.verify.random_case import random_case
 
 LLAMA = ModelShape(

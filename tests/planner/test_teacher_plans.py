@@ -9,7 +9,7 @@ from meshwright.planner.search.ranking import search
 from meshwright.planner.search.regions import cells
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 
 TEACHER, STUDENT = presets.model("llama-10m"), presets.model("llama-tiny")
 SAME = replace(STUDENT, vocab=TEACHER.vocab)

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.spec import ModelShape, num_active_parameters, num_parameters, parameters, presets
 from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.weights.flop import TokenFlop, token_flop
+from meshwright.spec.weights.inventory import TokenFlop, token_flop
 
 
 def gigaflop(name: str, sequence: int, *, causal: bool) -> float:

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from meshwright.spec import presets
-from meshwright.spec.weights.boxes import Box, shard
+from meshwright.spec.weights.boxes import Box, StateStorage, shard
 from meshwright.spec.weights.inventory import parameters
-from meshwright.spec.weights.optimizer_states import StateStorage
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2-1.5b", "deepseek-v3"])

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshwright.spec.memory.purpose import KINDS, Purpose, purpose, takes
+from meshwright.spec.memory.held import KINDS, Purpose, purpose, takes
 
 
 @takes("buffers")

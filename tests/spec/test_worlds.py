@@ -8,7 +8,7 @@ import pytest
 from meshwright.planfile import read
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan.worlds import nearest_layouts, world_violation
+from meshwright.spec.plan.plan import nearest_layouts, world_violation
 
 PLAN = Plan(model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=64))
 

@@ -11,8 +11,7 @@ from meshwright.compat import fake_tensors
 from meshwright.kernels.optimizer.adamw import hashed, quantized, rounded
 from meshwright.kernels.triton.narrow_piece import code_book, code_books
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.weights.boxes import Box
-from meshwright.spec.weights.optimizer_states import SMALL, MomentFormat
+from meshwright.spec.weights.boxes import SMALL, Box, MomentFormat
 from meshwright.training.optimizer import optimizer as module
 from meshwright.training.optimizer.narrow_moments import Held
 from meshwright.training.optimizer.optimizer import Optimizer

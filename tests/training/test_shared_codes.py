@@ -22,11 +22,10 @@ from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.memory.held import list_held, memory
+from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import find_scheme
-from meshwright.spec.model.shape import LoRAShape
-from meshwright.spec.weights.boxes import boxes
+from meshwright.spec.weights.boxes import LINE_BYTES, CodesCut, boxes, lines, nbytes
 from meshwright.spec.weights.inventory import parameters
-from meshwright.spec.weights.quantized_parts import LINE_BYTES, CodesCut, lines, nbytes
 from meshwright.store import checkpoint
 from meshwright.training import loop
 from meshwright.verbs.main import main

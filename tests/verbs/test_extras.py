@@ -15,8 +15,8 @@ from meshwright.formats.hub import config_from_shape
 from meshwright.interface.terminal.help import VERBS
 from meshwright.spec import presets
 from meshwright.spec.errors import DataError
-from meshwright.spec.execution.attention_kernels import AttentionCall, GpuLibraries, attention_kernel
 from meshwright.spec.extras import EXTRAS, require
+from meshwright.spec.plan.execution import AttentionCall, GpuLibraries, attention_kernel
 from meshwright.verbs.commands import FOLDERS, FUNCTIONS
 
 FOR_DEVELOPERS = {"dev", "docs"}

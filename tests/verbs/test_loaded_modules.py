@@ -48,7 +48,7 @@ BESIDE = {"plan": ("plan_serve", "plan_from")}
 """Verb -> rooms beside that of its name, which its command may load."""
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {
-    "the list of verbs": Loads(("--help",), 5, (*FACES, "spec.plan", "spec.presets", "planner", *ENGINE)),
+    "the list of verbs": Loads(("--help",), 5, (*FACES, "spec.plan.plan", "spec.presets", "planner", *ENGINE)),
     "plan": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8"), 125, ("data", "stacks", *ENGINE)),
     "plan --serve": Loads(
         ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 123, ("data", "stacks", "planner.search", *ENGINE)

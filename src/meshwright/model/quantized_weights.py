@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix, cut
 from meshwright.spec.model.quantization_schemes import Scheme, Size
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.boxes import LINE_BYTES, Box, CodesCut, lines, nbytes
 from meshwright.spec.weights.inventory import parameters
-from meshwright.spec.weights.quantized_parts import LINE_BYTES, CodesCut, lines, nbytes
 
 RUN = "quantized.run"
 """End of a parameter's name that marks bytes of codes."""

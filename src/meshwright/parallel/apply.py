@@ -44,9 +44,8 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import NO_SCHEME
 from meshwright.spec.rules.compilation import can_be_compiled, experts_stay_apart
 from meshwright.spec.rules.legal import shares_tied_ends
-from meshwright.spec.weights.boxes import Box, boxes
+from meshwright.spec.weights.boxes import Box, CodesCut, boxes, shared_scales
 from meshwright.spec.weights.inventory import parameters
-from meshwright.spec.weights.quantized_parts import CodesCut, shared_scales
 
 
 def build_engine(

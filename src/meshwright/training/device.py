@@ -22,8 +22,8 @@ from meshwright.kernels.linear import fp8
 from meshwright.kernels.linear.linear import SAME
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, attention_call
 from meshwright.spec.layout.cluster import Cluster, Device
+from meshwright.spec.plan.execution import LEAST_POSITIONS, attention_call
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
 from meshwright.spec.rules.compilation import leaves_compiler_out

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshwright.compat import torch_compile
 from meshwright.parallel.groups.group import Group
 from meshwright.spec import Plan
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device
 from meshwright.training.optimizer.rate import learning_rate
 from meshwright.training.optimizer.skipping import REASONS

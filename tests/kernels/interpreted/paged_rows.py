@@ -14,7 +14,7 @@ from meshwright.model.generate import generate
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.plan.execution import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 from tests.model.shrunk import model, shrink
 

@@ -5,7 +5,7 @@ import pytest
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.plan.execution import CacheForm
 from tests.model.shrunk import KINDS
 from tests.serving.engine.test_exact import PROMPTS, bits, served, shrunk
 

@@ -22,7 +22,7 @@ from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation
 from meshwright.serving.engine.step_graphs import StepGraphs, StepMemory
 from meshwright.spec.errors import ArgumentError, DoesNotFit
-from meshwright.spec.execution.serving_defaults import GRAPH_POOLS
+from meshwright.spec.plan.execution import GRAPH_POOLS
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import Recorder
 from tests.serving.engine.test_step_graphs import attend_rows

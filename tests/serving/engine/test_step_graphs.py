@@ -31,9 +31,9 @@ from meshwright.serving.engine.speculation import Speculation
 from meshwright.serving.engine.step_graphs import RowStep, StepGraphs, reason_without
 from meshwright.spec import Layout
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.execution import serving_defaults
-from meshwright.spec.execution.serving_defaults import CacheForm, position_numbers, row_numbers
-from meshwright.spec.model.shape import LoRAShape
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.plan import execution
+from meshwright.spec.plan.execution import CacheForm, position_numbers, row_numbers
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import OnDeviceOnly, Recorder
 from tests.training.test_pass_graphs import aligned
@@ -78,7 +78,7 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_cache, "row_kernel", lambda *_: (True, "a kernel that stands in"))
     monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
     monkeypatch.setattr(experts, "groups_on_device", lambda rows, weights: bool(len(rows)))
-    monkeypatch.setattr(serving_defaults, "SPLIT", 8)
+    monkeypatch.setattr(execution, "SPLIT", 8)
 
 
 class Served:

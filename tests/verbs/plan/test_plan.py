@@ -18,7 +18,7 @@ from meshwright.planner.search.recommend import is_bold, recommend
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, presets
-from meshwright.spec.plan.worlds import world_violation
+from meshwright.spec.plan.plan import world_violation
 from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.verbs.main import main
 from tests.verbs.toy import call

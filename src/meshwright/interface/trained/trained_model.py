@@ -30,7 +30,7 @@ from meshwright.serving.http.host.hosted_model import HostedModel
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
-from meshwright.spec.execution.serving_defaults import GPU_SEQUENCES
+from meshwright.spec.plan.execution import GPU_SEQUENCES
 from meshwright.spec.plan.plan import SAMPLES
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY
 from meshwright.spec.units import count, many

@@ -17,7 +17,7 @@ from meshwright.kernels.c import sequence_attention, training_library
 from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
 from meshwright.kernels.target import device_kind, simulated_kind
-from meshwright.spec.execution.attention_kernels import Case
+from meshwright.spec.plan.execution import Case
 
 
 class DocumentSpans(NamedTuple):
@@ -212,7 +212,7 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
 def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """Return `cudnn`, `flash-4` or `flash`: the GPU kernel for q (B, S, H, E) over as many keys.
 
-    The table is in spec/execution/attention_kernels.py. A dry run models flash, which saves the same tensors as the
+    The table is in spec/plan/execution.py. A dry run models flash, which saves the same tensors as the
     others.
     """
     if simulated_kind() or q.device.type != "cuda" or q.dtype not in NARROW:

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel on this GPU: by the table of spec/execution/attention_kernels.py, after a small trial.
+"""Choice of the attention kernel on this GPU: by the table of spec/plan/execution.py, after a small trial.
 
 A trial runs forward and backward beside plain sums in fp64, once for each width, dtype and number of heads that share
 keys. A kernel that raises or is wrong there is not used in this process. The log of a run and the doctor's answer state
@@ -18,7 +18,7 @@ from meshwright import compat
 from meshwright.kernels.attention.partial import fused_width, padded
 from meshwright.kernels.chooser import NARROW, dtype_name
 from meshwright.kernels.target import simulated_kind
-from meshwright.spec.execution.attention_kernels import (
+from meshwright.spec.plan.execution import (
     AttentionCall,
     Case,
     GpuLibraries,

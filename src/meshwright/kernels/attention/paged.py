@@ -22,7 +22,7 @@ from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.chooser import NARROW, choice, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
 from meshwright.kernels.target import device_kind
-from meshwright.spec.execution.serving_defaults import WIDEST
+from meshwright.spec.plan.execution import WIDEST
 
 HIDDEN = float("-inf")
 """Number added to the score of a key that a query does not see."""

@@ -15,7 +15,7 @@ from meshwright.kernels.attention.rope import rotate_reference
 from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.norm.norms import rms_norm_reference
 from meshwright.kernels.quantized.rounding import E4M3, absmax_scale, e4m3_scale, highest
-from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.plan.execution import CacheForm
 
 
 @final

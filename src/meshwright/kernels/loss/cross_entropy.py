@@ -23,7 +23,7 @@ from meshwright.kernels.linear.linear import product_dtype
 from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.spec.memory.buffers import CHUNK_BYTES
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 IGNORED = -100
 MIN_CHUNK_ROWS = 256

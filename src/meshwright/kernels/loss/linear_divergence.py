@@ -30,7 +30,7 @@ from meshwright.kernels.linear.linear import product_dtype
 from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary, chunk_rows, counted_rows
 from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.target import device_kind
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 LEAST_TAIL = 1e-30
 """Least sum over all other tokens, relative to the largest logit, before its logarithm is taken."""

@@ -30,7 +30,7 @@ from meshwright.kernels.quantized.rounding import (
     unpack,
 )
 from meshwright.spec.model.quantization_schemes import PIECE, TABLES, Codes, Scheme
-from meshwright.spec.weights.quantized_parts import CodesCut, ScalePlaces
+from meshwright.spec.weights.boxes import CodesCut, ScalePlaces
 
 PARTS = {name: name for name in ("codes", "scales", "outer", "offset", "zeros", "columns")} | {
     "kept": "unquantized", "order": "order",

@@ -12,7 +12,7 @@ from meshwright.kernels.quantized.matrix import QuantizedMatrix, assembled, near
 from meshwright.kernels.quantized.quantize import extremes, grid_of, in_pieces, joined
 from meshwright.kernels.quantized.rounding import absmax_scale, doubled, grouped, highest, quantize
 from meshwright.spec.model.quantization_schemes import Scheme
-from meshwright.spec.weights.quantized_parts import CodesCut
+from meshwright.spec.weights.boxes import CodesCut
 
 Largest = Callable[[Tensor], Tensor]
 """Reduces numbers >= 0 of this rank to the largest over all ranks that hold parts."""
@@ -20,7 +20,7 @@ Largest = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """A part (..., n, k) whose scales depend on numbers that other ranks hold (spec/weights/quantized_parts.py)."""
+    """A part (..., n, k) whose scales depend on numbers that other ranks hold (spec/weights/boxes.py)."""
 
     cut: CodesCut
     largest: Largest

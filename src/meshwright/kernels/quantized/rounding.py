@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.spec.model.quantization_schemes import DOUBLED, NF4
-from meshwright.spec.weights.quantized_parts import ScalePlaces
+from meshwright.spec.weights.boxes import ScalePlaces
 
 Share = Literal["tensor", "row", "column"] | int
 """Numbers that share a scale. A whole number: runs of so many along the last dim."""

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, wide_products
-from meshwright.spec.execution.serving_defaults import SPLIT
+from meshwright.spec.plan.execution import SPLIT
 
 WARPS, STAGES = 4, 2
 LEAST = 16

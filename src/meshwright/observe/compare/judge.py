@@ -14,7 +14,7 @@ from meshwright.observe.compare.sources_of_columns import Column
 from meshwright.observe.shared_document import RankRecord
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import pipeline_ranks
-from meshwright.spec.memory.purpose import KINDS, PLANNED, STATES
+from meshwright.spec.memory.held import KINDS, PLANNED, STATES
 
 SMALL = 0.25
 """Share of the whole below which a part is judged as if it had this share."""

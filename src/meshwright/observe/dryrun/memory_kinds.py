@@ -1,4 +1,4 @@
-"""The kind of each piece of memory (spec.memory.purpose.KINDS).
+"""The kind of each piece of memory (spec.memory.held.KINDS).
 
 It follows from what its maker declares (spec.purpose), when it was made, and how long it lived:
 

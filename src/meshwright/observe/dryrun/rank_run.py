@@ -20,7 +20,7 @@ from meshwright.parallel.graphs.graph_capture import NoCapture
 from meshwright.parallel.graphs.pass_graphs import PassGraphs
 from meshwright.parallel.groups.traffic import Counts
 from meshwright.parallel.zero.data import local
-from meshwright.spec.memory.purpose import KINDS, takes
+from meshwright.spec.memory.held import KINDS, takes
 from meshwright.training.teachers.teacher import teacher_tensors
 
 LISTED = 20

@@ -32,11 +32,9 @@ from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
-from meshwright.spec.memory.held import HeldParameter, list_held
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import HeldParameter, list_held, takes
 from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
-from meshwright.spec.weights.boxes import Box
-from meshwright.spec.weights.optimizer_states import StateStorage
+from meshwright.spec.weights.boxes import Box, StateStorage
 from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.device import resident_peak_bytes
 

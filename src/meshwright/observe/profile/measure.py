@@ -44,7 +44,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
 from meshwright.spec.rules.compilation import can_be_compiled
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits
 

@@ -33,7 +33,7 @@ from meshwright.kernels.experts.experts import Counts, groups_on_device
 from meshwright.model.moe import Experts, MoE
 from meshwright.model.seams import Dispatch
 from meshwright.parallel.groups.group import Group, Pending, find_group
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 from meshwright.spec.model.shape import MoEShape
 
 

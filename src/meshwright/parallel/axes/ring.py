@@ -28,7 +28,7 @@ from meshwright.kernels.target import device_kind
 from meshwright.parallel.axes.context import ContextMask, Places, join_parts, places, take_at
 from meshwright.parallel.groups.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 MOST_HIDDEN = 2**20
 """Elements, queries times keys of a window, of a mask within a piece: 4 MiB."""

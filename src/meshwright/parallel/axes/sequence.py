@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.groups.group import Group, Pending
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 SEQUENCE = 1
 """The dim of x (B, S, D) that sp splits."""

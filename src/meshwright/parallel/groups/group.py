@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.parallel.groups.traffic import Traffic
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

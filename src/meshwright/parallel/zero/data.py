@@ -39,7 +39,7 @@ from meshwright.model.moe import MoE
 from meshwright.model.quantized_weights import QuantizedWeight, is_run
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Mesh, device_mesh
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 
 FIRST, LAST = ("embed", "positions"), ("norm", "head")

@@ -32,7 +32,7 @@ from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import Mesh
 from meshwright.parallel.zero.data import doubly_used
 from meshwright.spec.memory.buffers import bucket_counts
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.memory.purpose import STATES
+from meshwright.spec.memory.held import STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

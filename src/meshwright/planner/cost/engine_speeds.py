@@ -14,8 +14,9 @@ from typing import Literal
 
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.execution.attention_kernels import HOPPER as ATTENTION
-from meshwright.spec.execution.attention_kernels import (
+from meshwright.spec.layout.cluster import Device
+from meshwright.spec.plan.execution import HOPPER as ATTENTION
+from meshwright.spec.plan.execution import (
     LEAST_CUDNN,
     AttentionCall,
     AttentionRates,
@@ -25,7 +26,6 @@ from meshwright.spec.execution.attention_kernels import (
     attention_kernel,
     has_flash_4,
 )
-from meshwright.spec.layout.cluster import Device
 from meshwright.spec.plan.plan import Plan
 
 HOPPER = ("H100", "H200", "H800", "GH200")
@@ -116,7 +116,7 @@ def engine_speeds(device: Device, flash: int = 2, flash_4: bool = False) -> Spee
 
     Args:
         flash: 2, or 3 for cuDNN's attention of whole rows.
-        flash_4: Documents and windows use FlashAttention 4 (spec/execution/attention_kernels.py).
+        flash_4: Documents and windows use FlashAttention 4 (spec/plan/execution.py).
     """
     published = speeds_of(device, flash)
     if not device.name.upper().startswith(HOPPER) or not device.half_matmul_flop_per_s:

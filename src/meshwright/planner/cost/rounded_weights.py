@@ -14,9 +14,8 @@ from meshwright.planner.cost.work import Exchange, Exchanges, KeptBytes, LayerOp
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.quantization_schemes import PIECE, Scheme
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.weights.boxes import Box, boxes_of
+from meshwright.spec.weights.boxes import Box, boxes_of, rounded_matrices, shared_scales
 from meshwright.spec.weights.inventory import Parameter
-from meshwright.spec.weights.quantized_parts import rounded_matrices, shared_scales
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import LocalShape

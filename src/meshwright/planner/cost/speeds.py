@@ -14,9 +14,9 @@ from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
-from meshwright.spec.execution.attention_kernels import AttentionRates
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.memory.buffers import is_aligned
+from meshwright.spec.plan.execution import AttentionRates
 
 NEWTON = 4
 """Newton steps towards the clock, from full speed. Four find it to a thousandth."""

@@ -30,7 +30,7 @@ class Stack:
     flash: Literal[1, 2, 3] = 2
     """Generation of the flash kernel. 3 stands for all that were written for Hopper and later, cuDNN's too.
 
-    Meshwright takes the faster of 2 and cuDNN's (spec/execution/attention_kernels.py).
+    Meshwright takes the faster of 2 and cuDNN's (spec/plan/execution.py).
     """
     merges: Literal["fused", "eager"] = "fused"
     """Merging of partial attention outputs under context parallelism.

@@ -15,10 +15,17 @@ from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.quantized_weights import shares_codes
-from meshwright.spec.weights.boxes import boxes, sharded_dim
+from meshwright.spec.weights.boxes import (
+    FP32_STATES,
+    MomentFormat,
+    StateStorage,
+    boxes,
+    bytes_of_codes,
+    lines_of_codes,
+    sharded_dim,
+    share_bytes,
+)
 from meshwright.spec.weights.inventory import PREDICTOR, parameters
-from meshwright.spec.weights.optimizer_states import FP32_STATES, MomentFormat, StateStorage
-from meshwright.spec.weights.quantized_parts import bytes_of_codes, lines_of_codes, share_bytes
 
 Size = tuple[tuple[int, ...], bool, MomentFormat, bool, int, int]
 """Sizes and storage of a parameter.

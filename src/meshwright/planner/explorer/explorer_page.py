@@ -21,8 +21,7 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import KINDS
-from meshwright.spec.weights.flop import token_flop
-from meshwright.spec.weights.inventory import num_parameters
+from meshwright.spec.weights.inventory import num_parameters, token_flop
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Fields of a shape that the page reads under the same name."""

@@ -67,7 +67,7 @@ function stateBytes({elements}, table, count) {
   return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
 }
 
-// Codes that ZeRO-3 shares: spec/weights/quantized_parts.py.
+// Codes that ZeRO-3 shares: spec/weights/boxes.py.
 const LINE_BYTES = 16;
 
 // Ranks over which ZeRO cuts a parameter, and an expert's.
@@ -114,7 +114,7 @@ function countOf(data, layout, layers, first, last, alone = false) {
   return count;
 }
 
-// Of a piece of a parameter: spec/weights/optimizer_states.py.
+// Of a piece of a parameter: spec/weights/boxes.py.
 function momentBytes(sizes, [element, scale, block]) {
   const row = sizes[sizes.length - 1], all = numel(sizes);
   return element * all + (scale ? scale * all / row * Math.ceil(row / block) : 0);

@@ -11,7 +11,7 @@ from meshwright.planner.memory.gather_units import GatherUnits
 from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout.layout import Layout, own_stages
 from meshwright.spec.layout.schedule import KINDS, SPLIT_ALWAYS, V_PLACED, Rounds
-from meshwright.spec.memory.purpose import PLANNED
+from meshwright.spec.memory.held import PLANNED
 
 DRIVER_BYTES = 1.7e9
 """Bytes of a device's nominal memory that firmware, context and communication library take.

@@ -15,8 +15,7 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.plan.plan import Plan
-from meshwright.spec.plan.worlds import differences
+from meshwright.spec.plan.plan import Plan, differences
 
 AXES = ("tp", "cp", "pp", "ep")
 DOUBLINGS = 5

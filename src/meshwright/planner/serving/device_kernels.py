@@ -9,9 +9,9 @@ from meshwright.planner.kernels.fitted_kernel import kernel_of
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.kernels.one_kernel import decode_place, experts_place, product_us
 from meshwright.planner.serving.number_formats import NumberFormat
-from meshwright.spec.execution.attention_kernels import AttentionRates
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.shape import MLAShape
+from meshwright.spec.plan.execution import AttentionRates
 
 LATENT_MEMORY, LATENT_RATE = 0.75, 0.45
 """Shares of bandwidth and bf16 peak that decoding with latents reaches.

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from meshwright.planner.kernels.chips import silicon_of
-from meshwright.spec.execution.serving_defaults import CPU_TOKENS, GPU_SEQUENCES, MEMORY_SHARE, step_tokens
 from meshwright.spec.layout.cluster import Device
+from meshwright.spec.plan.execution import CPU_TOKENS, GPU_SEQUENCES, MEMORY_SHARE, step_tokens
 
 
 class Framework(NamedTuple):

@@ -7,7 +7,7 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.frameworks import MESHWRIGHT
-from meshwright.spec.execution.serving_defaults import GPU_SEQUENCES, GRAPH_POOLS, SPLIT, WIDEST, position_numbers
+from meshwright.spec.plan.execution import GPU_SEQUENCES, GRAPH_POOLS, SPLIT, WIDEST, position_numbers
 from meshwright.spec.weights.inventory import Parameter, parameters
 
 LANES = 16

@@ -11,7 +11,7 @@ from meshwright.planner.serving.frameworks import LATENT, MESHWRIGHT
 from meshwright.planner.serving.kernel_times import KernelTimes
 from meshwright.planner.serving.layer_times import head_s, layers_s
 from meshwright.planner.serving.number_formats import BF16
-from meshwright.spec.execution.attention_kernels import AttentionRates, KernelChoice
+from meshwright.spec.plan.execution import AttentionRates, KernelChoice
 
 GRID = tuple(float(round(2 ** (n / 2))) for n in range(33))
 """Tokens at which times are counted. Between them times are interpolated linearly."""

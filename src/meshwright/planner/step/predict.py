@@ -46,7 +46,7 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.quantized_weights import shares_codes
-from meshwright.spec.weights.optimizer_states import WORK_BYTES as NARROW_BYTES
+from meshwright.spec.weights.boxes import WORK_BYTES as NARROW_BYTES
 
 Kinds = tuple[tuple[str, int], ...]
 """Layers of each kind: states.number_of_kinds."""

@@ -8,7 +8,7 @@ from meshwright.planner.step.execution import Executions
 from meshwright.planner.time.collectives import SentCalls, traffic
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 
 
 def usable_bytes(plan: Plan) -> float:

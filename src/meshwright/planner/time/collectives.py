@@ -29,8 +29,7 @@ from meshwright.spec.memory.held import WIDTHS, list_common, list_held
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.rules.quantized_weights import shares_codes
-from meshwright.spec.weights.boxes import sharded_dim
-from meshwright.spec.weights.quantized_parts import share_bytes
+from meshwright.spec.weights.boxes import sharded_dim, share_bytes
 
 
 class SentCalls(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from meshwright.serving.engine.scheduler import check_budget
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.execution.serving_defaults import (
+from meshwright.spec.plan.execution import (
     BESIDE_ANSWERS,
     CACHE_FORMS,
     CPU_CACHE_BYTES,
@@ -71,7 +71,7 @@ class EngineOptions:
     """Tokens per step: new tokens of all sequences, and chunks of prompts.
 
     0 = 512 on a CPU, and on a GPU as many as its products need to reach 90 % of their rate
-    (spec/execution/serving_defaults.py).
+    (spec/plan/execution.py).
     """
     prompt_tokens: int = 0
     """Most prompt tokens in a step in which answers grow. Fewer slow long prompts down and keep those answers steady.

@@ -17,7 +17,7 @@ from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRan
 from meshwright.serving.engine.runner import Runner
 from meshwright.serving.engine.step_graphs import step_graphs
 from meshwright.serving.engine.step_words import StepReader
-from meshwright.spec.execution.serving_defaults import CACHE_FORMS, HEADS
+from meshwright.spec.plan.execution import CACHE_FORMS, HEADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

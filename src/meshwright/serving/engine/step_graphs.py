@@ -1,7 +1,7 @@
 """CUDA graphs of an engine's steps, for kernels that run shorter than their launches (parallel/graphs/).
 
 A step has a graph if all its rows are attended one by one: one token of each growing answer, guesses, ends of prompts.
-Numbers of rows are rounded up to a few (spec/execution/serving_defaults.py). So is the largest number of positions that
+Numbers of rows are rounded up to a few (spec/plan/execution.py). So is the largest number of positions that
 rows see, by which the attention kernel is launched. Extra rows are written to the block that nobody reads, and their
 logits are dropped. Steps with chunks of prompts, or with rows of adapters, run without graphs.
 """
@@ -23,7 +23,7 @@ from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
 from meshwright.serving.engine.engine_options import Graphs
 from meshwright.serving.engine.rows.packed_step import PackedStep
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.execution.serving_defaults import position_numbers, row_numbers
+from meshwright.spec.plan.execution import position_numbers, row_numbers
 from meshwright.spec.units import gib
 
 NUMBERS = 5

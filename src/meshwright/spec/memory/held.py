@@ -14,16 +14,21 @@ rank's shard beside the whole copy ("shards"). For 16-bit weights this shard is 
 (`shards_are_masters`). All ranks get equally many rows, the last ones padded. Experts fewer than n are cut inside
 instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 act as ZeRO 1 within the step (docs/parallel.md).
 
-Frozen matrices that are codes and scales (spec/model/shape.py) count as parameters. Ranks shard them under ZeRO-3
+Frozen matrices that are codes and scales (spec/model/lora.py) count as parameters. Ranks shard them under ZeRO-3
 without a pipeline (`shares_codes`). Otherwise they are whole.
 
 Gradients of 16-bit weights are 4 bytes wide when anything is added to them, and 2 otherwise
 (docs/decisions/0005-gradient-precision.md).
+
+Code declares the purpose of what it allocates: `@takes("buffers")` where tensors move between ranks, `@takes("logits")`
+for the loss. It applies to all allocations while the function runs, in its own thread. The innermost decorator counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import wraps
+from typing import Literal, ParamSpec, TypeVar
 
 from meshwright.spec.layout.layout import (
     Layout,
@@ -37,10 +42,43 @@ from meshwright.spec.layout.layout import (
 from meshwright.spec.layout.schedule import stage_rank
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.quantized_weights import shares_codes
-from meshwright.spec.weights.boxes import Box, boxes_of, shard
+from meshwright.spec.weights.boxes import FP32_STATES, Box, StateStorage, boxes_of, bytes_of_codes, shard
 from meshwright.spec.weights.inventory import Parameter, parameters, tp_holders, tp_parts
-from meshwright.spec.weights.optimizer_states import FP32_STATES, StateStorage
-from meshwright.spec.weights.quantized_parts import bytes_of_codes
+
+STATES = ("parameters", "shards", "gradients", "masters", "moments", "counters")
+"""Memory that a rank keeps from step to step. Counters are the optimizer's step numbers, one per tensor."""
+KINDS = (*STATES, "activations", "logits", "buffers", "temporaries", "tokens", "staging")
+"""Memory of tensors, by purpose."""
+PLANNED = (*KINDS, "reserve")
+"""The same, and the memory that the planner reserves for everything but tensors."""
+P = ParamSpec("P")
+R = TypeVar("R")
+Purpose = Literal["", "buffers", "logits", "temporaries", "host"]
+"""Kinds of memory (`KINDS`) that only their allocator can tell."""
+_purpose: ContextVar[Purpose] = ContextVar("purpose", default="")
+
+
+def purpose() -> Purpose:
+    """Return the purpose that the innermost running function declared. Empty = none."""
+    return _purpose.get()
+
+
+def takes(kind: Purpose) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator: memory allocated by the function has this purpose."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            before = _purpose.set(kind)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _purpose.reset(before)
+
+        return inside
+
+    return decorated
+
 
 Phase = Literal["step", "update"]
 PHASES: tuple[Phase, ...] = ("step", "update")
@@ -63,7 +101,7 @@ WIDTHS = {
     "fp16": ElementWidths(parameter=2, gradient=2, master=4),
 }
 """Widths by recipe.precision. With fp32 moments a parameter takes 16 bytes either way: 4 + 4 + 8 or 2 + 2 + 4 + 4 + 4.
-A gradient that is a sum is `gradient_bytes` wide. Moments: spec/weights/optimizer_states.py."""
+A gradient that is a sum is `gradient_bytes` wide. Moments: spec/weights/boxes.py."""
 COUNTER_BYTES = 4
 TOKEN_BYTES = 16
 """A token and its target, int64."""

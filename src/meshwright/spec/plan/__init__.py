@@ -1,1 +1,1 @@
-"""Plan: model, recipe, layout, cluster and data of one run."""
+"""Plan of one run: model, recipe, layout, cluster and data; and what a device chooses by it."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.weights.optimizer_states import StateStorage
+from meshwright.spec.weights.boxes import StateStorage
 
 ObjectiveName = Literal["cross-entropy", "dpo", "ipo", "orpo", "distill"]
 CROSS_ENTROPY: ObjectiveName = "cross-entropy"

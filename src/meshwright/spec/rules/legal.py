@@ -15,8 +15,8 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.compilation import capturing_refusals
 from meshwright.spec.rules.quantized_weights import fake_quantization_refusals, frozen_code_refusals
+from meshwright.spec.weights.boxes import cut_blocks
 from meshwright.spec.weights.inventory import parameters, tp_holders
-from meshwright.spec.weights.optimizer_states import cut_blocks
 
 
 def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[str]:

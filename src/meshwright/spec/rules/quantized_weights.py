@@ -1,22 +1,23 @@
 """Rules for frozen matrices held as codes (model.lora.base) and for weights rounded in products (recipe.fake_quantize).
 
 Codes are restored for each product, cut like numbers by tensor and expert parallelism, and sharded by ZeRO-3
-(spec/weights/quantized_parts.py). Each refusal names the nearest legal change.
+(spec/weights/boxes.py). Each refusal names the nearest legal change.
 """
 
 from collections.abc import Iterator
 
 from meshwright.spec.errors import printable
 from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.lora import SAME
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.spec.model.shape import SAME_BASE, ModelShape
+from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
-from meshwright.spec.weights.quantized_parts import rounded_matrices, shared_scales
+from meshwright.spec.weights.boxes import rounded_matrices, shared_scales
 
 
 def holds_codes(shape: ModelShape) -> bool:
     """Return whether frozen matrices are codes and scales."""
-    return shape.lora is not None and shape.lora.base != SAME_BASE
+    return shape.lora is not None and shape.lora.base != SAME
 
 
 def shares_codes(layout: Layout) -> bool:

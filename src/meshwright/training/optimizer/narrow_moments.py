@@ -1,7 +1,7 @@
 """Optimizer states of parameters that are updated one at a time.
 
 These are AdamW's states when moments are not fp32, or when bf16 weights have no fp32 master
-(spec/weights/optimizer_states.py, kernels/optimizer/adamw.py), and Muon's states of matrices in any format
+(spec/weights/boxes.py, kernels/optimizer/adamw.py), and Muon's states of matrices in any format
 (training/optimizer/muon.py).
 """
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from meshwright.kernels.optimizer.adamw import narrow_adamw
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
-from meshwright.spec.weights.boxes import Box
-from meshwright.spec.weights.optimizer_states import WORK_BYTES, MomentFormat
+from meshwright.spec.weights.boxes import WORK_BYTES, Box, MomentFormat
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 ZERO_CODE = {True: 127, False: 0}

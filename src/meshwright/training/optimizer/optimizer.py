@@ -25,9 +25,8 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine
 from meshwright.parallel.zero.data import local
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.boxes import FP32_STATES, Box, MomentFormat
 from meshwright.spec.weights.inventory import parameters as inventory
-from meshwright.spec.weights.optimizer_states import FP32_STATES, MomentFormat
 from meshwright.training.optimizer.muon import MatrixUpdate, Muon, StepNumbers, build_muon
 from meshwright.training.optimizer.narrow_moments import Held, NarrowStates
 
@@ -272,7 +271,7 @@ def _is_wide(held: Held, has_master: bool) -> bool:
 
 
 def held_bytes(engine: Engine, optimizer: Optimizer, teacher: Iterable[Tensor] = ()) -> dict[str, int]:
-    """Return the bytes of each kind (spec.memory.purpose.STATES) at this moment, without empty kinds.
+    """Return the bytes of each kind (spec.memory.held.STATES) at this moment, without empty kinds.
 
     Tensors that share memory count once. spec/memory/held.py computes the same from shape and layout alone. `teacher`:
     its parameters.
@@ -284,7 +283,7 @@ def held_bytes(engine: Engine, optimizer: Optimizer, teacher: Iterable[Tensor] =
 
 
 def tensors_by_kind(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """Return the tensors of each kind (spec.memory.purpose.STATES) as they are now."""
+    """Return the tensors of each kind (spec.memory.held.STATES) as they are now."""
     parameters, shards = engine.parameters.values(), optimizer.parameters.values()
     states = optimizer.tensors()
     return {

@@ -195,7 +195,7 @@ def store_targets(
     computed rows are kept. Raises RunError when the disk has no room.
     """
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
-    assert isinstance(rows, Sampler | SampleRows), "spec.objective_rules refuses mixtures"
+    assert isinstance(rows, Sampler | SampleRows), "the rules of objectives refuse mixtures"
     assert plan.teacher is not None, "a distillation has one"
     tables = TeacherTables(folder=_cache_folder(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
     unread = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows

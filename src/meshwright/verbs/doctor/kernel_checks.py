@@ -20,8 +20,8 @@ from meshwright.kernels.quantized import device_products
 from meshwright.kernels.quantized.contest import ProductContest
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.observe.rates import synchronize
-from meshwright.spec.execution.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.plan.execution import LEAST_POSITIONS, MAJORS, AttentionCall, Case
 from meshwright.training.device import known_device
 from meshwright.verbs.doctor.findings import Finding, failure, ok, skipped, warning
 

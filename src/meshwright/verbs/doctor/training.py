@@ -23,7 +23,7 @@ from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.weights.flop import token_flop
+from meshwright.spec.weights.inventory import token_flop
 from meshwright.store import checkpoint
 from meshwright.store.random_state import rng_state, set_rng_state
 from meshwright.training import device as train_device

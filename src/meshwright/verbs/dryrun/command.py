@@ -9,7 +9,7 @@ import typer
 from meshwright.interface.options.plan import Words
 from meshwright.spec.errors import UnsafeCommunication
 from meshwright.spec.layout.schedule import phase_words
-from meshwright.spec.memory.purpose import KINDS
+from meshwright.spec.memory.held import KINDS
 from meshwright.spec.units import gib, many
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
-from meshwright.spec.plan.worlds import differences
+from meshwright.spec.plan.plan import differences
 from meshwright.stacks.config_reading import ReadConfig, example, read
 from meshwright.stacks.declaration.option import Form
 from meshwright.stacks.declaration.software import TrainingSoftware

@@ -12,7 +12,7 @@ from meshwright.interface.process.launch import joined, nodes, processes, rank
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.schedule import phase_words
-from meshwright.spec.plan.worlds import world_violation
+from meshwright.spec.plan.plan import world_violation
 from meshwright.spec.units import MIB, count, gib, many
 
 if TYPE_CHECKING:

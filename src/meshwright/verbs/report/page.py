@@ -32,7 +32,7 @@ from meshwright.spec import Plan, num_parameters
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.replay import EVEN, replay
 from meshwright.spec.layout.schedule import Action, schedule
-from meshwright.spec.memory.purpose import PLANNED
+from meshwright.spec.memory.held import PLANNED
 from meshwright.training.plot import Smoothed
 from meshwright.training.run_samples import read_samples
 

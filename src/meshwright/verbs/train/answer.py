@@ -15,7 +15,7 @@ from meshwright.interface.process.determinism import set_environment
 from meshwright.observe.compare.metric_records import Record, records
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, RunError
-from meshwright.spec.plan.worlds import world_violation
+from meshwright.spec.plan.plan import world_violation
 from meshwright.spec.units import count, duration
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.step.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher

@@ -15,8 +15,7 @@ from meshwright.interface.process.invocation import command, launched
 from meshwright.interface.process.launch import joined, nodes, processes, rank, refuse_unnumbered
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.extras import require
-from meshwright.spec.plan.plan import SAMPLES
-from meshwright.spec.plan.worlds import world_violation
+from meshwright.spec.plan.plan import SAMPLES, world_violation
 
 if TYPE_CHECKING:
     from meshwright.spec import Plan

@@ -29,7 +29,7 @@ from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serving.engine.cache.host_copies import HostCopies, grouped, to_device
 from meshwright.serving.engine.cache.host_tier import Move
-from meshwright.spec.execution.serving_defaults import CacheForm
+from meshwright.spec.plan.execution import CacheForm
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from meshwright.model.seams import compute
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serving.engine.rows.fused_blocks import FusedBlocks
 from meshwright.serving.engine.rows.request_adapters import LayerAdapters
-from meshwright.spec.execution.serving_defaults import HeadForm
+from meshwright.spec.plan.execution import HeadForm
 
 
 @final
