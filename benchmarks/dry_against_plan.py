@@ -25,8 +25,7 @@ from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.layout.layout import RECOMPUTE, rank_of
 from meshwright.spec.layout.schedule import KINDS, NAMES
 from meshwright.spec.memory.held import PLANNED
-from meshwright.spec.model.lora import SAME as SAME_BASE
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import SAME_BASE, LoRAShape
 from meshwright.spec.weights.inventory import num_parameters
 
 MODELS = (

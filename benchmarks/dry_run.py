@@ -34,7 +34,7 @@ from meshwright.parallel.groups.mesh import Made, saving_group
 from meshwright.parallel.groups.traffic import Counts
 from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.store import checkpoint
 

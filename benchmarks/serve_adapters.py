@@ -24,8 +24,7 @@ from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import presets
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import adapter_parts, parameters
 
 SHAPE = presets.model("llama-10m")

@@ -24,8 +24,8 @@ from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
-from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.training.step.batches import Batch
 from meshwright.verbs.main import main
 from meshwright.verbs.quantize.answer import LayerRecord, QuantizeAnswer

@@ -13,7 +13,7 @@ from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA, merge_adapter
 from meshwright.spec.errors import PlanError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import adapter_parts, parameters
 from meshwright.training.optimizer.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens

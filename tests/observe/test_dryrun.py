@@ -22,7 +22,7 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout.cluster import Cluster, Device
 from meshwright.spec.memory.held import memory, written_bytes
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.recipe.recipe import BatchStage
 from meshwright.spec.weights.inventory import parameters
 from meshwright.verbs.calibrate import campaign

@@ -32,7 +32,7 @@ from meshwright.parallel.groups.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.schedule import SPLIT
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from tests.model.shrunk import KINDS, model, tokens
 
 NARROW = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)

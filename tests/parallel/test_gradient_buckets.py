@@ -15,7 +15,7 @@ from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.memory import buffers
 from meshwright.spec.memory.buffers import bucket_counts
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 
 DENSE = ModelShape(vocab=64, layers=5, hidden=32, heads=4, kv_heads=2, ffn=64, max_positions=64)
 MIXED = replace(DENSE, moe=MoEShape(experts=4, top_k=2, ffn=32, first_dense=1))

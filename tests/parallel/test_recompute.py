@@ -18,7 +18,7 @@ from meshwright.parallel import on_one_device
 from meshwright.parallel.recomputation.recompute import _Norms
 from meshwright.spec import Layout
 from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from tests.counting import Alive, Operations
 from tests.model.shrunk import KINDS, model, packed, shrink, tokens
 

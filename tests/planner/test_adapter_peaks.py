@@ -16,7 +16,7 @@ from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Recipe
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from tests.planner.test_peaks import plan
 
 SHAPE = ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=2048, max_positions=8192)

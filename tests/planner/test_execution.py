@@ -23,7 +23,7 @@ from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout.layout import RECOMPUTE
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.training import job
 from meshwright.verbs.main import main
 from meshwright.verbs.plan.answer import plan as ranked

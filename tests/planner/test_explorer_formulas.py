@@ -19,7 +19,7 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.replay import replay
 from meshwright.spec.layout.schedule import KINDS, refusal, schedule, stage_layers
 from meshwright.spec.memory.held import PLANNED
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from tests.planner.browser import CHROMIUM, evaluate
 
 NODE = shutil.which("node")

@@ -19,8 +19,7 @@ from meshwright.planner.search.regions import cells
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.layout.layout import RECOMPUTE, Layout
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.model.shape import LoRAShape, MLAShape, ModelShape, MoEShape
 from meshwright.spec.units import gib
 from tests.counting import Alive
 

@@ -23,8 +23,7 @@ from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout.layout import OFFLOADED, RECOMPUTE
 from meshwright.spec.layout.schedule import NAMES, V_PLACED, refusal
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import MoEShape
+from meshwright.spec.model.shape import LoRAShape, MoEShape
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
 from meshwright.spec.rules.compilation import keeps_no_norms
 from meshwright.stacks.trainers.nanotron import NANOTRON

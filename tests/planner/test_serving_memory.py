@@ -35,8 +35,7 @@ from meshwright.serving.engine.step_graphs import StepMemory
 from meshwright.spec import Layout, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.layout.cluster import Device
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.plan.execution import MEMORY_SHARE
 from meshwright.spec.weights.boxes import boxes_of
 from meshwright.spec.weights.inventory import num_parameters, parameters

@@ -13,7 +13,7 @@ from meshwright.planner.step.shared_costs import Memo, SharedCosts
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import WORDS
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 
 LLAMA, MOE, DEEPSEEK = (presets.model(name) for name in ("llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"))
 RANKS, RING = Layout(dp_shard=16, micro_batch=1), Layout(dp_shard=8, cp=2, micro_batch=1)

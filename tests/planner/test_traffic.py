@@ -14,7 +14,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.collectives import exchange_calls, exchanges, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets
 from meshwright.spec.layout.layout import RECOMPUTE, place_of
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from tests.parallel.test_traffic import CASE, HEAD, SHAPE, Sent, sent_by
 
 N = num_parameters(SHAPE)

@@ -7,8 +7,8 @@ import pytest
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.weights.inventory import parameters

@@ -26,8 +26,8 @@ from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import SCHEMES
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.rules.quantized_weights import learnable
 from meshwright.training import loop
 from meshwright.verbs.export.answer import write_directory

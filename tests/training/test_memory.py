@@ -15,7 +15,7 @@ from meshwright.parallel.zero import data
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import Phase, list_held, memory, shards_are_masters
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.optimizer import held_bytes as measured
 from meshwright.training.optimizer.precision import DTYPES

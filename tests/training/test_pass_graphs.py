@@ -27,7 +27,7 @@ from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.parallel.zero.replicas import Bucket, Replicas
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler

@@ -22,8 +22,8 @@ from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.memory.held import list_held, memory
-from meshwright.spec.model.lora import LoRAShape
 from meshwright.spec.model.quantization_schemes import find_scheme
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.boxes import LINE_BYTES, CodesCut, boxes, lines, nbytes
 from meshwright.spec.weights.inventory import parameters
 from meshwright.store import checkpoint

@@ -20,8 +20,7 @@ from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
 from meshwright.model.quantized_weights import frozen_schemes, put_quantized
 from meshwright.model.seams import same
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import parameters
 
 TINY = 2.0**-100

@@ -34,8 +34,7 @@ from meshwright.spec import presets
 from meshwright.spec.errors import MeshwrightError, PlanError
 from meshwright.spec.hub_names import download_hint, explain_missing, shape_alone
 from meshwright.spec.layout.layout import AXES
-from meshwright.spec.model.lora import NONE
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import NO_TARGETS, ModelShape
 from meshwright.spec.plan.plan import RANDOM, Plan
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _fields_of_folder(folder: FolderModel, fields: Mapping[str, Any], section: s
         return shape
     # a teacher is never trained, so its codes are held as a frozen base without adapters
     if section != "model":
-        return shape | {"lora": {"rank": 1, "targets": NONE, "base": folder.codes}}
+        return shape | {"lora": {"rank": 1, "targets": NO_TARGETS, "base": folder.codes}}
     # codes have no gradient: without adapters nothing would be trained
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):

@@ -15,8 +15,7 @@ from meshwright.formats.hub.adapter import export_adapter, load_adapter, misread
 from meshwright.model import Transformer, build
 from meshwright.model.low_rank import merge_adapter
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import adapter_parts
 from tests.model.shrunk import shrink, tokens
 

@@ -17,7 +17,7 @@ from meshwright.serving.engine.runner_setup import follow
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout
 from meshwright.spec.errors import DoesNotFit
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters
 from tests.model.shrunk import KINDS
 from tests.serving.engine.test_serving_ranks import EXPERT, FEW_KEYS, LOAD, TENSOR, options, part, whole

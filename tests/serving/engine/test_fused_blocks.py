@@ -22,7 +22,7 @@ from meshwright.serving.engine.rows import fused_blocks
 from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters
 from tests.model.shrunk import KINDS, shrink
 from tests.serving.engine.test_exact import PROMPTS, bits, served

@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.formats.hub import export_folder
 from meshwright.formats.hub.adapter import save_adapter
 from meshwright.spec.errors import ArgumentError, HubError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters
 from tests.model.shrunk import model
 

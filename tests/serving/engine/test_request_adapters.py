@@ -28,7 +28,7 @@ from meshwright.serving.engine.served_request import ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import adapter_parts, parameters
 from tests.kernels.exactness import LOW, tensors
 from tests.model.shrunk import KINDS, model

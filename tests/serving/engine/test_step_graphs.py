@@ -31,7 +31,7 @@ from meshwright.serving.engine.speculation import Speculation
 from meshwright.serving.engine.step_graphs import RowStep, StepGraphs, reason_without
 from meshwright.spec import Layout
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.plan import execution
 from meshwright.spec.plan.execution import CacheForm, position_numbers, row_numbers
 from tests.model.shrunk import KINDS, VOCAB, model

@@ -16,7 +16,7 @@ from meshwright.interface.trained.adapters import peft_adapter
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.http.server_options import ServerLimits
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters
 from tests.serving.http.running import EXACT, KEYS, NAME, Running, running, small
 from tests.serving.http.test_limits import until

@@ -17,7 +17,7 @@ from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.http.host.hosted_model import HostedModel
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters
 from meshwright.verbs.main import main
 from tests.serving.http.running import EXACT, KEYS, NAME, asked_once, running, small

@@ -21,7 +21,7 @@ import torch
 
 import meshwright as mw
 from meshwright.formats.hub.adapter import save_adapter
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters
 from meshwright.verbs.main import main
 from tests.verbs import toy

@@ -23,8 +23,7 @@ from meshwright.formats.hub.weight_names import Binding, bindings
 from meshwright.formats.hub.weights import TOO_MANY
 from meshwright.formats.safetensors.files import Stored, read_header, write_file
 from meshwright.spec.errors import HubError
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import adapter_parts, adapter_prefix, parameters
 
 PREFIX = "base_model.model."

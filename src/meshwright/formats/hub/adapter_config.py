@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.formats.hub.json_files import read_json
 from meshwright.spec.errors import HubError, PlanError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 UNREAD = (

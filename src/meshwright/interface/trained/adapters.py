@@ -13,7 +13,7 @@ from meshwright.model import Transformer
 from meshwright.serving.engine.rows.loaded_adapters import LoadedAdapters
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.model.lora import SAME
+from meshwright.spec.model.shape import SAME_BASE
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
@@ -83,7 +83,7 @@ def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
         raise ArgumentError(
             f"adapter={name}: {path} began from random weights, which no folder holds: give the run as the model"
         )
-    if lora.base != SAME:
+    if lora.base != SAME_BASE:
         raise ArgumentError(
             f"adapter={name} needs its own codes: {path} trained it beside {lora.base}. For other weights "
             "write it in PEFT's format (`meshwright export --adapter`)"

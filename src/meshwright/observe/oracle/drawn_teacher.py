@@ -9,8 +9,7 @@ from meshwright.kernels.loss.linear_divergence import Divergence
 from meshwright.parallel import Engine, Mesh
 from meshwright.parallel.zero.data import local
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.lora import NONE, SAME, LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import NO_TARGETS, SAME_BASE, LoRAShape, ModelShape
 from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.training.objectives.distillation import Distillation
 from meshwright.training.step.step import CROSS_ENTROPY, Objective
@@ -34,13 +33,13 @@ class DrawnTeacher:
     beta: float = 0.0
     temperature: float = 1.0
     hard: float = 0.0
-    base: str = SAME
+    base: str = SAME_BASE
     """Same as teacher.lora.base: codes of its matrices."""
 
     def shape(self, student: ModelShape) -> ModelShape:
         """Return the teacher's shape. Raises PlanError when sizes contradict each other."""
         moe = None if self.dense or student.moe is None else student.moe
-        codes = None if self.base == SAME else LoRAShape(rank=1, targets=NONE, base=self.base)
+        codes = None if self.base == SAME_BASE else LoRAShape(rank=1, targets=NO_TARGETS, base=self.base)
         return replace(
             student, name="teacher", layers=self.layers, hidden=self.hidden, ffn=self.ffn, lora=codes,
             vocab=student.vocab + self.filled, window_from_layer=min(student.window_from_layer, self.layers),

@@ -7,7 +7,7 @@ from meshwright.planner.serving.frameworks import Framework
 from meshwright.planner.serving.number_formats import WeightFormats
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.cluster import Device
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

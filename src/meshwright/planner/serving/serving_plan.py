@@ -12,7 +12,7 @@ from meshwright.planner.serving.serving_memory import ServingMemory, serving_mem
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.cluster import Cluster
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 
 SHARED: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 """GPUs of an engine that are tried."""

@@ -14,7 +14,7 @@ rank's shard beside the whole copy ("shards"). For 16-bit weights this shard is 
 (`shards_are_masters`). All ranks get equally many rows, the last ones padded. Experts fewer than n are cut inside
 instead (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 act as ZeRO 1 within the step (docs/parallel.md).
 
-Frozen matrices that are codes and scales (spec/model/lora.py) count as parameters. Ranks shard them under ZeRO-3
+Frozen matrices that are codes and scales (spec/model/shape.py) count as parameters. Ranks shard them under ZeRO-3
 without a pipeline (`shares_codes`). Otherwise they are whole.
 
 Gradients of 16-bit weights are 4 bytes wide when anything is added to them, and 2 otherwise

@@ -12,8 +12,7 @@ from typing import Any, Final, Literal
 from meshwright.spec.errors import IllegalLayout, PlanError, printable
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import AXES, Layout, layers_of_stages
-from meshwright.spec.model.lora import NONE as NO_TARGETS
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import NO_TARGETS, ModelShape
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.rules.legal import batch_refusals, divisors, layout_violations, position_refusals
 from meshwright.spec.rules.objectives import distillation_violations, preference_violations

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.cluster import Cluster, Device
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+from meshwright.spec.model.shape import LoRAShape, MLAShape, ModelShape, MoEShape, RopeScaling
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
 
 T = TypeVar("T")

@@ -6,8 +6,7 @@ from typing import Final
 
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import V_PLACED
-from meshwright.spec.model.lora import NONE
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import NO_TARGETS, ModelShape
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY, DISTILL, NO_SCHEME, PREFERENCES, Recipe
 from meshwright.spec.rules.legal import layout_violations
 
@@ -94,10 +93,10 @@ def distillation_violations(
             f"recipe.sequence={recipe.sequence} exceeds the {teacher.max_positions} learned positions of the teacher: "
             f"take recipe.sequence={teacher.max_positions}"
         )
-    if teacher.lora is not None and teacher.lora.targets != NONE:
+    if teacher.lora is not None and teacher.lora.targets != NO_TARGETS:
         yield (
             f"teacher.lora.targets={teacher.lora.targets} would add adapters that nobody trains: take "
-            f"teacher.lora.targets={NONE}, for codes alone"
+            f"teacher.lora.targets={NO_TARGETS}, for codes alone"
         )
     yield from _laid_out(recipe, student, teacher, layout)
 

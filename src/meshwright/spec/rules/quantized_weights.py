@@ -8,16 +8,15 @@ from collections.abc import Iterator
 
 from meshwright.spec.errors import printable
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.lora import SAME
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import SAME_BASE, ModelShape
 from meshwright.spec.recipe.recipe import NO_SCHEME, Recipe
 from meshwright.spec.weights.boxes import rounded_matrices, shared_scales
 
 
 def holds_codes(shape: ModelShape) -> bool:
     """Return whether frozen matrices are codes and scales."""
-    return shape.lora is not None and shape.lora.base != SAME
+    return shape.lora is not None and shape.lora.base != SAME_BASE
 
 
 def shares_codes(layout: Layout) -> bool:

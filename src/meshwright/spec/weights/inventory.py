@@ -20,8 +20,7 @@ from math import prod
 from typing import TypeVar
 
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.model.unbuilt_parts import UnbuiltParts
 
 T = TypeVar("T")

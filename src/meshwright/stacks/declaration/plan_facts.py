@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.model.unbuilt_parts import UnbuiltParts
 from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.stacks.declaration.hub_models import hub_name

@@ -32,8 +32,7 @@ from meshwright.parallel import Engine
 from meshwright.parallel.groups.agree import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
-from meshwright.spec.model.lora import SAME
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import SAME_BASE, ModelShape
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import most_answers
 from meshwright.spec.units import duration
@@ -71,7 +70,7 @@ def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
 
 def _relevant_model(plan: Plan) -> tuple[ModelShape, str]:
     """Return the shape and the format of frozen matrices. Fresh adapters add nothing, and a name is no number."""
-    return replace(plan.model.base, name=""), plan.model.lora.base if plan.model.lora else SAME
+    return replace(plan.model.base, name=""), plan.model.lora.base if plan.model.lora else SAME_BASE
 
 
 def weights_of(plan: Plan, checkpoint_path: Path | None) -> str:

@@ -34,7 +34,7 @@ from meshwright.planner.serving.serving_plan import (
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.plan.execution import BESIDE_ANSWERS
 from meshwright.spec.units import gib
 from meshwright.spec.weights.inventory import num_parameters

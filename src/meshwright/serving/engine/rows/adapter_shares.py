@@ -15,8 +15,7 @@ from torch import Tensor
 
 from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.boxes import boxes_of
 from meshwright.spec.weights.inventory import Parameter, parameters
 

@@ -26,7 +26,7 @@ from meshwright.serving.engine.rows.adapter_shares import possible_parts
 from meshwright.serving.engine.rows.expert_adapters import ExpertAdapters
 from meshwright.serving.engine.rows.low_rank_product import LowRankProduct, Rows
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 
 LORA = ".lora."
 """Marker in names of tensors beside a layer."""

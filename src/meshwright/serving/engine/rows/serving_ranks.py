@@ -21,7 +21,7 @@ from meshwright.parallel.groups.mesh import Mesh
 from meshwright.serving.engine.rows.adapter_shares import AdapterRoom, adapter_words
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters
 from meshwright.spec.errors import RunError, is_out_of_memory
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.boxes import share
 
 T = TypeVar("T")
