@@ -108,7 +108,7 @@ bench-serve: $(VENV)/.installed-dev
 
 # The published tables are no part of the repository: docs/accuracy.md says what they hold.
 leaderboard: $(VENV)/.installed-dev
-	$(RUN) -m benchmarks.leaderboard --write $(ARGS)
+	$(RUN) -m evaluation.leaderboard --write $(ARGS)
 	$(RUN) -m benchmarks.kernel_times --page $(ARGS)
 	$(RUN) -m benchmarks.measured_peaks --plan
 	$(RUN) -m benchmarks.measured_steps

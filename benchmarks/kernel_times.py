@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks import kernel_fit as fit
 from benchmarks.kernel_tables import DEVICES, GENERATION, KINDS, Array, Kind, chip, rows_of, software_of
-from benchmarks.leaderboard import HOW, PAGE, folder
-from benchmarks.leaderboard import written as between
+from evaluation.leaderboard import HOW, PAGE, folder
+from evaluation.leaderboard import written as between
 from meshwright.planner.kernels.fitted_kernel import adapted
 from meshwright.spec import presets
 

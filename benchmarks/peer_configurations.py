@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import meshwright as mw
-from benchmarks.leaderboard import PAGE, percent, written
+from evaluation.leaderboard import PAGE, percent, written
 from meshwright.spec.errors import PlanError
 
 TABLE = Path(__file__).parent / "peer_configurations.toml"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright as mw
-from benchmarks.leaderboard import written
+from evaluation.leaderboard import written
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import short_gib, step_time
 

@@ -22,7 +22,7 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 PACKAGES = "|".join(path.name for path in (ROOT / "src" / "meshwright").iterdir() if (path / "__init__.py").exists())
 PATH = re.compile(
-    rf"^(src|tests|docs|benchmarks|claims|examples|{PACKAGES})/[\w./*-]*$|^[\w.-]+\.(md|toml)$|^Makefile$"
+    rf"^(src|tests|docs|benchmarks|claims|evaluation|examples|{PACKAGES})/[\w./*-]*$|^[\w.-]+\.(md|toml)$|^Makefile$"
 )
 """What looks like a path: from the root of the checkout, from the page, or from the package."""
 

@@ -114,7 +114,7 @@ def test_a_revised_package_keeps_its_words(package: str, rule: str) -> None:
     assert not violations(package, rule)
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "claims", "docs", "examples"])
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "claims", "docs", "evaluation", "examples"])
 def test_names_outside_the_package_are_no_pronouns(folder: str) -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))}
     assert not [

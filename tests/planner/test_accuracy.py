@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.accuracy.choice import spearman
 from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
-from meshwright.planner.accuracy.score import JudgedRow, by_source, judge, quantile, score
+from meshwright.planner.accuracy.score import JudgedRow, by_source, judge, quantile, score, spearman
 from meshwright.spec.errors import DataError
 from meshwright.verbs.main import main
 from tests.planner.published_tables import COLUMNS, run, table, write

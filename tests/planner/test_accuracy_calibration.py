@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from evaluation import holdout
 from meshwright.planner.accuracy import calibration as fit
-from meshwright.planner.accuracy import holdout
 from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, ClusterFit, load
-from meshwright.planner.accuracy.published import PublishedRow, read
+from meshwright.planner.accuracy.published import PublishedRow, cluster_of, read
 from meshwright.planner.accuracy.score import estimator_of, judge
-from meshwright.planner.accuracy.source_families import cluster_of
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.machine.fitting import adjusted, solve
@@ -99,7 +98,7 @@ def test_the_split_holds_out_whole_models_and_counts() -> None:
 
 
 def test_the_calibration_of_the_page_keeps_to_the_split() -> None:
-    calibration = load(ROOT / "benchmarks" / "calibration.json")
+    calibration = load(ROOT / "evaluation" / "calibration.json")
     clusters: dict[str, list[PublishedRow]] = {}
     for row in read(table("training_throughput.csv")):
         if isinstance(row, PublishedRow) and cluster_of(row) in calibration.clusters and row.step_s:

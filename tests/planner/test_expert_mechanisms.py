@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_recipe_ran
-from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, TORCHTITAN
+from meshwright.planner.accuracy.published_stacks import COUNTS_S, MEGATRON_CORE, TORCHTITAN, as_recipe_ran
 from meshwright.planner.cost.links import nodes_reached
 from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
 from meshwright.planner.cost.stack import Stack

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, read
+from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, family_of, read
 from meshwright.planner.accuracy.score import judge, mean
-from meshwright.planner.accuracy.source_families import family_of
 
-TABLE = Path(__file__).parents[2] / "benchmarks" / "published_runs.csv"
+TABLE = Path(__file__).parents[2] / "evaluation" / "published_runs.csv"
 ROWS = list(read(TABLE))
 
 

@@ -10,8 +10,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.accuracy.published import PublishedRow
-from meshwright.planner.accuracy.source_families import cluster_of
+from meshwright.planner.accuracy.published import PublishedRow, cluster_of
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
@@ -64,7 +63,7 @@ class ClusterFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Fits of clusters by name (source_families.cluster_of)."""
+    """Fits of clusters by name (published.cluster_of)."""
 
     clusters: Mapping[str, ClusterFit] = field(default_factory=dict)
     name: str = "zero-shot"
@@ -113,7 +112,7 @@ def load(path: Path) -> Calibration:
         raise DataError(f"{path} cannot be read as a calibration: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is no calibration ({type(error).__name__}: {error}): make one with benchmarks/leaderboard.py"
+            f"{path} is no calibration ({type(error).__name__}: {error}): make one with evaluation/leaderboard.py"
         ) from None
 
 

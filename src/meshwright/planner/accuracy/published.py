@@ -2,7 +2,8 @@
 
 Columns are those of the project's tables of published runs (step time, tokens/s, peak memory, status) and of published
 memory (quantity, value, unit). Nothing is guessed: for an incomplete row `read` returns the reason instead. Inferences
-(a batch, an interleaving) are listed in docs/accuracy.md.
+(a batch, an interleaving) are listed in docs/accuracy.md. Sources are grouped by family and by cluster, for the lines
+of accuracy tables and calibrations.
 """
 
 import csv
@@ -173,3 +174,29 @@ def duplicate_of(row: PublishedRow | Unreadable) -> str:
     """Return the id of the row of runs that a row of memory repeats. Empty = none."""
     match = re.search(r"row id (\d+) in training_throughput", row.columns.get("notes", ""))
     return match[1] if match and "quantity" in row.columns else ""
+
+
+FAMILIES = (
+    (r"ground_truth_single", "vTrain single node"), (r"ground_truth_multi", "vTrain multi node"),
+    (r"Aleph-Alpha", "Aleph Alpha"), (r"llm-foundry", "llm-foundry"),
+    (r"Ultra-Scale Playbook benchmarks_interactive", "Ultra-Scale grid"), (r"Ultra-Scale", "Ultra-Scale curves"),
+    (r"Megatron-Bridge", "Megatron-Bridge"), (r"NeMo.*long_sequence", "NeMo long sequence"),
+    (r"NVIDIA/NeMo", "NeMo 24.07"),
+    (r"examples/llama/README", "Megatron-LM llama README"), (r"model_table", "Megatron-Core 0.8 table"),
+    (r"Narayanan", "Megatron 2021 table 1"), (r"Korthikanti.*Fig", "Korthikanti 2022 figures"),
+    (r"Korthikanti", "Korthikanti 2022 table 5"), (r"Llama 3 Herd", "Llama 3 table 4"), (r"torchtitan", "torchtitan"),
+    (r"fms-fsdp", "fms-fsdp"), (r"Primus", "Primus"), (r"maxtext", "MaxText"), (r"DeepSeek-V3", "DeepSeek-V3 report"),
+    (r"mlcommons/training_results", "MLPerf"),
+    (r"PaLM", "PaLM"), (r"litgpt", "litgpt"), (r"torchtune", "torchtune"), (r"Liger", "Liger kernels"),
+)  # fmt: skip
+"""(pattern in the column `source`, family). The first match counts. A source without one is its own family."""
+
+
+def family_of(source: str) -> str:
+    """Return the family of a source."""
+    return next((name for pattern, name in FAMILIES if re.search(pattern, source)), source)
+
+
+def cluster_of(row: PublishedRow) -> str:
+    """Name the machine and software of a row: one publisher's runs on one kind of device."""
+    return f"{family_of(row.source)}, {row.plan.cluster.device.name}"

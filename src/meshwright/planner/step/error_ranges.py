@@ -1,7 +1,7 @@
 """Error ranges of a prediction: intervals that hold nine runs of ten, and the probability that a plan fits.
 
 The quantiles are of measured over predicted on published rows (docs/accuracy.md), grouped by software, dense or mixture
-of experts, and nodes. `planner/accuracy/error_table.py` computes them, and `python -m benchmarks.leaderboard --write`
+of experts, and nodes. `evaluation/error_table.py` computes them, and `python -m evaluation.leaderboard --write`
 writes the file. Software without rows, such as Meshwright's engine, uses the rows of all others together.
 """
 

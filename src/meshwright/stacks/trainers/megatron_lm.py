@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from meshwright.planner.accuracy.megatron_bridge import COUNTS_S
-from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, MEGATRON_DEEPSPEED
+from meshwright.planner.accuracy.published_stacks import COUNTS_S, MEGATRON_CORE, MEGATRON_DEEPSPEED
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout

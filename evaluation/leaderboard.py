@@ -1,6 +1,6 @@
 """The planner scored on every published row, zero-shot and calibrated; writes the tables of docs/accuracy.md.
 
-    python -m benchmarks.leaderboard [FOLDER] [--calibration FILE] [--fit] [--write] [--json]
+    python -m evaluation.leaderboard [FOLDER] [--calibration FILE] [--fit] [--write] [--json]
 
 FOLDER holds training_throughput.csv, peak_memory.csv and planner_accuracy_claims.csv; without it MESHWRIGHT_PUBLISHED,
 then ../shared/published beside the checkout. The tables are no part of the repository: parts of them may not be
@@ -20,20 +20,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from evaluation import error_table, holdout
 from meshwright.planner.accuracy import calibration as fit
-from meshwright.planner.accuracy import error_table, holdout, source_families
+from meshwright.planner.accuracy import published
 from meshwright.planner.accuracy import score as accuracy
-from meshwright.planner.accuracy.choice import layout_grids
 from meshwright.planner.accuracy.flop_conventions import convention_of, figures
 from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, read
+from meshwright.planner.accuracy.score import layout_grids
 from meshwright.planner.step.error_ranges import FILE, LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
-CALIBRATION = ROOT / "benchmarks" / "calibration.json"
+CALIBRATION = ROOT / "evaluation" / "calibration.json"
 RANGES = ROOT / "src" / "meshwright" / "planner" / "step" / FILE
 TABLES = ("training_throughput.csv", "peak_memory.csv")
-OWN = ROOT / "benchmarks" / "published_runs.csv"
+OWN = ROOT / "evaluation" / "published_runs.csv"
 """Rows of sources that may be redistributed, in this repository."""
 CLAIMS = "planner_accuracy_claims.csv"
 HOW = f"""The published tables are not here: give their folder, or set MESHWRIGHT_PUBLISHED to it.
@@ -57,7 +58,7 @@ def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration)
     for name, verdicts in _grouped(zero).items():
         after = _grouped(calibrated)[name]
         known = [verdict for verdict in verdicts if isinstance(verdict, JudgedRow)]
-        clusters = sorted({source_families.cluster_of(verdict.row) for verdict in known if verdict.row.step_s})
+        clusters = sorted({published.cluster_of(verdict.row) for verdict in known if verdict.row.step_s})
         fitted = [calibration.clusters[cluster] for cluster in clusters if cluster in calibration.clusters]
         score = accuracy.score(verdicts)
         times = [abs(verdict.step_error) for verdict in known if verdict.step_error is not None]
@@ -112,7 +113,7 @@ def _grouped(judged: Verdicts) -> dict[str, list[JudgedRow | Unreadable]]:
     groups: dict[str, list[JudgedRow | Unreadable]] = {}
     for verdict in judged:
         source = verdict.row.source if isinstance(verdict, JudgedRow) else verdict.source
-        groups.setdefault(source_families.family_of(source), []).append(verdict)
+        groups.setdefault(published.family_of(source), []).append(verdict)
     return groups
 
 
@@ -122,9 +123,7 @@ def _held(known: Sequence[JudgedRow], clusters: Sequence[str], calibration: fit.
     for cluster in clusters:
         if cluster in calibration.clusters:
             rows = [
-                verdict.row
-                for verdict in known
-                if verdict.row.step_s and source_families.cluster_of(verdict.row) == cluster
+                verdict.row for verdict in known if verdict.row.step_s and published.cluster_of(verdict.row) == cluster
             ]
             held_rows += holdout.held_out(rows)
     return held_rows
@@ -219,7 +218,7 @@ def write_ranges(verdicts: Verdicts, today: str) -> None:
     """The table that the package ships."""
     document = {
         "date": today,
-        "what": "logarithms of measured over predicted on published rows: python -m benchmarks.leaderboard --write",
+        "what": "logarithms of measured over predicted on published rows: python -m evaluation.leaderboard --write",
         **error_table.table(verdicts),
     }
     RANGES.parent.mkdir(exist_ok=True)
@@ -233,7 +232,7 @@ def unscored_table(judged: Verdicts) -> list[str]:
     reasons: Counter[tuple[str, str]] = Counter()
     for verdict in judged:
         if isinstance(verdict, Unreadable):
-            reasons[source_families.family_of(verdict.source), _plain(verdict.reason)] += 1
+            reasons[published.family_of(verdict.source), _plain(verdict.reason)] += 1
     lines = ["| source | rows | why |", "|---|---:|---|"]
     return lines + [f"| {name} | {count} | {reason} |" for (name, reason), count in sorted(reasons.items())]
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.accuracy.published_serving import ServingRow, UnknownRow, read_serving
-from meshwright.planner.accuracy.serving_models import MADE, served_model
-from meshwright.planner.accuracy.serving_score import JudgedServing, ServingJudge, held_out, score_serving
+from evaluation.published_serving import MADE, ServingRow, UnknownRow, read_serving, served_model
+from evaluation.serving_score import JudgedServing, ServingJudge, held_out, score_serving
 from meshwright.planner.serving.deployment import EngineDegrees
 from meshwright.planner.serving.serving_memory import weights_bytes
 from meshwright.spec.weights.inventory import num_parameters

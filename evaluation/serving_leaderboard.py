@@ -1,6 +1,6 @@
 """The planner of serving scored on published deployments; writes the tables `serving` of docs/accuracy.md.
 
-    python -m benchmarks.serving_leaderboard [FOLDER|FILE.csv] [--beside FILE.csv] [--write] [--json]
+    python -m evaluation.serving_leaderboard [FOLDER|FILE.csv] [--beside FILE.csv] [--write] [--json]
 
 The rows are those of serving_measured.csv (docs/accuracy.md names its source and columns). FOLDER holds it; without it
 MESHWRIGHT_PUBLISHED, then ../shared/published beside the checkout. --beside: rows that AIConfigurator's own script
@@ -19,16 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.leaderboard import HOW, PAGE, ROOT, percent, written
-from meshwright.planner.accuracy.published_serving import TABLE, UnknownRow, read_serving
-from meshwright.planner.accuracy.score import quantile
-from meshwright.planner.accuracy.serving_score import (
+from evaluation.leaderboard import HOW, PAGE, ROOT, percent, written
+from evaluation.published_serving import TABLE, UnknownRow, read_serving
+from evaluation.serving_score import (
     JudgedServing,
     ServingJudge,
     ServingScore,
     held_out,
     score_serving,
 )
+from meshwright.planner.accuracy.score import quantile
 
 Verdict = JudgedServing | UnknownRow
 Key = Callable[[Verdict], str]

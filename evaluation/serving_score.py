@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from statistics import median
 
-from meshwright.planner.accuracy.choice import spearman
-from meshwright.planner.accuracy.published_serving import ACCEPTED, ServingRow, UnknownRow
-from meshwright.planner.accuracy.score import quantile
+from evaluation.published_serving import ACCEPTED, ServingRow, UnknownRow
+from meshwright.planner.accuracy.score import quantile, spearman
 from meshwright.planner.serving.closed_loop import Served, serve
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.device_kernels import DeviceKernels

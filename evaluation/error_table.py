@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import exp, log, sqrt
 from typing import Literal, NamedTuple
 
-from meshwright.planner.accuracy.holdout import model_key
+from evaluation.holdout import model_key
 from meshwright.planner.accuracy.published import JudgedRow
 from meshwright.planner.step.error_ranges import LEVEL, POOL, row_groups
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.accuracy.error_table import EDGE, STEPS, RowError, distributions, quantiles
+from evaluation.error_table import EDGE, STEPS, RowError, distributions, quantiles
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.error_ranges import (
     POOL,

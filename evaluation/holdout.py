@@ -14,8 +14,7 @@ from math import log2
 from typing import NamedTuple
 
 from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, ClusterFit, fit
-from meshwright.planner.accuracy.published import PublishedRow
-from meshwright.planner.accuracy.source_families import cluster_of
+from meshwright.planner.accuracy.published import PublishedRow, cluster_of
 from meshwright.spec.model.shape import ModelShape
 
 
