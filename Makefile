@@ -8,7 +8,7 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-fast test-long test-slow test-isa test-torch lint format schema bench bench-gpu bench-parallel bench-serve leaderboard claims pages docs clean
+.PHONY: help quickstart test test-fast test-long test-slow test-isa test-torch lint format schema bench bench-counts bench-gpu bench-norms bench-parallel bench-quality bench-serve leaderboard claims pages docs clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
@@ -22,9 +22,12 @@ help:
 	@echo "make format       mend what ruff can mend"
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers, and TRL where it is installed; encoding; start-up"
+	@echo "make bench-counts  launches, bytes and host operations of a GPU's decode step and products, counted without one"
 	@echo "make bench-gpu    kernels and whole steps on this machine's GPU beside torch, Liger and transformers (10 minutes; ARGS='--part serve': one of six parts)"
+	@echo "make bench-norms  the gradient norm of each step by several ways, and what is wrong where they differ"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
 	@echo "make bench-serve  the serving engine beside transformers, llama.cpp and vLLM: what is installed takes part (ARGS=--full)"
+	@echo "make bench-quality  tokens per second over bits per byte of four designs, trained first (10 minutes)"
 	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
 	@echo "make pages        write the generated parts of the pages anew: keys, verbs, tables, outputs of plan, pictures"
@@ -96,6 +99,16 @@ bench: $(VENV)/.installed-dev
 bench-gpu: $(VENV)/.installed
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
+# Launches, bytes and host operations of a GPU's work, counted on tensors without values: no GPU is needed.
+bench-counts: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.decode_step $(ARGS)
+	$(RUN) -m benchmarks.host_step
+	$(RUN) -m benchmarks.quantized_estimate
+
+# The gradient norm of each step by several ways: ARGS="--model llama-100m --precision bf16" on a GPU.
+bench-norms: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.gradient_norms $(ARGS)
+
 # picotron takes part where PICOTRON names its checkout (docs/parallel_speed.md).
 bench-parallel: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.parallel_speed $(ARGS)
@@ -105,6 +118,10 @@ bench-parallel: $(VENV)/.installed-dev
 # transformers is installed; llama-cpp-python and vllm take part where they are (docs/benchmarks.md).
 bench-serve: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.serve $(ARGS)
+
+# Tokens per second over bits per byte of four designs, trained first (docs/serve-quality.md).
+bench-quality: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.serve_quality $(ARGS)
 
 # The published tables are no part of the repository: docs/accuracy.md says what they hold.
 leaderboard: $(VENV)/.installed-dev
