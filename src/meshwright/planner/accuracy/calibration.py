@@ -95,6 +95,7 @@ class Calibration:
                 for name, fitted in self.clusters.items()
             },
         }
+        # Replaced at once: a reader never sees half a calibration.
         temporary = path.with_name(path.name + ".part")
         temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         temporary.replace(path)
@@ -121,6 +122,7 @@ def _fitted(entry: Any) -> ClusterFit:
     changes = {}
     for name, change in entry["changes"].items():
         ((kind, amount),) = change.items()
+        # The file may come from a stranger, and a scalar of 1e9 would pass for a prediction.
         if name not in known or kind != known[name].kind or not abs(float(amount)) < 1e3:
             raise ValueError(f"{name} {kind} {amount} is no change of a known scalar")
         changes[name] = (kind, float(amount))
@@ -138,11 +140,13 @@ def fit(rows: Sequence[PublishedRow], stands_for: Sequence[float] = ()) -> Clust
 
     def residuals(x: Sequence[float]) -> list[float]:
         changes = changes_at(scalars, x)
+        # Logarithms: half and twice the measured time are equally wrong.
         return [log(_predicted_s(row, changes) / row.step_s) for row in rows]
 
     shares = stands_for or [1.0] * len(rows)
     x = minimize(residuals, len(scalars), [share * len(rows) / sum(shares) for share in shares])
     before, after = residuals([0.0] * len(scalars)), residuals(x)
+    # A scalar that hardly moved is noise of the fit, and would be printed as a finding.
     significant = {
         name: change for (name, change), at in zip(changes_at(scalars, x).items(), x, strict=True) if abs(at) > 1e-3
     }

@@ -72,6 +72,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
         end = start
         while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
             end += 1
+        # Equal values share the middle of their ranks, as Spearman's coefficient asks.
         for number in order[start : end + 1]:
             ranks[number] = (start + end) / 2
         start = end + 1
@@ -118,6 +119,7 @@ def judge(
         else:
             try:
                 scored.append(_judged(row, calibration, estimators))
+            # A row that the planner refuses or fails on counts as unscored. Dropping it would flatter the score.
             except (MeshwrightError, ValueError, ArithmeticError, LookupError) as error:
                 scored.append(_unreadable(row, f"cannot be predicted: {error}"))
     return scored
@@ -128,6 +130,7 @@ def _unreadable(row: PublishedRow | Unreadable, reason: str) -> Unreadable:
 
 
 def _judged(row: PublishedRow, calibration: Calibration | None, estimators: dict[object, Estimator]) -> JudgedRow:
+    # An estimator keeps costs between layouts, and tables have up to thousands of layouts of one model.
     key = (row.plan.model, row.plan.recipe, row.plan.cluster, row.stack, row.source)
     if key not in estimators:
         estimators[key] = estimator_of(row, calibration)
@@ -170,6 +173,7 @@ def score(judged: Sequence[JudgedRow | Unreadable]) -> Score:
     memory = [abs(entry.memory_error) for entry in known if entry.memory_error is not None]
     ran = [entry for entry in known if not entry.row.out_of_memory and _ran(entry.row)]
     burst = [entry for entry in known if entry.row.out_of_memory]
+    # A source without a single out-of-memory row has no accuracy: "all fits" would score 100 %.
     right = sum(entry.fits for entry in ran) + sum(not entry.fits for entry in burst)
     grids = layout_grids([entry for entry in known if entry.row.step_s])
     return Score(

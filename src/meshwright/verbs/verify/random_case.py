@@ -32,6 +32,18 @@ MOST_NARROW = 3
 MORE_SHAPES = 0.3
 """Share of cases with an optional part of a shape (experts, latent attention, tied head, window)."""
 
+CODES = 0.5
+"""Share of cases whose frozen weights are codes, where possible."""
+SHARED_CODES = 0.5
+"""Share of these whose codes ZeRO-3 shards, where possible."""
+BASES = ("nf4", "nf4-double", "int4-hqq", "int3", "int4-g16-zeros-fp16", "int8-rows-sym-fp32", "nf4-g32-sym-double")
+"""Schemes with groups that cuts of inputs meet or split, and scales per row, per group and as codes."""
+ROWS_BASE = "llm-int8"
+"""Scheme whose products also round activations."""
+ROUNDED = 0.3
+"""Share of cases whose matrices are rounded in every product, where possible."""
+ADAPTERS = 0.25
+TEACHERS = 0.25
 MUON = 0.3
 Settings = dict[str, Any]
 
@@ -96,6 +108,7 @@ def _draw_layout(random: Random, processes: int) -> Settings:
 def _draw_shape(random: Random, layout: Settings) -> Settings:
     tp, stages = layout["tp"], layout["pp"] * layout.get("vp", 1)
     latent, routed = often(random, MORE_SHAPES / 2), often(random, MORE_SHAPES)
+    # Heads are multiples of tp, as its rule asks. Other sizes ignore it: round ones hide wrong cuts.
     heads = tp * random.choice((1, 1, 2, 3) if tp > 1 else (1, 2, 3, 4, 6))
     shape: Settings = {
         "vocab": random.choice(VOCABULARIES),
@@ -149,6 +162,7 @@ def _draw_experts(random: Random, layout: Settings, layers: int) -> Settings:
     experts = random.choice((3, 4, 5, 6, 7, 8))
     shared = gcd(experts, ranks)
     degrees = [n for n in range(1, shared + 1) if shared % n == 0]
+    # One expert in a group leaves nothing to choose within it, so groups are fewer than experts.
     groups = random.choice([n for n in range(1, experts + 1) if experts % n == 0 and n < experts])
     top_groups = random.randint(1, groups)
     moe: Settings = {
@@ -164,6 +178,7 @@ def _draw_experts(random: Random, layout: Settings, layers: int) -> Settings:
         "moe.routed_scale": random.choice((1.0, 1.0, 2.5)),
         "moe.correction_bias": often(random, 0.3),
     }
+    # The largest degree crosses most ranks, and few draws would reach it by chance.
     ep = degrees[-1] if often(random, 0.6) else random.choice(degrees)
     return moe | ({"ep": ep} | ({"sp": True} if layout["tp"] > 1 else {}) if ep > 1 else {})
 
@@ -193,6 +208,7 @@ def _draw_stages(random: Random, settings: Settings) -> Settings:
 def _draw_recipe(random: Random, settings: Settings) -> Settings:
     dp, pp = settings["dp_replicate"] * settings["dp_shard"], settings["pp"]
     chunks = settings["cp"] * (2 if settings["cp"] > 1 and settings["context_split"] == "zigzag" else 1)
+    # A sequence is cut by context chunks, then by sequence parallelism, then into pieces that overlap exchanges.
     unit = chunks * (settings["tp"] if settings["sp"] else 1) * max(1, settings["tp_chunks"])
     rows = random.choice((1, 1, 2))
     passes = random.randint(pp, 3 * pp) if pp > 1 else random.randint(1, 4)
@@ -247,6 +263,7 @@ def _draw_fp8(random: Random, settings: Settings) -> Settings:
     every = "fp8-all" if units == 3 else "fp8"  # no draw of its own
     fp8: Settings = {"products": every, "head_dim": MULTIPLE, "hidden": unit * units}
     fp8["ffn"] = unit * random.randint(1, 2)
+    # Every width of a product in fp8 is a multiple of 16 on each rank of tp.
     return fp8 | ({"moe.ffn": unit} if "moe.ffn" in settings else {})
 
 
@@ -254,6 +271,7 @@ def _draw_expert_chunks(random: Random, settings: Settings) -> Settings:
     local = settings.get("moe.experts", 0) // settings.get("ep", 1)
     if settings.get("ep", 1) == 1 or settings.get("schedule") in SPLIT:
         return {}
+    # 0 leaves the number of pieces to the engine.
     return {"ep_chunks": random.choice([0, *(n for n in range(2, local + 1) if local % n == 0)])}
 
 
@@ -270,21 +288,8 @@ def _draw_empty_sequences(random: Random, dp: int, rows: int, batch: int) -> tup
         random.sample(range(batch), random.randint(1, max(1, batch // 2))),
     )
     chosen = sorted(random.choice(kinds))
+    # A batch without any target has no loss, so one sequence stays.
     return tuple(chosen if len(chosen) < batch else chosen[1:])
-
-
-CODES = 0.5
-"""Share of cases whose frozen weights are codes, where possible."""
-SHARED_CODES = 0.5
-"""Share of these whose codes ZeRO-3 shards, where possible."""
-BASES = ("nf4", "nf4-double", "int4-hqq", "int3", "int4-g16-zeros-fp16", "int8-rows-sym-fp32", "nf4-g32-sym-double")
-"""Schemes with groups that cuts of inputs meet or split, and scales per row, per group and as codes."""
-ROWS_BASE = "llm-int8"
-"""Scheme whose products also round activations."""
-ROUNDED = 0.3
-"""Share of cases whose matrices are rounded in every product, where possible."""
-ADAPTERS = 0.25
-TEACHERS = 0.25
 
 
 def often(random: Random, share: float) -> bool:

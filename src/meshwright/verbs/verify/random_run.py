@@ -51,6 +51,48 @@ In 16 bits layouts were at most 1.7 times as far from one device as that is from
 LOSS_OF_FP16 = 0.1
 """Largest relative error of the loss in fp16 against fp32. A wrong scale is a factor of two."""
 
+PARTS = ("teacher.", "moe.", "mla.", "rope_scaling.")
+TOGETHER = (
+    ("pp", "vp", "schedule", "stages", "micro_batch"),
+    ("cp", "context", "context_split"),
+    ("dp_replicate",),
+    ("dp_shard",),
+    ("tp", "sp", "tp_chunks"),
+    ("tp_chunks",),
+    ("ep", "ep_chunks"),
+    ("pp", "vp", "schedule", "stages"),
+    ("vp", "schedule", "stages"),
+    ("precision", "overflow", "overflow_sequence"),
+    ("precision", "products", "overflow", "overflow_sequence", "master_weights"),
+    ("overflow", "overflow_sequence"),
+    ("window", "window_from_layer"),
+    ("batches", "empty"),
+    ("micro_batch", "global_batch", "batches", "empty"),
+    ("global_batch", "batches"),
+    ("heads", "kv_heads"),
+    ("layers", "stages"),
+    ("layers", "stages", "moe.first_dense"),
+    ("positions", "head_dim"),
+)
+"""Settings that are left out together, since leaving out one alone would break a rule."""
+ALSO_LEFT_OUT = ((), ("zero",), ("ep",), ("ep", "zero"), ("ep", "sp"), ("ep", "sp", "zero"))
+"""Settings that may have to be left out as well, smallest set first: they use ranks of those left out."""
+LEFT_OUT_WITH_SMALLER = {
+    "tp": ((), ("heads",), ("heads", "kv_heads"), ("sequence",), ("ep",)),
+    "pp": ((), ("layers", "stages"), ("layers", "stages", "moe.first_dense"), ("global_batch", "batches")),
+    "cp": ((), ("sequence",), ("ep",)),
+    "dp_shard": ((), ("global_batch", "batches"), ("global_batch", "batches", "ep"), ("ep",)),
+    "dp_replicate": ((), ("global_batch", "batches"), ("global_batch", "batches", "empty")),
+    "vp": ((), ("layers", "stages"), ("stages",)),
+    "moe.experts": ((), ("ep",), ("moe.top_k",), ("moe.groups", "moe.top_groups")),
+}
+"""Settings that may have to be left out when a number gets smaller."""
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+PROPORTIONAL = (*DEGREES, "heads", "kv_heads", "sequence", "global_batch", "batches", "layers", "moe.experts")
+"""Numbers that a degree divides: they get smaller in proportion with it."""
+UNORDERED = ("seed", "overflow", "overflow_sequence", "zero")
+"""Numbers of which a smaller one is not simpler."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseVerdict:
@@ -87,12 +129,14 @@ def _judge_batch(world: int, cases: dict[int, DrawnCase], device: str) -> Iterat
         alone, redrawn = _settle_case(drawn.case, device)
         case = replace(drawn.case, seed=drawn.case.seed + redrawn)
         settled[index] = replace(drawn, case=case), alone, redrawn
+    # Processes take seconds to start and cases little more, so all cases of one world share a group.
     try:
         together = _run_ranks(world, [drawn for drawn, _, _ in settled.values()], device)
     except RankError:
         together = None
     for position, (index, (drawn, alone, redrawn)) in enumerate(settled.items()):
         if together is None:
+            # A rank of some case failed and ended the group. Alone, each case shows its own outcome.
             first = _run_and_compare(drawn, alone, device)
         else:
             first = difference(drawn.case, alone, together[position])
@@ -104,6 +148,7 @@ def _settle_case(case: Case, device: str) -> tuple[RankOutcome, int]:
     for redrawn in range(MOST_REDRAWS):
         drawn = replace(case, seed=case.seed + redrawn)
         alone = outcome(drawn, ALONE, device=device)
+        # Rounding decides which expert or code wins a near tie, and layouts may then differ without an error.
         if alone.margin >= NEAR_TIE and (case.precision != "fp32" or _rounding(drawn, alone, device) <= ROUNDING):
             return alone, redrawn
     return outcome(case, ALONE, device=device), 0
@@ -136,6 +181,7 @@ def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> 
     """Return the first difference, or an error of one device itself."""
     message = first_difference(alone, ranks, case.band)
     finite = all(map(isfinite, (*alone.losses, *alone.norms)))
+    # Wider bands cost more runs on one device, so they are made only where the fixed one is broken.
     if message and finite and case.precision != "fp32" and not case.overflow:
         message = first_difference(alone, ranks, wider_band(case, alone))
     elif message and finite and case.precision == "fp32":
@@ -190,6 +236,7 @@ def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
     """Return an error that all layouts share: a wrong loss scale in fp16, or a loss far from that of fp32."""
     if case.precision != "fp16":
         return None
+    # The scale is followed by hand here: ranks and one device share the code that could be wrong.
     scale, good = SCALE, 0
     for step, actual in enumerate(alone.scales, start=1):
         if step == case.overflow:
@@ -213,6 +260,7 @@ def smallest(failed: CaseVerdict, device: str = "cpu", *, limit_s: float = SHRIN
     def failing(drawn: DrawnCase) -> DrawnCase | None:
         nonlocal best
         attempt = judge_case(drawn, device, settle=True)
+        # Another kind of difference is another fault, and would hide the one to be found.
         wanted = _difference_kind(best.difference or "")
         if attempt.difference is None or _difference_kind(attempt.difference) != wanted:
             return None
@@ -230,49 +278,6 @@ def _difference_kind(difference: str) -> str:
     return difference.split(": ", 1)[1] if difference.startswith("rank") else "number"
 
 
-PARTS = ("teacher.", "moe.", "mla.", "rope_scaling.")
-TOGETHER = (
-    ("pp", "vp", "schedule", "stages", "micro_batch"),
-    ("cp", "context", "context_split"),
-    ("dp_replicate",),
-    ("dp_shard",),
-    ("tp", "sp", "tp_chunks"),
-    ("tp_chunks",),
-    ("ep", "ep_chunks"),
-    ("pp", "vp", "schedule", "stages"),
-    ("vp", "schedule", "stages"),
-    ("precision", "overflow", "overflow_sequence"),
-    ("precision", "products", "overflow", "overflow_sequence", "master_weights"),
-    ("overflow", "overflow_sequence"),
-    ("window", "window_from_layer"),
-    ("batches", "empty"),
-    ("micro_batch", "global_batch", "batches", "empty"),
-    ("global_batch", "batches"),
-    ("heads", "kv_heads"),
-    ("layers", "stages"),
-    ("layers", "stages", "moe.first_dense"),
-    ("positions", "head_dim"),
-)
-"""Settings that are left out together, since leaving out one alone would break a rule."""
-ALSO_LEFT_OUT = ((), ("zero",), ("ep",), ("ep", "zero"), ("ep", "sp"), ("ep", "sp", "zero"))
-"""Settings that may have to be left out as well, smallest set first: they use ranks of those left out."""
-LEFT_OUT_WITH_SMALLER = {
-    "tp": ((), ("heads",), ("heads", "kv_heads"), ("sequence",), ("ep",)),
-    "pp": ((), ("layers", "stages"), ("layers", "stages", "moe.first_dense"), ("global_batch", "batches")),
-    "cp": ((), ("sequence",), ("ep",)),
-    "dp_shard": ((), ("global_batch", "batches"), ("global_batch", "batches", "ep"), ("ep",)),
-    "dp_replicate": ((), ("global_batch", "batches"), ("global_batch", "batches", "empty")),
-    "vp": ((), ("layers", "stages"), ("stages",)),
-    "moe.experts": ((), ("ep",), ("moe.top_k",), ("moe.groups", "moe.top_groups")),
-}
-"""Settings that may have to be left out when a number gets smaller."""
-DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-PROPORTIONAL = (*DEGREES, "heads", "kv_heads", "sequence", "global_batch", "batches", "layers", "moe.experts")
-"""Numbers that a degree divides: they get smaller in proportion with it."""
-UNORDERED = ("seed", "overflow", "overflow_sequence", "zero")
-"""Numbers of which a smaller one is not simpler."""
-
-
 def shrink_case(
     drawn: DrawnCase, failing: Callable[[DrawnCase], DrawnCase | None], in_time: Callable[[], bool]
 ) -> DrawnCase:
@@ -287,6 +292,7 @@ def shrink_case(
     while progress:
         progress = False
         for change in list(_changes(settings_of(drawn))):
+            # Changes were listed for an earlier, larger case: some no longer apply, or lead to a case tried before.
             candidate = _build_or_none(change(settings_of(drawn)))
             if candidate is None or _size(candidate) >= _size(drawn) or repr(candidate) in tried:
                 continue
@@ -318,6 +324,7 @@ Change = Callable[[Settings], Settings | None]
 
 def _changes(settings: Settings) -> Iterator[Change]:
     """Yield every change to try, largest first."""
+    # Whole parts go first: one success there saves a try for each of their settings.
     groups = [tuple(key for key in settings if key.startswith(part)) for part in PARTS]
     groups += [keys for keys in TOGETHER if set(keys) & settings.keys()]
     groups += [(key,) for key in settings if not any(key.startswith(part) for part in PARTS)]
@@ -329,6 +336,7 @@ def _changes(settings: Settings) -> Iterator[Change]:
             yield _scale_down(degree, smaller)
     for key, setting in settings.items():
         if type(setting) is int and key not in UNORDERED:
+            # Least numbers first. A half and one less remain for faults that need a certain size.
             for smaller in sorted({1, 2, 3, setting // 2, setting - 1} - {0}):
                 if smaller < setting:
                     yield _reduce(key, smaller)
