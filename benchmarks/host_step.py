@@ -23,8 +23,7 @@ from meshwright.parallel.graphs.graph_capture import WARM, NoCapture
 from meshwright.serving.engine import sampler, step_loop
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.cache import paged_cache
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
+from meshwright.serving.engine.cache.blocks import BlockPool, BlockTables
 from meshwright.serving.engine.cache.paged_cache import PagedCache
 from meshwright.serving.engine.rows import packed_step
 from meshwright.serving.engine.rows.prepared_layers import PreparedLayers

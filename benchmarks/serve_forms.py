@@ -24,7 +24,7 @@ import meshwright as mw
 from meshwright.kernels.c import serving_library
 from meshwright.model import Transformer
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.cache.paged_cache import PagedCache, bytes_per_block
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.packed_step import RowPacker, Run

@@ -35,13 +35,13 @@ from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
 from meshwright.serving.engine import step_loop
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.sampler import SampledRow, SampledTokens
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.hosted_model import HostedModel
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.engine_thread import HostedModel
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
 LONGEST = 8192

@@ -17,10 +17,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
-from meshwright.serving.engine.cache.cached_sequence import GONE, CachedSequence, Phase
-from meshwright.serving.engine.cache.host_tier import HostTier, Move
+from meshwright.serving.engine.cache.blocks import (
+    GONE,
+    BlockPool,
+    BlockTables,
+    CachedSequence,
+    HostTier,
+    Move,
+    Phase,
+)
 from meshwright.serving.engine.scheduler import Scheduler, StepPlan
 
 WORDS = 3

@@ -26,8 +26,8 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.hosted_model import HostedModel
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.engine_thread import HostedModel
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
 ENGINE = EngineOptions(exact=True, cache_bytes=2**21, most_sequences=16, most_tokens=128)

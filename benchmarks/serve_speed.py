@@ -35,8 +35,7 @@ from benchmarks.chat_file import ANSWER, PROMPT, SIGMA, TURNS
 from benchmarks.serve_peers import continuous, exported, vllm_engine
 from meshwright.model import Transformer, build
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
+from meshwright.serving.engine.cache.blocks import BlockPool, BlockTables
 from meshwright.serving.engine.cache.paged_cache import bytes_per_block
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.scheduler import Scheduler

@@ -29,8 +29,8 @@ from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import Transformer, build
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.hosted_model import HostedModel
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.engine_thread import HostedModel
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import presets
 

@@ -13,7 +13,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters, ServedAdapter
 from meshwright.serving.engine.rows.serving_ranks import RankCommand
-from meshwright.serving.engine.runner_setup import follow
+from meshwright.serving.engine.runner import follow
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout
 from meshwright.spec.errors import DoesNotFit

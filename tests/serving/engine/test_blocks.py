@@ -2,10 +2,15 @@
 
 import pytest
 
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
-from meshwright.serving.engine.cache.cached_sequence import GONE, CachedSequence, first_key, next_key
-from meshwright.serving.engine.cache.host_tier import Move
+from meshwright.serving.engine.cache.blocks import (
+    GONE,
+    BlockPool,
+    BlockTables,
+    CachedSequence,
+    Move,
+    first_key,
+    next_key,
+)
 from meshwright.spec.errors import ArgumentError
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
-from meshwright.serving.engine.cache.dense_copies import DenseCopies
+from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.packed_step import DenseCopies
 from meshwright.serving.engine.serving_engine import ServingEngine
 from tests.model.shrunk import KINDS, model
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.serving.engine import engine_start, gpu_memory, step_graphs
+from meshwright.serving.engine import engine_start, step_graphs
 from meshwright.serving.engine.cache import paged_cache
 from meshwright.serving.engine.cache.paged_cache import bytes_per_block
 from meshwright.serving.engine.engine_options import EngineOptions
-from meshwright.serving.engine.engine_start import StartedEngine, start
-from meshwright.serving.engine.gpu_memory import CacheRoom
+from meshwright.serving.engine.engine_start import CacheRoom, StartedEngine, start
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters
 from meshwright.serving.engine.runner import Runner
 from meshwright.serving.engine.sampler import DrawnTokens
@@ -72,7 +71,7 @@ def test_a_share_of_what_is_free_beside_the_largest_step(monkeypatch: pytest.Mon
 def test_a_step_of_prompts_is_measured_beside_logits_whose_tokens_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a server launches it: they are kept until the tokens are read, beside all that the step makes."""
     waiting, behind = set[int](), list[tuple[int, int]]()
-    run, made, read = Runner.run, gpu_memory.draw, DrawnTokens.read
+    run, made, read = Runner.run, engine_start.draw, DrawnTokens.read
 
     def launched(runner: Runner, step: StepPlan, **more: Any) -> Any:
         behind.append((max(step.chunks.values()), len(waiting)))
@@ -88,7 +87,7 @@ def test_a_step_of_prompts_is_measured_beside_logits_whose_tokens_wait(monkeypat
         return read(tokens)
 
     monkeypatch.setattr(Runner, "run", launched)
-    monkeypatch.setattr(gpu_memory, "draw", drawn)
+    monkeypatch.setattr(engine_start, "draw", drawn)
     monkeypatch.setattr(DrawnTokens, "read", arrived)
     started(FakeMemory(40 * BLOCK, 0), monkeypatch)
     assert {(24, 1), (1, 1)} <= set(behind), "a chunk of 24 tokens, and a step of decoding"
@@ -135,9 +134,9 @@ def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.Monkey
         recorder.tensors = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
         return StepGraphs(engine, cache, recorder, **sizes), "on"
 
-    monkeypatch.setattr("meshwright.serving.engine.runner_setup.step_graphs", graphs_of)
+    monkeypatch.setattr("meshwright.serving.engine.runner.step_graphs", graphs_of)
     monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
-    monkeypatch.setattr("meshwright.serving.engine.gpu_memory.reason_without", lambda *_: "")
+    monkeypatch.setattr("meshwright.serving.engine.engine_start.reason_without", lambda *_: "")
     memory = FakeMemory(200 * BLOCK, 0, 4 * BLOCK, 0)
     with_fakes = {"copies_bytes": 0, "compiled": False, "on_progress": lines.append}
     monkeypatch.setattr(step_graphs, "SECONDS_BETWEEN", 0.0)
@@ -180,7 +179,7 @@ def test_graphs_captured_at_the_start_outlive_matrices_that_the_first_step_moves
         recorder.tensors = lambda: [tensor for layer in cache.layers for tensor in layer.tensors]
         return StepGraphs(network, cache, recorder, **sizes), "on"
 
-    monkeypatch.setattr("meshwright.serving.engine.runner_setup.step_graphs", graphs_of)
+    monkeypatch.setattr("meshwright.serving.engine.runner.step_graphs", graphs_of)
     monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
     monkeypatch.setattr(StepGraphs, "_work", joining)
     monkeypatch.setattr(engine_start, "device_memory", lambda _: FakeMemory(0, 0))

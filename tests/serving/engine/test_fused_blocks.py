@@ -18,7 +18,7 @@ from meshwright.model.seams import compute
 from meshwright.model.transformer import Block
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
-from meshwright.serving.engine.rows import fused_blocks
+from meshwright.serving.engine.rows import prepared_layers
 from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.serving_engine import ServingEngine
@@ -72,7 +72,7 @@ def compiled_loops() -> Loops:
 
 def by_parts(monkeypatch: pytest.MonkeyPatch, network: Transformer, **options: Any) -> list[object]:
     with monkeypatch.context() as changed:
-        changed.setattr(fused_blocks, "_is_plain", lambda *_: False)
+        changed.setattr(prepared_layers, "_is_plain", lambda *_: False)
         return bits(served(network, PROMPTS, **options)[0])
 
 
@@ -124,7 +124,7 @@ def adapted(name: str, exact: bool) -> list[object]:
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_adapters_beside_them(name: str, exact: bool, blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
-        changed.setattr(fused_blocks, "_is_plain", lambda *_: False)
+        changed.setattr(prepared_layers, "_is_plain", lambda *_: False)
         right = adapted(name, exact)
     assert not blocks
     assert adapted(name, exact) == right

@@ -7,11 +7,16 @@ import pytest
 import torch
 
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
-from meshwright.serving.engine.cache.cached_sequence import GONE, HOSTED, CachedSequence
+from meshwright.serving.engine.cache.blocks import (
+    GONE,
+    HOSTED,
+    BlockPool,
+    BlockTables,
+    CachedSequence,
+    HostTier,
+    Move,
+)
 from meshwright.serving.engine.cache.host_copies import HostCopies, grouped
-from meshwright.serving.engine.cache.host_tier import HostTier, Move
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation

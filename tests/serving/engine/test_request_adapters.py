@@ -21,9 +21,13 @@ from meshwright.model.low_rank import LoRA, merge_adapter
 from meshwright.model.moe import ExpertStack
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
-from meshwright.serving.engine.rows.expert_adapters import StackProducts, TaggedRows, tagged_runs
-from meshwright.serving.engine.rows.low_rank_product import LowRankProduct
-from meshwright.serving.engine.rows.request_adapters import ServedAdapter
+from meshwright.serving.engine.rows.request_adapters import (
+    LowRankProduct,
+    ServedAdapter,
+    StackProducts,
+    TaggedRows,
+    tagged_runs,
+)
 from meshwright.serving.engine.served_request import ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation

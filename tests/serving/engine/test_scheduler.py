@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from benchmarks.serve_operations import Simulation, right, run
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
+from meshwright.serving.engine.cache.blocks import BlockPool, BlockTables
 from meshwright.serving.engine.scheduler import Scheduler
 from meshwright.spec.errors import ArgumentError
 

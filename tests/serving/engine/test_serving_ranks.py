@@ -18,16 +18,14 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence, Phase
-from meshwright.serving.engine.cache.host_tier import MOVES, Move
+from meshwright.serving.engine.cache.blocks import MOVES, CachedSequence, Move, Phase
 from meshwright.serving.engine.cache.paged_cache import bytes_per_block
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRanks
-from meshwright.serving.engine.runner_setup import follow
+from meshwright.serving.engine.runner import StepReader, StepWriter, follow
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation
-from meshwright.serving.engine.step_words import StepReader, StepWriter
 from meshwright.spec import Layout
 from meshwright.spec.errors import ArgumentError
 from tests.model.shrunk import KINDS, VOCAB, model

@@ -10,9 +10,15 @@ import pytest
 from pydantic_core import from_json
 
 from meshwright.data.chat.template import DEFAULT, ChatTemplate
-from meshwright.serving.engine.answers.answer_text import opened_thought
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.answers.tool_calls import FAMILIES, ToolFamily, family_of, forced_call, read_answer
+from meshwright.serving.engine.answers.tool_calls import (
+    FAMILIES,
+    ToolFamily,
+    family_of,
+    forced_call,
+    opened_thought,
+    read_answer,
+)
 from meshwright.spec.errors import ArgumentError, DataError
 from tests.serving.engine.test_grammar import answers, engine
 

@@ -23,9 +23,8 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.engine_thread import EngineThread
-from meshwright.serving.http.host.hosted_model import HostedModel
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.engine_thread import EngineThread, HostedModel
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
 KEYS = ("first-key-of-the-tests", "second-key-of-the-tests")

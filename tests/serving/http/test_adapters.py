@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.interface.trained import serving
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.hosted_model import HostedModel
+from meshwright.serving.http.engine_thread import HostedModel
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.weights.inventory import parameters

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.serving.http.front.application import CONTENT_SECURITY_POLICY, chat_page
+from meshwright.serving.http.front.front import CONTENT_SECURITY_POLICY, chat_page
 from meshwright.serving.http.server_options import ServerLimits
 from tests.planner.browser import CHROMIUM, Browser
 from tests.planner.colours import contrast

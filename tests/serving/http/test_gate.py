@@ -9,10 +9,9 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from meshwright.serving.http.front.application import OPEN, application
-from meshwright.serving.http.request.access import Keyring, read_keys
+from meshwright.serving.http.front.front import OPEN, application
 from meshwright.serving.http.request.server_metrics import ServerMetrics
-from meshwright.serving.http.server_options import ServerLimits, ServerOptions
+from meshwright.serving.http.server_options import Keyring, ServerLimits, ServerOptions, read_keys
 from meshwright.spec.errors import ArgumentError
 from tests.serving.http.running import KEYS, NAME, Running, running
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.serving.http.host import http_server
-from meshwright.serving.http.host.hosted_model import HostedModel
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http import http_server
+from meshwright.serving.http.engine_thread import HostedModel
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec.errors import ArgumentError, RunError
 from tests.serving.http.running import EXACT, NAME, Running, running, small

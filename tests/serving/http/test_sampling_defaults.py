@@ -9,7 +9,7 @@ import pytest
 
 import meshwright as mw
 from meshwright.data import Tokenizer
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.request.request_fields import sampling_defaults
 from meshwright.serving.http.server_options import ServerOptions
 from tests.serving.http.running import EXACT, NAME, asked_once, small

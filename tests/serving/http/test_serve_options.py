@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.interface.trained import serving
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.verbs.main import main
 from tests.serving.http.running import asked_once
 from tests.verbs import toy

@@ -9,8 +9,8 @@ import torch
 
 from meshwright.data import Tokenizer
 from meshwright.model import build
-from meshwright.serving.http.host.hosted_model import HostedModel
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.engine_thread import HostedModel
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerOptions
 from meshwright.spec import ModelShape
 from tests.data.tokenizers_for_tests import metaspace

@@ -17,12 +17,18 @@ from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serving.engine import step_loop
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
-from meshwright.serving.http.channel.channel import Channel, FrameKind, FrameReader, encode_frame
-from meshwright.serving.http.channel.engine_messages import AddedPrompt, ModelCard, StepNews
+from meshwright.serving.http.channel import (
+    AddedPrompt,
+    Channel,
+    FrameKind,
+    FrameReader,
+    ModelCard,
+    StepNews,
+    encode_frame,
+)
+from meshwright.serving.http.engine_thread import EngineThread
 from meshwright.serving.http.front.answer_documents import AnswerDocument, ChatShape, CompletionShape
-from meshwright.serving.http.front.event_stream import stream_answers
-from meshwright.serving.http.front.guarded_connection import StreamedConnection
-from meshwright.serving.http.host.engine_thread import EngineThread
+from meshwright.serving.http.front.event_stream import StreamedConnection, stream_answers
 from meshwright.serving.http.request.answering import Answering
 from meshwright.serving.http.request.engine_link import EngineLink
 from meshwright.serving.http.request.engine_task import EngineTask

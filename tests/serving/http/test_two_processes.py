@@ -17,7 +17,7 @@ from benchmarks.serve_http import null_server
 from benchmarks.stream_clients import request_bytes
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model import build
-from meshwright.serving.http.host.http_server import HttpServer
+from meshwright.serving.http.http_server import HttpServer
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec.errors import RunError
 from tests.serving.http.running import EXACT, NAME, Running, answers, lives, running, small

@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout, Plan

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.serving.engine.engine_options import EngineOptions
-from meshwright.serving.http.request.access import check_key
-from meshwright.serving.http.server_options import ServerOptions
+from meshwright.serving.http.server_options import ServerOptions, check_key
 from meshwright.spec.extras import require
 
 if TYPE_CHECKING:
     from meshwright.serving.engine.speculation import Speculation
-    from meshwright.serving.http.host.hosted_model import OpenModel
-    from meshwright.serving.http.host.http_server import HttpServer
+    from meshwright.serving.http.engine_thread import OpenModel
+    from meshwright.serving.http.http_server import HttpServer
 
 Ready = Callable[["HttpServer"], None]
 """Called when the server accepts requests."""
@@ -25,7 +24,7 @@ def server_of(
 ) -> "HttpServer":
     """Return a server that has its address. Raises ArgumentError, and PlanError without its libraries."""
     require("serve", "serve")
-    from meshwright.serving.http.host.http_server import HttpServer
+    from meshwright.serving.http.http_server import HttpServer
 
     for key in options.keys:
         check_key(key, "keys=")

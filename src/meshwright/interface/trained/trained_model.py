@@ -26,7 +26,7 @@ from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.rows.serving_ranks import ServingRanks
 from meshwright.serving.engine.served_request import ServedAnswer
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.host.hosted_model import HostedModel
+from meshwright.serving.http.engine_thread import HostedModel
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError

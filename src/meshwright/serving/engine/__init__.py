@@ -1,4 +1,4 @@
 """Many requests to one model at once: paged keys and values, prefix cache, continuous batching.
 
-`block_pool`, `block_tables` and `scheduler` decide, without torch; `runner` computes; `serving_engine` joins them.
+`blocks` and `scheduler` decide, without torch; `runner` computes; `serving_engine` joins them.
 """

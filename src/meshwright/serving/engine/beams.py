@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.scheduler import Scheduler
 from meshwright.serving.engine.served_request import Ending, ServedAnswer, ServedRequest
 

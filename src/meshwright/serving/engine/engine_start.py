@@ -1,23 +1,204 @@
-"""Start of an engine: size of its cache, runners of its models, and CUDA graphs of their steps."""
+"""Start of an engine: size of its cache, runners of its models, and CUDA graphs of their steps.
+
+A GPU's cache is sized by the largest steps that the engine will make, before it is allocated. A step takes its
+activations and what attention gathers, and no formula knows the workspaces of libraries. So two steps run on a cache of
+one block, which every sequence's table names. One is a prompt chunk at the end of the longest sequence. The other is a
+token of as many sequences as the engine takes, which are then sampled. Both also run while tokens of the latter are
+unread, since logits are kept until then. The cache gets a share of what is free after that, less the peak of such a
+step and the pool of CUDA graphs.
+"""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol, final
 
 import torch
 
 from meshwright.kernels.quantized import device_products
 from meshwright.model.transformer import Transformer
+from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.cache.blocks import CachedSequence, Phase
 from meshwright.serving.engine.cache.paged_cache import bytes_per_block
 from meshwright.serving.engine.engine_options import GRAPHS, EngineOptions
-from meshwright.serving.engine.gpu_memory import CudaMemory, DeviceMemory, check_room, measured_room
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters
 from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRanks
-from meshwright.serving.engine.runner import Runner
-from meshwright.serving.engine.runner_setup import RunnerSetup
-from meshwright.spec.errors import ArgumentError
+from meshwright.serving.engine.runner import Runner, RunnerSetup
+from meshwright.serving.engine.sampler import DrawnTokens, SampledRow, draw
+from meshwright.serving.engine.scheduler import StepPlan
+from meshwright.serving.engine.step_graphs import StepMemory, reason_without
+from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS, GRAPH_POOLS
 from meshwright.spec.units import gib
+
+SMALLER = "a smaller longest, most_tokens or most_sequences, or quantized weights"
+
+
+class DeviceMemory(Protocol):
+    """Memory of the device that an engine runs on."""
+
+    def free_bytes(self) -> int:
+        """Return what a program can still allocate, with the allocator's reserve released."""
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run the work. Return the peak of tensors beyond those that existed before."""
+
+
+@final
+class CudaMemory:
+    """Memory of a CUDA device, as the driver and torch's allocator report it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        """Return the driver's free bytes once the allocator has released its reserve."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run the work, and return the peak of tensors beyond those that existed before."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRoom:
+    """Memory of a GPU for keys and values, in bytes."""
+
+    free_bytes: int
+    """Free beside weights and libraries."""
+    step_bytes: int
+    """Peak of the largest step."""
+    graphs_bytes: int
+    """CUDA graphs, which hold the steps' sizes a second time."""
+    share: float
+    """Share of the rest that the cache takes."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes for keys and values. 0 = steps and graphs alone do not fit."""
+        return max(0, int(self.share * (self.free_bytes - self.step_bytes - self.graphs_bytes)))
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.free_bytes)} are free beside the weights; the largest step takes {gib(self.step_bytes)} and "
+            f"CUDA graphs {gib(self.graphs_bytes)}; keys and values have {gib(self.cache_bytes)}, {self.share:.0%} of "
+            "the rest"
+        )
+
+
+@torch.no_grad()
+def measured_room(
+    memory: DeviceMemory, makers: Sequence[Callable[[RunnerSetup], Runner]], setup: RunnerSetup, share: float,
+    ranks: int = 1,
+) -> CacheRoom:  # fmt: skip
+    """Run the largest steps of all models of an engine: the answering one, and its draft model.
+
+    Args:
+        makers: Return a runner for each model.
+        setup: The engine's, apart from its blocks.
+        ranks: Number of ranks that share the model.
+    """
+    off = GRAPHS.index("off")
+    probe = replace(setup, blocks=1, slots=0, graphs=off)
+    steps, graphs = list[int](), list[int]()
+    for make in makers:
+        runner = make(probe)
+        try:
+            peaks = _largest_steps(memory, runner, setup)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(f"the largest step does not fit beside the weights: take {SMALLER} ({error})") from None
+        steps.append(max(peaks))
+        if setup.graphs != off and not reason_without(runner.model, runner.cache, ranks):
+            blocks = 1 + setup.sequences * _blocks(setup, setup.longest)
+            step_memory = StepMemory.bytes_of(setup.graph_rows, blocks, runner.model.shape.vocab)
+            graphs.append(int(GRAPH_POOLS * peaks[1]) + step_memory)
+        del runner
+    return CacheRoom(free_bytes=memory.free_bytes(), step_bytes=max(steps), graphs_bytes=sum(graphs), share=share)
+
+
+def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> list[int]:
+    """Return peaks of a prompt step, a decoding step, and either one behind a decoding step with unread tokens."""
+    prompts, decoding = _prompts(setup), _decoding(setup, _decoding_rows(memory, runner, setup))
+    peaks = list[int]()
+    for _ in range(2):  # the first pass compiles kernels and allocates workspaces, which stay
+        peaks = [
+            memory.peak_bytes(lambda: runner.run(prompts)),
+            memory.peak_bytes(lambda: runner.run(decoding)),
+            memory.peak_bytes(lambda: _run_and_draw(runner, (decoding, decoding, prompts))),
+        ]
+    return peaks
+
+
+def check_room(room: CacheRoom, block_bytes: int, block: int, longest: int, asked: bool) -> int:
+    """Return how many positions a sequence can have in the cache, at most `longest`.
+
+    Raises DoesNotFit when the cache holds no block, or not the positions that the user `asked` for.
+    """
+    held = room.cache_bytes // block_bytes * block
+    if held >= longest:
+        return longest
+    if not held or asked:
+        remedy = f"longest={held}" if held else SMALLER
+        raise DoesNotFit(
+            f"the cache holds {held:,} positions and one sequence has longest={longest:,}: take {remedy}. {room}"
+        )
+    return held
+
+
+def _blocks(setup: RunnerSetup, positions: int) -> int:
+    return -(-positions // setup.block)
+
+
+def _sequence(setup: RunnerSetup, tokens: int, computed: int) -> CachedSequence:
+    """Return a sequence with that many computed tokens. All of its blocks are block 0."""
+    sequence = CachedSequence(number=0, tokens=[0] * tokens, limit=tokens, first=b"", phase=Phase.RUNNING)
+    sequence.computed, sequence.table = computed, [0] * _blocks(setup, tokens)
+    return sequence
+
+
+def _prompts(setup: RunnerSetup) -> StepPlan:
+    """Return chunks at the ends of the longest prompts, as many tokens as a step may have."""
+    left, step = setup.most_tokens, StepPlan()
+    while left and len(step.chunks) < setup.sequences:
+        count = min(left, setup.longest)
+        step.chunks[_sequence(setup, setup.longest, setup.longest - count)] = count
+        left -= count
+    return step
+
+
+def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> int:
+    """Return how many of the longest sequences the largest decoding step reads.
+
+    If rows read blocks in place, their length costs next to nothing. If attention gathers keys and values, a step never
+    reads more than the cache can hold, which is less than what is free now.
+    """
+    if runner.cache.by_rows:
+        return setup.graph_rows
+    held = memory.free_bytes() // bytes_per_block(runner.model, setup.block, CACHE_FORMS[setup.form])
+    return max(1, min(setup.graph_rows, held // _blocks(setup, setup.longest)))
+
+
+def _decoding(setup: RunnerSetup, rows: int) -> StepPlan:
+    """Return a step with one token of each of so many of the longest sequences, or of their guesses."""
+    return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(rows)})
+
+
+def _run_and_draw(runner: Runner, steps: Sequence[StepPlan]) -> None:
+    """Run steps and draw a token per row. Each is launched before the tokens of the one before are read."""
+    options, drawn = RequestOptions(temperature=1.0, top_p=0.5), list[DrawnTokens]()
+    for step in steps:
+        owners, logits = runner.run(step)
+        drawn.append(draw(logits, [SampledRow(options, 0, (), ()) for _ in owners]))
+        if len(drawn) > 1:
+            drawn.pop(0).read()
+    drawn.pop().read()
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:

@@ -1,23 +1,33 @@
-"""Computation of steps: the trainer's own model over packed rows, with the paged cache."""
+"""Computation of steps: the trainer's own model over packed rows, with the paged cache.
+
+Ranks that serve a model together build their runners from the same setup, and compute the same steps over their own
+part of keys and values. A step is sent as integers. First come moves, in order. Then for each sequence in a step: its
+number here and its adapter's, what was computed, how many tokens follow and which, and new entries of its block table.
+The reader has its own sequence for each. Whatever depends on the identity of a sequence, such as the rows of dense
+copies, is then decided alike everywhere.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import final
+from dataclasses import astuple, dataclass
+from typing import Self, final
 
 import torch
 from torch import Tensor
 
+from meshwright.kernels.c import serving_library
 from meshwright.model.transformer import Transformer
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.blocks import MOVES, CachedSequence, Move, Phase
 from meshwright.serving.engine.cache.paged_cache import PagedCache
+from meshwright.serving.engine.engine_options import GRAPHS, EngineOptions
 from meshwright.serving.engine.rows.exact_rows import ExactRows
 from meshwright.serving.engine.rows.packed_step import PackedStep, RowPacker, Run
 from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters
 from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRanks
 from meshwright.serving.engine.scheduler import StepPlan
-from meshwright.serving.engine.step_graphs import StepGraphs
-from meshwright.serving.engine.step_words import StepWriter
+from meshwright.serving.engine.step_graphs import StepGraphs, step_graphs
+from meshwright.spec.execution.serving_defaults import CACHE_FORMS, HEADS
 
 
 @final
@@ -45,7 +55,7 @@ class Runner:
             longest: Positions of a sequence.
             most_tokens: Tokens of a step.
             exact: A row's bits depend on its own sequence alone.
-            copies_bytes: Most bytes of all dense copies (dense_copies.py).
+            copies_bytes: Most bytes of all dense copies (packed_step.py).
             adapters: Adapters of requests. None = those of sequences are ignored.
             ranks: Ranks with the other parts of the model.
             graphs: CUDA graphs for steps that allow them. Not used in exact mode.
@@ -185,3 +195,196 @@ def cut(runs: list[Run], most: int) -> Iterator[list[Run]]:
                 part, left = [], most
     if part:
         yield part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSetup:
+    """Settings on which all ranks must agree, as integers. See EngineOptions."""
+
+    blocks: int
+    """Blocks of the cache, the same on every rank."""
+    slots: int
+    """Slots of host memory, one block each."""
+    block: int
+    form: int
+    """Index in CACHE_FORMS."""
+    head: int
+    """Index in HEADS."""
+    packed: int
+    compiled: int
+    exact: int
+    longest: int
+    most_tokens: int
+    copies_bytes: int
+    graphs: int
+    """Index in GRAPHS."""
+    graph_rows: int
+    """Rows of the largest step that is a graph."""
+    sequences: int
+    """Answers that are generated at once."""
+
+    @classmethod
+    def for_model(cls, options: EngineOptions, blocks: int, slots: int, longest: int) -> Self:
+        """Return the setup for the model that the options belong to."""
+        return cls(
+            blocks=blocks, slots=slots, block=options.block, form=CACHE_FORMS.index(options.cache_dtype),
+            head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact,
+            longest=longest, most_tokens=options.most_tokens, copies_bytes=options.copies_bytes,
+            graphs=GRAPHS.index(options.cuda_graphs), graph_rows=options.most_rows, sequences=options.most_sequences,
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, words: Sequence[int]) -> Self:
+        """Return the setup that gave these `words`."""
+        return cls(**dict(zip(cls.__slots__, words, strict=True)))
+
+    @property
+    def words(self) -> list[int]:
+        """Its fields in order."""
+        return [int(number) for number in astuple(self)]
+
+    @torch.no_grad()
+    def runner(
+        self, model: Transformer, adapters: RequestAdapters | None = None, ranks: ServingRanks | None = None
+    ) -> Runner:
+        """Build the runner of a model, or of this rank's part of it."""
+        with nullcontext() if ranks is None else ranks.together():
+            return self._runner(model, adapters, ranks)
+
+    def _runner(self, model: Transformer, adapters: RequestAdapters | None, ranks: ServingRanks | None) -> Runner:
+        loops = serving_library.compiled() if self.compiled else None
+        if self.exact and loops is not None:
+            loops = loops.for_any_rows()
+        cache = PagedCache(model, self.blocks, self.block, form=CACHE_FORMS[self.form], loops=loops, slots=self.slots)
+        graphs, words = step_graphs(
+            model, cache, GRAPHS[self.graphs], ranks=1 if ranks is None else ranks.size, rows=self.graph_rows,
+            sequences=self.sequences, longest=self.longest,
+        )  # fmt: skip
+        return Runner(
+            model,
+            cache,
+            PreparedLayers(model, packed=bool(self.packed), head=HEADS[self.head], loops=loops),
+            longest=self.longest,
+            most_tokens=self.most_tokens,
+            exact=bool(self.exact),
+            copies_bytes=self.copies_bytes,
+            adapters=adapters,
+            ranks=ranks,
+            graphs=graphs,
+            graphs_words=words,
+        )
+
+
+@torch.no_grad()
+def follow(model: Transformer, ranks: ServingRanks) -> None:
+    """Compute what rank 0 commands with this rank's part of the model, until it ends.
+
+    Raises RunError when a rank is gone.
+    """
+    model.eval()
+    runner, steps, adapters = None, StepReader(), RequestAdapters(model, exact=False)
+    while True:
+        kind, words = ranks.receive()
+        if kind is RankCommand.END:
+            return
+        if kind is RankCommand.SETUP:
+            setup, steps = RunnerSetup.read(words), StepReader()
+            adapters = RequestAdapters(model, exact=bool(setup.exact), multiple=ranks.row_multiple)
+            runner = setup.runner(model, adapters, ranks)
+            continue
+        assert runner is not None, "the first rank says first how steps are computed"
+        if kind is RankCommand.CLEAR:
+            runner.cache.clear(words)
+        elif kind is RankCommand.ADAPTER:
+            ranks.take_adapter(words, adapters)
+        elif kind is RankCommand.DROP:
+            adapters.drop(*words)
+        else:
+            runner.compute(steps.step(words))
+
+
+@final
+class StepWriter:
+    """Encoder of steps. A preempted or ended sequence is forgotten with the next step."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[CachedSequence, tuple[int, list[int]]] = {}
+        self._number = 0
+
+    def words(self, step: StepPlan) -> list[int]:
+        """Return all that `StepReader` needs."""
+        ended = [sequence for sequence in self._sequences if sequence.phase is not Phase.RUNNING]
+        words = [len(ended), *(self._sequences.pop(sequence)[0] for sequence in ended)]
+        moves = [(MOVES.index(move.kind), move.source, move.target) for move in step.moves]
+        words += [len(moves), *(number for move in moves for number in move), len(step.chunks)]
+        for sequence, count in step.chunks.items():
+            words += self._sequence_words(sequence, count)
+        return words
+
+    def _sequence_words(self, sequence: CachedSequence, count: int) -> list[int]:
+        number, known_table = self._sequences.get(sequence, (self._number, []))
+        self._number += number == self._number
+        table = sequence.table
+        shared = len(known_table) if table[: len(known_table)] == known_table else 0
+        self._sequences[sequence] = number, list(table)
+        begin = sequence.computed
+        return [
+            number, sequence.adapter, begin, count, len(sequence.tokens), sequence.guessed, sequence.preemptions,
+            shared, len(table) - shared, *table[shared:], *sequence.tokens[begin : begin + count],
+        ]  # fmt: skip
+
+
+@final
+class StepReader:
+    """Decoder of steps, in the order in which they were written. Tokens that are not computed are zero."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, CachedSequence] = {}
+
+    def step(self, words: Sequence[int]) -> StepPlan:
+        """Return the step that `StepWriter` encoded."""
+        rest = _StepNumbers(words)
+        for number in rest.take_counted():
+            del self._sequences[number]
+        moves = (rest.take(3) for _ in range(rest.take_one()))
+        step = StepPlan(moves=[Move(MOVES[kind], source, target) for kind, source, target in moves])
+        for _ in range(rest.take_one()):
+            sequence, count = self._read_sequence(rest)
+            step.chunks[sequence] = count
+        return step
+
+    def _read_sequence(self, rest: "_StepNumbers") -> tuple[CachedSequence, int]:
+        number, adapter, begin, count, length, guessed, preemptions, shared = rest.take(8)
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            sequence = self._sequences[number] = CachedSequence(
+                number, [], 0, b"", adapter=adapter, phase=Phase.RUNNING
+            )  # fmt: skip
+        sequence.table[shared:] = rest.take_counted()
+        tokens = sequence.tokens
+        del tokens[length:]
+        tokens += [0] * (length - len(tokens))
+        tokens[begin : begin + count] = rest.take(count)
+        sequence.computed, sequence.guessed, sequence.preemptions = begin, guessed, preemptions
+        return sequence, count
+
+
+class _StepNumbers:
+    """Integers that are read in order."""
+
+    def __init__(self, words: Sequence[int]) -> None:
+        self._words, self._position = words, 0
+
+    def take(self, count: int) -> list[int]:
+        """Return the next `count` integers."""
+        begin = self._position
+        self._position += count
+        return list(self._words[begin : self._position])
+
+    def take_one(self) -> int:
+        """Return the next integer."""
+        return self.take(1)[0]
+
+    def take_counted(self) -> list[int]:
+        """Return as many integers as the next one says."""
+        return self.take(self.take_one())

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
-from meshwright.serving.engine.cache.block_tables import BlockTables
-from meshwright.serving.engine.cache.cached_sequence import HOSTED, CachedSequence, Phase, first_key
-from meshwright.serving.engine.cache.host_tier import Move
+from meshwright.serving.engine.cache.blocks import HOSTED, BlockTables, CachedSequence, Move, Phase, first_key
 from meshwright.spec.errors import ArgumentError
 
 WATERMARK = 0.01

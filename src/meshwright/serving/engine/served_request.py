@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.model.generate import broken_model_error
-from meshwright.serving.engine.answers.answer_text import AnswerText
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence, Phase
+from meshwright.serving.engine.answers.tool_calls import AnswerText
+from meshwright.serving.engine.cache.blocks import CachedSequence, Phase
 from meshwright.serving.engine.sampler import SampledRow
 from meshwright.spec.errors import RunError
 

@@ -12,14 +12,11 @@ import torch
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
-from meshwright.serving.engine.answers.answer_text import AnswerText
 from meshwright.serving.engine.answers.grammar import Grammars, GrammarState
 from meshwright.serving.engine.answers.request_options import RequestOptions
+from meshwright.serving.engine.answers.tool_calls import AnswerText
 from meshwright.serving.engine.beams import BeamSearch
-from meshwright.serving.engine.cache.block_pool import BlockPool
-from meshwright.serving.engine.cache.block_tables import BlockTables
-from meshwright.serving.engine.cache.host_tier import HostTier
-from meshwright.serving.engine.draft_model import DraftModel
+from meshwright.serving.engine.cache.blocks import BlockPool, BlockTables, HostTier
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.engine_start import start
 from meshwright.serving.engine.rows.loaded_adapters import LoadedAdapters
@@ -29,7 +26,7 @@ from meshwright.serving.engine.sampler import SampledRow
 from meshwright.serving.engine.scheduler import Scheduler
 from meshwright.serving.engine.served_request import Decode, ServedAnswer, ServedRequest
 from meshwright.serving.engine.speculation import GuessCounts, Guesser
-from meshwright.serving.engine.step_loop import StepLoop
+from meshwright.serving.engine.step_loop import DraftModel, StepLoop
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.memory.buffers import BLOCK, MOST_BYTES
 

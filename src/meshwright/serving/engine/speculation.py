@@ -1,7 +1,7 @@
 """Guesses of the next tokens, which the model then computes all at once (speculative decoding, arXiv:2211.17192).
 
 A guess is looked up: if the last tokens occurred in the text before, what followed them there may follow again. Or a
-small model makes it (draft_model.py). The model computes all guessed tokens in one step. Behind each row it draws the
+small model makes it (step_loop.py). The model computes all guessed tokens in one step. Behind each row it draws the
 token that it would have drawn without guesses, with the same random number. If that is the guessed one, the next row
 counts too. So an answer is the same as without guesses, token by token, greedy or sampled.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from meshwright.model.transformer import Transformer
-from meshwright.serving.engine.cache.cached_sequence import CachedSequence
+from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.spec.errors import ArgumentError
 

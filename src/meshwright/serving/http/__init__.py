@@ -3,16 +3,13 @@
 In the process that has the model:
 
     http_server      the address, signals, and the start and end of the other process
-    hosted_model     the model, and its engine
-    engine_thread    the engine's thread: commands in, one message per step out
-    adapter_folder   adapters that come and go
+    engine_thread    the model, its engine, and the engine's thread: commands in, one message per step out
 
-Between the two: `channel` (frames) and `engine_messages` (their contents).
+Between the two: `channel` (frames and their contents).
 
 In the HTTP process, which has no torch:
 
-    front            the loop: start, draining, end
-    application      keys, hosts, headers, which every request passes; then the routes
+    front            the loop: start, draining, end; keys, hosts, headers, which every request passes
     routes           bodies of requests                   -> documents of answers
     request_fields, chat_fields        JSON               -> checked fields; tools, and calls in answers
     prompt_reader    text and conversations               -> token ids, in separate processes
@@ -20,7 +17,7 @@ In the HTTP process, which has no torch:
     engine_task      fields -> prompts for the engine, whose answers become text token by token
     answering        the answers to one HTTP request, as they grow
     answer_documents                                      the JSON of answers
-    event_stream, guarded_connection                      -> server-sent events on a connection
+    event_stream                                          -> server-sent events on a connection
 
 Nothing here reads the environment.
 """

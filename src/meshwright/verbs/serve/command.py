@@ -19,8 +19,8 @@ from meshwright.verbs.serve.screen import in_full, in_short
 if TYPE_CHECKING:
     from meshwright.interface.trained.trained_model import TrainedModel
     from meshwright.serving.engine.speculation import Speculation
-    from meshwright.serving.http.host.hosted_model import HostedModel
-    from meshwright.serving.http.host.http_server import HttpServer
+    from meshwright.serving.http.engine_thread import HostedModel
+    from meshwright.serving.http.http_server import HttpServer
 
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
@@ -89,8 +89,7 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all settings, not only the common ones.")] = False,
 ) -> None:
     """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
-    from meshwright.serving.http.request.access import read_keys
-    from meshwright.serving.http.server_options import ServerLimits, ServerOptions
+    from meshwright.serving.http.server_options import ServerLimits, ServerOptions, read_keys
 
     keys = (read_keys(api_key_file) if api_key_file else ()) + _environment_key()
     options = ServerOptions(
@@ -182,7 +181,7 @@ def _speculation(tokens: int | None, ngram: int | None, draft: Path | None) -> "
 
 
 def _environment_key() -> tuple[str, ...]:
-    from meshwright.serving.http.request.access import check_key
+    from meshwright.serving.http.server_options import check_key
 
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key:

@@ -7,7 +7,7 @@ from meshwright.interface.terminal.screen_text import width, wrapped
 from meshwright.spec.units import short_gib
 
 if TYPE_CHECKING:
-    from meshwright.serving.http.host.http_server import HttpServer
+    from meshwright.serving.http.http_server import HttpServer
 
 WIDEST = 100
 """Columns of these lines at most."""

@@ -30,7 +30,7 @@ from meshwright.observe.ranks import start
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRanks
-from meshwright.serving.engine.runner_setup import follow
+from meshwright.serving.engine.runner import follow
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout, Recipe
 from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError

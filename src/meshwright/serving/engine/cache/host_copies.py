@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshwright.serving.engine.cache.host_tier import Move
+from meshwright.serving.engine.cache.blocks import Move
 
 
 def to_device(numbers: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

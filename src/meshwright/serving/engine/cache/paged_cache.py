@@ -27,14 +27,16 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
+from meshwright.serving.engine.cache.blocks import Move
 from meshwright.serving.engine.cache.host_copies import HostCopies, grouped, to_device
+from meshwright.spec.execution.serving_defaults import CacheForm
 from meshwright.serving.engine.cache.host_tier import Move
 from meshwright.spec.plan.execution import CacheForm
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """Work of a step on a dense copy (dense_copies.py) in each layer without a window."""
+    """Work of a step on a dense copy (packed_step.py) in each layer without a window."""
 
     keys: int
     """T of its rows."""

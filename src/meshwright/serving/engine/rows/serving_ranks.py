@@ -4,11 +4,16 @@ Rank 0 schedules and samples. Before each step it sends the step to the others. 
 of the vocabulary are gathered on rank 0. Other ranks know no requests: they `follow`.
 
 Messages are integers, in one broadcast on the host, or two if there are many, and never objects.
+
+Rank 0 also reads adapters, and broadcasts each tensor whole. Every rank cuts out its part as in training
+(spec/weights/boxes.py): A is split like its matrix's inputs, B like the outputs, and experts like their stacks. First
+come integers: the adapter's number, its rank, and which of its possible tensors it has.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, auto
+from math import prod
 from typing import TypeVar, final
 
 import torch
@@ -16,13 +21,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.groups.group import is_lost_connection
+from meshwright.parallel.groups.group import Group, is_lost_connection
 from meshwright.parallel.groups.mesh import Mesh
-from meshwright.serving.engine.rows.adapter_shares import AdapterRoom, adapter_words
-from meshwright.serving.engine.rows.request_adapters import RequestAdapters
+from meshwright.serving.engine.rows.request_adapters import RequestAdapters, possible_parts
 from meshwright.spec.errors import RunError, is_out_of_memory
-from meshwright.spec.model.shape import LoRAShape
-from meshwright.spec.weights.boxes import share
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.weights.boxes import boxes_of, share
+
+
+def adapter_words(number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, shape: ModelShape) -> list[int]:
+    """Return the integers that AdapterRoom reads."""
+    known = possible_parts(shape, lora.rank)
+    return [number, lora.rank, *(index for index, part in enumerate(known) if part.name in tensors)]
+
+
+@final
+class AdapterRoom:
+    """Memory for this rank's part of an adapter, allocated before any tensor is sent."""
+
+    def __init__(
+        self, words: Sequence[int], shape: ModelShape, layout: Layout, rank: int, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        """Allocate the memory. `words`: see adapter_words."""
+        self.number, width, *indices = words
+        known = possible_parts(shape, width)
+        self._wanted = [known[index] for index in indices]
+        self._boxes = boxes_of(self._wanted, shape, layout, rank)
+        self._local = {name: torch.empty(box.sizes, dtype=dtype) for name, box in self._boxes.items()}
+        self._whole = torch.empty(max((prod(part.shape) for part in self._wanted), default=0), dtype=dtype)
+
+    def filled(self, tensors: Mapping[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+        """Receive this rank's part of whole `tensors`, which only rank 0 has."""
+        for part in self._wanted:
+            whole = self._whole[: prod(part.shape)].view(part.shape)
+            if tensors is not None:
+                whole.copy_(tensors[part.name])
+            group.broadcast(whole.view(torch.uint8))
+            self._local[part.name].copy_(whole[self._boxes[part.name].slices])
+        return self._local
+
 
 T = TypeVar("T")
 FIRST_NUMBERS = 1024
@@ -33,13 +72,13 @@ class RankCommand(IntEnum):
     """Commands of rank 0 to the others."""
 
     SETUP = auto()
-    """Settings of the runner: runner_setup.py."""
+    """Settings of the runner: RunnerSetup in runner.py."""
     STEP = auto()
-    """A step to compute: step_words.py."""
+    """A step to compute: StepWriter in runner.py."""
     CLEAR = auto()
     """Blocks to set to zero."""
     ADAPTER = auto()
-    """An adapter to load: adapter_shares.py."""
+    """An adapter to load: adapter_words."""
     DROP = auto()
     """Number of an adapter to drop."""
     END = auto()

@@ -16,12 +16,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from meshwright.data.chat.prompt import template_of
-from meshwright.serving.engine.answers.answer_text import opened_thought
+from meshwright.serving.engine.answers.tool_calls import opened_thought
 from meshwright.serving.http.api_error import ApiError, bad_request, internal_error, shutting_down
-from meshwright.serving.http.channel.engine_messages import ModelCard
+from meshwright.serving.http.channel import ModelCard
 from meshwright.serving.http.front.answer_documents import AnswerDocument, ChatShape, CompletionShape, EchoedPrompt
 from meshwright.serving.http.front.event_stream import send_events, wait_for_all, watch_client
-from meshwright.serving.http.request.access import Tenant
 from meshwright.serving.http.request.answering import Admission, Answering, ClientGone
 from meshwright.serving.http.request.chat_fields import ChatFields, TokenizeFields, tool_use
 from meshwright.serving.http.request.engine_link import EngineLink
@@ -36,7 +35,7 @@ from meshwright.serving.http.request.request_fields import (
     with_defaults,
 )
 from meshwright.serving.http.request.server_metrics import ServerMetrics
-from meshwright.serving.http.server_options import ServerLimits, ServerOptions
+from meshwright.serving.http.server_options import ServerLimits, ServerOptions, Tenant
 from meshwright.spec.errors import printable
 
 Write = Callable[[str], None]

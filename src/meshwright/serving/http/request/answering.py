@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from meshwright.serving.http.api_error import ApiError, bad_request, shutting_down
-from meshwright.serving.http.channel.engine_messages import Top
-from meshwright.serving.http.request.access import Tenant
+from meshwright.serving.http.channel import Top
 from meshwright.serving.http.request.engine_link import EngineLink
 from meshwright.serving.http.request.engine_task import EngineTask, GrowingAnswer
-from meshwright.serving.http.server_options import ServerLimits
+from meshwright.serving.http.server_options import ServerLimits, Tenant
 from meshwright.spec.errors import MeshwrightError, RunError
 
 FAULTS = ("broken", "grammar")

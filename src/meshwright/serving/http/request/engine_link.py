@@ -12,16 +12,19 @@ from time import monotonic
 from typing import Literal, final
 
 from meshwright.serving.http.api_error import ApiError, internal_error
-from meshwright.serving.http.channel.channel import Frame, FrameKind, FrameReader, encode_frame
-from meshwright.serving.http.channel.engine_messages import (
+from meshwright.serving.http.channel import (
     AdapterCall,
     AdapterReply,
     AddedPrompt,
     CancelledAnswers,
     EngineFigures,
+    Frame,
+    FrameKind,
+    FrameReader,
     ModelCard,
     StepNews,
     decode_scores,
+    encode_frame,
 )
 from meshwright.serving.http.request.engine_task import EngineTask, GrowingAnswer, TaskListener, TokenScores
 from meshwright.serving.http.request.server_metrics import ServerMetrics

@@ -1,23 +1,31 @@
-"""Conversion of text and conversations to token ids, in processes that are killed when they take too long."""
+"""Conversion of text and conversations to token ids, in processes that are killed when they take too long.
+
+A chat template is a program that came with a model, and a tokenizer's pattern may be slow on hostile text. Both run in
+a child with bounded memory: it reads frames of text or conversations, and answers with token ids. It needs no torch.
+"""
 
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
+from meshwright.data.chat.prompt import chat_prompt, template_of
 from meshwright.data.corpus.worker import read_frame, write_frame
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serving.http.api_error import ApiError, bad_request
+from meshwright.spec.errors import DataError
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
-    "from meshwright.serving.http.request.prompt_worker import serve; serve()"
+    "from meshwright.serving.http.request.prompt_reader import serve; serve()"
 )
 PROCESSES = 2
 """Number of processes. A slow conversation leaves the other one free."""
@@ -125,3 +133,50 @@ class PromptReader:
             with contextlib.suppress(OSError):
                 pipe and pipe.close()
         child.wait()
+
+
+MOST_BYTES = 2**32
+"""Limit on memory."""
+READY = b"ready"
+
+
+def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> None:
+    """Answer until the source ends.
+
+    The first frame is a tokenizer's parts as JSON, and READY answers it. A request is JSON: a text, or {messages,
+    tools, answer_start, settings}. Its answer is (error, ids as unsigned ints), where an empty error means success.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
+        signal.signal(ignored, signal.SIG_IGN)
+    source, sink = source or sys.stdin.buffer, sink or sys.stdout.buffer
+    setup = read_frame(source)
+    if setup is None:
+        return
+    with contextlib.suppress(ImportError, OSError, ValueError):  # where the system knows no such limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    tokenizer = Tokenizer(**json.loads(setup[0]))
+    # One text on trial, so that the first prompt finds everything loaded.
+    prompt_ids(tokenizer, b'"a"')
+    write_frame(sink, [READY])
+    while (request := read_frame(source)) is not None:
+        try:
+            answer = [b"", array("I", prompt_ids(tokenizer, request[0])).tobytes()]
+        except Exception as error:
+            answer = [
+                str(error).encode() if isinstance(error, DataError) else f"{type(error).__name__}: {error}".encode()
+            ]
+        try:
+            write_frame(sink, answer)
+        except BrokenPipeError:  # the parent is gone; an ordinary exit would complain about the unwritten rest
+            os._exit(1)
+
+
+def prompt_ids(tokenizer: Tokenizer, request: bytes) -> list[int]:
+    """Return the ids of a request in JSON. Raises DataError when the chat template fails."""
+    prompt = json.loads(request)
+    if isinstance(prompt, str):
+        return tokenizer.begin(prompt)
+    template, names = template_of(tokenizer), ("messages", "tools", "answer_start", "settings")
+    return chat_prompt(tokenizer, template, *(prompt[name] for name in names))

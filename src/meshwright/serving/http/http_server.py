@@ -18,11 +18,8 @@ from typing import IO, Literal, final
 
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.channel.channel import Channel, FrameKind
-from meshwright.serving.http.channel.engine_messages import AdapterCall, AddedPrompt, CancelledAnswers, encode_setup
-from meshwright.serving.http.host.adapter_folder import answer_adapter_call
-from meshwright.serving.http.host.engine_thread import EngineThread
-from meshwright.serving.http.host.hosted_model import OpenModel
+from meshwright.serving.http.channel import AdapterCall, AddedPrompt, CancelledAnswers, Channel, FrameKind, encode_setup
+from meshwright.serving.http.engine_thread import EngineThread, OpenModel, answer_adapter_call
 from meshwright.serving.http.server_options import ServerOptions
 from meshwright.spec.errors import RunError
 

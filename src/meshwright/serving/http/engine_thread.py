@@ -1,30 +1,99 @@
-"""Engine's thread: commands arrive in a queue, and one message leaves after each step.
+"""Engine's thread: it opens the model, takes commands from a queue, and sends one message after each step.
 
 A message has the new tokens of all answers that grew. The HTTP process makes text, stop strings, JSON and metrics of it
 (engine_link.py), so none of these delays a step.
+
+Adapters may be loaded while the server runs. A path must lead into the server's folder of adapters. A file is read in a
+separate thread, so answers continue; then the engine takes the adapter between two steps.
 """
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import final
 
+from meshwright.data.tokens.tokenizer import Tokenizer
+from meshwright.formats.hub.adapter_config import CONFIG, WEIGHTS
+from meshwright.model.transformer import Transformer
+from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.request_adapters import ServedAdapter
+from meshwright.serving.engine.rows.serving_ranks import ServingRanks
 from meshwright.serving.engine.served_request import ServedAnswer, ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.channel.channel import Channel, FrameKind
-from meshwright.serving.http.channel.engine_messages import (
+from meshwright.serving.http.api_error import ApiError, bad_request, internal_error
+from meshwright.serving.http.channel import (
+    AdapterCall,
+    AdapterReply,
     AddedPrompt,
     CancelledAnswers,
+    Channel,
     EngineFigures,
+    FrameKind,
+    ModelCard,
     StepNews,
     encode_scores,
 )
-from meshwright.serving.http.host.hosted_model import HostedModel, OpenModel
-from meshwright.spec.errors import MeshwrightError, RunError
+from meshwright.serving.http.server_options import ServerOptions
+from meshwright.spec.errors import ArgumentError, MeshwrightError, RunError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedModel:
+    """Opened model and its name."""
+
+    name: str
+    """Name in requests and `/v1/models`."""
+    model: Transformer
+    tokenizer: Tokenizer | None
+    """Tokenizer. None = prompts and answers are token ids."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a text."""
+    created: int
+    """Seconds since 1970."""
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    """Adapters at the start of the server, by the names that requests give in the model's place."""
+    open_adapter: Callable[[Path, int], ServedAdapter] | None = None
+    """Function (folder, largest rank) that reads an adapter while the server runs. None = impossible."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Defaults of requests: `sampling_defaults`."""
+    draft: Transformer | None = None
+    """Small draft model, for engine options with speculation but without one."""
+    ranks: ServingRanks | None = None
+    """Ranks with the other parts of the model. None = it is whole."""
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError if an adapter has the model's name."""
+        if self.name in self.adapters:
+            raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
+
+    def engine(self, options: EngineOptions) -> ServingEngine:
+        """Start an engine that has answered once, so the first request does not wait for one-time work."""
+        if options.speculation is not None and options.speculation.draft is None:
+            options = replace(options, speculation=replace(options.speculation, draft=self.draft))
+        engine = ServingEngine(
+            self.model, options, end_ids=self.end_ids, tokenizer=self.tokenizer, adapters=self.adapters,
+            ranks=self.ranks,
+        )  # fmt: skip
+        engine.run([engine.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
+        return engine
+
+    def card(self, engine: ServingEngine) -> ModelCard:
+        """Return the facts that the HTTP process needs."""
+        return ModelCard(
+            name=self.name, tokenizer=self.tokenizer, end_ids=self.end_ids, created=self.created,
+            sampling=self.sampling,
+            longest=engine.longest, most_sequences=engine.options.most_sequences, adapters=engine.adapters.names,
+        )  # fmt: skip
+
+
+OpenModel = Callable[[], HostedModel]
+"""Function that opens the model, called in the engine's thread."""
+
 
 EngineChange = Callable[[ServingEngine | None], None]
 """Function called between two steps, with None after the engine has failed. An exception in it ends the engine."""
@@ -228,3 +297,95 @@ class EngineThread:
             scheduler.preemptions, tables.asked, tables.hits, tables.host_hits, host.saved if host else 0,
             guesses.guessed if guesses else 0, guesses.accepted if guesses else 0,
         )  # fmt: skip
+
+
+MOST_CONFIG_BYTES = 2**20
+
+
+def answer_adapter_call(call: AdapterCall, thread: EngineThread, options: ServerOptions, channel: Channel) -> None:
+    """Read the adapter in a thread, pass it to the engine, and reply. The HTTP process makes one call at a time."""
+    threading.Thread(target=_answer_call, args=(call, thread, options, channel), daemon=True).start()
+
+
+def _answer_call(call: AdapterCall, thread: EngineThread, options: ServerOptions, channel: Channel) -> None:
+    adapter: ServedAdapter | None = None
+    try:
+        if call.path is not None:
+            adapter = _open_adapter(call.name, call.path, thread, options)
+    except Exception as error:
+        if not isinstance(error, ApiError):
+            traceback.print_exc()
+            error = internal_error()
+        channel.send(FrameKind.CHANGED, AdapterReply(call.call, _names(thread.engine), error).encode())
+        return
+
+    # Runs in the engine's thread. A RunError of a living engine is raised again, which ends that engine.
+    def change(engine: ServingEngine | None) -> None:
+        error: ApiError | None = None
+        try:
+            if engine is None:
+                raise RunError("the engine has failed: restart the server, and see its log")
+            if adapter is None:
+                engine.adapters.unload(call.name)
+            else:
+                engine.adapters.load(call.name, adapter)
+        except RunError as failure:
+            error = ApiError(503, str(failure), code="engine_failed", retry_seconds=30)
+            if engine is not None:
+                raise
+        except MeshwrightError as failure:
+            error = bad_request(str(failure), "lora_name")
+        except Exception:
+            traceback.print_exc()
+            error = internal_error()
+        finally:
+            channel.send(FrameKind.CHANGED, AdapterReply(call.call, _names(engine), error).encode())
+
+    thread.put(change)
+
+
+def _names(engine: ServingEngine | None) -> tuple[str, ...]:
+    return () if engine is None else engine.adapters.names
+
+
+def _open_adapter(name: str, path: str, thread: EngineThread, options: ServerOptions) -> ServedAdapter:
+    """Open an adapter. Raises ApiError if it is damaged, of another model, unservable, or one too many."""
+    hosted, engine, limits, root = thread.hosted, thread.engine, options.limits, options.adapter_folder
+    assert hosted is not None and engine is not None and root is not None, "the HTTP process has refused this"
+    if engine.adapters.held >= limits.max_adapters:
+        raise ApiError(
+            409,
+            f"{limits.max_adapters} adapters take memory already: unload one, and wait for its requests",
+            code="too_many_adapters",
+        )
+    if hosted.open_adapter is None:
+        raise bad_request("this model was opened without its folder, and takes no more adapters")
+    try:
+        folder = _resolve_folder(root, path, limits.max_adapter_bytes)
+    except (OSError, RuntimeError, ValueError):  # too long, a cycle of links, or an impossible character
+        raise bad_request("lora_path is no path of this machine", "lora_path", "no_adapter") from None
+    try:
+        adapter = hosted.open_adapter(folder, int(limits.max_adapter_rank))
+        adapter.check(name, hosted.model)
+    except MeshwrightError as error:
+        raise bad_request(str(error).replace(str(folder), path), "lora_path", "no_adapter") from None
+    except OSError:  # another owner's file, or removed meanwhile
+        raise bad_request("lora_path cannot be read", "lora_path", "no_adapter") from None
+    return adapter
+
+
+def _resolve_folder(root: Path, path: str, most_bytes: int) -> Path:
+    """Return an adapter's folder. Raises ApiError outside the server's folder, without adapter, or too large."""
+    root = root.resolve()
+    folder = (root / path).resolve()
+    files = {folder / CONFIG: MOST_CONFIG_BYTES, folder / WEIGHTS: most_bytes}
+    if not all(file.resolve().is_relative_to(root) for file in (folder, *files)):
+        raise ApiError(
+            403, "lora_path leads out of the folder of adapters", code="outside_adapter_dir", param="lora_path"
+        )
+    if not all(file.is_file() for file in files):
+        raise bad_request(f"lora_path is no folder with {CONFIG} and {WEIGHTS}", "lora_path", "no_adapter")
+    for file, most in files.items():
+        if file.stat().st_size > most:
+            raise bad_request(f"{file.name} is larger than {most:,} bytes", "lora_path", "adapter_too_large")
+    return folder

@@ -1,1 +1,0 @@
-"""Messages between the process of the model and that of HTTP."""
