@@ -30,8 +30,8 @@ from meshwright.observe.profile.cpu_allocator import patient, watching
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
+from meshwright.parallel.groups.group import Counts
 from meshwright.parallel.groups.mesh import Made, saving_group
-from meshwright.parallel.groups.traffic import Counts
 from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.model.shape import LoRAShape

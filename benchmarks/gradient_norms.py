@@ -37,11 +37,11 @@ from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec import Data, Layout, Plan, Recipe, presets
 from meshwright.training import device as machine
 from meshwright.training.loop import new_state
-from meshwright.training.optimizer.rate import learning_rate
-from meshwright.training.resume.state import TrainState
+from meshwright.training.optimizer.optimizer import learning_rate
+from meshwright.training.records import Readback, start_readback
 from meshwright.training.step.batches import WHOLE, Batch, PackedRows, split
+from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import MicroPass, Weights, train_step
-from meshwright.training.step_records import Readback, start_readback
 
 WAYS = {
     "run": ({}, {}),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.decode_step import BLOCK, Counting, StepCounts, WithoutDriver, _calls, fake_gpu, fake_model
 from meshwright import compat
-from meshwright.parallel.graphs.graph_capture import WARM, NoCapture
+from meshwright.parallel.pipeline.pass_graphs import WARM, NoCapture
 from meshwright.serving.engine import sampler, step_loop
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.cache import paged_cache

@@ -27,8 +27,8 @@ from meshwright.parallel.groups.mesh import saving_group
 from meshwright.spec import Layout, Recipe, presets
 from meshwright.store.saver import Saver
 from meshwright.training.optimizer.optimizer import Optimizer
-from meshwright.training.resume.state import Progress, TrainState
 from meshwright.training.step.batches import Batch, split
+from meshwright.training.step.state import Progress, TrainState
 from meshwright.training.step.step import train_step
 
 TOKENS = 32

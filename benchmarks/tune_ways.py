@@ -85,7 +85,7 @@ class Turns:
 def tune_ours(folder: Path, way: str, precision: str) -> None:
     """`meshwright tune` as it is."""
     import meshwright.training.loop
-    import meshwright.training.resume.pretrained  # noqa: F401  # imported lazily else, behind the base of memory
+    import meshwright.training.step.state  # noqa: F401  # imported lazily else, behind the base of memory
     from meshwright.data import prepare
     from meshwright.data.sequences.numbered_rows import numbered_rows
     from meshwright.training.step.watch import RunInfo, StepMetrics, Watcher

@@ -11,7 +11,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: schemes -->
     <!-- generated: presets devices -->
     <!-- generated: packages -->
-    <!-- generated: source src/meshwright/training/objectives/preference.py ORPO log_odds -->
+    <!-- generated: source src/meshwright/training/objectives/objectives.py ORPO log_odds -->
     <!-- /generated -->
 
 Everything here is predicted or declared, nothing is measured: the same commit gives the same text on every machine.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gradient_norms
-from meshwright.training.step_records import Readback
+from meshwright.training.records import Readback
 from tests.training import running
 
 WRONG = "layers.1.mlp.down.weight"

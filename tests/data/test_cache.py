@@ -260,7 +260,7 @@ def test_an_encoding_process_that_dies(texts: Path, root: Path, monkeypatch: pyt
 
 
 def test_an_error_in_an_encoding_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.corpus.worker'].word_encoder; ") + (
+    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.corpus.pool'].word_encoder; ") + (
         "w.encoder = lambda *a: (lambda texts, flags: 1 / 0); serve()"
     )
     monkeypatch.setattr(pool, "_START", start)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.text import pieces, rows
-from meshwright.data.text.pieces import wide_encoding
-from meshwright.data.text.rows import Malformed
+from meshwright.data.text import rows
+from meshwright.data.text.rows import Malformed, wide_encoding
 from meshwright.spec.errors import DataError
 
 ROWS = [{"text": "Grüße, \u65e5\u672c — naïve “quotes”"}, {"text": "plain"}]
@@ -19,7 +18,7 @@ KINDS = ("rows.jsonl", "rows.json", "rows.txt")
 def texts(path: Path) -> list[object]:
     """Return the texts as training reads them."""
     if path.suffix == ".txt":
-        return ["".join(pieces.read(path))]
+        return ["".join(rows.read(path))]
     return [row for _, row in (rows.jsonl if path.suffix == ".jsonl" else rows.json_array)(path)]
 
 

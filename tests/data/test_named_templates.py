@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given, settings
 
 from meshwright.data.chat.encoder import TRAINED, EncodedSample, row_encoder, unpack
-from meshwright.data.chat.prompt import (
+from meshwright.data.chat.rendering import (
     chat_prompt,
     check_format,
     fitting_formats,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sequences.order import permute
+from meshwright.data.sequences.windows import permute
 
 SEEDS = st.integers(0, 2**63 - 1)
 EPOCHS = st.integers(0, 10**6)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.text import pieces
+from meshwright.data.text import rows
 from meshwright.data.text.sources import Source
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
@@ -185,7 +185,7 @@ def test_a_limit_ends_at_a_line(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_one_document_read_in_pieces(tmp_path: Path) -> None:
-    text = "word " * pieces.PIECE
+    text = "word " * rows.PIECE
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     (document,) = Source(Data(path=str(tmp_path))).documents()
     parts = list(document.pieces)

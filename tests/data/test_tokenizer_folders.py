@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.data.chat.encoder import row_encoder, unpack
-from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.chat.rendering import chat_prompt, template_of
 from meshwright.data.corpus import sample_cache, token_cache
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.data.tokens.word_encoder import library

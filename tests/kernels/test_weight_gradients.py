@@ -14,7 +14,7 @@ from meshwright import compat
 from meshwright.kernels import fast
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splits, splitting
 from meshwright.kernels.target import simulate_device, simulated_kind
-from meshwright.parallel.recomputation.recompute import block_call
+from meshwright.parallel.blocks.recompute import block_call
 from meshwright.spec.layout.layout import RECOMPUTE
 from tests.counting import Operations
 from tests.kernels.exactness import tensors

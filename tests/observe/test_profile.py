@@ -21,7 +21,7 @@ from meshwright.observe.profile.step_record import PARTS, PASSES, StepRecorder, 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.shared_document import Ran, parse_document
 from meshwright.parallel import make_mesh
-from meshwright.parallel.graphs.compiling import is_compiled
+from meshwright.parallel.blocks.compiling import is_compiled
 from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Layout, Plan

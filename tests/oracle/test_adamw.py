@@ -10,12 +10,11 @@ import torch
 from meshwright.observe.oracle.one_device import RankOutcome, assemble
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.agree import gather_objects
+from meshwright.parallel.axes.data import local
+from meshwright.parallel.groups.group import gather_objects
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout, ModelShape, Recipe
-from meshwright.training.optimizer.optimizer import Optimizer
-from meshwright.training.optimizer.rate import learning_rate
+from meshwright.training.optimizer.optimizer import Optimizer, learning_rate
 from meshwright.training.step.batches import Batch, Share, select, split
 from meshwright.training.step.step import train_step
 from tests.oracle import adamw

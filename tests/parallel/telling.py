@@ -1,6 +1,6 @@
 """A Traffic that also writes down every call."""
 
-from meshwright.parallel.groups.traffic import Traffic
+from meshwright.parallel.groups.group import Traffic
 
 
 class Told(Traffic):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
-from meshwright.parallel.groups.agree import check_same, union_of_names
+from meshwright.parallel.groups.group import check_same, union_of_names
 from meshwright.spec import Layout
 from meshwright.spec.errors import MeshwrightError
 

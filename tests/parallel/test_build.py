@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine
-from meshwright.parallel.zero.data import local
+from meshwright.parallel.axes.data import local
 from meshwright.spec import Layout, num_parameters, presets
 from meshwright.spec.errors import IllegalLayout
 

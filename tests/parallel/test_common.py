@@ -16,9 +16,9 @@ from meshwright.observe.oracle.one_device import RECIPE, Case, case_batch, first
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
-from meshwright.parallel.groups.agree import gather_objects
+from meshwright.parallel.axes.data import local
+from meshwright.parallel.groups.group import gather_objects
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout, ModelShape, parameters
 from meshwright.spec.weights.inventory import tp_parts
 from meshwright.training.optimizer.optimizer import Optimizer

@@ -26,9 +26,9 @@ from meshwright.observe.oracle.one_device import BANDS, ZERO, Case, RankOutcome,
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh, on_one_device
-from meshwright.parallel.graphs.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
+from meshwright.parallel.blocks.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
+from meshwright.parallel.groups.group import Traffic
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.groups.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.schedule import SPLIT
@@ -361,7 +361,7 @@ def test_a_second_run_compiles_nothing(recompute: str, tmp_path: Path) -> None:
 
 WIDE = """
 import json, torch
-from meshwright.parallel.graphs.compiling import prepare
+from meshwright.parallel.blocks.compiling import prepare
 
 prepare()
 double = torch.compile(lambda x: x * 2 + 1)

@@ -21,9 +21,9 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes import ring
 from meshwright.parallel.axes.context import ContextMask, Places, mask_maker, places, take_at
 from meshwright.parallel.axes.ring import ROUTES, context_attend
+from meshwright.parallel.blocks.recompute import block_call
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import make_mesh
-from meshwright.parallel.recomputation.recompute import block_call
 from meshwright.spec import Layout, MLAShape, ModelShape
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.step.batches import Share, to_batch

@@ -15,9 +15,9 @@ from meshwright.model import Transformer
 from meshwright.model.moe import Experts, MoE
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes.expert import apply_expert_parallel, apply_sequence_groups, sort_runs
+from meshwright.parallel.blocks.recompute import block_call
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import make_mesh
-from meshwright.parallel.recomputation.recompute import block_call
 from meshwright.spec import Layout
 from tests.model.shrunk import model, shrink, tokens
 from tests.parallel.strict import strict

@@ -15,7 +15,7 @@ from meshwright.parallel.groups.mesh import Made, make_mesh
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 from meshwright.store import checkpoint
-from meshwright.store.tensor_piece import piece
+from meshwright.store.saver import piece
 
 CASE = Case(shape=replace(shrink("qwen3-30b-a3b"), moe=MoEShape(experts=2, top_k=1, ffn=12, first_dense=1)))
 LAYOUTS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.observe.oracle.one_device import BANDS, Case, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.parallel.groups.agree import gather_objects
+from meshwright.parallel.groups.group import gather_objects
 from meshwright.parallel.groups.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.model.shape import MoEShape

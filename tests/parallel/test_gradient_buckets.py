@@ -9,8 +9,8 @@ import torch
 
 from meshwright import compat
 from meshwright.model import build
+from meshwright.parallel.axes.data import Bucket, replicate
 from meshwright.parallel.groups.mesh import make_mesh
-from meshwright.parallel.zero.replicas import Bucket, replicate
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.memory import buffers

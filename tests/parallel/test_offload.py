@@ -13,8 +13,8 @@ from meshwright.observe.oracle.feature_matrix import CASE
 from meshwright.observe.oracle.one_device import RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import on_one_device
-from meshwright.parallel.recomputation.offload import Offload, StoredStorage
-from meshwright.parallel.zero.data import local
+from meshwright.parallel.axes.data import local
+from meshwright.parallel.blocks.offload import Offload, StoredStorage
 from meshwright.spec import Layout
 from tests.counting import Alive
 from tests.model.shrunk import KINDS, model, tokens
@@ -168,7 +168,7 @@ def _moved(layouts: list[Layout]) -> list[tuple[RankOutcome, set[int]]]:
 
     outcomes = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.parallel.recomputation.offload.StoredStorage", Watched)
+        patch.setattr("meshwright.parallel.blocks.offload.StoredStorage", Watched)
         for layout in layouts:
             sent.clear()
             outcomes.append((outcome(CASE, layout), set(sent)))

@@ -17,8 +17,8 @@ from benchmarks.parallel_work import SHAPE, Ours, Work
 from benchmarks.torch_peers import SCHEDULES, VIRTUAL, Peer, TorchDDP, TorchFSDP2, TorchPipeline, TorchTP
 from meshwright.observe.oracle.one_device import RankOutcome, assemble
 from meshwright.observe.ranks import on_ranks
+from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero.data import local
 
 SMALL = replace(
     SHAPE, vocab=64, layers=5, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_positions=64

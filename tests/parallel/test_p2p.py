@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.parallel.pipeline.p2p import AHEAD, UNDER_WAY, PointToPoint, program
+from meshwright.parallel.pipeline.executor import AHEAD, UNDER_WAY, PointToPoint, program
 from meshwright.spec.layout.replay import StageLink, links, placement_of
 from meshwright.spec.layout.schedule import (
     NAMES,

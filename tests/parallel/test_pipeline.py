@@ -20,8 +20,7 @@ from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Made, make_mesh
-from meshwright.parallel.pipeline.executor import Pipeline
-from meshwright.parallel.pipeline.p2p import UNDER_WAY
+from meshwright.parallel.pipeline.executor import UNDER_WAY, Pipeline
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.replay import StageLink, replay

@@ -17,9 +17,8 @@ from meshwright.observe.oracle.one_device import BANDS, Case, RankOutcome, first
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel.axes.data import Bucket, local
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero.data import local
-from meshwright.parallel.zero.replicas import Bucket
 from meshwright.spec import Layout
 from meshwright.training.step.step import MicroPass
 

@@ -15,7 +15,7 @@ from meshwright.kernels.attention import attend as attention
 from meshwright.model import Transformer, build
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
-from meshwright.parallel.recomputation.recompute import _Norms
+from meshwright.parallel.blocks.recompute import _Norms
 from meshwright.spec import Layout
 from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.model.shape import LoRAShape

@@ -11,9 +11,9 @@ from meshwright.observe.oracle.one_device import RECIPE, Case, case_batch
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
+from meshwright.parallel.axes.data import local
+from meshwright.parallel.engine import CHUNK, check_replicas, checksum
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.replica_check import CHUNK, check_replicas, checksum
-from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
 from meshwright.training.optimizer.optimizer import Optimizer

@@ -12,14 +12,14 @@ from torch import Tensor
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
+from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.model.shape import MoEShape
 from meshwright.store import checkpoint
-from meshwright.store.tensor_piece import Piece
+from meshwright.store.saver import Piece
 from meshwright.training.loop import new_state
-from meshwright.training.resume.state import TrainState
+from meshwright.training.step.state import TrainState
 
 SHAPE = replace(
     shrink("mixtral-8x7b"), vocab=70, hidden=72, ffn=128, layers=2, moe=MoEShape(experts=4, top_k=2, ffn=64)

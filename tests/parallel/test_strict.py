@@ -15,7 +15,7 @@ from meshwright.observe.oracle.one_device import Case, RankOutcome, first_differ
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Made, make_mesh
-from meshwright.parallel.pipeline.p2p import PointToPoint
+from meshwright.parallel.pipeline.executor import PointToPoint
 from meshwright.spec import Layout
 from tests.parallel.strict import strict
 

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.axes.column_parallel import ColumnParallelProducts
-from meshwright.parallel.axes.row_parallel import RowParallelProducts
 from meshwright.parallel.axes.sequence import SequenceSlices, gather
+from meshwright.parallel.axes.tensor import ColumnParallelProducts, RowParallelProducts
 from meshwright.parallel.groups.group import Group
 from meshwright.spec import Layout, ModelShape
 

@@ -13,8 +13,8 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights
+from meshwright.parallel.groups.group import Traffic
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.groups.traffic import Traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES

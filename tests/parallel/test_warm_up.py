@@ -12,10 +12,10 @@ from meshwright.observe.oracle.one_device import Case
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import apply
 from meshwright.parallel.apply import layout_notes
+from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.mesh import Made
 from meshwright.parallel.pipeline.executor import Passes
 from meshwright.parallel.pipeline.passes import make_pipeline
-from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout
 from meshwright.spec.layout.schedule import Action
 from meshwright.training.step.batches import forms

@@ -17,8 +17,17 @@ import torch.distributed as dist
 from meshwright.parallel.health import heartbeat as pulses
 from meshwright.parallel.health import watchdog
 from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, HeartbeatWatch
-from meshwright.parallel.health.rendezvous import meet, name_ranks
-from meshwright.parallel.health.watchdog import FAILED, TERMINATED, Limits, RankPlace, Watchdog, _Observed, judge
+from meshwright.parallel.health.watchdog import (
+    FAILED,
+    TERMINATED,
+    Limits,
+    RankPlace,
+    Watchdog,
+    _Observed,
+    judge,
+    meet,
+    name_ranks,
+)
 from meshwright.spec.errors import RunError
 from meshwright.training.phases import PHASES, READS
 from meshwright.training.step.interrupt import Interrupt

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.measured_steps import MEASURED_STACK
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.parallel.groups.agree import RankZero
+from meshwright.parallel.groups.group import RankZero
 from meshwright.parallel.groups.mesh import make_mesh
 from meshwright.planner.plan_document import document
 from meshwright.planner.search.bounds import families

@@ -12,7 +12,7 @@ from meshwright.kernels.linear.weight_gradients import WeightGradients, splittin
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.program import probe_counts
-from meshwright.parallel.recomputation.recompute import block_call
+from meshwright.parallel.blocks.recompute import block_call
 from meshwright.planner.cost.backward import queued
 from meshwright.planner.cost.block import _widths
 from meshwright.planner.cost.local_shape import local_shape

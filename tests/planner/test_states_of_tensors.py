@@ -12,7 +12,7 @@ from meshwright.kernels.target import simulate_device
 from meshwright.observe.program import TrainingProgram, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
-from meshwright.parallel.zero.data import local
+from meshwright.parallel.axes.data import local
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import memory

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.store import checkpoint
-from meshwright.store.random_state import rng_state, set_rng_state
+from meshwright.store.checkpoint import rng_state, set_rng_state
 
 
 def draws() -> list[float]:

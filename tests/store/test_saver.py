@@ -24,8 +24,7 @@ from meshwright.spec.errors import CheckpointError, NonFiniteLoss
 from meshwright.spec.weights.boxes import Box
 from meshwright.store import checkpoint, checkpoint_files
 from meshwright.store import saver as saver_module
-from meshwright.store.saver import Saver, Staging
-from meshwright.store.tensor_piece import Piece
+from meshwright.store.saver import Piece, Saver, Staging
 from meshwright.training import job, loop
 from tests.store import saving
 from tests.store.test_checkpoint import state

@@ -19,7 +19,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.training import device, loop
-from meshwright.training.run_records import run_notes
+from meshwright.training.records import run_notes
 from tests.training import running
 
 GPU = torch.device("cuda")
@@ -106,8 +106,8 @@ def test_blocks_run_uncompiled_unless_asked_for() -> None:
 
 def test_a_run_says_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.training.device.kernel_notes", lambda *arguments: [])
-    monkeypatch.setattr("meshwright.training.run_records.is_compiled", lambda layout, device: layout.compile == "on")
-    monkeypatch.setattr("meshwright.training.run_records.compile_notes", lambda *arguments: [])
+    monkeypatch.setattr("meshwright.training.records.is_compiled", lambda layout, device: layout.compile == "on")
+    monkeypatch.setattr("meshwright.training.records.compile_notes", lambda *arguments: [])
 
     def notes(plan: Plan, target: torch.device = GPU) -> str:
         return "\n".join(run_notes(plan, target, steps_done=0, length="steps", changes=""))

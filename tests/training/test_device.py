@@ -13,8 +13,8 @@ import torch
 from meshwright.kernels import chooser
 from meshwright.kernels.c import training_library
 from meshwright.spec import Cluster, Device, Layout, Plan, Recipe, presets
-from meshwright.spec.model.shape import LoRAShape
-from meshwright.training import device, run_records
+from meshwright.spec.model.lora import LoRAShape
+from meshwright.training import device, records
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -234,7 +234,7 @@ def test_a_cpu_without_a_compiler_says_what_it_is_slower_in(monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["codes", "rounded"])
 def test_blocks_that_cannot_be_compiled_are_not_said_to_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_records, "is_compiled", lambda *_: True)
+    monkeypatch.setattr(records, "is_compiled", lambda *_: True)
     plan = Plan(
         model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout(kernels="triton"),
         cluster=presets.cluster("h100x8"),
@@ -242,7 +242,7 @@ def test_blocks_that_cannot_be_compiled_are_not_said_to_be(name: str, monkeypatc
     codes = replace(plan, model=replace(plan.model, lora=LoRAShape(rank=4, base="nf4")))
     rounded = replace(plan, recipe=replace(plan.recipe, fake_quantize="nf4"))
     for asked, compiled in ((plan, True), ({"codes": codes, "rounded": rounded}[name], False)):
-        notes = " ".join(run_records.run_notes(asked, CPU, steps_done=0, length="steps", changes=""))
+        notes = " ".join(records.run_notes(asked, CPU, steps_done=0, length="steps", changes=""))
         assert ("the compiler fuses the rest" in notes) == compiled and ("swiglu" in notes) != compiled
 
 

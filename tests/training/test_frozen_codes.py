@@ -23,7 +23,7 @@ from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.store import checkpoint
 from meshwright.training import job, loop
 from meshwright.training.optimizer.optimizer import held_bytes
-from meshwright.training.resume import pretrained
+from meshwright.training.step.state import take_weights
 from meshwright.verbs.main import main
 from tests.model.shrunk import tokens
 from tests.training.running import Crashed, Notes, PowerCut
@@ -151,7 +151,7 @@ def test_what_is_made_again_is_the_same(files: Path, recompute: str) -> None:
 
 def state_of(asked: Plan) -> Any:
     state = loop.new_state(asked, make_mesh(asked.layout), torch.device("cpu"), initialize=False, adapters=True)
-    pretrained.take_weights(state, asked)
+    take_weights(state, asked)
     return state
 
 

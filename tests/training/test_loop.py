@@ -18,8 +18,8 @@ from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, 
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
 from meshwright.training import device, loop, trainer
+from meshwright.training.optimizer.optimizer import learning_rate
 from meshwright.training.optimizer.precision import LossScaler
-from meshwright.training.optimizer.rate import learning_rate
 from meshwright.training.step.watch import EvalMetrics
 from tests.training import running
 from tests.training.running import MOE, SHAPE, Crashed, Notes, PowerCut, Terminated, metrics, steps_of, tensors

@@ -10,8 +10,8 @@ from meshwright.observe.oracle.one_device import RECIPE, Case, case_batch
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.axes import data
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero import data
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import Phase, list_held, memory, shards_are_masters

@@ -13,8 +13,7 @@ from meshwright.kernels.triton.narrow_piece import code_book, code_books
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.boxes import SMALL, Box, MomentFormat
 from meshwright.training.optimizer import optimizer as module
-from meshwright.training.optimizer.narrow_moments import Held
-from meshwright.training.optimizer.optimizer import Optimizer
+from meshwright.training.optimizer.optimizer import Held, Optimizer
 from tests.training.tiny import RECIPE
 
 ONE, ZERO = torch.ones(()), torch.zeros(())

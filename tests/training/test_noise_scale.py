@@ -9,7 +9,7 @@ import torch
 
 from meshwright.spec import BatchStage, Layout, Plan, Recipe
 from meshwright.spec.errors import IllegalLayout
-from meshwright.training.optimizer.noise_scale import NoiseScale
+from meshwright.training.step.state import NoiseScale
 from tests.model.shrunk import shrink
 
 WIDTH, NOISE, LENGTH = 50, 3.0, 0.7

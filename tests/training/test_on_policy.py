@@ -23,7 +23,7 @@ from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.memory.buffers import BLOCK, SPARE, at_once, cache_bytes
 from meshwright.training import loop
-from meshwright.training.objectives.on_policy import Gap, OnPolicy, find_gaps, write_answers
+from meshwright.training.objectives.objectives import Gap, OnPolicy, find_gaps, write_answers
 from meshwright.training.step.batches import Batch, Share, to_batch
 from tests.training.distilling import STUDENT, student_plan, taught
 from tests.training.running import Notes, Terminated

@@ -20,11 +20,10 @@ from meshwright.kernels.target import simulate_device
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
-from meshwright.parallel.graphs.graph_capture import MOST, WARM, CudaCapture
-from meshwright.parallel.graphs.pass_graphs import PassGraphs, check_device
+from meshwright.parallel.axes.data import Bucket, Replicas
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import make_mesh
-from meshwright.parallel.zero.replicas import Bucket, Replicas
+from meshwright.parallel.pipeline.pass_graphs import MOST, WARM, CudaCapture, PassGraphs, check_device
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.shape import LoRAShape

@@ -23,8 +23,7 @@ from meshwright.spec.recipe.recipe import FIGURES, PREFERENCES, most_answers
 from meshwright.store import checkpoint
 from meshwright.training import loop
 from meshwright.training.objectives import reference as reference_pass
-from meshwright.training.objectives.objectives import objective_of
-from meshwright.training.objectives.preference import REFERENCE
+from meshwright.training.objectives.objectives import REFERENCE, objective_of
 from meshwright.training.step.batches import Batch, to_batch
 from tests.model.shrunk import VOCAB
 from tests.training import pairs

@@ -14,7 +14,7 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
-from meshwright.training.objectives.preference import ORPO, PairSide
+from meshwright.training.objectives.objectives import ORPO, PairSide
 from tests.training import pairs
 
 STEPS = 20

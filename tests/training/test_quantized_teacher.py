@@ -18,7 +18,7 @@ from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.training import loop
-from meshwright.training.teachers.teacher import open_teacher
+from meshwright.training.objectives.teacher import open_teacher
 from tests.training.running import Notes
 from tests.training.test_frozen_codes import files
 from tests.training.test_tuning import plan

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.spec import Recipe
-from meshwright.training.optimizer.rate import learning_rate
+from meshwright.training.optimizer.optimizer import learning_rate
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 

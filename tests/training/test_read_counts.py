@@ -17,8 +17,8 @@ from meshwright.spec import Data, Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import MixtureSource
 from meshwright.training import loop, plot
+from meshwright.training.objectives import teacher_targets
 from meshwright.training.step.batches import Batch, Feed
-from meshwright.training.teachers import teacher_targets
 from tests.training import running
 from tests.training.distilling import student_plan, taught
 from tests.training.running import Notes

@@ -20,7 +20,7 @@ from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop, trainer
-from meshwright.training.step_records import Readback
+from meshwright.training.records import Readback
 from tests.training import running
 from tests.training.running import MOE, Notes, Terminated
 

@@ -15,8 +15,8 @@ import pytest
 from meshwright.spec import BatchStage, Data, Plan
 from meshwright.spec.errors import CheckpointError
 from meshwright.training import loop
-from meshwright.training.resume.state import STATE_KEYS
 from meshwright.training.step.batches import Batch, Feed
+from meshwright.training.step.state import STATE_KEYS
 from tests.store import saving
 from tests.training import running
 from tests.training.running import MOE, Crashed, PowerCut, Terminated, assert_same_end, lines

@@ -15,8 +15,8 @@ from meshwright.observe.oracle.one_device import Case, RankOutcome, assemble, fi
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
+from meshwright.parallel.axes import data
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero import data
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing

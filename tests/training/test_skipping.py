@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
+from meshwright.parallel.axes.data import local
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.zero.data import local
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog
 from meshwright.training import job, loop, trainer
-from meshwright.training.optimizer import skipping
-from meshwright.training.optimizer.skipping import REASONS, StepSkipper
+from meshwright.training.optimizer import precision
+from meshwright.training.optimizer.precision import REASONS, StepSkipper
 from tests.training import running
 from tests.training.running import Crashed, Notes, PowerCut, tensors
 
@@ -72,7 +72,7 @@ def test_an_overflow_that_the_loss_scale_explains_is_no_bad_step() -> None:
 
 
 def test_a_spike_is_judged_by_the_mean_of_enough_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipping, "HISTORY_STEPS", 4)
+    monkeypatch.setattr(precision, "HISTORY_STEPS", 4)
     skipper = StepSkipper()
     assert judged(skipper, [100.0, 1.0, 2.0], spike_factor=3.0) == [None] * 3, "too early to judge"
     skipper = StepSkipper()
@@ -185,7 +185,7 @@ def test_spikes_and_rows_go_on_after_a_resume_to_the_bit(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """Killed in the middle of a row and between two spikes."""
-    monkeypatch.setattr(skipping, "HISTORY_STEPS", 3)
+    monkeypatch.setattr(precision, "HISTORY_STEPS", 3)
     spoiled(monkeypatch, BAD)
     options = {"skip_nonfinite": 2, "skip_spikes": 3.0, "checkpoint_every": 1, "keep_last": 20}
     whole = running.plan(texts, tmp_path / "whole", **options)
@@ -206,7 +206,7 @@ def test_spikes_and_rows_go_on_after_a_resume_to_the_bit(
 
 def test_a_checkpoint_without_the_counts_is_read(make: Make, tmp_path: Path) -> None:
     """Of an earlier version."""
-    from meshwright.training.resume.state import TrainState
+    from meshwright.training.step.state import TrainState
 
     plan = make(steps=4)
     real = TrainState.values
@@ -228,7 +228,7 @@ def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
     """On one of two ranks: each layout with bad gradients on the second rank alone, which is asked to stop later on;
     what each knows of skipped steps in the end, the last step, and why it ended."""
     os.fsync = lambda number: None  # type: ignore[assignment]
-    skipping.HISTORY_STEPS = 3
+    precision.HISTORY_STEPS = 3
     trainer.reads_late = lambda device: True
     job.make_mesh = partial(make_mesh, made={})
     second, runs, finish, begin = dist.get_rank() == 1, [], Engine.finish_gradients, trainer.Trainer._begin_step

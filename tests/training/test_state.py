@@ -9,10 +9,9 @@ import torch
 
 from meshwright.parallel import on_one_device
 from meshwright.spec import parameters
-from meshwright.training.optimizer.noise_scale import NoiseScale
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import LossScaler
-from meshwright.training.resume.state import Progress, TrainState, seed_everything
+from meshwright.training.step.state import NoiseScale, Progress, TrainState, seed_everything
 from meshwright.training.step.step import train_step
 from tests.training.tiny import RECIPE, batch, small
 

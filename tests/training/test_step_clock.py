@@ -12,7 +12,7 @@ import torch
 from meshwright.compat import torch_compile
 from meshwright.interface.terminal import fields
 from meshwright.store.run_folder import MetricsLog
-from meshwright.training import loop, step_records, trainer
+from meshwright.training import loop, records, trainer
 from meshwright.training.step.watch import Summary
 from tests.training import running
 
@@ -82,7 +82,7 @@ def lagging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaggingDevice]:
     monkeypatch.setattr(trainer, "reads_late", lambda device: True)
     monkeypatch.setattr(trainer.Trainer, "_save", slow(SAVE_S, save))
     monkeypatch.setattr(trainer.Trainer, "_evaluate", slow(SCORE_S, score))
-    monkeypatch.setattr(step_records, "mark_border", device.mark)
+    monkeypatch.setattr(records, "mark_border", device.mark)
     monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
     yield device
 
@@ -136,10 +136,10 @@ def test_compilations_are_counted() -> None:
 
 
 def test_a_cpu_is_timed_by_its_own_clock() -> None:
-    first = step_records.mark_border(torch.device("cpu"))
-    second = step_records.mark_border(torch.device("cpu"))
+    first = records.mark_border(torch.device("cpu"))
+    second = records.mark_border(torch.device("cpu"))
     second.wait()
-    assert isinstance(second, step_records.HostBorder) and 0 <= second.seconds_since(first) < 60
+    assert isinstance(second, records.HostBorder) and 0 <= second.seconds_since(first) < 60
 
 
 @pytest.mark.gpu
@@ -147,19 +147,19 @@ def test_a_gpu_is_timed_by_its_queue() -> None:
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
     torch.cuda.synchronize()
-    first = step_records.mark_border(device)
+    first = records.mark_border(device)
     started = time.perf_counter()
     for _ in range(50):
         x = x @ x * 1e-2
-    second = step_records.mark_border(device)
+    second = records.mark_border(device)
     second.wait()
     assert 0.3 * (time.perf_counter() - started) < second.seconds_since(first) <= time.perf_counter() - started
 
 
 def test_a_pause_of_two_parts_is_counted_whole(lagging: LaggingDevice) -> None:
-    clock = step_records.StepClock(torch.device("cuda"))
+    clock = records.StepClock(torch.device("cuda"))
     lagging.launch_step()
-    span = clock.end_step(step_records.mark_border(torch.device("cuda")))
+    span = clock.end_step(records.mark_border(torch.device("cuda")))
     for seconds in (SCORE_S, SAVE_S):
         lagging.block(seconds)
         clock.end_pause()

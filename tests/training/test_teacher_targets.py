@@ -20,8 +20,8 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import RunError
 from meshwright.spec.user_cache import default_root
 from meshwright.training import loop
-from meshwright.training.teachers import teacher_targets
-from meshwright.training.teachers.teacher_targets import DONE, TableSizes, TeacherTables, cached_path
+from meshwright.training.objectives import teacher_targets
+from meshwright.training.objectives.teacher_targets import DONE, TableSizes, TeacherTables, cached_path
 from tests.training.distilling import student_plan, taught, trained
 from tests.training.running import SHAPE, Notes
 

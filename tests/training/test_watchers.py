@@ -11,8 +11,7 @@ import pytest
 
 from meshwright.spec.errors import PlanError
 from meshwright.training.plot import Smoothed, draw_figure, loss_plot
-from meshwright.training.step.watch import Watcher
-from meshwright.training.watchers import Forgiving, TensorBoard, WandB
+from meshwright.training.step.watch import Forgiving, TensorBoard, WandB, Watcher
 from tests.verbs import watched
 
 

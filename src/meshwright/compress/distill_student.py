@@ -19,8 +19,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.user_cache import default_root
 from meshwright.store.durable import report_in_one_line
 from meshwright.store.model_weights import locate
+from meshwright.training.objectives.teacher import TeacherFolder, open_teacher
 from meshwright.training.optimizer.precision import DTYPES
-from meshwright.training.teachers.teacher import TeacherFolder, open_teacher
 
 _FORMAT = 1
 """Increased whenever the same teacher would produce different files."""

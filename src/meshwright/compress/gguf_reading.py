@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data import Tokenizer
-from meshwright.data.corpus.cache_folder import lock, new_folder
+from meshwright.data.corpus.corpus import lock, new_folder
 from meshwright.formats.gguf.header import is_gguf
 from meshwright.spec.errors import DataError, HubError
 from meshwright.spec.user_cache import default_root

@@ -9,11 +9,10 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Literal
 
-from meshwright.data.chat.prompt import named_template
+from meshwright.data.chat.rendering import named_template
 from meshwright.data.chat.samples import Preference, Sample, is_sample, sample
 from meshwright.data.corpus import sample_cache, token_cache
-from meshwright.data.corpus.cache_folder import Progress
-from meshwright.data.corpus.corpus import Corpus, MixedStream, Stream, TokenStream
+from meshwright.data.corpus.corpus import Corpus, MixedStream, Progress, Stream, TokenStream
 from meshwright.data.corpus.token_cache import TRAINING_CHARACTERS, read_beginning, train_tokenizer
 from meshwright.data.sequences.numbered_rows import check_alike
 from meshwright.data.text.rows import Malformed, MalformedRows, require_hub, sum_malformed

@@ -8,8 +8,7 @@ from typing import Literal
 import numpy as np
 
 from meshwright.data.chat.encoder import TRAINED
-from meshwright.data.chat.prompt import fitting_formats
-from meshwright.data.chat.rendering import ROLES
+from meshwright.data.chat.rendering import ROLES, fitting_formats
 from meshwright.data.chat.template import DEFAULT, DEFAULT_WITHOUT_BOS
 from meshwright.data.corpus.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.sequences.numbered_rows import MixedRows, NumberedRows, numbered_rows

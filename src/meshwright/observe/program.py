@@ -29,17 +29,14 @@ from meshwright.spec.memory.held import WIDTHS, written_bytes
 from meshwright.spec.recipe.recipe import most_answers
 from meshwright.store.saver import Staging, copied_bytes
 from meshwright.training.loop import new_state
-from meshwright.training.objectives.distillation import LIKELIEST, LOGS
-from meshwright.training.objectives.objectives import objective_of
-from meshwright.training.objectives.preference import REFERENCE
-from meshwright.training.optimizer.rate import learning_rate
-from meshwright.training.resume.pretrained import round_largest
-from meshwright.training.resume.state import TrainState
+from meshwright.training.objectives.objectives import LIKELIEST, LOGS, REFERENCE, objective_of
+from meshwright.training.objectives.teacher import build_distillation
+from meshwright.training.objectives.teacher_targets import sizes_of
+from meshwright.training.optimizer.optimizer import learning_rate
 from meshwright.training.step.batches import Batch, Share, split, to_batch, to_columns
 from meshwright.training.step.evaluate import summed_loss
+from meshwright.training.step.state import TrainState, round_largest
 from meshwright.training.step.step import CROSS_ENTROPY, Objective, train_step
-from meshwright.training.teachers.teacher import build_distillation
-from meshwright.training.teachers.teacher_targets import sizes_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,10 @@
 
 apply            how a layout is put onto a model, in order; the file to read first
 engine           the whole, as a training step calls it
-groups           a layout's ranks, and the collectives of each axis
-zero             ZeRO-1 to 3 by fully_shard; ZeRO-0
-axes             inside a layer: tp and sp, cp (which rank holds which positions; how keys travel), ep
-pipeline         one executor for all schedules
-recomputation    which activations are kept, and where
-graphs           torch.compile and CUDA graphs
+groups           a layout's ranks, the collectives of each axis, and agreements
+axes             inside a layer: ZeRO, tp and sp, cp (which rank holds which positions; how keys travel), ep
+pipeline         one executor for all schedules; passes, and their CUDA graphs
+blocks           torch.compile; which activations are kept, and where
 health           ranks that die or hang
 """
 

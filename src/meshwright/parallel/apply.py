@@ -20,21 +20,21 @@ from meshwright.model.low_rank import LoRA
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
+from meshwright.parallel.axes import data
 from meshwright.parallel.axes.context import mask_maker, whole_sums
+from meshwright.parallel.axes.data import replicate
 from meshwright.parallel.axes.expert import apply_expert_parallel, apply_sequence_groups
 from meshwright.parallel.axes.ring import context_attend
 from meshwright.parallel.axes.sequence import SequenceSlices
 from meshwright.parallel.axes.tensor import apply_tensor_parallel
+from meshwright.parallel.blocks.compiling import compile_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
+from meshwright.parallel.blocks.offload import Offload
+from meshwright.parallel.blocks.recompute import block_call, choose_call, keep_attention, recompute_attention
 from meshwright.parallel.engine import Engine
-from meshwright.parallel.graphs.compiling import compile_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
-from meshwright.parallel.graphs.pass_graphs import pass_graphs
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Mesh, make_group, make_mesh
+from meshwright.parallel.pipeline.pass_graphs import pass_graphs
 from meshwright.parallel.pipeline.passes import cut, make_pipeline, share_embedding
-from meshwright.parallel.recomputation.offload import Offload
-from meshwright.parallel.recomputation.recompute import block_call, choose_call, keep_attention, recompute_attention
-from meshwright.parallel.zero import data
-from meshwright.parallel.zero.replicas import replicate
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout, own_stages
 from meshwright.spec.memory.held import adds_gradients, list_common
@@ -202,7 +202,7 @@ def parallelize(
     wide = reduce_dtype if adds_gradients(mesh.layout, micro_batches) else None
     replicas = replicate(stages, mesh, wide) if data.is_needed(mesh) and not mesh.layout.zero else ()
     sums = tuple(total for stage in stages if wide for total in data.widen_gradients(stage, mesh, wide))
-    # Either way a first run loads code, which must not happen while a transfer is open (p2p.py).
+    # Either way a first run loads code, which must not happen while a transfer is open (executor.py).
     loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),

@@ -24,8 +24,7 @@ from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
-from meshwright.store.model_place import BEST, LAST, check_checkpoint
-from meshwright.store.run_folder import RunFolder
+from meshwright.store.run_folder import BEST, LAST, RunFolder, check_checkpoint
 
 OTHERWISE = "or model.init=random for new weights"
 

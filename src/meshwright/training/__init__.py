@@ -4,12 +4,12 @@ step             one optimizer step; the file to read first
 loop, trainer    a run from its plan to its end; the loop over steps
 job              a run before its model exists, and refusals to resume
 batches          rows of tokens -> micro-batches on a device
-optimizer, muon, narrow_moments     AdamW, Muon, 8-bit moments
-precision, skipping, rate     dtypes and loss scale; skipped steps; learning rate
-objectives       the loss: preference, distillation, on_policy
+optimizer, muon  AdamW, 8-bit moments, learning rate; Muon
+precision        dtypes, loss scale, skipped steps
+objectives       the loss: preference, distillation, on-policy answers
 teacher, teacher_targets, reference     models beside the trained one
-state, pretrained    what a run resumes from, or begins with
+state            what a run resumes from, or begins with
 evaluate         held-out text
 fits             refusals for want of memory or disk
-watch, run_records, step_records, watchers, plot    records of a run and its steps, and where they go
+watch, records, plot     records of a run and its steps, and where they go
 """

@@ -16,12 +16,11 @@ from meshwright.data import Corpus
 from meshwright.data import prepare as prepare_data
 from meshwright.data.sequences.numbered_rows import NumberedRows, numbered_rows
 from meshwright.parallel import Mesh, make_mesh
-from meshwright.parallel.graphs.compiling import find_missing_tool
-from meshwright.parallel.graphs.pass_graphs import check_device
-from meshwright.parallel.groups.agree import RankZero, check_same
-from meshwright.parallel.groups.group import Group
+from meshwright.parallel.blocks.compiling import find_missing_tool
+from meshwright.parallel.groups.group import Group, RankZero, check_same
 from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
+from meshwright.parallel.pipeline.pass_graphs import check_device
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, PlanError
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
@@ -31,12 +30,11 @@ from meshwright.store.run_folder import RunFolder
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits, check_space
 from meshwright.training.objectives.reference import holds_weights_only
+from meshwright.training.objectives.teacher import check_teacher, check_vocabulary
 from meshwright.training.optimizer.precision import DTYPES
-from meshwright.training.resume import pretrained
-from meshwright.training.resume.state import DATA_KEYS, STATE_KEYS, TEXT, mixture_weights
 from meshwright.training.step.interrupt import Interrupt
+from meshwright.training.step.state import DATA_KEYS, STATE_KEYS, TEXT, check_weights, keep_extra_files, mixture_weights
 from meshwright.training.step.watch import Forecast
-from meshwright.training.teachers.teacher import check_teacher, check_vocabulary
 
 
 def check_resume(plan: Plan, resume: str) -> None:
@@ -48,7 +46,7 @@ def check_resume(plan: Plan, resume: str) -> None:
         resume == "auto" and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
     )
     if fresh or plan.model.lora is not None:
-        pretrained.check_weights(plan)
+        check_weights(plan)
     check_teacher(plan)
 
 
@@ -266,7 +264,7 @@ def open_run_folder(job: Job, corpus: Corpus) -> Iterator[RunFolder]:
 def _create_folder(job: Job, path: Path, corpus: Corpus) -> RunFolder:
     folder = RunFolder.create(path, job.plan, corpus.tokenizer, resume=job.resume != "no")
     if job.resume in ("no", "auto") and not checkpoint_folder.list_checkpoints(folder.checkpoints):
-        pretrained.keep_extra_files(job.plan, path, corpus.tokenizer)
+        keep_extra_files(job.plan, path, corpus.tokenizer)
     return folder
 
 

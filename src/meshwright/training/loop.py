@@ -35,23 +35,19 @@ from meshwright.training.job import (
     open_job,
     open_run_folder,
 )
-from meshwright.training.objectives.objectives import Task
-from meshwright.training.objectives.on_policy import AnswerSampler, build_on_policy
+from meshwright.training.objectives.objectives import AnswerSampler, Task, build_on_policy
 from meshwright.training.objectives.reference import Reference, holds_weights_only
-from meshwright.training.optimizer.optimizer import Optimizer
-from meshwright.training.optimizer.precision import DTYPES, LossScaler, reduce_dtype
-from meshwright.training.optimizer.rate import rate_jump
-from meshwright.training.optimizer.skipping import StepSkipper
-from meshwright.training.resume import pretrained
-from meshwright.training.resume.state import Progress, TrainState, seed_everything
+from meshwright.training.objectives.teacher import build_distillation
+from meshwright.training.optimizer.optimizer import Optimizer, rate_jump
+from meshwright.training.optimizer.precision import DTYPES, LossScaler, StepSkipper, reduce_dtype
 from meshwright.training.step.batches import Share
 from meshwright.training.step.interrupt import Interrupt
+from meshwright.training.step.state import Progress, TrainState, init_sentence, seed_everything, take_weights
 from meshwright.training.step.watch import Summary, Watcher
-from meshwright.training.teachers.teacher import build_distillation
 from meshwright.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from meshwright.training.teachers.teacher_targets import TeacherTargets
+    from meshwright.training.objectives.teacher_targets import TeacherTargets
 
 
 def run(
@@ -162,7 +158,7 @@ def store_teacher_targets(job: Job, corpus: Corpus, start: Start, interrupt: Int
     """
     if not job.plan.recipe.distillation_top_k:
         return None
-    from meshwright.training.teachers.teacher_targets import store_targets
+    from meshwright.training.objectives.teacher_targets import store_targets
 
     return store_targets(job.plan, corpus, start.read, job.mesh, job.device, job.rank_zero, interrupt)
 
@@ -187,9 +183,9 @@ def restore_or_initialize(job: Job, start: Start) -> tuple[TrainState, Share]:
     columns = state.engine.columns(plan.recipe.sequence)
     share = Share(index=job.mesh.reader, parts=plan.layout.dp, columns=columns)
     if needs_first_weights and not is_random:
-        pretrained.take_weights(state, plan)
+        take_weights(state, plan)
     if checkpoint_path is None and not is_random:
-        job.add_lines(("init", pretrained.init_sentence(plan)))
+        job.add_lines(("init", init_sentence(plan)))
     if reference.needs_first_weights:
         reference.measure(state.engine, share)
     if checkpoint_path is not None:

@@ -31,9 +31,9 @@ READS = frozenset(
         "meshwright.training.step.evaluate:evaluate",
         "meshwright.training.objectives.reference:_add_to_table",
         "meshwright.training.run_samples:RunSamples._answer_over_ranks",
-        "meshwright.training.step_records:Readback.read",
+        "meshwright.training.records:Readback.read",
         "meshwright.training.step.interrupt:StopAgreement.reached",
-        "meshwright.training.step_records:name_non_finite_rank",
+        "meshwright.training.records:name_non_finite_rank",
     }
 )
 """Functions that read numbers off a device.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.data import Corpus
 from meshwright.data.chat.encoder import TRAINED
-from meshwright.data.chat.prompt import template_of
+from meshwright.data.chat.rendering import template_of
 from meshwright.data.corpus.corpus import TokenStream
 from meshwright.model.generate import greedy
 from meshwright.model.predictions import Predictions

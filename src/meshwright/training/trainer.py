@@ -11,8 +11,8 @@ import torch
 from meshwright.data import Corpus
 from meshwright.data.corpus.corpus import TokenStream
 from meshwright.data.sequences.numbered_rows import numbered_rows
+from meshwright.parallel.engine import check_replicas
 from meshwright.parallel.health.heartbeat import Heartbeat
-from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
 from meshwright.spec.recipe.recipe import DataRead
@@ -22,16 +22,24 @@ from meshwright.store.saver import Saver
 from meshwright.training import device
 from meshwright.training.job import Job
 from meshwright.training.objectives.objectives import TEXT, Task
-from meshwright.training.optimizer.rate import learning_rate
-from meshwright.training.resume.state import TrainState
-from meshwright.training.run_records import StepLedger, run_info, run_notes
+from meshwright.training.optimizer.optimizer import learning_rate
+from meshwright.training.records import (
+    PendingStep,
+    StepClock,
+    StepLedger,
+    build_metrics,
+    name_non_finite_rank,
+    run_info,
+    run_notes,
+    start_readback,
+)
 from meshwright.training.run_samples import RunSamples
 from meshwright.training.step.batches import Feed, PackedRows, Share, split
 from meshwright.training.step.evaluate import HeldOutRows, score_sources
 from meshwright.training.step.interrupt import Interrupt, StopAgreement
+from meshwright.training.step.state import TrainState
 from meshwright.training.step.step import train_step
 from meshwright.training.step.watch import EvalMetrics, RunInfo, Summary, Watcher, numbers
-from meshwright.training.step_records import PendingStep, StepClock, build_metrics, name_non_finite_rank, start_readback
 
 
 def reads_late(device: torch.device) -> bool:

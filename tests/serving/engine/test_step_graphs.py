@@ -18,8 +18,8 @@ from meshwright.kernels.target import simulate_device
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.parallel import build_engine
-from meshwright.parallel.graphs.graph_capture import WARM, Capture, NoCapture
 from meshwright.parallel.groups.mesh import make_mesh
+from meshwright.parallel.pipeline.pass_graphs import WARM, Capture, NoCapture
 from meshwright.serving.engine import step_graphs
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.cache import paged_cache

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.chat.rendering import chat_prompt, template_of
 from meshwright.data.tokens.tokenizer import Tokenizer
 from tests.serving.http.running import NAME, Running, answers, letters, running, small
 

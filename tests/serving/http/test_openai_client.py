@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.chat.rendering import chat_prompt, template_of
 from meshwright.model.generate import generate
 from meshwright.serving.engine.engine_options import EngineOptions
 from tests.serving.http.running import END, NAME, Running, answers, letters, running, small

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from meshwright.data.chat.prompt import chat_prompt, template_of
+from meshwright.data.chat.rendering import chat_prompt, template_of
 from meshwright.serving.http.server_options import ServerLimits
 from tests.serving.engine.test_tool_calls import TOOLS
 from tests.serving.http.running import NAME, letters, running, small

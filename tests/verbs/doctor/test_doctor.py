@@ -20,7 +20,7 @@ from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.layout.layout import Layout
-from meshwright.store import random_state
+from meshwright.store import checkpoint
 from meshwright.verbs.doctor import accelerator, kernel_checks, network, system, training
 from meshwright.verbs.doctor.answer import Examination, examine
 from meshwright.verbs.doctor.command import lines
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         changed.setattr(training.checkpoint, "load", flipped)
         says(training.check_checkpoint(CPU, tmp_path), "failure", "came back different: weight")
-    monkeypatch.setattr(training, "set_rng_state", lambda *arguments: random_state.set_rng_state({}, {}))
+    monkeypatch.setattr(training, "set_rng_state", lambda *arguments: checkpoint.set_rng_state({}, {}))
     says(training.check_checkpoint(CPU, tmp_path), "failure", "what is drawn afterwards")
 
 

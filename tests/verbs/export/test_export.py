@@ -17,10 +17,10 @@ from meshwright.spec import Layout, ModelShape, Recipe, num_parameters
 from meshwright.store import checkpoint, checkpoint_files
 from meshwright.store import commit as commits
 from meshwright.store.model_weights import MASTER, weights
-from meshwright.store.tensor_piece import Piece
+from meshwright.store.saver import Piece
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES
-from meshwright.training.resume.state import Progress, TrainState
+from meshwright.training.step.state import Progress, TrainState
 from tests.store import saving
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [

@@ -10,11 +10,11 @@ import pytest
 import meshwright as mw
 from meshwright import planfile
 from meshwright.data import Tokenizer
-from meshwright.data.chat.prompt import named_template
+from meshwright.data.chat.rendering import named_template
 from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
 from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.store.run_folder import RunFolder
-from meshwright.training.resume.pretrained import keep_extra_files
+from meshwright.training.step.state import keep_extra_files
 from meshwright.verbs.main import main
 from tests.data.tokenizers_for_tests import with_added
 from tests.training.test_tuning import conversations

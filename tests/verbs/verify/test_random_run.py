@@ -17,10 +17,10 @@ from meshwright.observe.oracle.drawn_teacher import DrawnTeacher
 from meshwright.observe.oracle.feature_matrix import from_arrays, to_arrays
 from meshwright.observe.oracle.one_device import BANDS, Case, RankOutcome, outcome
 from meshwright.observe.ranks import on_ranks
+from meshwright.parallel.axes import data
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.groups.group import Group
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero import data
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.weights.boxes import Box
 from meshwright.training.step import batches

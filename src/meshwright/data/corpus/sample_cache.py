@@ -16,9 +16,19 @@ from numpy.typing import NDArray
 
 from meshwright.data.chat import samples
 from meshwright.data.chat.encoder import TRAINED, EncodedSample, SampleSettings, unpack
-from meshwright.data.chat.prompt import AUTO, check_format, named_template, template_text
-from meshwright.data.corpus.cache_folder import Progress, lock, map_numbers, new_folder, read_json, sync, write_json
-from meshwright.data.corpus.corpus import Corpus, TokenFile, TokenStream
+from meshwright.data.chat.rendering import AUTO, check_format, named_template, template_text
+from meshwright.data.corpus.corpus import (
+    Corpus,
+    Progress,
+    TokenFile,
+    TokenStream,
+    lock,
+    map_numbers,
+    new_folder,
+    read_json,
+    sync,
+    write_json,
+)
 from meshwright.data.corpus.pool import Pool, group_by_size
 from meshwright.data.corpus.token_cache import STREAMS, load, malformed_entry
 from meshwright.data.text.rows import Malformed, MalformedRows, Row

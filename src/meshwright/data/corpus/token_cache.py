@@ -10,10 +10,20 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from meshwright.data.corpus.cache_folder import Progress, lock, map_numbers, new_folder, read_json, sync, write_json
-from meshwright.data.corpus.corpus import Corpus, TokenFile, TokenStream
+from meshwright.data.corpus.corpus import (
+    Corpus,
+    Progress,
+    TokenFile,
+    TokenStream,
+    lock,
+    map_numbers,
+    new_folder,
+    read_json,
+    sync,
+    write_json,
+)
 from meshwright.data.corpus.pool import Batch, Pool, group_by_size
-from meshwright.data.text import split
+from meshwright.data.text import sources
 from meshwright.data.text.rows import MalformedRows
 from meshwright.data.text.sources import Source
 from meshwright.data.tokens.tokenizer import Tokenizer, choose, trained_vocab
@@ -76,10 +86,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     return corpus
 
 
-def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, dict[str, Any]]:
+def _count(data: Data, source: Source, index: Path) -> tuple[sources.Survey, dict[str, Any]]:
     """Read all documents once, and store digest and malformed rows for as long as the files look unchanged."""
     malformed = MalformedRows()
-    counted = split.survey(source.documents(malformed))
+    counted = sources.survey(source.documents(malformed))
     if malformed.malformed and (data.malformed == "refuse" or not counted.num_bytes):
         raise malformed.refusal("texts")
     if not counted.num_bytes:
@@ -131,7 +141,7 @@ class _Build:
     data: Data
     source: Source
     tokenizer: Tokenizer
-    counted: split.Survey
+    counted: sources.Survey
     processes: int | None
     progress: Progress | None
 
@@ -149,11 +159,11 @@ class _Build:
 
     def _encode(self, streams: list["_Writer"]) -> MalformedRows:
         """Write the streams and return the rows that were left out."""
-        reading, done, total = split.Reading(), 0, self.counted.num_bytes
-        chosen = split.choose(self.counted, self.data.validation)
-        waiting: list[list[split.SplitPart]] = []
+        reading, done, total = sources.Reading(), 0, self.counted.num_bytes
+        chosen = sources.choose(self.counted, self.data.validation)
+        waiting: list[list[sources.SplitPart]] = []
         malformed = MalformedRows()
-        parts = split.parts(self.source.documents(malformed), chosen, reading)
+        parts = sources.parts(self.source.documents(malformed), chosen, reading)
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
             for ids in pool.map(
@@ -169,7 +179,9 @@ class _Build:
         return malformed
 
 
-def _queue_batches(batches: Iterator[list[split.SplitPart]], waiting: list[list[split.SplitPart]]) -> Iterator[Batch]:
+def _queue_batches(
+    batches: Iterator[list[sources.SplitPart]], waiting: list[list[sources.SplitPart]]
+) -> Iterator[Batch]:
     """Yield the batches for the pool. Their parts wait for the ids."""
     for batch in batches:
         waiting.append(batch)
@@ -199,7 +211,7 @@ class _Writer:
             finally:
                 file.close()
 
-    def write(self, part: split.SplitPart, ids: bytes) -> None:
+    def write(self, part: sources.SplitPart, ids: bytes) -> None:
         """Append the ids of one piece, with the marks of its document."""
         if part.first:
             self._starts.write(np.int64(self._size // self._width).tobytes())

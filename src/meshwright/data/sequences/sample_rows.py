@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from meshwright.data.chat.encoder import TRAINED
 from meshwright.data.chat.rendering import ROLES
 from meshwright.data.corpus.corpus import Stream, TokenStream
-from meshwright.data.sequences.order import shuffle_rows
-from meshwright.data.sequences.windows import IGNORED, Sequences
+from meshwright.data.sequences.windows import IGNORED, Sequences, shuffle_rows
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError

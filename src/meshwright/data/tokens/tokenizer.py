@@ -1,4 +1,11 @@
-"""Tokenizer: text to token ids and back, from a tokenizer.json, from bytes, or trained here."""
+"""Tokenizer: text to token ids and back, from a tokenizer.json, from bytes, or trained here.
+
+Tokens named by files beside a tokenizer.json are merged into it, as transformers' AutoTokenizer does.
+Tools that add tokens write them to `tokenizer_config.json` or `added_tokens.json`, and not always to tokenizer.json.
+A token left out would be spelled by letters, and the model would never see it. See transformers,
+`tokenization_utils_base.py` (`_from_pretrained`) and `tokenization_utils_tokenizers.py`
+(`TokenizersBackend.__init__`).
+"""
 
 import hashlib
 import json
@@ -13,8 +20,8 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data.text import pieces
-from meshwright.data.tokens import added_tokens, word_encoder
+from meshwright.data.text import rows
+from meshwright.data.tokens import word_encoder
 from meshwright.data.tokens.text_stream import BYTE_TOKEN, UNFINISHED, TextStream, TokenTexts
 from meshwright.spec.errors import DataError
 
@@ -104,7 +111,7 @@ class Tokenizer:
             library = word_encoder.library(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
-        text, config = added_tokens.merge_neighbours(text, library, file), file.with_name(added_tokens.CONFIG)
+        text, config = merge_neighbours(text, library, file), file.with_name(CONFIG)
         bos, eos = _read_marks(file) or _guess_marks(library)
         beside = {"config": config, "template": file.with_name(TEMPLATE), "tool_template": file.parent / TOOL_TEMPLATE}
         read = {name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.is_file()}
@@ -234,7 +241,7 @@ class Tokenizer:
         """Return ids of a text, [S] of `dtype`, without marks. `special` parses "<|endoftext|>" and the like."""
         if special:
             return np.array(self._with_special.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
-        parts = list(pieces.cut(text))
+        parts = list(rows.cut(text))
         flags = b"\0" + b"\1" * (len(parts) - 1)
         return np.frombuffer(b"".join(self.encode_raw(parts, flags)), dtype=self.dtype)
 
@@ -372,3 +379,102 @@ def _spelling(token: Any) -> str | None:
 def _guess_marks(library: tokenizers.Tokenizer) -> tuple[str | None, str | None]:
     known = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
     return next(((bos, eos) for bos, eos in _PAIRS if bos in known and eos in known), (None, None))
+
+
+CONFIG: Final = "tokenizer_config.json"
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE: Final = ("extra_special_tokens", "additional_special_tokens")
+
+Declared = tuple[int | None, AddedToken]
+"""(id, token). The id is None if no file gives it."""
+
+
+def merge_neighbours(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
+    """Return the text of a tokenizer.json with the tokens of its neighbours, which are also added to `library`.
+
+    Raises DataError when a token's id is not the next one, or when a neighbour cannot be read.
+    """
+    names = (CONFIG, "special_tokens_map.json", "added_tokens.json")
+    neighbours = {name: _read(file.with_name(name)) for name in names}
+    try:
+        declared = list(_list_declared(library, *neighbours.values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{file.with_name(CONFIG)} names tokens in a form that is not known: {error}") from error
+    known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    new = [(id, token) for id, token in declared if not _is_same(known.get(token.content), token)]
+    for id, token in new:
+        is_new = library.token_to_id(token.content) is None
+        library.add_tokens([token])
+        actual_id = library.token_to_id(token.content)
+        if is_new and id is not None and actual_id != id:
+            raise DataError(
+                f"{file.with_name(CONFIG)} gives {token.content!r} the id {id}, but the next id of {file.name} is "
+                f"{actual_id}: save the tokenizer again with the software that wrote it"
+            )
+    return str(library.to_str()) if new else text
+
+
+def _list_declared(
+    library: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]
+) -> Iterator[Declared]:
+    """Yield tokens in the order in which transformers adds them.
+
+    A named token that the vocabulary lacks is skipped: no file gives it an id, and no model has a row for it.
+    """
+    # A decoder lists all added tokens with their ids. Older files name them in the other two.
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        config = {**config, **special}
+    more = [token for name in _MORE for token in _list_tokens(config.get(name))]
+    others = (token for name, token in config.items() if name.endswith("_token") and name not in _NAMED)
+    named = [token for token in map(_token, (config.get(name) for name in _NAMED)) if token is not None]
+    if decoder is not None:
+        marks = {token.content for token in named}
+        for id, flags in sorted(decoder.items(), key=lambda pair: int(pair[0])):
+            yield int(id), AddedToken(**{**flags, "special": flags.get("special") or flags["content"] in marks})
+    else:
+        marks = {token.content for token in (*named, *more)}
+        for content, id in sorted(added.items(), key=lambda pair: pair[1]):
+            mark = content in marks
+            yield id, AddedToken(content, normalized=not mark, special=mark)
+    have = {token.content for token in library.get_added_tokens_decoder().values()}
+    have |= {token["content"] for token in (decoder or {}).values()} | (set() if decoder is not None else set(added))
+    for token in named:
+        if token.content not in have and library.token_to_id(token.content) is not None:
+            yield None, token
+    for token in (*_list_tokens([other for other in others if isinstance(other, str)]), *more):
+        if token.content not in have:
+            yield None, token
+
+
+def _list_tokens(tokens: Any) -> Iterable[AddedToken]:
+    """Return the tokens of a list, or of an object whose keys are names."""
+    entries = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
+    return [token for token in map(_token, entries) if token is not None]
+
+
+def _token(token: Any) -> AddedToken | None:
+    """Return a special token from its spelling or from an object with `content`."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if content and not isinstance(content, str):
+        raise ValueError(f"{str(content)[:80]!r} is no token")
+    if isinstance(token, Mapping):
+        flags = {name: flag for name, flag in token.items() if name in _FLAGS}
+        return AddedToken(token["content"], **{"normalized": False, **flags, "special": True})
+    return AddedToken(token, special=True, normalized=False) if token else None
+
+
+def _is_same(first: AddedToken | None, second: AddedToken) -> bool:
+    return first is not None and all(getattr(first, name) == getattr(second, name) for name in _FLAGS)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the object in a file. Empty = there is no file."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DataError(f"{file} is not readable JSON: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -156,8 +156,7 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     import torch.distributed as dist
 
     from meshwright.parallel.health.heartbeat import Heartbeat
-    from meshwright.parallel.health.rendezvous import meet
-    from meshwright.parallel.health.watchdog import Limits, RankPlace, Watchdog
+    from meshwright.parallel.health.watchdog import Limits, RankPlace, Watchdog, meet
     from meshwright.training.phases import PHASES, READS
 
     reach_s = min(REACH_S, limit_s)

@@ -22,9 +22,8 @@ from meshwright.model.transformer import build_quantized, skeleton
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store import checkpoint_folder
-from meshwright.store.model_place import AUTO, LAST, check_model
 from meshwright.store.model_weights import final_weights, locate, open_base
-from meshwright.store.run_folder import RunFolder, ids_of
+from meshwright.store.run_folder import AUTO, LAST, RunFolder, check_model, ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.optimizer.precision import DTYPES
 

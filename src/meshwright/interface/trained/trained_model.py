@@ -273,13 +273,13 @@ class TrainedModel:
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of a conversation, by the chat template of the model. Raises as `encode_chat`."""
-        from meshwright.data.chat.prompt import chat_prompt
+        from meshwright.data.chat.rendering import chat_prompt
 
         return chat_prompt(*self.chat_template(), messages)
 
     def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
         """Return the tokenizer and its chat template. Raises PlanError without a tokenizer."""
-        from meshwright.data.chat.prompt import template_of
+        from meshwright.data.chat.rendering import template_of
 
         tokenizer = self.tokenizer
         if tokenizer is None:

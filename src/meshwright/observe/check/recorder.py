@@ -39,7 +39,7 @@ from meshwright.observe.check.events import (
 from meshwright.observe.dryrun.op_cache import Call, plain_call
 from meshwright.observe.spans import Inner, Span, replaced, report_spans
 from meshwright.parallel import Mesh
-from meshwright.parallel.groups.traffic import Traffic
+from meshwright.parallel.groups.group import Traffic
 from meshwright.spec.errors import PlanError
 
 PACKAGE = "meshwright."

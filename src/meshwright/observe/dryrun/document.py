@@ -9,7 +9,7 @@ import torch
 from meshwright import __version__
 from meshwright.observe.dryrun.rank_run import ProgramPart, WatchedRank
 from meshwright.observe.dryrun.simulate import DryRun
-from meshwright.parallel.groups.traffic import Counts
+from meshwright.parallel.groups.group import Counts
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.prediction import usable_bytes

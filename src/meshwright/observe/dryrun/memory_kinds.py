@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatch
-from meshwright.parallel.zero.data import local
+from meshwright.parallel.axes.data import local
 from meshwright.spec.layout.layout import Layout
 from meshwright.training.optimizer.optimizer import frozen_code_tensors, tensors_by_kind
-from meshwright.training.resume.state import TrainState
+from meshwright.training.step.state import TrainState
 
 CODES = "codes"
 """Provisional kind of parameters that are never sharded, until all others have their kind."""

@@ -16,6 +16,11 @@ from meshwright.observe.dryrun.storage_tracker import StorageRecord, StorageWatc
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.shared_document import LargeTensor
 from meshwright.observe.spans import Inner, Span, replaced, report_spans
+from meshwright.parallel.axes.data import local
+from meshwright.parallel.groups.group import Counts
+from meshwright.parallel.pipeline.pass_graphs import NoCapture, PassGraphs
+from meshwright.spec.memory.purpose import KINDS, takes
+from meshwright.training.objectives.teacher import teacher_tensors
 from meshwright.parallel.graphs.graph_capture import NoCapture
 from meshwright.parallel.graphs.pass_graphs import PassGraphs
 from meshwright.parallel.groups.traffic import Counts

@@ -27,13 +27,16 @@ from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_
 from meshwright.observe.program import TrainingProgram, extrapolate_step, probe_counts, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
-from meshwright.parallel.groups.traffic import Counts
+from meshwright.parallel.groups.group import Counts
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
 from meshwright.spec.memory.held import HeldParameter, list_held, takes
 from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
+from meshwright.spec.weights.boxes import Box
+from meshwright.spec.weights.optimizer_states import StateStorage
+from meshwright.store.saver import Piece, piece
 from meshwright.spec.weights.boxes import Box, StateStorage
 from meshwright.store.tensor_piece import Piece, piece
 from meshwright.training.device import resident_peak_bytes

@@ -7,13 +7,13 @@ from torch import nn
 
 from meshwright.kernels.loss.linear_divergence import Divergence
 from meshwright.parallel import Engine, Mesh
-from meshwright.parallel.zero.data import local
+from meshwright.parallel.axes.data import local
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import NO_TARGETS, SAME_BASE, LoRAShape, ModelShape
 from meshwright.spec.rules.objectives import teacher_layout
-from meshwright.training.objectives.distillation import Distillation
+from meshwright.training.objectives.objectives import Distillation
+from meshwright.training.objectives.teacher import lay_out, place_beside
 from meshwright.training.step.step import CROSS_ENTROPY, Objective
-from meshwright.training.teachers.teacher import lay_out, place_beside
 
 SHARP = 6.0
 """Gain of the last norm. Random weights predict almost evenly, so their divergence would consist of rounding."""

@@ -19,8 +19,8 @@ from meshwright.model.moe import Router
 from meshwright.observe.oracle.drawn_teacher import DrawnTeacher, case_objective
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights
+from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.zero.data import local
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import shards_are_masters

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshwright import compat
 from meshwright.observe.profile.clock import Clock, Mark
 from meshwright.observe.spans import Inner, replaced
-from meshwright.parallel.groups.traffic import Traffic
+from meshwright.parallel.groups.group import Traffic
 
 BLOCKING = (
     (compat, "all_gather_into"),

@@ -37,9 +37,9 @@ from meshwright.observe.profile.step_record import StepRecorder, TimedStep, cove
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.spans import Span, report_spans
 from meshwright.parallel import Mesh, make_mesh
-from meshwright.parallel.graphs.compiling import is_compiled
+from meshwright.parallel.blocks.compiling import is_compiled
+from meshwright.parallel.groups.group import Counts
 from meshwright.parallel.groups.mesh import Made
-from meshwright.parallel.groups.traffic import Counts
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan

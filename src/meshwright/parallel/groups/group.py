@@ -3,13 +3,23 @@
 A group of one rank computes what a collective would return and touches no network, so callers need not ask for the
 degree. Every collective of the engine goes through here. It is reported to `traffic` before it begins, with the bytes
 that this rank sends. data.py reports the collectives of fully_shard.
+
+Bytes are those of ring algorithms. With n ranks, an all-reduce sends 2 (n-1)/n of the tensor; all-gather and
+reduce-scatter send (n-1)/n of the whole one. An all-to-all sends the rows for others, and a send its tensor. Groups of
+one rank send nothing and are not counted. The cost of counting is in docs/parallel.md.
+
+Ranks also agree: rank 0 does work for all of them, and ranks tell each other small objects. An error on one rank is
+raised on every rank, so none waits for a rank that failed.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import prod
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,8 +27,69 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.memory.purpose import takes
 from meshwright.parallel.groups.traffic import Traffic
 from meshwright.spec.memory.held import takes
+
+Counts = Mapping[tuple[str, str], tuple[int, int]]
+"""(axis, collective) -> (calls, bytes sent by this rank)."""
+
+
+class Traffic:
+    """The counts of one rank since the start, and the last collective it began, for a watchdog.
+
+    Written by the thread that trains. Another thread may read `last` and `calls_begun` at any time.
+    """
+
+    __slots__ = ("_counts", "_last", "calls_begun")
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], list[int]] = {}
+        self._last: tuple[str, str] | None = None
+        self.calls_begun = 0
+        """Number of collectives, sends and receives begun since the start."""
+
+    def tell(self, axis: str, collective: str, sent_bytes: int) -> None:
+        """Report that a collective is about to begin, in which this rank sends `sent_bytes`."""
+        self.begin(axis, collective)
+        self.add(axis, collective, sent_bytes)
+
+    def begin(self, axis: str, collective: str) -> None:
+        """Report the start of something that is counted elsewhere: a receive is counted at its sender."""
+        self._last = (axis, collective)
+        self.calls_begun += 1
+
+    def add(self, axis: str, collective: str, sent_bytes: int) -> None:
+        """Count one more call, and its bytes."""
+        count = self._counts.get((axis, collective))
+        if count is None:
+            self._counts[axis, collective] = [1, sent_bytes]
+        else:
+            count[0] += 1
+            count[1] += sent_bytes
+
+    @property
+    def last(self) -> str:
+        """The last collective that was begun, as `all_reduce on tp`. Empty = none so far."""
+        return f"{self._last[1]} on {self._last[0]}" if self._last else ""
+
+    def snapshot(self) -> Counts:
+        """Return the counts as they are now."""
+        return {key: (calls, sent) for key, (calls, sent) in self._counts.items()}
+
+    def restore(self, before: Counts) -> None:
+        """Set the counts back to a snapshot: what was sent since does not belong to a step."""
+        self._counts = {key: [calls, sent] for key, (calls, sent) in before.items()}
+
+    def since(self, before: Counts) -> Counts:
+        """Return what was counted after a snapshot."""
+        more = {}
+        for key, (calls, sent) in self.snapshot().items():
+            calls_before, sent_before = before.get(key, (0, 0))
+            if calls > calls_before:
+                more[key] = (calls - calls_before, sent - sent_before)
+        return more
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -210,3 +281,86 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+T = TypeVar("T")
+
+
+class RankZero:
+    """Work that rank 0 of the world does for all ranks: it owns the run folder and prints messages."""
+
+    def __init__(self, world: Group) -> None:
+        self.world = world
+        self.is_here = world.index == 0
+
+    def run(self, work: Callable[[], T]) -> T | None:
+        """Run `work` on rank 0 while the others wait. Its errors are raised on every rank; other ranks get None."""
+        answer, failure = None, None
+        if self.is_here:
+            try:
+                answer = work()
+            except MeshwrightError as error:
+                failure = error
+        if self.world.size > 1:
+            # None is told as well: this broadcast is where the other ranks wait for rank 0.
+            failure = broadcast_object(0, failure, self.world.process_group)
+        if failure is not None:
+            # One message is enough: the other ranks exit silently.
+            failure.reported_elsewhere = not self.is_here
+            raise failure
+        return answer
+
+    def run_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0, then on all other ranks, which find the cache that rank 0 wrote."""
+        answer = self.run(work)
+        return work() if answer is None else answer
+
+    def broadcast(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its answer on every rank: a file system may show others an older state."""
+        answer = self.run(work)
+        if self.world.size > 1:
+            answer = broadcast_object(0, answer, self.world.process_group)
+        return answer  # type: ignore[return-value]  # the broadcast leaves no None
+
+
+def check_same(world: Group, what: str, mine: str) -> None:
+    """Raise MeshwrightError on every rank when the ranks were started with different texts (a plan, a version)."""
+    # The texts are long, so ranks compare digests and only two that differ send theirs.
+    digests = gather_objects(digest([mine]), world.process_group) if world.size > 1 else [""]
+    differing = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
+    if differing is None:
+        return
+    first, second = (broadcast_object(rank, mine, world.process_group) for rank in (0, differing))
+    lines = zip((first + "\n").splitlines(), (second + "\n").splitlines(), strict=False)
+    # Quote the first line that differs. If one text continues the other, quote both ends.
+    line, other_line = next(((a, b) for a, b in lines if a != b), (first[-60:], second[-60:]))
+    raise MeshwrightError(
+        f"rank 0 and rank {differing} disagree about {what}: {line.strip()[:80]!r} and {other_line.strip()[:80]!r}. "
+        "Start every rank with the same command and version"
+    )
+
+
+def union_of_names(mine: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
+    """Return the names that any rank has. Ranks with equal names send a digest only, except for one of them."""
+    names = sorted(mine)
+    digests = gather_objects(digest(names), group)
+    return set().union(*(broadcast_object(digests.index(text), names, group) for text in sorted(set(digests))))
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Return a hash of a list of texts."""
+    return hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=16).hexdigest()
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the objects of all ranks, by rank, on every rank. Bytes grow with the square of the ranks."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
+
+
+def broadcast_object(source: int, mine: T, group: dist.ProcessGroup | None) -> T:
+    """Return the object of the rank with index `source` in the group, on every rank."""
+    objects = [mine]
+    dist.broadcast_object_list(objects, group=group, group_src=source)
+    return objects[0]

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright import compat
-from meshwright.parallel.groups.group import Group
-from meshwright.parallel.groups.traffic import Traffic
+from meshwright.parallel.groups.group import Group, Traffic
 from meshwright.spec.layout.layout import AXES, Layout, expert_ranks, expert_replicas, place_of, ranks_along
 from meshwright.spec.layout.replay import StageLink, links
 from meshwright.spec.layout.schedule import stage_rank

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from meshwright.parallel.groups.traffic import Traffic
+from meshwright.parallel.groups.group import Traffic
 
 QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "loss"})
 """Phases of a step. Any other one may take long: shared file systems stall for minutes."""
@@ -29,7 +29,7 @@ COMPILING = (
 """Functions on a thread's stack while it compiles, or tries variants of a kernel, but not while it runs compiled code.
 Autograd compiles the backward pass on the thread of a GPU.
 """
-COLLECTIVES = ("torch.distributed.", "meshwright.parallel.pipeline.p2p")
+COLLECTIVES = ("torch.distributed.", "meshwright.parallel.pipeline.executor")
 """Modules whose functions, when innermost on the stack, do nothing but wait for other ranks."""
 WAITS = ("meshwright.parallel.groups.group:Pending.wait", "meshwright.parallel.axes.ring:_Travelling.wait")
 """Functions of other modules that wait, too: what they call has no frame of its own."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from meshwright import compat
 from meshwright.model import Transformer
+from meshwright.parallel.axes import data
+from meshwright.parallel.axes.data import Replicas
 from meshwright.parallel.groups.mesh import Mesh
 from meshwright.parallel.pipeline.executor import Pipeline, Stage, WarmUp
-from meshwright.parallel.zero import data
-from meshwright.parallel.zero.replicas import Replicas
 from meshwright.spec.layout.layout import Layout, layers_of_stages
 from meshwright.spec.layout.schedule import Action, last_of
 

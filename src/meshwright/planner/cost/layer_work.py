@@ -44,7 +44,7 @@ class LayerWork:
     def keeps_core(self) -> bool:
         """True if the core's output can be kept while everything else is recomputed.
 
-        The compiler does not recompute a part that it must leave alone (parallel/graphs/compiling.py): experts whose
+        The compiler does not recompute a part that it must leave alone (parallel/blocks/compiling.py): experts whose
         rows travel.
         """
         return any(tensor.part == "core" for tensor in self.tensors)

@@ -258,7 +258,7 @@ GRAPH_S = 2e-5
 
 
 def graphed(stack: Stack) -> Stack:
-    """Return Meshwright's engine with passes that are CUDA graphs (parallel/graphs/pass_graphs.py).
+    """Return Meshwright's engine with passes that are CUDA graphs (parallel/pipeline/pass_graphs.py).
 
     The host launches none of their kernels, and replicas are summed after the last pass.
     """

@@ -1,4 +1,4 @@
-"""Units that fully_shard gathers and reduces together on a rank (parallel/zero/data.py).
+"""Units that fully_shard gathers and reduces together on a rank (parallel/axes/data.py).
 
 The embedding, a block, in it experts that are spread over ranks, and the norm with the head.
 """

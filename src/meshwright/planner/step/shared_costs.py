@@ -127,7 +127,7 @@ class SharedCosts:
         """Return True if gradient products of dense weights add to sums (kernels/linear/gradient_sums.py).
 
         `m` counts micro-batches of a step. They do not if each micro-batch's gradients are reduced separately, if
-        replicas put a step's only gradients into buckets (parallel/zero/replicas.py), or if compiled blocks compute
+        replicas put a step's only gradients into buckets (parallel/axes/data.py), or if compiled blocks compute
         them in their backward passes.
         """
         if not self.may_sum_products or layout.kernels == "reference":

@@ -17,8 +17,7 @@ from torch import Tensor
 from meshwright.kernels.attention.paged import RowsCall
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.graphs.graph_capture import Capture, CudaCapture, FormGraphs
-from meshwright.parallel.graphs.pass_graphs import counts_stay
+from meshwright.parallel.pipeline.pass_graphs import Capture, CudaCapture, FormGraphs, counts_stay
 from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
 from meshwright.serving.engine.engine_options import Graphs
 from meshwright.serving.engine.rows.packed_step import PackedStep

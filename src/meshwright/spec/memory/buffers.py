@@ -7,7 +7,7 @@ from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.recipe.recipe import Recipe
 
 BUCKET_BYTES = 8 * 2**20
-"""Gradients that one all-reduce sums (parallel/zero/replicas.py): size at which a bucket is full, so blocks of small
+"""Gradients that one all-reduce sums (parallel/axes/data.py): size at which a bucket is full, so blocks of small
 models share one. Besides its bytes, an all-reduce of Gloo costs half a millisecond of processor time for two processes
 on two cores (docs/decisions/0042)."""
 

@@ -1,6 +1,6 @@
 """Rules for compiled blocks (layout.compile) and for passes captured as CUDA graphs (layout.cuda_graphs).
 
-Obstacles to graphs that depend on the device are checked once it is known (parallel/graphs/pass_graphs.py).
+Obstacles to graphs that depend on the device are checked once it is known (parallel/pipeline/pass_graphs.py).
 """
 
 from collections.abc import Iterator

@@ -24,12 +24,11 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.corpus.cache_folder import read_json, write_json
-from meshwright.data.corpus.corpus import Stream
+from meshwright.data.corpus.corpus import Stream, read_json, write_json
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
-from meshwright.parallel.groups.agree import RankZero
+from meshwright.parallel.groups.group import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.model.shape import SAME_BASE, ModelShape
@@ -39,8 +38,7 @@ from meshwright.spec.units import duration
 from meshwright.spec.user_cache import default_root
 from meshwright.store import checkpoint, commit
 from meshwright.store.durable import replace_file
-from meshwright.training.objectives.objectives import TEXT, Task, objective_of
-from meshwright.training.objectives.preference import REFERENCE, answer_sums
+from meshwright.training.objectives.objectives import REFERENCE, TEXT, Task, answer_sums, objective_of
 from meshwright.training.step.batches import AnswerReader, Batch, Share, held_out_batches
 from meshwright.training.step.evaluate import evaluating, group_batches
 from meshwright.training.step.step import EVALUATION, MicroPass

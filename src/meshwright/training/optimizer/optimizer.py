@@ -5,30 +5,131 @@ fp32 master weights: 2 + 2 + 4 + 4 + 4 bytes per parameter. On a GPU a Triton ke
 Elsewhere torch's fused kernel needs fp32, so 16-bit gradients are widened in buckets, few of which exist twice at any
 time. Of sharded parameters only this rank's part is updated, as plain tensors that share the part's memory.
 
-training/optimizer/narrow_moments.py has moments narrower than fp32, and bf16 weights without masters. With
-recipe.optimizer=muon hidden matrices are updated by training/optimizer/muon.py, and only the rest by AdamW.
+Parameters are updated one at a time (`NarrowStates`) if moments are not fp32, or if bf16 weights have no fp32 master
+(spec/weights/boxes.py, kernels/optimizer/adamw.py). With recipe.optimizer=muon hidden matrices are updated by
+training/optimizer/muon.py, in any format, and only the rest by AdamW.
 
 `held_bytes` counts what engine and optimizer keep, by kind, from the tensors themselves.
+
+The learning rate of a step is here too.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, in_one_pass
-from meshwright.kernels.triton.narrow_piece import UpdateNumbers
+from meshwright.kernels.optimizer.adamw import WideStates, adamw, adamw_reference, in_one_pass, narrow_adamw
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine
-from meshwright.parallel.zero.data import local
+from meshwright.parallel.axes.data import local
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.boxes import FP32_STATES, Box, MomentFormat
 from meshwright.spec.weights.inventory import parameters as inventory
+from meshwright.spec.weights.optimizer_states import FP32_STATES, WORK_BYTES, MomentFormat
 from meshwright.training.optimizer.muon import MatrixUpdate, Muon, StepNumbers, build_muon
-from meshwright.training.optimizer.narrow_moments import Held, NarrowStates
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+ZERO_CODE = {True: 127, False: 0}
+"""Index of 0 in the code book, signed and unsigned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank's box of a parameter, and the format of its moments."""
+
+    box: Box
+    stored: MomentFormat
+
+
+class NarrowStates:
+    """Moments by parameter name, and their update."""
+
+    def __init__(self, held: dict[str, Held], seed: int, device: torch.device, prefer: str = "auto") -> None:
+        """Take `prefer` from chooser.PREFERENCES."""
+        self.held, self.seed, self.prefer = held, seed, prefer
+        self.books = code_books(device)
+        self.moments = {name: _zero_moments(piece, device) for name, piece in held.items()}
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return `moment1` and `moment2` in the sizes of the piece.
+
+        8-bit moments add `moment1_scale` and `moment2_scale`.
+        """
+        tensors: dict[str, Tensor] = {}
+        sizes, stored = self.held[name].box.sizes, self.held[name].stored
+        for number, moment in enumerate(self.moments[name], start=1):
+            tensors[f"moment{number}.{name}"] = moment.values.view(sizes)
+            if moment.scales is not None:
+                tensors[f"moment{number}_scale.{name}"] = moment.scales.view(stored.scale_sizes(sizes))
+        return tensors
+
+    def update(
+        self,
+        name: str,
+        weights: tuple[Tensor, Tensor | None],
+        gradient: Tensor,
+        step: Tensor,
+        numbers: UpdateNumbers,
+        most_bytes: int,
+    ) -> None:
+        """Update one parameter in place. `weights`: the updated weight, and its 16-bit copy."""
+        if weights[0].numel():
+            piece = self.piece(name, weights, step)
+            rows = gradient.reshape(piece.weight.shape)
+            narrow_adamw(piece, rows, numbers, most_bytes // WORK_BYTES, self.prefer)
+
+    def piece(self, name: str, weights: tuple[Tensor, Tensor | None], step: Tensor) -> NarrowPiece:
+        """Return the local part of a non-empty parameter as rows."""
+        weight, copy = weights
+        size = (-1, weight.shape[-1])  # a vector is one row
+        return NarrowPiece(
+            weight=weight.view(size),
+            copy=None if copy is None else copy.view(size),
+            moments=self.moments[name],
+            step=step,
+            books=self.books,
+            position=self._position_in_whole(name),
+        )
+
+    def _position_in_whole(self, name: str) -> PositionInWhole:
+        """Return the seed and position that random bits depend on: no rank and no layout changes them."""
+        box = self.held[name].box
+        _, rows, _ = _pad_to_three(box.sizes)
+        _, whole_rows, width = _pad_to_three(box.whole)
+        first, second, column = _pad_to_three(box.offsets, 0)
+        seed = (crc32(name.encode()) + 2654435761 * self.seed) % 2**32
+        return PositionInWhole(
+            seed=seed, rows=max(1, rows), whole_rows=whole_rows, first=first, second=second, width=width, column=column
+        )
+
+
+def _pad_to_three(sizes: tuple[int, ...], filled: int = 1) -> tuple[int, int, int]:
+    x, y, w = (filled,) * (3 - len(sizes)) + sizes
+    return x, y, w
+
+
+def _zero_moments(held: Held, device: torch.device) -> tuple[Moment, ...]:
+    stored, sizes = held.stored, held.box.sizes
+    width = sizes[-1]
+    rows = held.box.numel // width if width else 0
+
+    def zero_moment(signed: bool) -> Moment:
+        if stored.dtype != "int8":
+            return Moment(torch.zeros((rows, width), dtype=DTYPES[stored.dtype], device=device), None, signed)
+        codes = torch.full((rows, width), ZERO_CODE[signed], dtype=torch.uint8, device=device)
+        scales = torch.zeros((rows, stored.scale_sizes(sizes)[-1]), device=device)
+        return Moment(codes, scales, signed, stored.block)
+
+    # The mean of the gradient is signed; that of its square, which only AdamW has, is not.
+    return tuple(zero_moment(signed) for signed in (True, False)[: stored.moments])
+
 
 BUCKET_BYTES = 16 * 2**20
 """Extra memory of widened gradients beyond the 16-bit ones that they replace, and of narrow updates."""
@@ -311,3 +412,44 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
+
+
+_NO_JUMP = 0.01
+"""Share of a rate by which two schedules may differ without a note."""
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Return the rate of step 1 .. steps: linear warm-up, then the schedule down to min_learning_rate_ratio.
+
+    cosine (Loshchilov and Hutter 2017) and linear fall over all steps after the warm-up. wsd (warm-up, stable, decay;
+    Hu et al. 2024, arXiv:2404.06395) falls linearly over the last decay_steps.
+    """
+    if step <= recipe.warmup_steps:
+        return recipe.learning_rate * step / recipe.warmup_steps
+    return recipe.learning_rate * _share(recipe, step)
+
+
+def _share(recipe: Recipe, step: int) -> float:
+    floor = recipe.min_learning_rate_ratio
+    if recipe.learning_rate_schedule == "constant":
+        return 1.0
+    first = recipe.warmup_steps
+    if recipe.learning_rate_schedule == "wsd":
+        first = max(first, recipe.steps - (recipe.decay_steps or max(1, recipe.steps // 5)))
+        if step <= first:
+            return 1.0
+    done = min(1.0, (step - first) / max(1, recipe.steps - first))
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if recipe.learning_rate_schedule == "cosine" else 1 - done
+    return floor + (1 - floor) * shape
+
+
+def rate_jump(before: Recipe, now: Recipe, step: int) -> str | None:
+    """Return a note when a run that resumes after `step` has another rate there than `before`. None = it does not."""
+    if not 0 < step < now.steps:
+        return None
+    previous, current = learning_rate(before, min(step, before.steps)), learning_rate(now, step)
+    if abs(current - previous) <= _NO_JUMP * max(current, previous):
+        return None
+    why = f"has {now.steps} steps, and had {before.steps}" if now.steps != before.steps else "is another"
+    following = f"{learning_rate(now, step + 1):.3g} at step {step + 1}"
+    return f"the learning rate goes from {previous:.3g} at step {step} to {following}: its schedule {why}"

@@ -13,8 +13,7 @@ from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.optimizer.optimizer import Optimizer
-from meshwright.training.optimizer.precision import LossScaler
-from meshwright.training.optimizer.skipping import StepSkipper
+from meshwright.training.optimizer.precision import LossScaler, StepSkipper
 from meshwright.training.step.batches import PADDING, Batch, copy_into, forms, graph_form, standing
 
 

@@ -37,7 +37,7 @@ def chat(
     asked.check_adapter(adapter)
 
     from meshwright.serving.engine.answers.request_options import RequestOptions
-    from meshwright.store.model_place import check_model
+    from meshwright.store.run_folder import check_model
 
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     options = RequestOptions(

@@ -49,7 +49,7 @@ def distill(
     """
     from meshwright.compress.distill_sequences import AnswerSearch, questions
     from meshwright.interface.answers.answer import check_new_file
-    from meshwright.store.model_place import check_model
+    from meshwright.store.run_folder import check_model
     from meshwright.verbs.distill.answer import distillation_plan, write_answers
 
     # A file of answers is another job, which trains nothing.

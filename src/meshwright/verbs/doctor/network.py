@@ -13,8 +13,7 @@ from typing import TypeVar
 import torch
 
 from meshwright.observe.rates import synchronize
-from meshwright.parallel.groups.agree import gather_objects
-from meshwright.parallel.groups.group import Group
+from meshwright.parallel.groups.group import Group, gather_objects
 from meshwright.verbs.doctor.findings import Finding, failure, name_ranks, ok, skipped, warning
 
 T = TypeVar("T")

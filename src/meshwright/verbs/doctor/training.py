@@ -25,7 +25,7 @@ from meshwright.spec.plan.plan import Plan
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.spec.weights.inventory import token_flop
 from meshwright.store import checkpoint
-from meshwright.store.random_state import rng_state, set_rng_state
+from meshwright.store.checkpoint import rng_state, set_rng_state
 from meshwright.training import device as train_device
 from meshwright.verbs.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.verbs.doctor.network import RankFailure, gather_from_all, run_everywhere

@@ -25,7 +25,7 @@ from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import adapter_parts
-from meshwright.store.model_place import LAST
+from meshwright.store.run_folder import LAST
 from meshwright.training.step.evaluate import row_losses
 from meshwright.verbs.eval.paired_statistics import (
     Aggregate,

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.data.preparation import check_text
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.extras import require
-from meshwright.store.model_place import LAST, check_model
+from meshwright.store.run_folder import LAST, check_model
 from meshwright.verbs.eval.task_files import task_configs
 
 

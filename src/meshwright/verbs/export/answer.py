@@ -15,8 +15,7 @@ def check_export(
     """Check all that needs no torch. Raises RunError, ArgumentError, PlanError."""
     from meshwright.store import checkpoint_folder
     from meshwright.store.durable import refuse_taken, refuse_unwritable
-    from meshwright.store.model_place import check_checkpoint, check_dtype, check_gguf_path, check_model
-    from meshwright.store.run_folder import RunFolder
+    from meshwright.store.run_folder import RunFolder, check_checkpoint, check_dtype, check_gguf_path, check_model
 
     check_dtype(dtype)
     check_checkpoint(which)
@@ -75,8 +74,8 @@ def write_directory(
     from meshwright.formats.hub.directory import PromptFiles
     from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
     from meshwright.store.durable import report_in_one_line
-    from meshwright.store.model_place import check_dtype
     from meshwright.store.model_weights import final_weights, locate, weights
+    from meshwright.store.run_folder import check_dtype
     from meshwright.training.optimizer.precision import DTYPES
 
     check_dtype(dtype)

@@ -41,7 +41,7 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt with a trained model. On a terminal the text appears as it is generated."""
-    from meshwright.store.model_place import check_model
+    from meshwright.store.run_folder import check_model
 
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     typed_ids = _ids(prompt_ids) if prompt_ids is not None else None

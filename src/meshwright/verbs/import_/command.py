@@ -98,7 +98,7 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", hub: "HubFolder", tensors: "dic
     from meshwright import planfile
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
-    from meshwright.training.resume.pretrained import keep_hub_files
+    from meshwright.training.step.state import keep_hub_files
 
     path = Path(plan.run)
     is_new = not path.exists()

@@ -28,7 +28,7 @@ from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.store.durable import report_in_one_line
-from meshwright.store.model_place import LAST
+from meshwright.store.run_folder import LAST
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Batch
 from meshwright.verbs.quantize.options import bytes_of, check_request, check_room, matrices_to_quantize

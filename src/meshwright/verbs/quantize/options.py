@@ -15,7 +15,7 @@ from meshwright.spec.presets import find_nearest
 from meshwright.spec.units import GIB, MIB, gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.store.durable import free_bytes, refuse_taken, refuse_unwritable
-from meshwright.store.model_place import LAST, check_dtype, check_gguf_path, check_model
+from meshwright.store.run_folder import LAST, check_dtype, check_gguf_path, check_model
 
 if TYPE_CHECKING:
     from meshwright.compress.original import OriginalModel

@@ -111,7 +111,7 @@ def serve(
 
     from meshwright.interface.trained.serving import configuration, run, served_name, server_of
     from meshwright.serving.engine.engine_options import EngineOptions, Graphs
-    from meshwright.store.model_place import check_model
+    from meshwright.store.run_folder import check_model
 
     require("serve", "serve")
     check_model(model, dtype=dtype, checkpoint=checkpoint)

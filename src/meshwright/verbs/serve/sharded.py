@@ -36,7 +36,7 @@ from meshwright.spec import Layout, Recipe
 from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.legal import layout_violations
-from meshwright.store.model_place import LAST
+from meshwright.store.run_folder import LAST
 from meshwright.training.device import pick_device
 
 NEVER = timedelta(days=3650)

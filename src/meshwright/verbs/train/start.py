@@ -131,7 +131,7 @@ def again(verb: str, words: Sequence[str], run: str) -> str:
 
 
 def _services(tensorboard: bool, wandb: bool) -> "list[Watcher]":
-    from meshwright.training.watchers import Forgiving, TensorBoard, WandB
+    from meshwright.training.step.watch import Forgiving, TensorBoard, WandB
 
     wanted: list[Watcher] = [*([TensorBoard()] if tensorboard else []), *([WandB()] if wandb else [])]
     return [Forgiving(watcher) for watcher in wanted]

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from meshwright.data.chat.prompt import template_of
+from meshwright.data.chat.rendering import template_of
 from meshwright.serving.engine.answers.tool_calls import opened_thought
 from meshwright.serving.http.api_error import ApiError, bad_request, internal_error, shutting_down
 from meshwright.serving.http.channel import ModelCard

@@ -21,8 +21,8 @@ from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.predictions import Predictions
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
-from meshwright.parallel.groups.agree import digest
-from meshwright.parallel.zero.data import local, take_codes
+from meshwright.parallel.axes.data import local, take_codes
+from meshwright.parallel.groups.group import digest
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import RANDOM
@@ -30,11 +30,11 @@ from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.store.commit import NAME
 from meshwright.store.model_weights import BaseFolder, final_weights, locate, open_weights
 from meshwright.store.run_folder import RunFolder
-from meshwright.training.objectives.distillation import Distillation, divergence_of
+from meshwright.training.objectives.objectives import Distillation, divergence_of
 from meshwright.training.optimizer.optimizer import frozen_code_tensors
 from meshwright.training.optimizer.precision import DTYPES
-from meshwright.training.resume.pretrained import is_same_tokenizer
 from meshwright.training.step.batches import Batch
+from meshwright.training.step.state import is_same_tokenizer
 from meshwright.training.step.step import EVALUATION, MicroPass, Objective
 
 OTHERWISE = "or train without one, by recipe.objective=cross-entropy"

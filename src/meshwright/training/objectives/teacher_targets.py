@@ -30,27 +30,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.corpus.cache_folder import read_json, write_json
+from meshwright.data.corpus.corpus import read_json, write_json
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.data.sequences.windows import Sampler
 from meshwright.kernels.loss.linear_divergence import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
-from meshwright.parallel.groups.agree import RankZero, gather_objects
+from meshwright.parallel.groups.group import RankZero, gather_objects
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.units import GB, duration
 from meshwright.spec.user_cache import default_root
 from meshwright.store.durable import free_bytes, report_in_one_line
-from meshwright.training.objectives.distillation import LIKELIEST, LOGS
+from meshwright.training.objectives.objectives import LIKELIEST, LOGS
+from meshwright.training.objectives.teacher import build_teacher, load_weights, open_teacher, shared_tokens
 from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Batch, RowReader, Share, to_batch
 from meshwright.training.step.evaluate import evaluating, group_batches
 from meshwright.training.step.interrupt import Interrupt
 from meshwright.training.step.step import EVALUATION, MicroPass
-from meshwright.training.teachers.teacher import build_teacher, load_weights, open_teacher, shared_tokens
 
 _FORMAT = 1
 """Raised whenever the same teacher and text would give other numbers."""

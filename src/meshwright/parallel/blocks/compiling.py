@@ -15,9 +15,8 @@ from meshwright.model.kv_cache import Past
 from meshwright.model.moe import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
-from meshwright.parallel.groups.agree import gather_objects
-from meshwright.parallel.groups.group import Group
-from meshwright.parallel.recomputation.recompute import block_call
+from meshwright.parallel.blocks.recompute import block_call
+from meshwright.parallel.groups.group import Group, gather_objects
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout, Recompute
 from meshwright.spec.model.shape import ModelShape

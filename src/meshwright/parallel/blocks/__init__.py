@@ -1,0 +1,1 @@
+"""Calls of blocks: compiled, recomputed, and with activations in host memory."""

@@ -1,1 +1,0 @@
-"""Compiled blocks and CUDA graphs of passes."""

@@ -1,1 +1,0 @@
-"""Recomputation and offload of activations."""

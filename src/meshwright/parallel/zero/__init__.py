@@ -1,1 +1,0 @@
-"""Data parallelism: replicas, and ZeRO by fully_shard."""

@@ -1,1 +1,0 @@
-"""State that a run resumes from, and first weights from a folder."""

@@ -1,1 +1,0 @@
-"""Teachers of a distillation: beside the student, or stored."""
