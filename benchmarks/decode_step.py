@@ -281,7 +281,7 @@ def counted_step(shape: ModelShape, form: str, batch: int, context: int, cache: 
 
         def step() -> None:
             places = StepPlaces(numbers[2], [], {}, RowsCall(tables, numbers[3], numbers[4], longest))
-            with layers.used():
+            with layers.use():
                 x, _ = model.hidden(numbers[:1], positions=numbers[1:2], cache=cache_pool.at(places))
                 layers.logits(x[0]).float()  # as they are copied out of a graph
 

@@ -31,7 +31,7 @@ import meshwright as mw
 from meshwright.data import prepare
 from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.model import Transformer
-from meshwright.serving.engine.serving_engine import sampled_answers
+from meshwright.serving.engine.serving_engine import sample_answers
 from meshwright.store.run_folder import RunFolder
 from meshwright.verbs.export.answer import write_directory
 
@@ -83,7 +83,7 @@ def divergence(student: Transformer, teacher: Transformer, rows: Tensor, first: 
 def own_words(student: Transformer, rows: Tensor, first: int) -> Tensor:
     """Rows (B, S), of which only the first so many tokens are the text's."""
     number, length = rows.shape
-    answers = sampled_answers(
+    answers = sample_answers(
         student, rows[:, :first].tolist(), longest=length, most=[length - first] * number, seeds=range(number),
         temperature=1.0, stop_ids=(), at_once=min(64, number),
     )  # fmt: skip

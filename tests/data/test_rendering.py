@@ -14,7 +14,7 @@ from meshwright.data.chat.rendering import Marked, Policy
 from meshwright.data.chat.samples import Conversation, sample
 from meshwright.data.chat.template import DEFAULT, ChatTemplate
 from meshwright.serving.http.request.chat_fields import ChatMessage
-from meshwright.serving.http.request.request_fields import checked_fields
+from meshwright.serving.http.request.request_fields import check_fields
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import (
     CHATML,
@@ -318,7 +318,7 @@ def test_what_a_turn_leaves_empty_is_trained_as_a_server_writes_it() -> None:
     ]
     (marked,) = rendered(ONE_CALL, messages)
     sparse = [{name: field for name, field in message.items() if field is not None} for message in messages]
-    served = [checked_fields(ChatMessage, message).row for message in sparse]
+    served = [check_fields(ChatMessage, message).row for message in sparse]
     assert marked.text == ChatTemplate(ONE_CALL, SPELLED, DAY).render(served).text
     plain = [{name: field for name, field in message.items() if field} for message in messages]
     plain[1] |= {"content": "", "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "Rom"}}}]}

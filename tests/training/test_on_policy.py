@@ -18,7 +18,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
 from meshwright.serving.engine.cache.paged_cache import PagedCache
-from meshwright.serving.engine.serving_engine import sampled_answers
+from meshwright.serving.engine.serving_engine import sample_answers
 from meshwright.spec import Layout, MLAShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.memory.buffers import BLOCK, SPARE, at_once, cache_bytes
@@ -69,13 +69,13 @@ def _asked(teacher: Path, run: Path, **recipe: Any) -> Plan:
 
 def _figures(asked: Plan, **options: Any) -> list[tuple[float, ...]]:
     watcher = options.pop("watcher", None) or Notes()
-    loop.run(asked, watchers=[watcher], sampler=sampled_answers, **options)
+    loop.run(asked, watchers=[watcher], sampler=sample_answers, **options)
     return [(step.loss, step.grad_norm) for step in watcher.steps]
 
 
 def test_a_share_of_the_steps_is_written_by_the_student(teacher: Path, tmp_path: Path) -> None:
     asked = _asked(teacher, tmp_path / "run", distillation_on_policy=0.25)
-    writer = OnPolicy(plan=asked, share=Share(), stop_ids=(), sampler=sampled_answers)
+    writer = OnPolicy(plan=asked, share=Share(), stop_ids=(), sampler=sample_answers)
     counts = Counter(writer.due(cursor) for cursor in range(0, 8000, 4))
     assert 0.2 < counts[True] / counts.total() < 0.3
     other = replace(writer, plan=replace(asked, recipe=replace(asked.recipe, seed=1)))
@@ -90,7 +90,7 @@ def test_the_first_step_is_the_divergence_of_what_the_student_wrote(teacher: Pat
     batch = to_batch(rows, torch.device("cpu"), document_mask=True)
     student = build(asked.model, seed=recipe.seed)
     ends = (corpus.tokenizer.eos,) if corpus.tokenizer.eos is not None else ()
-    writer = OnPolicy(plan=asked, share=Share(), stop_ids=ends, sampler=sampled_answers)
+    writer = OnPolicy(plan=asked, share=Share(), stop_ids=ends, sampler=sample_answers)
     made = writer.rows(batch, on_one_device(student, asked.layout), 0)
     assert (made.tokens != batch.tokens).any() and 0 < made.valid < batch.valid
     mask_inputs = {"positions": made.positions, "documents": made.documents}

@@ -1,4 +1,4 @@
-"""The watchdog knows a rank's activity by names of functions: each must be one, so that a renamed function is noticed."""
+"""The watchdog knows what a rank does by names of functions. Each must exist, so a renamed function is noticed."""
 
 from functools import reduce
 from importlib import import_module

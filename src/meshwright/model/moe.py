@@ -119,7 +119,7 @@ class Experts(nn.Module):
 
     def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts, more: "AddedProducts | None") -> Tensor:
         product = self._plain_product(rows, stack, counts)
-        return product if more is None else more.added(stack, rows, product)
+        return product if more is None else more.add(stack, rows, product)
 
     def _plain_product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
         multiply = self.kernels.expert_linear

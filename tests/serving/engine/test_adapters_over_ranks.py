@@ -73,7 +73,7 @@ def changing(engine: ServingEngine, name: str) -> dict[str, Any]:
     for called, adapter in adapters(name, seed=1).items():
         engine.adapters.unload(called)
         engine.adapters.load(called, adapter)
-    held = engine.adapters.held
+    held = engine.adapters.count
     after = ask(engine)
     engine.run([*before, *after])
     left = engine.adapters.bytes
@@ -84,7 +84,7 @@ def changing(engine: ServingEngine, name: str) -> dict[str, Any]:
     return {
         "ids": [request.answers[0].ids for request in (*before, *after, *plain)],
         "cached": [request.cached for request in after],
-        "held": (held, engine.adapters.held),
+        "held": (held, engine.adapters.count),
         "bytes": (left, engine.adapters.bytes),
     }
 

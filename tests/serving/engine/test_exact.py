@@ -124,7 +124,7 @@ def test_rows_are_padded_to_numbers_that_agree() -> None:
     network = shrunk("llama-3.1-8b")
     with torch.no_grad():
         rows = ExactRows(network, 40, lambda x: network.kernels.linear(x, network.head_weight), low_rank=False)
-    assert rows.tile == 16 and rows.most >= 16 and rows.padded(3) == 16
+    assert rows.tile == 16 and rows.most >= 16 and rows.round_up(3) == 16
 
 
 def test_where_the_order_of_rows_matters_they_are_computed_one_by_one() -> None:

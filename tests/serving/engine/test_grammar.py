@@ -15,7 +15,7 @@ import torch
 from meshwright.data import Tokenizer
 from meshwright.model import build
 from meshwright.serving.engine.answers import grammar
-from meshwright.serving.engine.answers.grammar import MOST_REGEX_LETTERS, MOST_SCHEMA_LETTERS, written_out
+from meshwright.serving.engine.answers.grammar import MOST_REGEX_LETTERS, MOST_SCHEMA_LETTERS, count_letters
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.served_request import ServedAnswer
@@ -330,7 +330,7 @@ def test_sizes_are_refused_with_their_numbers() -> None:
     ],
 )  # fmt: skip
 def test_repetitions_are_counted_as_they_are_written_out(regex: str, letters: int) -> None:
-    assert written_out(regex) == letters
+    assert count_letters(regex) == letters
 
 
 def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_own_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,10 +363,10 @@ def test_masks_agree_with_the_library_and_cover_padding() -> None:
         RequestOptions(regex="ab*"), [tokenizer.eos or 0]
     )
     assert state is not None
-    first = state.allowed()
+    first = state.find_allowed()
     assert first.shape == (tokenizer.vocab + PADDED,) and not first[tokenizer.vocab :].any()
     spelled = {tokenizer.decode([token]) for token in torch.nonzero(first)[:, 0].tolist()}
     assert "a" in spelled and all(re.fullmatch("ab*", word) for word in spelled)
     twin = state.copy()
     state.take(int(tokenizer.encode("a")[0]))
-    assert state.allowed()[tokenizer.eos] and torch.equal(twin.allowed(), first), "a copy goes its own way"
+    assert state.find_allowed()[tokenizer.eos] and torch.equal(twin.allowed(), first), "a copy goes its own way"

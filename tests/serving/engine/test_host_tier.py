@@ -16,7 +16,7 @@ from meshwright.serving.engine.cache.blocks import (
     HostTier,
     Move,
 )
-from meshwright.serving.engine.cache.host_copies import HostCopies, grouped
+from meshwright.serving.engine.cache.host_copies import HostCopies, group_moves
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation
@@ -106,7 +106,7 @@ def test_moves_in_groups_are_moves_one_by_one(seed: int) -> None:
     host, slots = HostCopies([blocks], 5), [-1.0] * 5
     for slot in range(5):
         host._slots[0][slot] = -1.0
-    for group in grouped(moves):
+    for group in group_moves(moves):
         kind, source, target = group[0]
         if kind == "copy":
             old, new = torch.tensor([move[1:] for move in group]).t()

@@ -48,7 +48,7 @@ def test_an_adapter_that_is_loaded_later_answers_as_one_from_the_start(name: str
     assert engine.adapters.names == ("large",) and engine.adapters.bytes > 0
     assert bits([first]) == right(name, None, LONG) and bits([second]) == right(name, by_name["large"], LONG)
     engine.adapters.unload("large")
-    assert engine.adapters.bytes == engine.adapters.held == 0
+    assert engine.adapters.bytes == engine.adapters.count == 0
     assert not any(
         getattr(module, "lora", None) or getattr(module, "beside", None) for module in engine.model.modules()
     )
@@ -79,17 +79,17 @@ def test_requests_keep_what_is_unloaded_under_them(more: dict[str, Any]) -> None
     waiting = engine.add(PROMPTS[0], asked("mine", **more))
     held = engine.adapters.bytes
     engine.adapters.unload("mine")
-    assert engine.adapters.names == () and engine.adapters.held == 1 and engine.adapters.bytes == held
+    assert engine.adapters.names == () and engine.adapters.count == 1 and engine.adapters.bytes == held
     with pytest.raises(ArgumentError, match="adapter=mine is not here"):
         engine.add(PROMPTS[0], asked("mine"))
     engine.adapters.load("mine", by_name["some"])
     other = engine.add(PROMPTS[0], asked("mine", **more))
-    assert engine.adapters.held == 2
+    assert engine.adapters.count == 2
     engine.run([running, waiting, other])
     assert bits([running]) == right(LLAMA, by_name["large"], LONG, **{**more, "max_new_tokens": 12})
     assert bits([waiting]) == right(LLAMA, by_name["large"], PROMPTS[0], **more)
     assert bits([other]) == right(LLAMA, by_name["some"], PROMPTS[0], **more)
-    assert engine.adapters.held == 1 and 0 < engine.adapters.bytes < held
+    assert engine.adapters.count == 1 and 0 < engine.adapters.bytes < held
 
 
 def test_a_cancelled_request_lets_its_adapter_go() -> None:
@@ -99,7 +99,7 @@ def test_a_cancelled_request_lets_its_adapter_go() -> None:
     engine.adapters.unload("mine")
     for request, left in ((cancelled, 1), (other, 0)):
         engine.cancel(request)
-        assert engine.adapters.held == left
+        assert engine.adapters.count == left
     assert not engine.adapters.bytes
 
 
@@ -122,7 +122,7 @@ def test_an_adapter_of_another_model_is_refused(name: str) -> None:
     wide = {key: torch.cat((tensor, tensor), -1) for key, tensor in adapters(LLAMA)["large"].tensors.items()}
     with pytest.raises(ArgumentError, match=r"lora\.a \[18, \d+\] is no part of"):
         engine.adapters.load("mine", ServedAdapter(adapters(LLAMA)["large"].lora, wide))
-    assert not engine.adapters.held and not engine.adapters.names
+    assert not engine.adapters.count and not engine.adapters.names
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -146,9 +146,9 @@ def test_at_random(seed: int) -> None:
             owed.append((engine.add(prompt, asked(wanted)), now[wanted] if wanted else None, prompt))
         elif not engine.idle:
             engine.step()
-        assert engine.adapters.held >= len(now)
+        assert engine.adapters.count >= len(now)
     engine.run([request for request, *_ in owed])
     known = {(called, tuple(prompt)) for _, called, prompt in owed}
     answers = {key: right(name, None if key[0] is None else by_name[key[0]], list(key[1])) for key in known}
     assert all(bits([request]) == answers[called, tuple(prompt)] for request, called, prompt in owed)
-    assert engine.adapters.held == len(now)
+    assert engine.adapters.count == len(now)

@@ -26,7 +26,7 @@ from meshwright.serving.engine.rows.request_adapters import (
     ServedAdapter,
     StackProducts,
     TaggedRows,
-    tagged_runs,
+    find_tagged_runs,
 )
 from meshwright.serving.engine.served_request import ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine
@@ -231,7 +231,7 @@ def test_where_16_bit_products_are_emulated_it_is_taken_in_fp32(
     narrow = rows.double() @ a.double().t()
     product, right = LowRankProduct(a, b, exact=exact), narrow @ b.double().t()
     with Recording() as recording:
-        results = product(rows), product.widened(narrow.to(dtype))
+        results = product(rows), product.widen(narrow.to(dtype))
     assert recording.products() <= {torch.float32}
     assert product.a.dtype == dtype and torch.equal(product.a, a)
     assert all(product_of_rows.dtype == dtype for product_of_rows in results)
@@ -256,8 +256,8 @@ def test_products_of_experts_in_one_call_are_those_one_by_one() -> None:
         is_local = owners >= first
         stacks = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in pairs]
         local_counts: Any = counts[first:] if apart else torch.tensor(counts[first:])
-        runs = [list(tagged_runs(tags[is_local], counts[first:], tag)) for tag in (1, 2)] if apart else []
-        summed = TaggedRows(stacks, tags[is_local], local_counts, expert_linear_reference, runs).added(
+        runs = [list(find_tagged_runs(tags[is_local], counts[first:], tag)) for tag in (1, 2)] if apart else []
+        summed = TaggedRows(stacks, tags[is_local], local_counts, expert_linear_reference, runs).add(
             ExpertStack(torch.empty(0), name="up", first=first), rows[is_local], plain[is_local].clone()
         )
         torch.testing.assert_close(summed, right[is_local])
@@ -272,12 +272,10 @@ def test_an_adapter_that_is_no_number_harms_no_row_but_its_own(apart: bool, bad:
     for part in range(2):  # of A, of B
         broken = tuple(torch.full_like(tensor, bad) if at == part else tensor for at, tensor in enumerate(good))
         stacks = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in (broken, good)]
-        runs = [list(tagged_runs(tags, counts, tag)) for tag in (1, 2)] if apart else []
+        runs = [list(find_tagged_runs(tags, counts, tag)) for tag in (1, 2)] if apart else []
         expert_counts: Any = counts if apart else torch.tensor(counts)
         stack = ExpertStack(torch.empty(0), name="up")
-        summed = TaggedRows(stacks, tags, expert_counts, expert_linear_reference, runs).added(
-            stack, rows, plain.clone()
-        )
+        summed = TaggedRows(stacks, tags, expert_counts, expert_linear_reference, runs).add(stack, rows, plain.clone())
         assert not summed[tags == 1].isfinite().any()
         assert torch.equal(summed[tags != 1], torch.tensor([0.0, 24.0, 0.0]).unsqueeze(1).expand(3, 4))
 

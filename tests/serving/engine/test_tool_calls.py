@@ -15,8 +15,8 @@ from meshwright.serving.engine.answers.tool_calls import (
     FAMILIES,
     ToolFamily,
     family_of,
-    forced_call,
-    opened_thought,
+    force_call,
+    find_open_thought,
     read_answer,
 )
 from meshwright.spec.errors import ArgumentError, DataError
@@ -248,8 +248,12 @@ def test_a_call_inside_of_a_thought_is_no_call(text: str, opened: str) -> None:
 
 def test_a_prompt_says_whether_it_opens_a_thought() -> None:
     """Ends of prompts: DeepSeek-R1, Qwen3 with thinking switched off, Magistral, and a model without thoughts."""
-    assert opened_thought("<|Assistant|><think>\n") == "<think>" and opened_thought("[/INST][THINK]") == "[THINK]"
-    assert opened_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n") == opened_thought("What is <think>?") == ""
+    assert find_open_thought("<|Assistant|><think>\n") == "<think>" and find_open_thought("[/INST][THINK]") == "[THINK]"
+    assert (
+        find_open_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        == find_open_thought("What is <think>?")
+        == ""
+    )
 
 
 def test_json_without_arguments_is_no_bare_call() -> None:
@@ -272,7 +276,7 @@ def test_a_call_is_held_back_until_it_is_whole() -> None:
 @pytest.mark.parametrize("choice", [None, "weather", "time"])
 def test_an_answer_that_must_call_does(name: str, choice: str | None) -> None:
     family = BY_NAME[name]
-    forced = forced_call(family, TOOLS, choice)
+    forced = force_call(family, TOOLS, choice)
     for seed in range(2):
         (answer,) = answers(engine(), json_schema=forced.json_schema, seed=seed, max_new_tokens=200)
         call = forced.read(answer.text)
@@ -297,9 +301,7 @@ def test_tools_that_are_none_are_refused() -> None:
         ([unbound], "no JSON schema"),
     ):
         with pytest.raises(ArgumentError, match=word):
-            forced_call(family, tools)  # type: ignore[arg-type]
+            force_call(family, tools)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="tool_choice names 'x', and the tools are weather, time"):
-        forced_call(family, TOOLS, "x")
-    assert RequestOptions(
-        json_schema=forced_call(family, [{"type": "function", "function": {"name": "a"}}]).json_schema
-    )
+        force_call(family, TOOLS, "x")
+    assert RequestOptions(json_schema=force_call(family, [{"type": "function", "function": {"name": "a"}}]).json_schema)

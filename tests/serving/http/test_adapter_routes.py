@@ -147,12 +147,12 @@ def test_an_answer_in_flight_keeps_its_adapter(server: Running, folder: Path) ->
     thread.start()
     until(lambda: not server.engine.idle)
     assert code(server, UNLOAD, lora_name="mine") == (200, "")
-    held = server.engine.adapters.held
+    held = server.engine.adapters.count
     code(server, LOAD, lora_name="mine", lora_path="b")
     assert answer(server, "mine")[0] == after
     thread.join(300)
     assert answers == [before]
-    assert held == 1 and server.engine.adapters.held == 1
+    assert held == 1 and server.engine.adapters.count == 1
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_is_no_adapter_here_is_refused(
     refused = shared.ask(LOAD, {"lora_name": "mine", "lora_path": path})
     assert (refused[0], refused[2]["error"]["code"]) == (status, expected_code), refused
     assert str(folder) not in refused[2]["error"]["message"] or path.startswith("/")
-    assert models(shared) == [NAME] and shared.engine.adapters.held == 0
+    assert models(shared) == [NAME] and shared.engine.adapters.count == 0
 
 
 def test_a_file_that_cannot_be_read_is_the_requests_fault_and_names_no_place(folder: Path) -> None:

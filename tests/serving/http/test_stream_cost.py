@@ -162,7 +162,7 @@ def _stream(streams: ExitStack, link: EngineLink, tokenizer: Tokenizer, chat: bo
     shape = ChatShape(tokenizer, None) if chat else CompletionShape(tokenizer, None, (), 1)
     document = AnswerDocument(shape, "small", best=1, include_usage=False, ids=False, logprobs=False)
     answering = Answering(link, [task], 60)
-    streams.enter_context(answering.running())
+    streams.enter_context(answering.run_tasks())
     streams.enter_context(stream_answers(answering, document, connection))
     return pieces
 

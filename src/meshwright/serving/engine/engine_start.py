@@ -94,7 +94,7 @@ class CacheRoom:
 
 
 @torch.no_grad()
-def measured_room(
+def measure_room(
     memory: DeviceMemory, makers: Sequence[Callable[[RunnerSetup], Runner]], setup: RunnerSetup, share: float,
     ranks: int = 1,
 ) -> CacheRoom:  # fmt: skip
@@ -125,7 +125,7 @@ def measured_room(
 
 def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> list[int]:
     """Return peaks of a prompt step, a decoding step, and either one behind a decoding step with unread tokens."""
-    prompts, decoding = _prompts(setup), _decoding(setup, _decoding_rows(memory, runner, setup))
+    prompts, decoding = _prompt_step(setup), _decoding_step(setup, _count_decoding_rows(memory, runner, setup))
     peaks = list[int]()
     for _ in range(2):  # the first pass compiles kernels and allocates workspaces, which stay
         peaks = [
@@ -163,7 +163,7 @@ def _sequence(setup: RunnerSetup, tokens: int, computed: int) -> CachedSequence:
     return sequence
 
 
-def _prompts(setup: RunnerSetup) -> StepPlan:
+def _prompt_step(setup: RunnerSetup) -> StepPlan:
     """Return chunks at the ends of the longest prompts, as many tokens as a step may have."""
     left, step = setup.most_tokens, StepPlan()
     while left and len(step.chunks) < setup.sequences:
@@ -173,7 +173,7 @@ def _prompts(setup: RunnerSetup) -> StepPlan:
     return step
 
 
-def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> int:
+def _count_decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> int:
     """Return how many of the longest sequences the largest decoding step reads.
 
     If rows read blocks in place, their length costs next to nothing. If attention gathers keys and values, a step never
@@ -185,7 +185,7 @@ def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> 
     return max(1, min(setup.graph_rows, held // _blocks(setup, setup.longest)))
 
 
-def _decoding(setup: RunnerSetup, rows: int) -> StepPlan:
+def _decoding_step(setup: RunnerSetup, rows: int) -> StepPlan:
     """Return a step with one token of each of so many of the longest sequences, or of their guesses."""
     return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(rows)})
 
@@ -267,7 +267,7 @@ def start(
         raise ArgumentError(f"cache_bytes=0 is for a GPU, and this is a {device.type}: give a number of bytes")
     if not cache_bytes and memory is not None:
         setup = RunnerSetup.for_model(options, 1, 0, longest)
-        room = measured_room(memory, makers, setup, options.memory_share, 1 if ranks is None else ranks.size)
+        room = measure_room(memory, makers, setup, options.memory_share, 1 if ranks is None else ranks.size)
         longest = check_room(room, bytes_each, size, longest, asked=bool(options.longest))
         cache_bytes, description = room.cache_bytes, str(room)
     most = options.most_sequences * -(-longest // size)

@@ -63,13 +63,13 @@ class Runner:
         """
         self.model, self.cache, self._layers, self._adapters, self._ranks = model, cache, layers, adapters, ranks
         self.graphs, self.graphs_words = graphs, graphs_words
-        self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.rank_zero_logits)
-        on_all = head if ranks is None else _then(layers.logits, ranks.whole_logits)
+        self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.gather_on_rank_zero)
+        on_all = head if ranks is None else _then(layers.logits, ranks.gather_logits)
         self._multiple = 1 if ranks is None else ranks.row_multiple
         self._writer = StepWriter()
         self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
         low_rank = cache.layers[0].low_rank
-        with layers.used():
+        with layers.use():
             self._exact = ExactRows(model, most_tokens, on_all, low_rank=low_rank) if exact else None
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
         """Rows of the largest forward pass."""
@@ -83,7 +83,7 @@ class Runner:
         """Capture the graphs of all steps that allow them, the largest first, and report progress."""
         if self.graphs is None or self._exact:
             return
-        with self._layers.used():
+        with self._layers.use():
             self.graphs.capture_all(self._head, say)
 
     def run(
@@ -127,12 +127,12 @@ class Runner:
             by_graph = self._compute_by_graph(self.graphs, runs, drawn)
             if by_graph is not None:
                 return by_graph
-        with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
+        with self._layers.use(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
                 if drawn is not None:
                     rows.take_drawn(drawn)
                 cache = self.cache.at(rows.places)
-                with self._adapters.over(rows.adapters) if self._adapters else nullcontext():
+                with self._adapters.apply_to(rows.adapters) if self._adapters else nullcontext():
                     x, _ = self.model.hidden(rows.tokens, positions=rows.positions, cache=cache)
                 if rows.owners:
                     owners += rows.owners
@@ -145,14 +145,14 @@ class Runner:
         self, graphs: StepGraphs, runs: list[Run], drawn: Tensor | None
     ) -> tuple[list[CachedSequence], Tensor] | None:
         """Compute the step as a graph. None = it allows none."""
-        size = graphs.padded(sum(run.end - run.begin for run in runs))
+        size = graphs.round_up(sum(run.end - run.begin for run in runs))
         adapted = self._adapters is not None and any(run.sequence.adapter for run in runs)
         if not size or adapted or not self._packer.attends_by_rows(runs):
             return None
         rows = self._packer.pack(runs, size)
         if drawn is not None:
             rows.take_drawn(drawn)
-        with self._layers.used():
+        with self._layers.use():
             logits = graphs.compute(rows, self._head)
         return rows.owners, logits.index_select(0, rows.wanted)  # the next step overwrites them
 
@@ -162,15 +162,17 @@ class Runner:
             rows = sum(run.end - run.begin for run in runs)
             yield self._packer.pack(runs, -(-rows // self._multiple) * self._multiple)
             return
-        for runs_of_pass in cut(runs, self._exact.most):
-            yield self._packer.pack(runs_of_pass, self._exact.padded(sum(run.end - run.begin for run in runs_of_pass)))
+        for runs_of_pass in split_runs(runs, self._exact.most):
+            yield self._packer.pack(
+                runs_of_pass, self._exact.round_up(sum(run.end - run.begin for run in runs_of_pass))
+            )
 
     def _logits(self, states: Tensor) -> Tensor:
         if self._exact is None:
             return self._head(states)
         parts = []
         for rows in states.split(self._exact.most):
-            padded = rows.new_zeros(self._exact.padded(len(rows)), rows.shape[1])
+            padded = rows.new_zeros(self._exact.round_up(len(rows)), rows.shape[1])
             padded[: len(rows)] = rows
             parts.append(self._head(padded)[: len(rows)])
         return torch.cat(parts)
@@ -180,7 +182,7 @@ def _then(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor])
     return lambda x: second(first(x))
 
 
-def cut(runs: list[Run], most: int) -> Iterator[list[Run]]:
+def split_runs(runs: list[Run], most: int) -> Iterator[list[Run]]:
     """Yield runs in lists of at most so many tokens. A run may be cut."""
     part, left = list[Run](), most
     for run in runs:

@@ -165,7 +165,7 @@ def _with_penalties_and_bias(logits: Tensor, rows: Sequence[SampledRow]) -> Tens
         amounts = to_device([amount for _, (_, amount) in biased], logits.device, logits.dtype)
         logits.index_put_(where, amounts, accumulate=True)
     if bound:
-        allowed = torch.stack([grammar.allowed() for row in rows if (grammar := row.grammar) is not None])
+        allowed = torch.stack([grammar.find_allowed() for row in rows if (grammar := row.grammar) is not None])
         allowed |= ~allowed.any(1, keepdim=True)
         logits[bound] = logits[bound].masked_fill(~allowed.to(logits.device), float("-inf"))
     return logits

@@ -1,6 +1,6 @@
 """The serving engine: requests in, tokens out, one step at a time.
 
-`sampled_answers` runs it for a model in training.
+`sample_answers` runs it for a model in training.
 """
 
 import weakref
@@ -164,7 +164,7 @@ class ServingEngine:
         if self._ranks is not None:
             raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
         number = self.adapters.number(adapter)
-        with self.adapters.by_number.over({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
+        with self.adapters.by_number.apply_to({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
             return score_prompt(self.model, prompt, top)
 
     def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer] | None = None) -> None:
@@ -274,7 +274,7 @@ class ServingEngine:
                     raise ArgumentError(f"{setting} is for CPUs: take {name}={other}, or a model on the CPU")
 
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
-        if not options.constrained:
+        if not options.is_constrained:
             return None
         if self._grammars is None:
             if self._tokenizer is None:
@@ -295,7 +295,7 @@ class ServingEngine:
         return min(request.options.max_new_tokens, self._longest - len(request.prompt) + 1)
 
 
-def sampled_answers(
+def sample_answers(
     model: Transformer, prompts: Sequence[Sequence[int]], *, longest: int, most: Sequence[int], seeds: Sequence[int],
     temperature: float, stop_ids: Sequence[int], at_once: int,
 ) -> list[list[int]]:  # fmt: skip

@@ -80,10 +80,10 @@ class NgramIndex:
         for length in range(min(self._longest, len(tokens)), SHORTEST - 1, -1):
             position = self._behind.get(tuple(tokens[-length:]))
             if position is not None:
-                following = list(tokens[position : position + count])
-                while len(following) < count:  # it follows itself
-                    following += following[: count - len(following)]
-                return following
+                continuation = list(tokens[position : position + count])
+                while len(continuation) < count:  # it follows itself
+                    continuation += continuation[: count - len(continuation)]
+                return continuation
         return []
 
 
@@ -138,7 +138,7 @@ class Guesser:
             sequence.tokens += guess
             sequence.guessed = len(guess)
 
-    def trimmed(self, plan: StepPlan) -> dict[CachedSequence, int]:
+    def trim_guesses(self, plan: StepPlan) -> dict[CachedSequence, int]:
         """Drop guesses that the step does not compute, and return the number of the others by sequence."""
         counts = {}
         for sequence, count in plan.chunks.items():

@@ -126,7 +126,7 @@ class StepGraphs:
         """Bytes of the pool of all graphs, and of the memory beside it."""
         return self._memory.bytes + self.graphs.capture.bytes
 
-    def padded(self, rows: int) -> int:
+    def round_up(self, rows: int) -> int:
         """Return the number of rows of the graph for a step of `rows` rows. 0 = no graph is large enough."""
         return next((size for size in self.rows if size >= rows), 0)
 

@@ -65,14 +65,14 @@ class DraftModel:
         self, logits: torch.Tensor, owners: list[CachedSequence], guesses: dict[CachedSequence, list[int]],
         rows: Mapping[CachedSequence, SampledRow],
     ) -> None:  # fmt: skip
-        sampled = sample(logits, [following(rows[owner], guesses[owner]) for owner in owners])
+        sampled = sample(logits, [extend_row(rows[owner], guesses[owner]) for owner in owners])
         for sequence, token in zip(owners, sampled.tokens, strict=True):
             position = len(sequence.tokens) - sequence.guessed + len(guesses[sequence])
             sequence.tokens[position] = token
             guesses[sequence].append(token)
 
 
-def following(row: SampledRow, guess: list[int]) -> SampledRow:
+def extend_row(row: SampledRow, guess: list[int]) -> SampledRow:
     """Return a row as it is after further guesses."""
     return SampledRow(row.options, row.seed, row.prompt, [*row.made, *guess]) if guess else row
 
@@ -197,18 +197,18 @@ class StepLoop:
                 step.sequences += [sequence] * (len(request.answers) - 1)
                 rows += [rows[row]] * (len(request.answers) - 1)
         if rows:
-            step.drawn = draw(_select_rows(logits, rows), self._drawing(step))
+            step.drawn = draw(_select_rows(logits, rows), self._sampled_rows(step))
         return step
 
     def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
         if self.guesser is None:
             return {}
-        guessed = self.guesser.trimmed(plan)
+        guessed = self.guesser.trim_guesses(plan)
         if self.draft is not None:
             self.draft.fill(plan, guessed, {owner: answer.row for owner, (_, answer) in self._growing.items()})
         return {sequence: sequence.tokens[-count:] for sequence, count in guessed.items()}
 
-    def _drawing(self, step: _Launched) -> list[SampledRow]:
+    def _sampled_rows(self, step: _Launched) -> list[SampledRow]:
         """Return the state of each drawn row. Rows of guesses follow those before them."""
         if not step.guesses:
             return [answer.row for _, answer in step.grown]
@@ -216,7 +216,7 @@ class StepLoop:
         for sequence, (_, answer) in zip(step.sequences, step.grown, strict=True):
             behind = behind + 1 if sequence is before and sequence in step.guesses else 0
             before = sequence
-            rows.append(following(answer.row, step.guesses[sequence][:behind]) if behind else answer.row)
+            rows.append(extend_row(answer.row, step.guesses[sequence][:behind]) if behind else answer.row)
         return rows
 
     def _commit(self, step: _Launched) -> None:

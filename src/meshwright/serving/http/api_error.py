@@ -44,7 +44,7 @@ def bad_request(message: str, param: str | None = None, code: str = "invalid_val
     return ApiError(400, message, code=code, param=param)
 
 
-def shutting_down() -> ApiError:
+def shutdown_error() -> ApiError:
     """Return the error of a server that takes no more requests or cannot end this one."""
     return ApiError(503, "the server is shutting down: ask another one", code="shutting_down", retry_seconds=5)
 

@@ -21,7 +21,7 @@ from meshwright.serving.http.api_error import ApiError
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 
 _HEAD = struct.Struct("<IBB")
-RECEIVED = 2**18
+READ_BYTES = 2**18
 """Bytes read at once."""
 
 
@@ -98,12 +98,12 @@ class FrameReader:
 
 def receive_frame(end: socket.socket) -> Frame | None:
     """Return the next frame and read no byte beyond it. None = the other process is gone."""
-    head = _received(end, _HEAD.size)
+    head = _receive_bytes(end, _HEAD.size)
     size, _, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0, 0)
-    return next(FrameReader().feed(head + _received(end, size)), None)
+    return next(FrameReader().feed(head + _receive_bytes(end, size)), None)
 
 
-def _received(end: socket.socket, size: int) -> bytes:
+def _receive_bytes(end: socket.socket, size: int) -> bytes:
     content = b""
     while len(content) < size and (part := end.recv(size - len(content))):
         content += part
@@ -141,7 +141,7 @@ class Channel:
         reader = FrameReader()
         while True:
             try:
-                received = self._socket.recv(RECEIVED)
+                received = self._socket.recv(READ_BYTES)
             except OSError:
                 return
             if not received:

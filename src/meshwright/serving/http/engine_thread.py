@@ -290,10 +290,10 @@ class EngineThread:
     def _engine_figures(self, engine: ServingEngine) -> EngineFigures:
         tables, scheduler, guesses, adapters = engine.tables, engine.scheduler, engine.guesses, engine.adapters
         pool, host = tables.pool, tables.pool.host
-        if adapters.held != self._figures.adapters or self._changed:  # counting their bytes sums over all layers
+        if adapters.count != self._figures.adapters or self._changed:  # counting their bytes sums over all layers
             self._adapter_bytes, self._changed = adapters.bytes, False
         return EngineFigures(
-            len(scheduler.running), len(self._waiting), pool.size, pool.free, adapters.held, self._adapter_bytes,
+            len(scheduler.running), len(self._waiting), pool.size, pool.free, adapters.count, self._adapter_bytes,
             scheduler.preemptions, tables.asked, tables.hits, tables.host_hits, host.saved if host else 0,
             guesses.guessed if guesses else 0, guesses.accepted if guesses else 0,
         )  # fmt: skip
@@ -352,7 +352,7 @@ def _open_adapter(name: str, path: str, thread: EngineThread, options: ServerOpt
     """Open an adapter. Raises ApiError if it is damaged, of another model, unservable, or one too many."""
     hosted, engine, limits, root = thread.hosted, thread.engine, options.limits, options.adapter_folder
     assert hosted is not None and engine is not None and root is not None, "the HTTP process has refused this"
-    if engine.adapters.held >= limits.max_adapters:
+    if engine.adapters.count >= limits.max_adapters:
         raise ApiError(
             409,
             f"{limits.max_adapters} adapters take memory already: unload one, and wait for its requests",

@@ -174,16 +174,16 @@ def run(
         preflight=partial(preflight, anyway=anyway, machines=machines) if dry_run else None,
         settle=settle,
         machines=machines,
-        sampler=_sampled_answers,
+        sampler=_sample_answers,
     )
     return TrainAnswer(run=folder_watcher.run, summary=summary)
 
 
-def _sampled_answers(*prompts: Any, **options: Any) -> list[list[int]]:
+def _sample_answers(*prompts: Any, **options: Any) -> list[list[int]]:
     """Sample with meshwright.serving.engine. A run that samples nothing does not import it."""
-    from meshwright.serving.engine.serving_engine import sampled_answers
+    from meshwright.serving.engine.serving_engine import sample_answers
 
-    return sampled_answers(*prompts, **options)
+    return sample_answers(*prompts, **options)
 
 
 def stopped(summary: Summary) -> str:

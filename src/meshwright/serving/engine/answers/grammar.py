@@ -120,7 +120,7 @@ def check_regex(name: str, regex: str) -> None:
         raise ArgumentError(f"{name} has {len(regex):,} letters: give at most {MOST_REGEX_LETTERS:,}")
     if _FLAGS.search(regex):
         raise ArgumentError(f"{name} has the flag x, which constrained output does not know: leave it out")
-    letters = written_out(regex)
+    letters = count_letters(regex)
     if letters > MOST_REGEX_LETTERS:
         raise ArgumentError(
             f"{name} is too long: it has {letters:,} letters with repetitions written out, and at most "
@@ -128,7 +128,7 @@ def check_regex(name: str, regex: str) -> None:
         )
 
 
-def written_out(regex: str) -> int:
+def count_letters(regex: str) -> int:
     """Return the number of letters and classes of an expression with counted repetitions written out."""
     # Per open group: letters so far, and letters of its last element, which a count repeats.
     totals, last, position = [0], [0], 0
@@ -223,7 +223,7 @@ class GrammarState:
     ended: bool = field(default=False, init=False)
     """True when nothing may follow."""
 
-    def allowed(self) -> Tensor:
+    def find_allowed(self) -> Tensor:
         """Return (V,) bool: the tokens that may come next. If there is none, `failure` says why."""
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         tokens = torch.zeros(self.vocab, dtype=torch.bool)
@@ -296,7 +296,7 @@ class Grammars:
         if matcher.is_error():
             raise _refusal(name, _error_text(matcher))
         state = GrammarState(matcher, self._vocab, self._special, torch.empty(0, dtype=torch.int64))
-        state.allowed()
+        state.find_allowed()
         if matcher.is_error():
             raise _refusal(name, "nothing fits it" if "NoExtension" in state.failure else state.failure)
         state.failure = ""

@@ -102,7 +102,7 @@ class RequestOptions:
             for name, plain in NOT_WITH_BEAMS.items():
                 self._check(name, getattr(self, name) == plain, f"{plain!r} beside beams={self.beams}")
         self._check("regex", self.regex is None or self.json_schema is None, "left out beside json_schema")
-        self._check("ignore_end", not (self.ignore_end and self.constrained), "False beside json_schema or regex")
+        self._check("ignore_end", not (self.ignore_end and self.is_constrained), "False beside json_schema or regex")
         self._check("stop", len(self.stop) <= MOST_STOPS, f"at most {MOST_STOPS} strings")
         self._check(
             "stop", all(1 <= len(text) <= LONGEST_STOP for text in self.stop), f"of 1 to {LONGEST_STOP} letters"
@@ -118,6 +118,6 @@ class RequestOptions:
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
-    def constrained(self) -> bool:
+    def is_constrained(self) -> bool:
         """True when the answer must follow a grammar."""
         return self.json_schema is not None or self.regex is not None

@@ -70,7 +70,7 @@ class AnswerText:
         return text[:sure]
 
 
-def opened_thought(prompt: str) -> str:
+def find_open_thought(prompt: str) -> str:
     """Return the mark of a thought that a prompt leaves open, as DeepSeek-R1 and QwQ do. Empty = none."""
     return next((opener for opener in THOUGHTS if prompt.rstrip().endswith(opener)), "")
 
@@ -78,7 +78,7 @@ def opened_thought(prompt: str) -> str:
 def behind_thought(text: str, opened: str = "") -> int:
     """Return where an answer continues behind its first thought: at its end if the thought has no end.
 
-    `opened` is what `opened_thought` returns for the prompt.
+    `opened` is what `find_open_thought` returns for the prompt.
     """
     start = text.lstrip()
     opener = opened or next((mark for mark in THOUGHTS if start.startswith(mark)), "")
@@ -216,7 +216,7 @@ def json_call(text: str, name: str | None = None) -> ToolCall | None:
         return None
 
 
-def _tagged(closer: str) -> Callable[[str, int, bool], ReadCalls]:
+def _tagged_reader(closer: str) -> Callable[[str, int, bool], ReadCalls]:
     """Return a reader of a JSON object up to a closing tag."""
 
     def at(text: str, begin: int, ended: bool) -> ReadCalls:
@@ -273,7 +273,7 @@ def _mistral(text: str, begin: int, ended: bool) -> ReadCalls:
         if brace < 0:
             return None
         name = text[begin:brace].removesuffix("[ARGS]").split("[CALL_ID]")[0].strip()
-        return _named_call(text, brace, name)
+        return _read_named_call(text, brace, name)
     try:
         document, position = _json(text, begin)
     except _Unfinished:
@@ -285,7 +285,7 @@ def _mistral(text: str, begin: int, ended: bool) -> ReadCalls:
     return (valid if len(valid) == len(calls) else []), position
 
 
-def _named_call(text: str, begin: int, name: str) -> ReadCalls:
+def _read_named_call(text: str, begin: int, name: str) -> ReadCalls:
     try:
         document, position = _json(text, begin)
     except _Unfinished:
@@ -309,7 +309,7 @@ def _deepseek(text: str, begin: int, ended: bool) -> ReadCalls:
         if brace < 0:
             return None
         first, _, second = text[position:brace].partition(_SEPARATOR)
-        reading = _named_call(
+        reading = _read_named_call(
             text, brace, (second.split("\n")[0].strip() or first.strip()) if _SEPARATOR in text[:brace] else ""
         )
         if reading is None:
@@ -330,7 +330,7 @@ def _deepseek(text: str, begin: int, ended: bool) -> ReadCalls:
 
 FAMILIES: Final = (
     ToolFamily(
-        name="hermes", signs=("<tool_call>", '"arguments"'), openers=("<tool_call>",), at=_tagged("</tool_call>"),
+        name="hermes", signs=("<tool_call>", '"arguments"'), openers=("<tool_call>",), at=_tagged_reader("</tool_call>"),
         prefix="<tool_call>\n",
     ),
     ToolFamily(
@@ -372,7 +372,7 @@ def read_answer(family: ToolFamily, text: str, *, ended: bool = True, opened: st
     """Return content and calls of an answer, or of a growing one (`ended` False) what is certain.
 
     A call that is cut off or malformed is content. So is one inside a thought, as with vLLM's reasoning parsers: a
-    model that considers a call has not made it. `opened` is what `opened_thought` returns for the prompt.
+    model that considers a call has not made it. `opened` is what `find_open_thought` returns for the prompt.
     """
     behind = behind_thought(text, opened)
     reading = _read_calls(family, text[behind:], ended=ended)
@@ -451,7 +451,7 @@ class ForcedCall:
         return json_call(text, self.name or None)
 
 
-def forced_call(family: ToolFamily, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> ForcedCall:
+def force_call(family: ToolFamily, tools: Sequence[Mapping[str, Any]], name: str | None = None) -> ForcedCall:
     """Return prompt and schema for a call of the tool with this name, or of any tool.
 
     `tools` as in the chat API: {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}. Raises

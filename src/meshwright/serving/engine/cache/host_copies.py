@@ -92,7 +92,7 @@ class HostCopies:
             store[block].copy_(host[slot], non_blocking=True)
 
 
-def grouped(moves: Iterable[Move]) -> list[list[Move]]:
+def group_moves(moves: Iterable[Move]) -> list[list[Move]]:
     """Return the moves in order, with copies that may happen at once in one group, and others alone."""
     groups: list[list[Move]] = []
     targets = set[int]()

@@ -28,7 +28,7 @@ from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serving.engine.cache.blocks import Move
-from meshwright.serving.engine.cache.host_copies import HostCopies, grouped, to_device
+from meshwright.serving.engine.cache.host_copies import HostCopies, group_moves, to_device
 from meshwright.spec.execution.serving_defaults import CacheForm
 from meshwright.serving.engine.cache.host_tier import Move
 from meshwright.spec.plan.execution import CacheForm
@@ -157,7 +157,7 @@ class PagedLayer:
         copies = self._copies.get(step.keys)
         if copies is None or len(copies[0]) < step.room:
             copies = [
-                _grown(None if copies is None else copies[number], store, step)
+                _grow_copy(None if copies is None else copies[number], store, step)
                 for number, store in enumerate(self._stores)
             ]
             self._copies[step.keys] = copies
@@ -183,7 +183,7 @@ class PagedLayer:
         raise TypeError("a paged cache is not selected from: rows of a step name their blocks")
 
 
-def _grown(old: Tensor | None, store: PagedStore, step: CopyStep) -> Tensor:
+def _grow_copy(old: Tensor | None, store: PagedStore, step: CopyStep) -> Tensor:
     """Return a copy with more room. New rows are zero until they are filled."""
     grown = store.codes.new_zeros(step.room, step.keys, *store.sizes[2:], dtype=store.dtype)
     if old is not None:
@@ -254,7 +254,7 @@ class PagedCache:
 
     def carry_out(self, moves: Sequence[Move]) -> None:
         """Carry out moves, in order."""
-        for group in grouped(moves):
+        for group in group_moves(moves):
             kind, source, target = group[0]
             if kind == "copy":
                 old, new = to_device([move[1:] for move in group], self.device).t()

@@ -76,7 +76,7 @@ class ExactRows:
         """Rows of the largest pass."""
         return self._sizes[-1]
 
-    def padded(self, rows: int) -> int:
+    def round_up(self, rows: int) -> int:
         """Return the number of rows that a pass of `rows` <= `most` is padded to."""
         return next(size for size in self._sizes if size >= rows)
 

@@ -38,7 +38,7 @@ class LoadedAdapters:
         self._last = 0
 
     @property
-    def held(self) -> int:
+    def count(self) -> int:
         """Number of adapters in memory: those of `names`, and unloaded ones that sequences still use."""
         return len(self._numbers) + len(self._leaving)
 
@@ -79,7 +79,7 @@ class LoadedAdapters:
     def _put(self, number: int, adapter: ServedAdapter) -> bool:
         """Load it on all ranks. Return False, and have it on none, when one has no memory for it."""
         try:
-            tensors = adapter.scaled(self._model.embed.weight.dtype)
+            tensors = adapter.scale_tensors(self._model.embed.weight.dtype)
             if self._ranks is not None:
                 return self._ranks.share_adapter(number, tensors, adapter.lora, self.by_number)
             self.by_number.put(number, tensors)

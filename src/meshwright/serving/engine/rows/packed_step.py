@@ -296,7 +296,7 @@ class RowPacker:
     def _keys(self, seen: int) -> int:
         return self._lengths[bisect_left(self._lengths, seen)]
 
-    def _first(self, position: int, window: int) -> int:
+    def _first_block(self, position: int, window: int) -> int:
         """Return the first block that a query sees."""
         return max(0, position - window + 1) // self._cache.size if window else 0
 
@@ -318,12 +318,12 @@ class RowPacker:
 
     def _kind(self, run: Run, window: int) -> tuple[str, int]:
         if run.end - run.begin == 1:
-            return "decode", self._keys(run.end - self._first(run.begin, window) * self._cache.size)
+            return "decode", self._keys(run.end - self._first_block(run.begin, window) * self._cache.size)
         return "queries" if self._exact else "chunk", 0
 
     def _decode_call(self, runs: Sequence[Run], window: int, begin: int, keys: int) -> PagedCall:
         """Return a call with one query per run, over equally many keys."""
-        firsts = [self._first(run.begin, window) for run in runs]
+        firsts = [self._first_block(run.begin, window) for run in runs]
         number = keys // self._cache.size
         blocks = [run.sequence.table[first : first + number] for run, first in zip(runs, firsts, strict=True)]
         positions = [run.begin - first * self._cache.size for run, first in zip(runs, firsts, strict=True)]
@@ -332,7 +332,7 @@ class RowPacker:
     def _query_calls(self, run: Run, window: int, begin: int) -> list[PagedCall]:
         """Return calls like `_decode_call` for each token of a run. Tokens with equal blocks and keys share one."""
         size, calls = self._cache.size, []
-        positions_seen = ((position, self._first(position, window)) for position in range(run.begin, run.end))
+        positions_seen = ((position, self._first_block(position, window)) for position in range(run.begin, run.end))
         for (first, keys), group in groupby(
             positions_seen, lambda seen: (seen[1], self._keys(seen[0] + 1 - seen[1] * size))
         ):
@@ -347,7 +347,7 @@ class RowPacker:
         count = run.end - run.begin
         if not run.begin and not 0 < window < count:
             return PagedCall(begin, 1, count, None, None)
-        first = self._first(run.begin, window)
+        first = self._first_block(run.begin, window)
         number = -(-run.end // self._cache.size) - first
         band = SeenBand(run.end - first * self._cache.size, window)
         return PagedCall(begin, 1, count, self._table([run.sequence.table[first : first + number]], number), None, band)

@@ -222,7 +222,7 @@ class PreparedLayers:
 
     def __call__(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
         """Return x (..., in) -> (..., out) of each layer. See Border.prepared."""
-        prepared = self._prepared(layers)
+        prepared = self._product_of(layers)
         if prepared is None:
             return None
         product, sizes = prepared
@@ -232,10 +232,10 @@ class PreparedLayers:
 
     def product(self, layers: Sequence[nn.Module]) -> PreparedProduct | None:
         """Return the product with all matrices side by side. None = they are not prepared."""
-        prepared = self._prepared(layers)
+        prepared = self._product_of(layers)
         return None if prepared is None else prepared[0]
 
-    def _prepared(self, layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
+    def _product_of(self, layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
         if any(map(compat.is_hooked, layers)):  # looked at in each call: hooks come and go
             return None
         first = layers[0]
@@ -244,7 +244,7 @@ class PreparedLayers:
         return self._prepared_products[first]
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         """Let the model compute with the copies within the context."""
         seams = self._model.seams
         calls = self._blocks if seams.call is compute else None
@@ -324,4 +324,4 @@ def _is_whole(layer: Linear) -> bool:
 def _with_adapters(layer: nn.Module, x: Tensor, out: Tensor) -> Tensor:
     """Return the product of a layer with what adapters of requests add."""
     lora: object = getattr(layer, "lora", None)
-    return lora.added(x, out) if isinstance(lora, LayerAdapters) else out
+    return lora.add(x, out) if isinstance(lora, LayerAdapters) else out

@@ -55,7 +55,7 @@ class LowRankProduct:
         self._a, self._b = a.t().contiguous(), b.t().contiguous()
         self._panels = _panels(a, b) if serving_library.takes(a, b) else None
         self._addresses = None if self._panels is None else [addressof(panels.fields) for panels in self._panels]
-        self._tile = self._checked_tile() if exact else 0
+        self._tile = self._find_exact_tile() if exact else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply by A, then by s B."""
@@ -99,14 +99,14 @@ class LowRankProduct:
         """(rank, in)."""
         return self._a.t().to(self._dtype)
 
-    def widened(self, narrow: Tensor) -> Tensor:
+    def widen(self, narrow: Tensor) -> Tensor:
         """Return rows times A (R, rank) -> (R, out)."""
         return torch.mm(narrow.to(self._b.dtype), self._b).to(narrow.dtype)
 
     def _plain(self, rows: Tensor) -> Tensor:
         return torch.mm(torch.mm(rows, self._a), self._b)
 
-    def _checked_tile(self) -> int:
+    def _find_exact_tile(self) -> int:
         """Return TILE if the order of that many rows does not matter, else 1."""
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(TILE, len(self._a), generator=generator).to(self._a)
@@ -167,7 +167,7 @@ class TaggedRows:
     runs: Sequence[Sequence[tuple[int, Tensor]]] = ()
     """(expert, row numbers) of the rows of each adapter. Empty = the host does not know counts."""
 
-    def added(self, stack: ExpertStack, rows: Tensor, out: Tensor) -> Tensor:
+    def add(self, stack: ExpertStack, rows: Tensor, out: Tensor) -> Tensor:
         """Add the adapters' products of rows (R, in) to the experts' own (R, out), in place."""
         for index, adapter in enumerate(self.adapters):
             products = adapter.get(stack.name)
@@ -189,7 +189,7 @@ class TaggedRows:
         out.add_(self.linear(narrow, products.b[local_experts], self.counts).masked_fill_(others, 0.0))
 
 
-def tagged_runs(tags: Tensor, counts: Sequence[int], tag: int) -> Iterator[tuple[int, Tensor]]:
+def find_tagged_runs(tags: Tensor, counts: Sequence[int], tag: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each expert that has rows with a tag, and their numbers."""
     begin = 0
     for expert, expert_tags in enumerate(tags.split(list(counts))):
@@ -215,7 +215,7 @@ class LayerStacks:
         tags = (digits[:, 0] * DIGIT + digits[:, 1]).long()
         runs = list[list[tuple[int, Tensor]]]()
         if isinstance(counts, list) and rows.is_cpu:
-            runs = [list(tagged_runs(tags, counts, 1 + index)) for index in range(len(self.current))]
+            runs = [list(find_tagged_runs(tags, counts, 1 + index)) for index in range(len(self.current))]
         return rows, TaggedRows(self.current, tags, counts, experts.kernels.expert_linear, runs)
 
 
@@ -254,7 +254,7 @@ class ExpertAdapters:
         return sum(product.bytes for products in stacks for product in list(products.values()))
 
     @contextmanager
-    def over(self, rows: Mapping[int, Rows]) -> Iterator[None]:
+    def apply_to(self, rows: Mapping[int, Rows]) -> Iterator[None]:
         """Give these rows of a pass these adapters within the context."""
         touched = [
             (experts, stacks) for experts, stacks in self._layers.items() if not rows.keys().isdisjoint(stacks.adapters)
@@ -352,7 +352,7 @@ class ServedAdapter:
             if not isinstance(module, Linear) or isinstance(module.lora, LoRA):
                 raise ArgumentError(f"{refused}: {layer} has an adapter of its own; {MERGED}")
 
-    def scaled(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def scale_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors in a dtype, B multiplied by s."""
         scale = self.lora.scale
         return {
@@ -390,13 +390,13 @@ class LayerAdapters:
     def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """Add the rows' adapters to the layer's product."""
         if not self._gathers:
-            return self.added(x, products[0])
+            return self.add(x, products[0])
         out = products[0].view(-1, products[0].shape[-1])
         for (product, where), narrow in zip(self.current, products[1:], strict=True):
-            _add(out, where, product.widened(narrow.view(-1, narrow.shape[-1])[where]))
+            _add(out, where, product.widen(narrow.view(-1, narrow.shape[-1])[where]))
         return products[0]
 
-    def added(self, x: Tensor, product_out: Tensor) -> Tensor:
+    def add(self, x: Tensor, product_out: Tensor) -> Tensor:
         """Add the adapters' products of x (..., in) to the layer's own (..., out), in place."""
         rows, out = x.reshape(-1, x.shape[-1]), product_out.view(-1, product_out.shape[-1])
         for product, where in self.current:
@@ -447,7 +447,7 @@ class RequestAdapters:
         return sum(product.bytes for product in products) + self._experts.bytes
 
     @contextmanager
-    def over(self, rows: Mapping[int, Rows]) -> Iterator[None]:
+    def apply_to(self, rows: Mapping[int, Rows]) -> Iterator[None]:
         """Give these rows of a pass these adapters within the context."""
         touched = []
         for layer, adapters in self._layers.items() if rows else ():
@@ -460,7 +460,7 @@ class RequestAdapters:
                 layer.lora = adapters
                 touched.append(layer)
         try:
-            with self._experts.over(rows):
+            with self._experts.apply_to(rows):
                 yield
         finally:
             for layer in touched:

@@ -52,7 +52,7 @@ class AdapterRoom:
         self._local = {name: torch.empty(box.sizes, dtype=dtype) for name, box in self._boxes.items()}
         self._whole = torch.empty(max((prod(part.shape) for part in self._wanted), default=0), dtype=dtype)
 
-    def filled(self, tensors: Mapping[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+    def receive(self, tensors: Mapping[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
         """Receive this rank's part of whole `tensors`, which only rank 0 has."""
         for part in self._wanted:
             whole = self._whole[: prod(part.shape)].view(part.shape)
@@ -106,7 +106,7 @@ class ServingRanks:
         """
 
     @property
-    def _gone(self) -> str:
+    def _lost_message(self) -> str:
         return f"another one of the {self.size} ranks that serve this model has ended: start all of them again"
 
     @contextmanager
@@ -118,12 +118,12 @@ class ServingRanks:
             self.broken = True
             if not is_lost_connection(error):
                 raise
-            raise RunError(self._gone) from error
+            raise RunError(self._lost_message) from error
 
     def send(self, kind: RankCommand, words: Sequence[int] = ()) -> None:
         """Send a command to all other ranks, which `receive` it."""
         if self.broken:
-            raise RunError(self._gone)
+            raise RunError(self._lost_message)
         numbers = [kind, len(words), *words]
         numbers += [0] * (FIRST_NUMBERS - len(numbers))
         with self.together():
@@ -161,7 +161,7 @@ class ServingRanks:
             )  # fmt: skip
             if room is None:
                 return False
-            tensors_here = room.filled(tensors, self._group)
+            tensors_here = room.receive(tensors, self._group)
 
             def put() -> bool:
                 adapters.put(room.number, tensors_here)
@@ -187,13 +187,13 @@ class ServingRanks:
         """Let all other ranks drop an adapter."""
         self.send(RankCommand.DROP, [number])
 
-    def whole_logits(self, part: Tensor) -> Tensor:
+    def gather_logits(self, part: Tensor) -> Tensor:
         """Gather logits (R, V) from the ranks' parts (R, share of V), on all ranks."""
         most, sizes = self._sizes()
         padded = self._group.all_gather(F.pad(part, (0, most - part.shape[1]))[None])
         return torch.cat([part_logits[:, :size] for part_logits, size in zip(padded, sizes, strict=True)], dim=1)
 
-    def rank_zero_logits(self, part: Tensor) -> Tensor:
+    def gather_on_rank_zero(self, part: Tensor) -> Tensor:
         """Gather logits (R, V) on rank 0. Other ranks get their own part."""
         if not self.leads:
             self._group.exchange([(part.contiguous(), 0)], [])[0].wait()

@@ -111,7 +111,7 @@ class CompletionShape:
         spelled = [spell(self._tokenizer, token) for token in ids]
         text_offsets = self._offsets.setdefault(choice, _TextOffsets(self._tokenizer))
         offsets = [
-            text_offsets.next(token, text, in_text=token not in hidden)
+            text_offsets.advance(token, text, in_text=token not in hidden)
             for token, text in zip(ids, spelled, strict=True)
         ]
         rows = zip(ids, logprobs, top, strict=True) if self._likeliest else ()
@@ -139,7 +139,7 @@ class _TextOffsets:
         self._stream = TextStream(tokenizer.decode, (), tokenizer.texts) if tokenizer else None
         self._end = 0
 
-    def next(self, token: int, spelled: str, *, in_text: bool = True) -> int:
+    def advance(self, token: int, spelled: str, *, in_text: bool = True) -> int:
         """Return the offset of a token, and advance behind the token if it is in the text."""
         if not in_text:
             return self._end

@@ -118,7 +118,7 @@ HEADERS = [
 @contextmanager
 def watch_client(answering: Answering, receive: Receive) -> Iterator[None]:
     """End the answers at once when the client leaves, whatever is being waited for inside."""
-    watch = asyncio.ensure_future(_disconnected(receive))
+    watch = asyncio.ensure_future(_wait_for_disconnect(receive))
     watch.add_done_callback(lambda done: None if done.cancelled() else answering.fail(ClientGone()))
     try:
         yield
@@ -185,7 +185,7 @@ def stream_answers(answering: Answering, document: AnswerDocument, connection: S
         answering.on_growth = connection.on_writable = None
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     with suppress(OSError):
         while (await receive())["type"] != "http.disconnect":
             continue

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from meshwright.data.chat.rendering import template_of
-from meshwright.serving.engine.answers.tool_calls import opened_thought
-from meshwright.serving.http.api_error import ApiError, bad_request, internal_error, shutting_down
+from meshwright.serving.engine.answers.tool_calls import find_open_thought
+from meshwright.serving.http.api_error import ApiError, bad_request, internal_error, shutdown_error
 from meshwright.serving.http.channel import ModelCard
 from meshwright.serving.http.front.answer_documents import AnswerDocument, ChatShape, CompletionShape, EchoedPrompt
 from meshwright.serving.http.front.event_stream import send_events, wait_for_all, watch_client
@@ -31,7 +31,7 @@ from meshwright.serving.http.request.request_fields import (
     CheckedFields,
     CompletionFields,
     DetokenizeFields,
-    checked_fields,
+    check_fields,
     with_defaults,
 )
 from meshwright.serving.http.request.server_metrics import ServerMetrics
@@ -118,7 +118,7 @@ class Service:
     def card(self, name: str | None = None) -> ModelCard:
         """Return the card of the model, if it or one of its adapters has that name. Raises ApiError."""
         if self.admission.closed:
-            raise shutting_down()
+            raise shutdown_error()
         card = self.engine.card
         if self.engine.state != "ready" or card is None:
             state = "the model is being loaded" if self.engine.state == "loading" else "the engine has failed"
@@ -231,7 +231,7 @@ Answer = Callable[[Call], Awaitable[Response | None]]
 
 async def completions(call: Call) -> Response | None:
     """Handle `POST /v1/completions`."""
-    fields = checked_fields(CompletionFields, await call.body_with_defaults())
+    fields = check_fields(CompletionFields, await call.body_with_defaults())
     card = call.service.card(fields.model)
     prompts = fields.prompts
     if len(prompts) > call.service.limits.max_prompts:
@@ -256,7 +256,7 @@ async def completions(call: Call) -> Response | None:
 
 async def chat_completions(call: Call) -> Response | None:
     """Handle `POST /v1/chat/completions`."""
-    fields = checked_fields(ChatFields, await call.body_with_defaults())
+    fields = check_fields(ChatFields, await call.body_with_defaults())
     card = call.service.card(fields.model)
     reader, rows = call.service.text_reader(), [message.row for message in fields.messages]
     use = tool_use(fields, template_of(card.tokenizer)) if card.tokenizer else None
@@ -264,14 +264,14 @@ async def chat_completions(call: Call) -> Response | None:
     answer_start, settings = forced.prefix if forced else "", fields.chat_template_kwargs
     ids = await reader.chat(rows, use.tools if use else None, answer_start, settings)
     if use is not None and card.tokenizer is not None:
-        use = replace(use, thought=opened_thought(card.tokenizer.decode(ids[-THOUGHT_TOKENS:])))
+        use = replace(use, thought=find_open_thought(card.tokenizer.decode(ids[-THOUGHT_TOKENS:])))
     shape = ChatShape(card.tokenizer, fields.likeliest, use)
     return await _run_engine(call, fields, card, [ids], lambda _: shape, forced.json_schema if forced else None)
 
 
 async def tokenize(call: Call) -> Response:
     """Handle `POST /tokenize`: the tokens of a prompt as a completion or a chat would have them."""
-    fields = checked_fields(TokenizeFields, await call.body())
+    fields = check_fields(TokenizeFields, await call.body())
     card = call.service.card(fields.model)
     reader = call.service.text_reader()
     if (fields.prompt is None) == (fields.messages is None):
@@ -282,7 +282,7 @@ async def tokenize(call: Call) -> Response:
 
 async def detokenize(call: Call) -> Response:
     """Handle `POST /detokenize`: the text of tokens."""
-    fields = checked_fields(DetokenizeFields, await call.body())
+    fields = check_fields(DetokenizeFields, await call.body())
     card = call.service.card(fields.model)
     if card.tokenizer is None:
         raise bad_request("the model has no tokenizer", "tokens")
@@ -359,7 +359,7 @@ class UnloadFields(CheckedFields):
 
 async def load_adapter(call: Call) -> JSONResponse:
     """Handle `POST /v1/load_lora_adapter`."""
-    service, fields = call.service, checked_fields(LoadFields, await call.body())
+    service, fields = call.service, check_fields(LoadFields, await call.body())
     _check_loads_adapters(service)
     card = service.card()
     async with service.loading:
@@ -371,7 +371,7 @@ async def load_adapter(call: Call) -> JSONResponse:
 
 async def unload_adapter(call: Call) -> JSONResponse:
     """Handle `POST /v1/unload_lora_adapter`: its requests in flight continue to their end."""
-    service, fields = call.service, checked_fields(UnloadFields, await call.body())
+    service, fields = call.service, check_fields(UnloadFields, await call.body())
     _check_loads_adapters(service)
     card = service.card(fields.lora_name)
     if fields.lora_name == card.name:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meshwright.serving.http.api_error import ApiError, bad_request, shutting_down
+from meshwright.serving.http.api_error import ApiError, bad_request, shutdown_error
 from meshwright.serving.http.channel import Top
 from meshwright.serving.http.request.engine_link import EngineLink
 from meshwright.serving.http.request.engine_task import EngineTask, GrowingAnswer
@@ -34,7 +34,7 @@ class AnswerPart(NamedTuple):
 
 
 class Answering:
-    """HTTP request with a task for each of its prompts. Use inside `running`, which cancels what remains."""
+    """HTTP request with a task for each of its prompts. Use inside `run_tasks`, which cancels what remains."""
 
     def __init__(self, engine: EngineLink, tasks: Sequence[EngineTask], limit_s: float) -> None:
         """Prepare the tasks. `limit_s` is the time from now to the last token."""
@@ -48,7 +48,7 @@ class Answering:
         """Answers that have not been read to their end, by index in the whole request."""
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def run_tasks(self) -> Iterator[None]:
         """Submit the tasks, and cancel what remains of them at the end."""
         for task in self.tasks:
             task.listener = self
@@ -171,7 +171,7 @@ class Admission:
     def admit(self, tenant: Tenant) -> Iterator[None]:
         """Count one more request of a key inside. Raises ApiError."""
         if self.closed:
-            raise shutting_down()
+            raise shutdown_error()
         if self._open_by_key[tenant.name] >= self._limits.max_requests_per_key:
             raise ApiError(
                 429, f"this key has {self._limits.max_requests_per_key} requests at once: wait for one of them",
@@ -188,7 +188,7 @@ class Admission:
     def run(self, answering: Answering) -> Iterator[None]:
         """Run the tasks of a request inside. Raises ApiError when too many prompts wait."""
         if self.closed:
-            raise shutting_down()
+            raise shutdown_error()
         # A request with more prompts than the limit is taken when nothing else waits.
         if self.waiting + len(answering.tasks) > max(self._limits.max_queue, len(answering.tasks)):
             raise ApiError(
@@ -199,7 +199,7 @@ class Admission:
             )
         self._open[answering] = None
         try:
-            with answering.running():
+            with answering.run_tasks():
                 yield
         finally:
             del self._open[answering]
@@ -207,4 +207,4 @@ class Admission:
     def abort(self) -> None:
         """End all requests that are being answered."""
         for answering in list(self._open):
-            answering.fail(shutting_down())
+            answering.fail(shutdown_error())

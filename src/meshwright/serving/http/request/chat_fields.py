@@ -16,7 +16,7 @@ from meshwright.serving.engine.answers.tool_calls import (
     ToolFamily,
     ToolReading,
     family_of,
-    forced_call,
+    force_call,
     read_answer,
     tool_schemas,
 )
@@ -200,7 +200,7 @@ def tool_use(fields: ChatFields, template: ChatTemplate) -> ToolUse | None:
         family = family_of(template)
         tool_schemas(fields.tools)
         name = choice.function.name if isinstance(choice, ChosenTool) else None
-        forced = forced_call(family, fields.tools, name) if name is not None or choice == "required" else None
+        forced = force_call(family, fields.tools, name) if name is not None or choice == "required" else None
     except MeshwrightError as error:
         raise bad_request(str(error), "tools") from None
     if forced is not None and (fields.answer_schema is not None or fields.answer_regex is not None):

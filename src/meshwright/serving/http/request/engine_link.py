@@ -231,7 +231,7 @@ class EngineLink(asyncio.Protocol):
     def _end(self, answer: GrowingAnswer, ending: str) -> None:
         task, answer.ending = answer.task, ending
         self._growing.pop(answer.number, None)
-        self._metrics.ended("abort" if ending == "cancelled" else ending, task.options.adapter)
+        self._metrics.count_ended("abort" if ending == "cancelled" else ending, task.options.adapter)
         if task.listener is not None:
             self._touched[task.listener] = True
         if task.ended:

@@ -35,7 +35,7 @@ class CheckedFields(BaseModel):
 Fields = TypeVar("Fields", bound=CheckedFields)
 
 
-def checked_fields(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
+def check_fields(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
     """Return a body as fields. A null field counts as absent. Raises ApiError for the first field at fault."""
     known, present = kind.model_fields, {}
     for name, content in body.items():

@@ -77,7 +77,7 @@ class ServerMetrics:
         """Read the number of HTTP requests at each scrape."""
         self._gauge("num_requests_open", "HTTP requests that are being answered", count)
 
-    def ended(self, reason: str, adapter: str | None = None) -> None:
+    def count_ended(self, reason: str, adapter: str | None = None) -> None:
         """Count an ended answer of the model, or of one of its adapters."""
         self._reasons.labels(adapter or self._model, reason).inc()
         if adapter is not None:
