@@ -25,11 +25,8 @@ from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import unpack
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.spec.model.quantization_schemes import NF4, SCHEMES
-from meshwright.spec.weights.boxes import Box
-from meshwright.spec.weights.optimizer_states import BLOCK, MomentFormat
-from meshwright.training.optimizer.optimizer import Held, NarrowStates
 from meshwright.spec.weights.boxes import BLOCK, Box, MomentFormat
-from meshwright.training.optimizer.narrow_moments import Held, NarrowStates
+from meshwright.training.optimizer.optimizer import Held, NarrowStates
 
 BF16 = torch.bfloat16
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1

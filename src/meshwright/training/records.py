@@ -31,9 +31,6 @@ from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.recipe.recipe import DataRead
 from meshwright.spec.rules.compilation import can_be_compiled
 from meshwright.spec.units import many
-from meshwright.spec.weights.flop import token_flop
-from meshwright.parallel.groups.group import Group
-from meshwright.spec import Plan
 from meshwright.spec.weights.inventory import token_flop
 from meshwright.training import device
 from meshwright.training import device as devices

@@ -15,8 +15,8 @@ from meshwright.serving.engine.answers.tool_calls import (
     FAMILIES,
     ToolFamily,
     family_of,
-    force_call,
     find_open_thought,
+    force_call,
     read_answer,
 )
 from meshwright.spec.errors import ArgumentError, DataError

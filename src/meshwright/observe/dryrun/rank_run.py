@@ -19,14 +19,8 @@ from meshwright.observe.spans import Inner, Span, replaced, report_spans
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.group import Counts
 from meshwright.parallel.pipeline.pass_graphs import NoCapture, PassGraphs
-from meshwright.spec.memory.purpose import KINDS, takes
-from meshwright.training.objectives.teacher import teacher_tensors
-from meshwright.parallel.graphs.graph_capture import NoCapture
-from meshwright.parallel.graphs.pass_graphs import PassGraphs
-from meshwright.parallel.groups.traffic import Counts
-from meshwright.parallel.zero.data import local
 from meshwright.spec.memory.held import KINDS, takes
-from meshwright.training.teachers.teacher import teacher_tensors
+from meshwright.training.objectives.teacher import teacher_tensors
 
 LISTED = 20
 

@@ -34,11 +34,8 @@ from meshwright.spec import Plan
 from meshwright.spec.layout.layout import check_ranks, pipeline_ranks, place_of
 from meshwright.spec.memory.held import HeldParameter, list_held, takes
 from meshwright.spec.rules.compilation import compiles_blocks, is_lowered
-from meshwright.spec.weights.boxes import Box
-from meshwright.spec.weights.optimizer_states import StateStorage
-from meshwright.store.saver import Piece, piece
 from meshwright.spec.weights.boxes import Box, StateStorage
-from meshwright.store.tensor_piece import Piece, piece
+from meshwright.store.saver import Piece, piece
 from meshwright.training.device import resident_peak_bytes
 
 

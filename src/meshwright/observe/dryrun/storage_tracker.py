@@ -22,10 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright import compat
 from meshwright.observe.dryrun.op_cache import Call, plain_call
-from meshwright.spec.memory.purpose import Purpose, purpose
-from meshwright.store.saver import Piece
 from meshwright.spec.memory.held import Purpose, purpose
-from meshwright.store.tensor_piece import Piece
+from meshwright.store.saver import Piece
 
 PACKAGE = __name__.partition(".")[0]
 OBSERVERS = f"{PACKAGE}.observe"

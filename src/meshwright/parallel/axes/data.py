@@ -58,7 +58,6 @@ from meshwright.model.quantized_weights import QuantizedWeight, is_run
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import Mesh, device_mesh
 from meshwright.spec.memory.buffers import bucket_counts
-from meshwright.spec.memory.purpose import takes
 from meshwright.spec.memory.held import takes
 from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 

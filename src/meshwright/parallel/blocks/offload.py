@@ -28,8 +28,6 @@ from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.blocks.recompute import SavedTensorHooks, save_with
-from meshwright.spec.memory.purpose import takes
-from meshwright.parallel.recomputation.recompute import SavedTensorHooks, save_with
 from meshwright.spec.memory.held import takes
 
 

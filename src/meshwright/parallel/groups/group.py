@@ -28,8 +28,6 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.memory.purpose import takes
-from meshwright.parallel.groups.traffic import Traffic
 from meshwright.spec.memory.held import takes
 
 Counts = Mapping[tuple[str, str], tuple[int, int]]

@@ -40,7 +40,7 @@ from meshwright.kernels.linear.weight_gradients import WeightGradients, splittin
 from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.replay import StageLink, Transfer, number_actions, transfers
 from meshwright.spec.layout.schedule import Action, Actions, forward_only, schedule, stage_rank, stages_of
-from meshwright.spec.memory.purpose import takes
+from meshwright.spec.memory.held import takes
 
 AHEAD = 1
 """Receives of a kind that are started early. Each takes the memory of a tensor."""

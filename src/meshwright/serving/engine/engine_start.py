@@ -29,7 +29,7 @@ from meshwright.serving.engine.sampler import DrawnTokens, SampledRow, draw
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.step_graphs import StepMemory, reason_without
 from meshwright.spec.errors import ArgumentError, DoesNotFit
-from meshwright.spec.execution.serving_defaults import CACHE_FORMS, GRAPH_POOLS
+from meshwright.spec.plan.execution import CACHE_FORMS, GRAPH_POOLS
 from meshwright.spec.units import gib
 
 SMALLER = "a smaller longest, most_tokens or most_sequences, or quantized weights"

@@ -27,7 +27,7 @@ from meshwright.serving.engine.rows.request_adapters import RequestAdapters
 from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRanks
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.step_graphs import StepGraphs, step_graphs
-from meshwright.spec.execution.serving_defaults import CACHE_FORMS, HEADS
+from meshwright.spec.plan.execution import CACHE_FORMS, HEADS
 
 
 @final

@@ -30,9 +30,8 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine
 from meshwright.parallel.axes.data import local
 from meshwright.spec.recipe.recipe import Recipe
-from meshwright.spec.weights.boxes import FP32_STATES, Box, MomentFormat
+from meshwright.spec.weights.boxes import FP32_STATES, WORK_BYTES, Box, MomentFormat
 from meshwright.spec.weights.inventory import parameters as inventory
-from meshwright.spec.weights.optimizer_states import FP32_STATES, WORK_BYTES, MomentFormat
 from meshwright.training.optimizer.muon import MatrixUpdate, Muon, StepNumbers, build_muon
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}

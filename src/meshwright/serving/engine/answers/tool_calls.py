@@ -330,8 +330,8 @@ def _deepseek(text: str, begin: int, ended: bool) -> ReadCalls:
 
 FAMILIES: Final = (
     ToolFamily(
-        name="hermes", signs=("<tool_call>", '"arguments"'), openers=("<tool_call>",), at=_tagged_reader("</tool_call>"),
-        prefix="<tool_call>\n",
+        name="hermes", signs=("<tool_call>", '"arguments"'), openers=("<tool_call>",),
+        at=_tagged_reader("</tool_call>"), prefix="<tool_call>\n",
     ),
     ToolFamily(
         name="mistral-names", signs=("[TOOL_CALLS]", "[ARGS]"), openers=("[TOOL_CALLS]",), at=_mistral,

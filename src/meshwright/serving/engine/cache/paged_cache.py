@@ -29,8 +29,6 @@ from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serving.engine.cache.blocks import Move
 from meshwright.serving.engine.cache.host_copies import HostCopies, group_moves, to_device
-from meshwright.spec.execution.serving_defaults import CacheForm
-from meshwright.serving.engine.cache.host_tier import Move
 from meshwright.spec.plan.execution import CacheForm
 
 
