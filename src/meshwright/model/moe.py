@@ -171,7 +171,7 @@ class ExpertStack:
 class AddedProducts(Protocol):
     """Products that are added to those of rows with experts' matrices."""
 
-    def added(self, stack: ExpertStack, rows: Tensor, products: Tensor) -> Tensor:
+    def add(self, stack: ExpertStack, rows: Tensor, products: Tensor) -> Tensor:
         """Return products (R, out) of rows (R, in) with a stack, plus the added ones."""
 
 

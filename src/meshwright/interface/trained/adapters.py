@@ -50,7 +50,7 @@ def beside(location: Place, model: Transformer, source: Path) -> Iterator[None]:
     adapters = LoadedAdapters(model, exact=False)
     for name, adapter in opened_adapters(folders, model, source).items():
         adapters.load(name, adapter)
-    with adapters.by_number.over({adapters.number(name): slice(None) for name in folders}):
+    with adapters.by_number.apply_to({adapters.number(name): slice(None) for name in folders}):
         yield
 
 
