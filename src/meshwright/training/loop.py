@@ -74,16 +74,19 @@ def run(
         machines: Ranks are spread evenly over them.
         sampler: Writes the answers of recipe.distillation_on_policy.
     """
+    # Ranks agree on one plan and refuse it before anything is written.
     job = open_job(
         plan, resume, pulse=pulse or Heartbeat(), preflight=preflight, settle=settle, machines=machines
     )  # fmt: skip
     corpus, rows = load_corpus(job, progress)
     with open_run_folder(job, corpus) as folder, catch_interrupts(job) as interrupt:
         start = find_start(job, corpus, rows, folder)
+        # Before the student exists: its teacher may need the memory.
         targets = store_teacher_targets(job, corpus, start, interrupt)
         state, share = restore_or_initialize(job, start)
         task = build_task(job, corpus, start, share, targets, sampler)
         announce_run(job, corpus, rows, start)
+        # Nothing is refused from here on, so the plan of an earlier run may be replaced.
         changes = commit_plan(job, start, state.progress.step)
         trainer = Trainer(
             job=job, state=state, corpus=corpus, folder=start.folder, share=share, task=task, changes=changes,
@@ -141,6 +144,7 @@ def find_checkpoint(job: Job, folder: RunFolder) -> Path | None:
         return None
     if job.resume != "auto":
         return checkpoint.verify_named(Path(job.resume), begun=job.pulse.piece_begun)
+    # Other ranks may see the shared folder a moment later: they take rank 0's list.
     candidates = job.rank_zero.broadcast(lambda: checkpoint_folder.list_newest_first(folder.checkpoints))
     return checkpoint.find_newest_whole(candidates, begun=job.pulse.piece_begun)
 
@@ -206,6 +210,7 @@ def new_state(
     initializes adapters alone.
     """
     recipe, rounds = plan.recipe, plan.recipe.fake_quantize != NO_SCHEME
+    # Ranks with the same tokens draw the same dropout; stages of a pipeline draw their own.
     seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
         plan.model,
@@ -230,6 +235,7 @@ def new_state(
 def load_checkpoint(state: TrainState, folder: RunFolder, checkpoint_path: Path) -> None:
     """Restore the state from a checkpoint. An imported one gives only weights, and training starts at step 0."""
     if holds_weights_only(checkpoint_path):
+        # An imported model has neither moments nor counters to restore.
         weights = state.model_tensors()
         checkpoint.load(checkpoint_path, weights, verified=True)
         state.take_weights(weights)
@@ -287,6 +293,7 @@ def commit_plan(job: Job, start: Start, steps_done: int) -> tuple[str, ...]:
 
     def write() -> tuple[str, ...]:
         earlier = _keys_of_run(folder) if steps_done else {}
+        # A finished run that is started again does nothing, and its plan is the one that it was trained by.
         if steps_done < plan.recipe.steps or not (folder.path / "plan.yaml").is_file():
             folder.keep_plan()
         default_folders.point_latest(folder.path)

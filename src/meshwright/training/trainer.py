@@ -104,8 +104,10 @@ class Trainer:
         log = MetricsLog(self.folder.metrics, silent=not self.is_rank_zero)
         if self.is_rank_zero and self.job.forecast.dry_run is not None:
             write_document(self.folder.dry_run, self.job.forecast.dry_run)
+        # Watchers come before the first step: a service that cannot be reached ends the run here.
         self._notify("started", self._describe_run())
         self.state.engine.train()
+        # Signals reach ranks at different times, so all must agree on the step after which they stop.
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
         saved = progress.step
         score: float | None = None
@@ -128,6 +130,7 @@ class Trainer:
                     if evaluates or samples or saves:
                         self._clock.end_pause()
                 self._record_steps(log)
+                # An interruption came between two checkpoints, and its work is kept.
                 if saved != progress.step:
                     self._save(log, score)
                     self._clock.end_pause()
@@ -147,6 +150,7 @@ class Trainer:
         step = progress.step + 1
         self.pulse.step = step
         count = recipe.global_batch_at(progress.tokens)
+        # The next batch may be larger (a batch ramp), and its thread starts to read it now.
         following = recipe.global_batch_at(progress.tokens + count * recipe.sequence)
         asked_s = time.perf_counter()
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
@@ -173,6 +177,7 @@ class Trainer:
             outcome,
             skipping=self.state.skipper.state,
             loss_scale=self.state.scaler.scale if self.state.scaler else None,
+            # The agreement travels with the numbers: a collective of its own would wait for the device.
             stop=self._stop.announce() if self.late and self._stop.world.size > 1 else None,
         )
         pending = PendingStep(
@@ -195,9 +200,11 @@ class Trainer:
     def _record_step(self, pending: PendingStep, log: MetricsLog) -> None:
         recipe, progress = self.plan.recipe, self.state.progress
         values = self._read_numbers(pending)
+        # Only now is the step known to have ended: on a GPU its call returned long before.
         self.pulse.step_ended(pending.span.seconds)
         progress.seconds += pending.span.seconds
         self._clock.count(pending.span, pending.global_batch * recipe.sequence)
+        # Norms of micro-batches and of their sum are two batch sizes, which the noise scale needs.
         if pending.micro_tokens:
             progress.noise.add(values["micro_squared"], pending.micro_tokens, values["grad_norm"][0] ** 2)
         metrics = build_metrics(
@@ -234,6 +241,7 @@ class Trainer:
         self, step: int, who: str, call: str, what: str, number: float, row: str = ""
     ) -> NonFiniteLoss:
         where = f" ({who}, last collective {call})" if self.plan.layout.world > 1 else ""
+        # A save under way may still become the last good checkpoint that the message names.
         self.saver.settle()
         last = checkpoint.find_latest(self.folder.checkpoints)
         remaining = f"the last good checkpoint is {last}" if last else "no checkpoint had been written yet"
@@ -271,7 +279,9 @@ class Trainer:
     def _save(self, log: MetricsLog, score: float | None, *, goes_on: bool = False) -> None:
         """Save a checkpoint. `score` is the held-out loss of these very weights, None = not evaluated."""
         progress = self.state.progress
+        # Before anything is written: a flipped bit in one copy must not become a checkpoint.
         check_replicas(self.state.engine, progress.step)
+        # Metrics must be on disk first: a resumed run cuts them at the checkpoint's step.
         log.sync()
         fingerprints = self.corpus.fingerprint, self.corpus.tokenizer.fingerprint
         values = self.state.values(self.plan.recipe, *fingerprints, self.plan.data)

@@ -140,6 +140,7 @@ def judge(beats: Sequence[Beat], silent_s: Sequence[float], limits: Limits) -> B
     if not going:
         return None
     lost = any(beats[rank].lost for rank in going)
+    # Silence comes first: a rank that sends nothing cannot be judged by what it sent last.
     quietest = max(going, key=lambda rank: silent_s[rank])
     if silent_s[quietest] > (min(SILENT_AFTER_LOSS_S, limits.silent_s) if lost else limits.silent_s):
         return _blame_silent(quietest, beats, silent_s)
@@ -160,6 +161,7 @@ def _order(beat: Beat) -> tuple[float, ...]:
 
 def _blame_silent(rank: int, beats: Sequence[Beat], silent_s: Sequence[float]) -> Blame:
     """Blame a rank whose beats have stopped. Its step is that of the ranks that wait for it."""
+    # A machine that is cut off takes all its ranks with it: they fell silent together.
     others = sum(not beat.done and s > silent_s[rank] / 2 for beat, s in zip(beats, silent_s, strict=True)) - 1
     more = f" (and {others} more)" if others else ""
     step, seconds = max(beat.step for beat in beats), silent_s[rank]
@@ -262,6 +264,7 @@ class Watchdog:
         self._due = threading.Event()
         self._closed = threading.Event()
         self._bell_read, self._bell = os.pipe()
+        # Two observers, at both ends: one of them survives the loss of any one machine.
         self._observed = _Observed(home.world) if home.rank in (0, home.world - 1) else None
 
     def start(self) -> None:
@@ -306,11 +309,13 @@ class Watchdog:
 
     def failed(self, sentence: str, code: int) -> None:
         """Report that this rank failed: one rank prints it, all end. Returns only if `end` does."""
+        # The talker alone uses the store, so the sentence goes through its queue.
         self._claims.put((Blame(self.home.rank, sentence), code))
         self._wait_for_the_end(sentence, code)
 
     def lost(self, reason: str, trace: TracebackType | None) -> None:
         """Report that a collective failed because another rank is gone. All ranks end, naming the culprit."""
+        # The beat is frozen here: what this rank does after its failure says nothing about the cause.
         self._last = replace(self.watch.after(trace), lost=reason)
         self._lost_s = time.monotonic()
         self._wait_for_the_end(self._loss_of_this_rank(self._last).sentence, FAILED)

@@ -100,6 +100,7 @@ class Runner:
         if self._ranks is None:
             return self.compute(step, behind, drawn)
         assert not behind and drawn is None, "a model whose steps have parts is on one rank"
+        # The others must have the step before this rank enters its first collective.
         self._ranks.send(RankCommand.STEP, self._writer.words(step))
         return self.compute(step)
 
@@ -147,6 +148,7 @@ class Runner:
         """Compute the step as a graph. None = it allows none."""
         size = graphs.round_up(sum(run.end - run.begin for run in runs))
         adapted = self._adapters is not None and any(run.sequence.adapter for run in runs)
+        # Adapters change the work of a step, which a captured graph cannot follow.
         if not size or adapted or not self._packer.attends_by_rows(runs):
             return None
         rows = self._packer.pack(runs, size)
@@ -160,6 +162,7 @@ class Runner:
         """Yield the forward passes: one, or in exact mode as many as its limit of rows needs."""
         if self._exact is None:
             rows = sum(run.end - run.begin for run in runs)
+            # Expert-parallel ranks split the rows evenly, so there must be a multiple of them.
             yield self._packer.pack(runs, -(-rows // self._multiple) * self._multiple)
             return
         for runs_of_pass in split_runs(runs, self._exact.most):
@@ -255,6 +258,7 @@ class RunnerSetup:
 
     def _runner(self, model: Transformer, adapters: RequestAdapters | None, ranks: ServingRanks | None) -> Runner:
         loops = serving_library.compiled() if self.compiled else None
+        # Loops for few rows sum in another order than those for many.
         if self.exact and loops is not None:
             loops = loops.for_any_rows()
         cache = PagedCache(model, self.blocks, self.block, form=CACHE_FORMS[self.form], loops=loops, slots=self.slots)
@@ -294,6 +298,7 @@ def follow(model: Transformer, ranks: ServingRanks) -> None:
             adapters = RequestAdapters(model, exact=bool(setup.exact), multiple=ranks.row_multiple)
             runner = setup.runner(model, adapters, ranks)
             continue
+        # Rank 0 sends SETUP before anything else, and again for each new engine.
         assert runner is not None, "the first rank says first how steps are computed"
         if kind is RankCommand.CLEAR:
             runner.cache.clear(words)
@@ -327,6 +332,7 @@ class StepWriter:
         number, known_table = self._sequences.get(sequence, (self._number, []))
         self._number += number == self._number
         table = sequence.table
+        # Tables mostly grow at their end: what the other ranks know already is not sent.
         shared = len(known_table) if table[: len(known_table)] == known_table else 0
         self._sequences[sequence] = number, list(table)
         begin = sequence.computed
@@ -365,6 +371,7 @@ class StepReader:
         sequence.table[shared:] = rest.take_counted()
         tokens = sequence.tokens
         del tokens[length:]
+        # Only computed tokens are ever read here. Zeros keep the positions of the others.
         tokens += [0] * (length - len(tokens))
         tokens[begin : begin + count] = rest.take(count)
         sequence.computed, sequence.guessed, sequence.preemptions = begin, guessed, preemptions

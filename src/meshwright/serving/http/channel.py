@@ -99,6 +99,7 @@ class FrameReader:
 def receive_frame(end: socket.socket) -> Frame | None:
     """Return the next frame and read no byte beyond it. None = the other process is gone."""
     head = _receive_bytes(end, _HEAD.size)
+    # A closed socket gives a short head, and then no frame.
     size, _, _ = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0, 0)
     return next(FrameReader().feed(head + _receive_bytes(end, size)), None)
 
@@ -126,6 +127,7 @@ class Channel:
         this one for `wait_s` seconds. -1 = no limit.
         """
         frame = encode_frame(kind, parts)
+        # Several threads send: the engine's, the server's, and those that answer adapter calls.
         if not self._lock.acquire(timeout=wait_s):
             return False
         try:
@@ -327,6 +329,7 @@ class AddedPrompt:
             if option.name != "stop" and getattr(self.options, option.name) != getattr(_DEFAULTS, option.name)
         }
         if "logit_bias" in changed:
+            # JSON keys are strings, and tokens are integers: pairs keep them.
             changed["logit_bias"] = list(changed["logit_bias"].items())
         rest = [self.task, self.first_answer, self.with_logprobs, self.scored, changed]
         return [json.dumps(rest).encode(), array("I", self.prompt).tobytes()]

@@ -149,6 +149,7 @@ class EngineThread:
         """End the thread after its step. Ranks in a longer step are abandoned: they would not read a message."""
         self._commands.put(None)
         self._thread.join(wait_s)
+        # A step over ranks may hang in a collective, which nothing here can end.
         if self._thread.is_alive() and self.hosted is not None and self.hosted.ranks is not None:
             self.hosted.ranks.broken = True
 
@@ -180,6 +181,7 @@ class EngineThread:
                 elif isinstance(command, CancelledAnswers):
                     self._cancel(engine, command, news)
                 else:
+                    # The bytes of adapters are counted again only after a change.
                     self._changed = True
                     command(engine)
             if not engine.idle:
@@ -233,6 +235,7 @@ class EngineThread:
             return
         request, first = followed.request, followed.added.first_answer
         numbers = range(first, first + len(request.answers)) if cancelled.answers is None else cancelled.answers
+        # Some may have ended in the same step: their endings were sent already.
         growing = [answer for number in numbers if not (answer := request.answers[number - first]).ending]
         engine.cancel(request, growing)
         for answer in growing:
@@ -352,6 +355,7 @@ def _open_adapter(name: str, path: str, thread: EngineThread, options: ServerOpt
     """Open an adapter. Raises ApiError if it is damaged, of another model, unservable, or one too many."""
     hosted, engine, limits, root = thread.hosted, thread.engine, options.limits, options.adapter_folder
     assert hosted is not None and engine is not None and root is not None, "the HTTP process has refused this"
+    # Before the file is read: memory is what the limit protects.
     if engine.adapters.count >= limits.max_adapters:
         raise ApiError(
             409,
@@ -376,6 +380,7 @@ def _open_adapter(name: str, path: str, thread: EngineThread, options: ServerOpt
 
 def _resolve_folder(root: Path, path: str, most_bytes: int) -> Path:
     """Return an adapter's folder. Raises ApiError outside the server's folder, without adapter, or too large."""
+    # Links are followed before the check, so none can lead out of the folder.
     root = root.resolve()
     folder = (root / path).resolve()
     files = {folder / CONFIG: MOST_CONFIG_BYTES, folder / WEIGHTS: most_bytes}

@@ -106,6 +106,7 @@ class HttpServer:
     def _start_front(self) -> tuple["subprocess.Popen[bytes]", Channel]:
         """Start the HTTP process with signals blocked, since a signal reaches a whole group of processes."""
         own_end, front_end = socket.socketpair()
+        # Steps must not wait for a busy HTTP process, so several hundred may be under way.
         for end in (own_end, front_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         descriptors = front_end.fileno(), self._listener.fileno()

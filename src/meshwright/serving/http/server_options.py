@@ -105,6 +105,7 @@ class ServerOptions:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         opened = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # A server that restarts must not wait a minute for old connections of the port.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind((self.host, self.port))
             opened.listen(1024)
@@ -154,6 +155,7 @@ class Keyring:
             return self._nobody
         scheme, _, key = (header or b"").partition(b" ")
         sent_digest, match = _digest(key.strip()), None
+        # All keys are compared, also after a match: the time tells nothing about which one.
         for digest, tenant in self._known:
             if hmac.compare_digest(digest, sent_digest):
                 match = tenant

@@ -107,12 +107,14 @@ def to_batch(
     packed = document_mask and sequences.packed
     positions = sequences.positions if packed else None
     targets = sequences.targets
+    # A part of a row no longer says where it begins, and rotations need the position in the whole.
     if positions is None and share.columns is not None:
         positions = np.broadcast_to(np.arange(targets.shape[1], dtype=np.int32), targets.shape)
 
     def put(array: "NDArray[Any]", filler: int) -> Tensor:
         if share.columns is not None:
             array = array[:, list(share.columns)]
+        # Ranks without a row still take part in the collectives of a pass.
         if len(array) < rows:
             array = np.concatenate((array, np.full((rows - len(array), array.shape[1]), filler, array.dtype)))
         return _to_device(array, device)
@@ -170,6 +172,7 @@ def _answer_fields(
 def _padding_mask(sequences: "Sequences") -> "NDArray[np.bool_]":
     """Return [B, S] true in documents without a target."""
     # A sample has a target, or it would not be in a row.
+    # Documents are numbered within a row. The row's number makes them unique in the batch.
     numbers = sequences.documents.astype(np.int64) + np.arange(len(sequences.documents))[:, None] * 2**32
     return ~np.isin(numbers, numbers[sequences.targets >= 0])
 
@@ -209,6 +212,7 @@ def split(batch: Batch, size: int) -> list[Batch]:
 
     All parts have documents or none has, so all take one code path.
     """
+    # Counting on the device would make the host wait for all work before it.
     counts = batch.valid_of_rows or tuple((batch.targets >= 0).sum(1).tolist())
     return [
         replace(
@@ -304,6 +308,7 @@ class Feed:
 
     def _read(self, cursor: int, count: int) -> Batch:
         """Return this rank's part of samples cursor .. cursor + count - 1."""
+        # Each rank reads its own rows only, so reading scales with the ranks.
         size = count // self.share.parts
         return self.source.take(cursor + size * self.share.index, size, self.device, self.share)
 
@@ -312,6 +317,7 @@ class Feed:
 
         Then start to read the next `following` ones.
         """
+        # The prediction fails after a resume, and when the size of a step changes.
         if self._next is not None and self._next[0] == (cursor, count):
             batch = self._next[1].result()
         else:

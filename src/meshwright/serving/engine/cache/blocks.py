@@ -28,6 +28,7 @@ from meshwright.spec.errors import ArgumentError
 def first_key(salt: bytes, adapter: int = 0) -> bytes:
     """Return the key from which a sequence's first block is hashed. `adapter`: the number of its loading, 0 = none."""
     if not adapter:
+        # Two prefixes keep the keys apart: no salt can imitate an adapter's number.
         return sha256(b"meshwright prefix\0" + salt).digest()
     return sha256(b"meshwright adapter\0" + adapter.to_bytes(8, "little") + salt).digest()
 
@@ -141,6 +142,7 @@ class HostTier:
     def save(self, key: bytes) -> int | None:
         """Return a slot for a key's content, replacing the oldest if full. None = all slots are on their way back."""
         if not self._free:
+            # Free slots ran out while others wait for `release`: nothing here can be replaced.
             if not self._slots:
                 return None
             self._free.append(self._slots.pop(next(iter(self._slots))))
@@ -150,6 +152,7 @@ class HostTier:
 
     def touch(self, key: bytes) -> None:
         """Note that content was wanted. It is then given up as late as new content."""
+        # A dict keeps the order of insertion, so this entry is now the newest.
         self._slots[key] = self._slots.pop(key)
 
     def leave(self, key: bytes) -> int:
@@ -183,6 +186,7 @@ class BlockPool:
         self.holders = [0] * size
         """Number of holders of each block."""
         self._end = size  # the list's sentinel: a node that is no block, before the first and after the last
+        # Arrays, not lists: a number takes 8 bytes there, without an object of its own.
         self._next: array[int] = array("q", [*range(1, size + 1), 0])
         self._before: array[int] = array("q", [size, *range(size)])
         self._keys: list[bytes | None] = [None] * size
@@ -201,6 +205,7 @@ class BlockPool:
         if key is not None:
             self.evicted += 1
             self.withdraw(block)
+            # Its content is copied before anything is written to the block: moves are carried out first.
             slot = self.host.save(key) if self.host is not None else None
             if slot is not None:
                 self.moves.append(Move("save", block, slot))
@@ -217,10 +222,12 @@ class BlockPool:
         left = self.holders[block] = self.holders[block] - 1
         assert left >= 0, f"block {block} is free already"
         if not left:
+            # Content without a key can never be found again, so such a block goes first.
             self._link(block, before=self._next[self._end] if self._keys[block] is None else self._end)
 
     def publish(self, block: int, key: bytes) -> None:
         """Let a held block be found by the key of its content, unless another one already is."""
+        # Two sequences may compute the same prefix at once. One copy is enough to find.
         if self._block_of_key.setdefault(key, block) == block:
             self._keys[block] = key
             if self.host is not None:
@@ -287,6 +294,7 @@ class BlockTables:
         """
         blocks, keys = list[int](), list[bytes]()
         key, size, host = sequence.key, self.block, self.pool.host
+        # The bound stops before the last token, even if a whole block ends there.
         for begin in range(0, len(sequence.tokens) - size if sequence.cacheable else 0, size):
             key = next_key(key, sequence.tokens[begin : begin + size])
             cached_block = self.pool.find(key)
@@ -306,6 +314,7 @@ class BlockTables:
         sequence.computed = sequence.cached = len(blocks) * self.block
         self.asked += len(sequence.tokens)
         self.hits += sequence.computed
+        # Before HOSTED content is fetched: what no window sees needs no block.
         self._drop_unseen(sequence)
         if HOSTED in blocks:
             self._fetch(sequence, blocks, keys)
@@ -317,6 +326,7 @@ class BlockTables:
         self.host_hits += len(hosted) * self.block
         for index in hosted:
             if index < sequence.gone:
+                # No layer sees it, but it was wanted: a shorter request may need it soon.
                 host.touch(keys[index])
         # All content leaves its slots first, so that blocks which are given away meanwhile cannot take those slots.
         leaving = [(index, host.leave(keys[index])) for index in hosted if index >= sequence.gone]
@@ -331,6 +341,7 @@ class BlockTables:
         """Return how many free blocks the next `count` tokens take."""
         table, computed = sequence.table, sequence.computed
         partial = computed % self.block
+        # Whole blocks are never written again, so only a partly filled one can need a copy.
         shared = partial and self.pool.holders[table[computed // self.block]] > 1
         return self.blocks_of(computed + count) - len(table) + bool(shared)
 
@@ -341,6 +352,7 @@ class BlockTables:
         """
         index = sequence.computed // self.block
         if sequence.computed % self.block and self.pool.holders[sequence.table[index]] > 1:
+            # A fork shares its last block with its parent. Both would write to the same positions.
             old, new = sequence.table[index], self.pool.take()
             self.pool.release(old)
             sequence.table[index] = new
@@ -353,6 +365,7 @@ class BlockTables:
         sequence.computed += count
         whole = sequence.computed // self.block
         if whole > sequence.published and sequence.cacheable:
+            # Keys are hashed here, once per block, and not at each step.
             for index in range(sequence.published, whole):
                 tokens = sequence.tokens[index * self.block : (index + 1) * self.block]
                 sequence.key = next_key(sequence.key, tokens)

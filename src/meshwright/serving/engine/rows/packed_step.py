@@ -80,6 +80,7 @@ class DenseCopies:
         wanted: dict[int, dict[CachedSequence, int]] = {}
         for sequence, position, keys in growing:
             wanted.setdefault(keys, {})[sequence] = position
+        # Also copies that no answer uses now: this is where their memory is given up.
         return [self._plan_copy(keys, wanted.get(keys, {})) for keys in sorted({*wanted, *self._copies})]
 
     def _plan_copy(self, keys: int, sequences: Mapping[CachedSequence, int]) -> CopyPlan:
@@ -105,13 +106,16 @@ class DenseCopies:
         for row, owner in enumerate(copy.owners):
             if owner is not None:
                 sequence, position, preemptions = owner
+                # A row continues only if no step was missed: after a preemption its keys are incomplete.
                 if sequences.get(sequence) == position and sequence.preemptions == preemptions:
                     rows[sequence] = row
                 else:
                     copy.owners[row] = None
+        # Attention reads all rows up to the last one. Mostly empty ones cost more than gathering anew.
         if 2 * len(rows) < len(copy.owners):
             copy.owners.clear()
             return {}
+        # Empty rows at the end need not be read. Those in between wait for new owners.
         while copy.owners and copy.owners[-1] is None:
             copy.owners.pop()
         return rows
@@ -119,6 +123,7 @@ class DenseCopies:
     def _add_row(self, copy: _Copy, keys: int) -> int | None:
         """Return one more row. None = memory is used up."""
         if len(copy.owners) == copy.room:
+            # Doubling: each growth copies all rows, so few growths must serve many answers.
             more = max(1, copy.room)
             if more * keys > self._left:
                 return None
@@ -207,10 +212,12 @@ class RowPacker:
             tokens += run.sequence.tokens[run.begin : run.end]
             positions += range(run.begin, run.end)
             slots += [blocks[position // size] * size + position % size for position in range(run.begin, run.end)]
+            # The next token is drawn behind the last token, and behind each guess before it.
             count = max(0, run.end - max(run.begin, len(run.sequence.tokens) - 1 - run.sequence.guessed))
             last += range(len(tokens) - count, len(tokens))
             owners += [run.sequence] * count
         padding = rows - len(tokens)
+        # A negative token stands for one that only the device knows (see StepLoop).
         drawn = [(row, -1 - token) for row, token in enumerate(tokens) if token < 0]
         columns = [tokens + [0] * padding, positions + [0] * padding, slots + [self._cache.unread * size] * padding]
         lists = last, [row for row, _ in drawn], [source for _, source in drawn]
@@ -227,6 +234,7 @@ class RowPacker:
         return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, wanted, drawn_rows, row_numbers)
 
     def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
+        # Neighbours with one adapter make one slice of rows, which needs no index.
         return sorted(runs, key=lambda run: (self._is_chunk(run), run.sequence.adapter))
 
     def attends_by_rows(self, runs: Sequence[Run]) -> bool:
@@ -244,6 +252,7 @@ class RowPacker:
 
         `columns` are the first three numbers; `padding` rows behind the sorted runs belong to nobody.
         """
+        # Offset 0 leads to the zero block: padding rows read it, and nothing of a sequence.
         tables, offsets, last = [self._cache.zero], list[int](), list[int]()
         for run in runs:
             if not self._is_chunk(run):
@@ -270,6 +279,7 @@ class RowPacker:
         growing = [(run.sequence, run.begin, self._keys(run.end)) for run in runs if run.end - run.begin == 1]
         plans = self._copies.plan(growing) if growing else []
         copy_of = {copied.sequence: (plan.keys, copied.row) for plan in plans for copied in plan.used}
+        # Runs without a copy come behind all that have one.
         last = self._lengths[-1] + 1
         order = [
             (*copy_of.get(run.sequence, (last, 0)), run.end - run.begin > 1, self._keys(run.end), number)
@@ -332,6 +342,7 @@ class RowPacker:
     def _query_calls(self, run: Run, window: int, begin: int) -> list[PagedCall]:
         """Return calls like `_decode_call` for each token of a run. Tokens with equal blocks and keys share one."""
         size, calls = self._cache.size, []
+        # Equal numbers of keys from an equal first block: the order of sums is that of `_decode_call`.
         positions_seen = ((position, self._first_block(position, window)) for position in range(run.begin, run.end))
         for (first, keys), group in groupby(
             positions_seen, lambda seen: (seen[1], self._keys(seen[0] + 1 - seen[1] * size))
@@ -345,6 +356,7 @@ class RowPacker:
 
     def _chunk_call(self, run: Run, begin: int, window: int) -> PagedCall:
         count = run.end - run.begin
+        # A prompt's first chunk sees itself alone, so its keys are not read from blocks.
         if not run.begin and not 0 < window < count:
             return PagedCall(begin, 1, count, None, None)
         first = self._first_block(run.begin, window)
@@ -381,6 +393,7 @@ def _copy_to_device(
     rows: Sequence[list[int]], parts: Sequence[list[int]], device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Copy lists of one length as (lists, N) int64 to the device, with other lists beside them, all at once."""
+    # One copy for all lists: each copy to a device is a call of its own, and pins memory of its own.
     packed, starts = array("q"), list[int]()
     for part in (*rows, *parts):
         starts.append(len(packed))

@@ -58,6 +58,7 @@ class FusedBlocks:
         self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a block as one fused call where it can be, else as Block.compute."""
+        # Hooks are looked at in each step, everything else once: hooks come and go.
         if isinstance(cache, PagedLayer) and cache.places is not None and not self._is_hooked(block):
             if block not in self._prepared_blocks:
                 self._prepared_blocks[block] = self._prepare(block, cache)
@@ -71,6 +72,7 @@ class FusedBlocks:
     def _is_hooked(self, block: Block) -> bool:
         """Return whether a part of the block has hooks. They may be gone at the next step."""
         if block not in self._parts:
+            # Listed once: walking the modules takes longer than a block of a small model.
             self._parts[block] = [part for part in block.modules() if part is not block]
         return any(map(compat.is_hooked, self._parts[block]))
 
@@ -153,6 +155,7 @@ class _PreparedBlock:
                 current = layer.lora.current if isinstance(layer.lora, LayerAdapters) else ()
                 fields = [product.fields(rows, column, loops) for product, rows in current]
                 usable = [field for field in fields if field is not None]
+                # All or nothing: a part that was added already cannot be added again by the slow way.
                 if not usable or len(usable) < len(fields):
                     return None
                 fields_by_part.setdefault(part, []).extend(usable)
@@ -201,6 +204,7 @@ class PreparedLayers:
             loops: Compiled loops to use beside the copies.
         """
         self._model, self._loops = model, loops
+        # Layers that gather their inputs, and those with other products, are computed by themselves.
         self._packed = packed and not model.seams.dense.gathers and model.products == SAME
         self._prepared_products: dict[nn.Module, tuple[PreparedProduct, list[int]] | None] = {}
         weight = model.head_weight
@@ -256,6 +260,7 @@ class PreparedLayers:
             with serving_library.used(self._loops):
                 yield
         finally:
+            # In any case: the model may be trained on, or belong to another engine next.
             seams.dense.prepared = seams.shared.prepared = None
             if calls is not None:
                 seams.call = compute

@@ -64,6 +64,7 @@ class LowRankProduct:
     def _multiply(self, rows: Tensor) -> Tensor:
         loops = serving_library.loops()
         if loops is not None and self._panels is not None and loops.few(len(rows)) and serving_library.takes(rows):
+            # Compiled loops sum in one order for any number of rows, so exact mode needs no tiles.
             return loops.multiply(loops.multiply(rows, self._panels[0]), self._panels[1])
         if not self._tile:
             return self._plain(rows)
@@ -117,6 +118,7 @@ class LowRankProduct:
 
 def _panels(a: Tensor, b: Tensor) -> tuple[Panels, Panels] | None:
     """Return both matrices for compiled loops, with the rank padded by zeros. None = loops do not take them."""
+    # Zeros change no sum, and loops then need no case for a rank between multiples.
     missing = -len(a) % LANES
     wide = torch.cat((a, a.new_zeros(missing, a.shape[1])))
     narrow = torch.cat((b, b.new_zeros(len(b), missing)), dim=1)
@@ -211,6 +213,7 @@ class LayerStacks:
 
     def __call__(self, experts: Experts, rows: Tensor, counts: Counts) -> tuple[Tensor, TaggedRows]:
         """Split arriving rows (R, D + 2) into (R, D) and what is added to their products."""
+        # Rows may be of any dtype, in which only integers below DIGIT are sure to be exact: two digits.
         rows, digits = rows[:, :-2].contiguous(), rows[:, -2:].float()
         tags = (digits[:, 0] * DIGIT + digits[:, 1]).long()
         runs = list[list[tuple[int, Tensor]]]()
@@ -245,6 +248,7 @@ class ExpertAdapters:
         """Remove the stacks of an adapter."""
         for stacks in self._layers.values():
             stacks.adapters.pop(number, None)
+        # Replaced, not changed in place: another thread may be counting bytes.
         self._layers = {experts: stacks for experts, stacks in self._layers.items() if stacks.adapters}
 
     @property
@@ -259,6 +263,7 @@ class ExpertAdapters:
         touched = [
             (experts, stacks) for experts, stacks in self._layers.items() if not rows.keys().isdisjoint(stacks.adapters)
         ]  # fmt: skip
+        # No row is tagged then, and rows keep their width: the usual pass costs nothing.
         if not touched:
             yield
             return
@@ -291,6 +296,7 @@ class _Tagging:
     def ordered(self, choices: Tensor) -> Tensor:
         """Order rows by expert, and remember where each row goes."""
         order = self._inner.ordered(choices)
+        # Rows leave in this order, so a row's tag is found by where it goes.
         self._order = order.argsort(stable=True)
         return order
 
@@ -298,6 +304,7 @@ class _Tagging:
         """Send rows to the ranks of their experts, with the tags of their adapters."""
         if experts.beside is None:
             return self._inner.send(experts, rows, counts)
+        # Tags of a pass are the same in all layers: only the order of rows differs.
         if self._tag_digits is None:
             self._tag_digits = self._digits(len(rows) // self._choices, rows)
         digits = self._tag_digits[self._order // self._choices]
@@ -336,6 +343,7 @@ class ServedAdapter:
     def check(self, name: str, model: Transformer) -> None:
         """Raise ArgumentError, under the adapter's name, if requests cannot use it beside others."""
         refused = f"adapter={name} cannot be served by request"
+        # Each of these is refused before the engine changes: a damaged adapter must not stop it.
         if self.lora.dora:
             raise ArgumentError(f"{refused}: DoRA changes the lengths of the model's own rows; {MERGED}")
         sizes = {part.name: part.shape for part in possible_parts(model.shape, self.lora.rank)}
@@ -356,6 +364,7 @@ class ServedAdapter:
         """Return the tensors in a dtype, B multiplied by s."""
         scale = self.lora.scale
         return {
+            # s is multiplied once here, in the adapter's own dtype, and not in every pass.
             name: (tensor * scale if name.endswith("b") else tensor).to(dtype)
             for name, tensor in self.tensors.items()
         }  # fmt: skip
@@ -392,6 +401,7 @@ class LayerAdapters:
         if not self._gathers:
             return self.add(x, products[0])
         out = products[0].view(-1, products[0].shape[-1])
+        # Rows are gathered over the ranks here, so A was multiplied before the gathering.
         for (product, where), narrow in zip(self.current, products[1:], strict=True):
             _add(out, where, product.widen(narrow.view(-1, narrow.shape[-1])[where]))
         return products[0]
@@ -472,6 +482,7 @@ def rows_of(spans: Mapping[int, Sequence[tuple[int, int]]], device: torch.device
     rows: dict[int, Rows] = {}
     for number, adapter_spans in spans.items():
         begin, end = adapter_spans[0][0], adapter_spans[-1][1]
+        # A slice needs no index on the device, and its rows are read in place.
         if sum(to - since for since, to in adapter_spans) == end - begin:
             rows[number] = slice(begin, end)
         else:

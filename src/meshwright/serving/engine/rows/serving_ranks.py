@@ -50,6 +50,7 @@ class AdapterRoom:
         self._wanted = [known[index] for index in indices]
         self._boxes = boxes_of(self._wanted, shape, layout, rank)
         self._local = {name: torch.empty(box.sizes, dtype=dtype) for name, box in self._boxes.items()}
+        # One buffer for the largest tensor: parts arrive one by one, and are cut out of it.
         self._whole = torch.empty(max((prod(part.shape) for part in self._wanted), default=0), dtype=dtype)
 
     def receive(self, tensors: Mapping[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
@@ -58,6 +59,7 @@ class AdapterRoom:
             whole = self._whole[: prod(part.shape)].view(part.shape)
             if tensors is not None:
                 whole.copy_(tensors[part.name])
+            # As bytes: the collective of a CPU does not know every dtype.
             group.broadcast(whole.view(torch.uint8))
             self._local[part.name].copy_(whole[self._boxes[part.name].slices])
         return self._local
@@ -115,6 +117,7 @@ class ServingRanks:
         try:
             yield
         except BaseException as error:
+            # Even if the error is ours: the others now wait in a collective that this rank left.
             self.broken = True
             if not is_lost_connection(error):
                 raise
@@ -125,6 +128,7 @@ class ServingRanks:
         if self.broken:
             raise RunError(self._lost_message)
         numbers = [kind, len(words), *words]
+        # Receivers must know the size beforehand, so the first broadcast has a fixed one.
         numbers += [0] * (FIRST_NUMBERS - len(numbers))
         with self.together():
             self._group.broadcast(torch.tensor(numbers[:FIRST_NUMBERS]))
@@ -156,6 +160,7 @@ class ServingRanks:
         Return False on all ranks, and have it on none, when one has no memory for its part.
         """
         with self.together():
+            # Memory comes first, on all ranks: one that failed in the middle would leave the others waiting.
             room = self._on_all(
                 lambda: AdapterRoom(words, self._shape, self._layout, self._group.index, self._dtype)
             )  # fmt: skip
@@ -169,6 +174,7 @@ class ServingRanks:
 
             if self._on_all(put):
                 return True
+            # Another rank had no memory. An adapter that only some ranks have would hang the next step.
             adapters.drop(room.number)
             return False
 
@@ -190,6 +196,7 @@ class ServingRanks:
     def gather_logits(self, part: Tensor) -> Tensor:
         """Gather logits (R, V) from the ranks' parts (R, share of V), on all ranks."""
         most, sizes = self._sizes()
+        # all_gather takes equal parts, and a vocabulary need not divide by the ranks.
         padded = self._group.all_gather(F.pad(part, (0, most - part.shape[1]))[None])
         return torch.cat([part_logits[:, :size] for part_logits, size in zip(padded, sizes, strict=True)], dim=1)
 

@@ -282,11 +282,13 @@ class AnswerDocument:
     def events(self, answering: Answering) -> bytes:
         """Return the events of everything new, reusing the bytes around texts where nothing else changed."""
         events = list[bytes]()
+        # A copy: reading the last part of an answer removes it.
         for choice, answer in list(answering.unread.items()):
             envelope = self._envelopes.get(choice)
             if envelope is None or answer.ending:
                 if answer.pieces or answer.ids or answer.ending:
                     events += self._answer_events(answering.part(choice, answer), answering)
+            # By far the most frequent case: one string is encoded, and nothing else.
             elif answer.pieces:
                 events.append(envelope[0] + encode_basestring("".join(answer.pieces)).encode() + envelope[1])
                 answer.pieces.clear()

@@ -72,6 +72,7 @@ def guarded_connection_class(idle_s: float, stall_s: float) -> type[H11Protocol]
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
             """Start the checks."""
             super().connection_made(transport)
+            # A small buffer: text that waits here could still be merged into one longer event.
             transport.set_write_buffer_limits(high=WRITE_BUFFER)
             looks = (idle_s, self._look_idle), (stall_s, self._look_stalled)
             self._watches = [self.loop.call_later(seconds, look) for seconds, look in looks]
@@ -119,6 +120,7 @@ HEADERS = [
 def watch_client(answering: Answering, receive: Receive) -> Iterator[None]:
     """End the answers at once when the client leaves, whatever is being waited for inside."""
     watch = asyncio.ensure_future(_wait_for_disconnect(receive))
+    # Cancelled = the answer was complete first.
     watch.add_done_callback(lambda done: None if done.cancelled() else answering.fail(ClientGone()))
     try:
         yield
@@ -178,6 +180,7 @@ def stream_answers(answering: Answering, document: AnswerDocument, connection: S
                 connection.write_piece(piece)
 
     answering.on_growth = connection.on_writable = write
+    # What grew between the first event and now.
     write()
     try:
         yield

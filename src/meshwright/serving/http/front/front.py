@@ -156,6 +156,7 @@ class Gate:
         limits = self._options.limits
         if len(scope["headers"]) > limits.max_headers:
             raise ApiError(431, f"more than {limits.max_headers} headers: send fewer", code="too_many_headers")
+        # Before the key is looked at: a page in a local browser would send the user's own requests.
         self._check_host(scope)
         tenant = self._keyring.tenant(single_header(scope, b"authorization"))
         if tenant is None and scope["path"] not in OPEN:
@@ -190,6 +191,7 @@ def main(channel_descriptor: int, listener_descriptor: int) -> None:
     """Answer requests until the end."""
     channel = socket.socket(fileno=channel_descriptor)
     listener = socket.socket(fileno=listener_descriptor)
+    # No setup comes if the other process ended while this one started.
     setup = receive_frame(channel)
     if setup is not None:
         name, options = decode_setup(setup.parts)
@@ -236,9 +238,11 @@ class HttpFront:
 
     async def _drain(self, service: Service, engine: EngineLink) -> None:
         admission = service.admission
+        # First no more requests, then time for those under way, then errors for the rest.
         admission.closed = True
         waits = self._stop_now.wait(), engine.gone.wait(), _wait_until_idle(admission)
         await _wait_for_any(*waits, asyncio.sleep(self._options.limits.drain_seconds))
+        # Each client still gets an error, so that it need not wait for its own time limit.
         admission.abort()
         await _wait_for_any(_wait_until_idle(admission), asyncio.sleep(LAST_SECONDS))
 
@@ -257,6 +261,7 @@ class HttpFront:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            # uvicorn answers 503 by itself beyond it.
             limit_concurrency=limits.max_connections,
             h11_max_incomplete_event_size=int(limits.max_header_bytes),
             timeout_keep_alive=max(1, int(limits.read_seconds)),

@@ -69,11 +69,13 @@ class Answering:
     def fail(self, error: Exception) -> None:
         """End the request with an error. ClientGone ends it silently."""
         self.cancel()
+        # The first error is the cause; cancelling may lead to others.
         self._failure = self._failure or error
         self._news.set()
 
     def notify(self, *, ended: bool) -> None:
         """Take notice of news of the tasks. `ended`: an answer or a task has ended."""
+        # Growth is written at once by its callback; the task that waits is woken only at the end.
         if self.on_growth is None or (ended and self._is_done):
             self._news.set()
         else:
@@ -119,6 +121,7 @@ class Answering:
         if answer.ending:
             del self.unread[choice]
         part = AnswerPart(choice, "".join(answer.pieces), answer.ids, answer.logprobs, answer.top, answer.ending)
+        # New lists, not cleared ones: the part now owns the old ones.
         answer.pieces, answer.ids, answer.logprobs, answer.top = [], [], [], []
         return part
 

@@ -67,6 +67,7 @@ class EngineLink(asyncio.Protocol):
     def _free_numbers(self, count: int) -> int:
         """Return the first of `count` consecutive numbers that no task and no growing answer has."""
         first, taken = self._number, (self._growing, self._tasks)
+        # Numbers start again after 2**32 answers, when those of long answers may still be in use.
         while first + count > NUMBERS or any(n in names for names in taken for n in range(first, first + count)):
             first = 0 if first + count > NUMBERS else first + 1
         self._number = first + count
@@ -215,6 +216,7 @@ class EngineLink(asyncio.Protocol):
             if task.first_token_at is None:
                 task.first_token_at = now
             answer.at = at
+            # A stop string ended it here: the engine, which knows no text, would go on.
             if answer.ending:
                 self._cancel_rest(answer)
             elif task.listener is not None:

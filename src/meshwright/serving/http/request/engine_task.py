@@ -199,6 +199,7 @@ def _max_answer_tokens(
         )
     room = longest - prompt + 1
     if fields.max_new_tokens is None:
+        # Without a limit in the request the model's own default counts, then what is left of the context.
         room = min(room, int(card.sampling.get(LENGTH, room)))
         return min(room, limits.max_answer_tokens // (fields.candidates * prompts))
     if fields.max_new_tokens > room:

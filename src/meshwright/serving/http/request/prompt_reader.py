@@ -102,6 +102,7 @@ class PromptReader:
 
     def _thread_child(self) -> "subprocess.Popen[bytes]":
         """Return the child of this thread, started if none is alive."""
+        # Each thread has a child of its own, so frames of two prompts cannot mix.
         child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
         if child is not None and child.poll() is not None:
             self._end(child)
@@ -155,6 +156,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     with contextlib.suppress(ImportError, OSError, ValueError):  # where the system knows no such limit
         import resource
 
+        # Address space, not resident memory: it is the limit that Linux enforces.
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     tokenizer = Tokenizer(**json.loads(setup[0]))
     # One text on trial, so that the first prompt finds everything loaded.

@@ -39,6 +39,7 @@ def check_fields(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
     """Return a body as fields. A null field counts as absent. Raises ApiError for the first field at fault."""
     known, present = kind.model_fields, {}
     for name, content in body.items():
+        # OpenAI's clients send null for what their users left out.
         if content is None:
             continue
         if name in known:
@@ -46,6 +47,7 @@ def check_fields(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
         elif name not in NEUTRAL:
             close = f"; {suggest(name, known, 1)}"
             raise bad_request(f"{printable(name)[:60]} is not known{close}", printable(name)[:60], "unknown_parameter")
+        # type() too: 1 == True in Python, and True is no number here.
         elif not any(content == neutral and type(content) is type(neutral) for neutral in NEUTRAL[name]):
             raise bad_request(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")
     try:
