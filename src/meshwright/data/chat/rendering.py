@@ -70,6 +70,7 @@ def render_conversation(sample: Conversation, template: ChatTemplate, policy: Po
     template = template.with_tools if sample.tools else template
     messages = [template.joined(message) for message in sample.messages]
     messages = [_remove_thoughts(message) for message in messages] if policy.thinking == "drop" else messages
+    # Templates differ in what they expect; objects are what a server gives them.
     opened = [_parse_arguments(message) for message in messages]
     try:
         return _render_whole(opened, sample, template, policy)
@@ -87,6 +88,7 @@ def _render_whole(
 ) -> list[Marked]:
     full = template.render(messages, sample.tools)
     trained = _find_trained_spans(messages, sample, full, template, policy)
+    # Earlier turns look different once others follow, so one text cannot show all answers.
     if trained is None:
         return _render_by_answer(messages, sample, template, policy)
     answers = _choose_trained_turns(messages, sample, policy) or [len(messages) - 1]
@@ -120,11 +122,13 @@ def _find_trained_spans(
     if policy.train_on == "all":
         return [((0, len(full.text)), "")]
     wanted = _choose_trained_turns(messages, sample, policy)
+    # The usual case: all that follows the prompt is trained, also the mark that ends the turn.
     if policy.train_on == "auto" and sample.prompt and wanted == list(range(sample.prompt, len(messages))):
         begin = _prompt_end(messages[: sample.prompt], sample, full.text, template)
         return None if begin is None else [((begin, len(full.text)), "assistant")]
     if not wanted:
         return []
+    # Marks are the template's own word on what it generates, and only answers have them.
     if template.marks and all(role_of(messages[turn]) == "assistant" for turn in wanted):
         marked = _find_marked_spans(messages, sample, full, wanted, template)
         return None if marked is None else [(span, "assistant") for span in marked]
@@ -155,11 +159,13 @@ def _find_marked_spans(
     messages: Sequence[Message], sample: Conversation, full: Rendered, wanted: Sequence[int], template: ChatTemplate
 ) -> list[Span] | None:
     """Return the template's own spans within these turns. None = earlier turns are rendered in another form."""
+    # By prefixes: each turn must be rendered alike with and without its successors.
     ends = {
         turn: template.render(messages[: turn + 1], sample.tools).text for turn in wanted if turn + 1 < len(messages)
     }
     if not all(full.text.startswith(until) for until in ends.values()):
         return None
+    # All answers are wanted: no span need be assigned to a turn.
     if list(wanted) == [number for number, message in enumerate(messages) if role_of(message) == "assistant"]:
         return list(full.generated)
     spans = []
@@ -186,6 +192,7 @@ def _turn_span(
     else:  # nothing asks for an answer that opens a conversation: it begins where another answer changes the text
         other = template.render([{**messages[0], "content": "\ufdd2"}], sample.tools).text
         begin = _common_length(other, until)
+    # Blanks behind a turn separate it from the next one, and are not the answer's.
     return None if begin is None else (begin, max(begin, len(until.rstrip())))
 
 
@@ -247,6 +254,7 @@ def _find_last_spans(
 
 def _content_spans(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...]:
     """Return the span of each turn's content, in order. Contents that the template changed are skipped."""
+    # Searched in order, so that equal contents are found once each.
     contents, begin = [], 0
     for message in messages:
         content = str(message.get("content") or "").strip()

@@ -84,6 +84,7 @@ class Pool:
         self._threads: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> "Pool":
+        # Without a path to Python no process can be started, as in an embedded interpreter.
         if (self._processes > 1 or self._samples) and sys.executable:
             self._threads = ThreadPoolExecutor(self._processes, thread_name_prefix="meshwright-encode")
         return self
@@ -91,6 +92,7 @@ class Pool:
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
             for child in self._children:
+                # After an error nobody reads their answers, and they may be blocked writing them.
                 child.kill()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
@@ -106,6 +108,7 @@ class Pool:
             for flags, texts in batches:
                 yield self._tokenizer.encode_raw(texts, flags)
             return
+        # Bounded, so a slow disk or consumer does not fill memory with encoded text.
         waiting: deque[Future[list[bytes]]] = deque()
         for batch in batches:
             waiting.append(self._threads.submit(self._ask, batch))
@@ -135,6 +138,7 @@ class Pool:
                 f"an encoding process ended with exit code {child.wait()} (-9 = killed, often for want of memory): "
                 "run again; fewer processes need less"
             )
+        # The first part is empty if all went well.
         error, *ids = answer
         if error:
             raise DataError(error.decode() if self._samples else f"encoding failed: {error.decode()}")
@@ -146,6 +150,7 @@ class Pool:
         self._children.append(child)
         self._mine.child = child
         assert child.stdin is not None
+        # The path first: a caller may have changed it, and the child imports this package by it.
         child.stdin.write(json.dumps(sys.path).encode() + b"\n")
         setup = (self._tokenizer.json, str(self._tokenizer.vocab), self._samples)
         write_frame(child.stdin, [part.encode() for part in setup])
@@ -199,6 +204,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     The first frame is (tokenizer.json, vocab, settings of samples or nothing). A request is (flags, text, text, ...).
     Its answer is (error, ids, ids, ...), where an empty error means success. The parent handles Ctrl-C.
     """
+    # Ctrl-C reaches the whole group of processes. The parent ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source, sink = source or sys.stdin.buffer, sink or sys.stdout.buffer
     setup = read_frame(source)

@@ -108,6 +108,7 @@ def _read_contents(index: Path, source: Source, *, skips: bool) -> tuple[dict[st
         return known, np.fromfile(rows_file, np.uint64)
     known, contents = _count(source, skips=skips)
     index.parent.mkdir(parents=True, exist_ok=True)
+    # Before the index, which names the number of rows: a crash in between is noticed.
     contents.tofile(rows_file)
     write_json(index, known)
     return known, contents
@@ -117,6 +118,7 @@ def _count(source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.u
     """Read all rows once and return number, hashes and unused columns. `skips` = malformed rows have no hash."""
     seen, contents, unread = hashlib.blake2b(digest_size=20), bytearray(), Counter[str]()
     for where, row in source.rows():
+        # A malformed row has no content to hash, but it keeps its number in the file.
         if isinstance(row, Malformed) or (skips and not samples.is_sample((where, row))):
             seen.update(b"malformed")
             contents += np.uint64(_MALFORMED).tobytes()
@@ -137,9 +139,11 @@ def choose_held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int
     Equal rows are held out together. At least one row is held out for a share above 0, but never all.
     """
     well_formed = contents[contents != _MALFORMED]
+    # Hashes are in order after this: the smallest are held out, which is a random choice.
     distinct, times = np.unique(well_formed, return_counts=True)
     wanted = max(1, round(len(well_formed) * share)) if share else 0
     number = int(np.searchsorted(np.cumsum(times), wanted)) + 1 if wanted else 0
+    # At least one distinct row stays for training, however large the share.
     aside = np.isin(contents, distinct[: min(number, len(distinct) - 1)])
     return frozenset(np.flatnonzero(aside).tolist())
 
@@ -179,6 +183,7 @@ class _SampleBuild:
                 for row in packed_rows:
                     try:
                         for group in unpack(row):
+                            # True = 1 = the validation stream.
                             streams[malformed.rows in aside].write(group, malformed.rows)
                     except MalformedRowError as error:
                         malformed.add(str(error))
@@ -187,6 +192,7 @@ class _SampleBuild:
                     self.progress(malformed.rows, len(self.contents))
         if malformed.malformed and (self.data.malformed == "refuse" or malformed.malformed == malformed.rows):
             raise malformed.refusal("samples")
+        # The split was chosen by row numbers of the first reading.
         if malformed.rows != len(self.contents):
             raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
         return malformed
@@ -258,6 +264,7 @@ class _SampleWriter:
         """Append a group of samples made of one row of the file."""
         self.pairs |= len(group) == 2
         self.singles |= len(group) == 1
+        # Equal answers teach a preference nothing; the user is told their number.
         self.same += len(group) == 2 and group[0].ids == group[1].ids
         for sample in group:
             ids, marks = np.frombuffer(sample.ids, self._dtype), np.frombuffer(sample.marks, np.uint8)
@@ -265,6 +272,7 @@ class _SampleWriter:
             self._files["rows"].write(np.int64(row).tobytes())
             self._files["tokens"].write(sample.ids)
             self._files["marks"].write(sample.marks)
+            # Only trained tokens count: bits per byte are of the text that the loss is about.
             chosen = ids[(marks & TRAINED) > 0]
             self.tokens += len(ids)
             self.samples += 1

@@ -61,12 +61,14 @@ def prepare(
 
 def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
     index = root / "index" / f"{source.signature()}.json"
+    # The digest of unchanged files is in the index, so a second run need not read the text.
     counted, known = None, read_json(index)
     stale = data.malformed == "skip" and "malformed" not in known  # of an older version
     if not known.get("content") or stale:
         counted, known = _count(data, source, index)
     digest, malformed = known["content"], MalformedRows(**known.get("malformed", {}))
     tokenizer = _choose_tokenizer(data, source, digest, root)
+    # All that decides the tokens, and nothing else: runs that differ in the rest share a folder.
     content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "tokens" / fingerprint[:24]
@@ -76,7 +78,9 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         if (corpus := load(folder, tokenizer, fingerprint, _open_stream)) is not None:
             return replace(corpus, malformed=malformed)
         if counted is None:
+            # The index was current and the folder is gone: the survey is needed for the split.
             counted, now = _count(data, source, index)
+            # Tokens of another text must not be stored under this digest.
             if now["content"] != digest:
                 raise DataError(_describe_change(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
@@ -90,6 +94,7 @@ def _count(data: Data, source: Source, index: Path) -> tuple[sources.Survey, dic
     """Read all documents once, and store digest and malformed rows for as long as the files look unchanged."""
     malformed = MalformedRows()
     counted = sources.survey(source.documents(malformed))
+    # Skipping every row would train on nothing without a word.
     if malformed.malformed and (data.malformed == "refuse" or not counted.num_bytes):
         raise malformed.refusal("texts")
     if not counted.num_bytes:
@@ -114,6 +119,7 @@ def _choose_tokenizer(data: Data, source: Source, digest: str, root: Path) -> To
 def train_tokenizer(setting: str, digest: str, root: Path, texts: Iterator[str]) -> Path:
     """Return the folder of a tokenizer that is trained on texts with this digest, now or earlier."""
     folder = root / "tokenizers" / f"{digest}-{trained_vocab(setting)}"
+    # Missing or damaged: it is trained again.
     with contextlib.suppress(DataError):
         Tokenizer.load(folder)
         return folder
@@ -152,6 +158,7 @@ class _Build:
             malformed = self._encode(streams)
             meta = {name: stream.counts() for name, stream in zip(STREAMS, streams, strict=True)}
             open_files.close()
+            # Sizes are compared at every start, which finds a truncated file without reading it.
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
             origin = {"source": self.source.title, "tokenizer": self.tokenizer.fingerprint}
             content = {"fingerprint": fingerprint, "files": files, "streams": meta, **origin}
@@ -164,6 +171,7 @@ class _Build:
         waiting: list[list[sources.SplitPart]] = []
         malformed = MalformedRows()
         parts = sources.parts(self.source.documents(malformed), chosen, reading)
+        # Starting a process takes as long as encoding this much.
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
             for ids in pool.map(

@@ -59,6 +59,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packed:
         raise ValueError(f"lengths must lie between 1 and {capacity}, found {lengths.min()} to {lengths.max()}")
     rooms = _Rooms(capacity)
     row_of = np.empty(len(lengths), dtype=np.int64)
+    # Longest first: best-fit decreasing, whose waste is small and bounded.
     for sample in np.argsort(-lengths, kind="stable").tolist():
         row_of[sample] = rooms.take(int(lengths[sample]))
     return _build_packed(row_of, lengths, capacity)
@@ -101,6 +102,7 @@ class _Rooms:
                 for below in reversed(self._levels[:height]):  # go down along the lowest bit of each word
                     room = room * 64 + (below[room] & -below[room]).bit_length() - 1
                 return room
+            # Nothing in the rest of this word: look for the next word with a bit, one level up.
             room = word + 1
         return None
 
@@ -159,6 +161,7 @@ class SampleRows:
         self._stream, self._sequence = stream, sequence
         self._seed, self._shuffle = seed, shuffle
         self._together: Final = 2 if stream.pairs else 1
+        # A sample ends where the next one starts.
         ends = np.append(stream.starts[1:], len(stream.tokens)).astype(np.int64)
         lengths = (ends - stream.starts).reshape(-1, self._together)
         self._lengths: Final = share_row(lengths, sequence)
@@ -233,10 +236,12 @@ class SampleRows:
                 f"recipe.sequence={self._sequence} tokens, the longest {whole.max():,}: take a longer sequence, or "
                 "data.overlong=truncate or drop"
             )
+        # Rare and slow: each cut sample is decoded, so that no character is cut in two.
         for group in long.tolist():
             for member in np.flatnonzero(lengths[group] > self._lengths[group]).tolist():
                 self._lengths[group, member] = self._whole_characters(group, member, tokenizer)
         trained = self._count_trained().reshape(self._lengths.shape)
+        # Of a pair both answers must have something to learn.
         trains = (trained > 0).all(1)
         stays = trains & (whole <= self._sequence) if data.overlong == "drop" else trains
         self._retained = np.flatnonzero(stays)
@@ -249,6 +254,7 @@ class SampleRows:
     def _has_whole_answer(self, lengths: NDArray[np.int64]) -> bool:
         """Return whether something trained ends within a row. A text without roles has no answers."""
         assert self._stream.marks is not None, "samples have marks"
+        # One sample that is not cut is enough, and usually there is one.
         if (lengths[self._retained] <= self._lengths[self._retained]).any():
             return True
         size, roles = self._together, False
@@ -265,6 +271,7 @@ class SampleRows:
         """Return the length of a cut sample at which its last token does not end within a character."""
         begin = int(self._stream.starts[group * self._together + member])
         for length in range(int(self._lengths[group, member]), 0, -1):
+            # A character has at most four bytes, so these tokens show whether it is complete.
             near = self._stream.read(begin + max(0, length - _CHARACTER), begin + length)
             if _ends_whole(near, tokenizer):
                 return length
@@ -280,6 +287,7 @@ class SampleRows:
             offset, block = int(starts[first]), slice(first, last)
             begins = starts[block] + 1
             ends = np.maximum(begins - 1 + lengths[block], begins)
+            # Counts of any span are differences of this one running sum.
             before = np.append(0, np.cumsum(self._stream.marks[offset : int(ends[-1])] & TRAINED > 0))
             counts[block] = before[ends - offset] - before[begins - offset]
             first = last
@@ -317,6 +325,7 @@ class SampleRows:
             targets[filled : filled + length - 1] = np.where(trained, ids[1:].astype(np.int64), IGNORED)
             roles[filled : filled + length - 1] = marks & ~np.uint8(TRAINED)
             filled += length
+        # A document of its own: attention must not reach from the rest into a sample.
         documents[filled:], positions[filled:] = number, np.arange(len(tokens) - filled)
 
 

@@ -95,6 +95,7 @@ space, and between a line end and text that follows at once."""
 
 def border(text: str, limit: int) -> int:
     """Return the position to cut `text` at or before `limit` (0 < limit < len(text)), preferably a line end."""
+    # Near the limit first: searching a whole piece for the last match is slow, and seldom needed.
     for start in (max(0, limit - _NEAR_LIMIT), 0):
         for pattern in _SAFE:
             ends = [match.end() for match in pattern.finditer(text, start, limit + 1)]
@@ -123,6 +124,7 @@ def read(path: Path) -> Iterator[str]:
             while block := file.read(_BLOCK_BYTES):
                 buffer += _decode(decode, block, path, offset)
                 offset += len(block)
+                # The last piece may go on in the next block.
                 *whole, buffer = cut(buffer) if len(buffer) > PIECE else (buffer,)
                 yield from whole
     except OSError as error:
@@ -135,9 +137,11 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset
     """Decode the next block (`b""` = the file ends), read `offset` bytes into the file."""
     if not offset:
         check_begins_as_utf8(path, block)
+    # UTF-8 text holds no NUL, and decoders accept it.
     nul = block.find(0)
     if nul >= 0:
         raise DataError(f"{path} is binary, not text: NUL byte at {offset + nul}; leave it out of data.path")
+    # Bytes of a character that began in the block before: positions count from its start.
     pending = len(decoder.getstate()[0])
     try:
         return decoder.decode(block, final=not block)
@@ -171,6 +175,7 @@ def objects(path: Path) -> Iterator[tuple[int, Any, str]]:
     """
     try:
         with path.open("rb") as file:
+            # Another encoding is named by its byte order mark, before JSON complains about it.
             check_begins_as_utf8(path, file.read(BEGINNING))
             file.seek(0)
             yield from _ArrayReader(path, iter(lambda: file.read(_BLOCK), b"")).objects()

@@ -71,6 +71,7 @@ class Source:
             listed, self.folder = ([], None) if self._dataset is not None else _list_files(data.path)
         except OSError as error:
             raise DataError(f"data.path={data.path}: {error.filename} cannot be read: {error.strerror}") from error
+        # Whoever names a folder means the text in it; whoever names a file means that file.
         optional = self.folder is not None and Path(data.path).expanduser().is_dir()
         self.passed_over: Final = tuple(path for path in listed if optional and _is_binary(path))
         """Files of a folder that are not text. A binary file that is named, or matched by a glob, is an error."""
@@ -92,6 +93,7 @@ class Source:
         The last one is cut at a line end. Rows without text are counted in `malformed` and skipped. Without that
         counter the first of them raises MalformedRowError, unless data.malformed=skip.
         """
+        # Some callers do not ask what was skipped, and skip all the same.
         if malformed is None and self._data.malformed == "skip":
             malformed = MalformedRows()
         documents = self._all(malformed)
@@ -163,6 +165,7 @@ def _limit_bytes(documents: Iterator[Document], limit: int) -> Iterator[Document
         for piece in texts:
             size = len(piece.encode())
             if size > limit:
+                # The limit may lie within a character, whose bytes are then dropped.
                 beginning = piece.encode()[:limit].decode(errors="ignore")
                 limit = 0
                 yield from filter(None, [beginning[: beginning.rfind("\n") + 1] or beginning])
@@ -186,6 +189,7 @@ def _list_files(path: str) -> tuple[list[Path], Path | None]:
     if named.exists():
         return [named], named.parent
     if any(mark in path for mark in _MAGIC):
+        # glob gives no order, and the order of documents decides the data of every step.
         matches = sorted(Path(match) for match in glob.iglob(os.fspath(named), recursive=True))
         return [file for file in matches if file.is_file()], None
     raise DataError(f"data.path={path} does not exist: {_suggest_name(path)}")
@@ -211,9 +215,11 @@ def _is_generated(module: Path) -> bool:
 def _walk(root: Path, left_out: Collection[str] = ("__pycache__",)) -> Iterator[Path]:
     """Yield files below a folder by name, without hidden ones and without following links to folders."""
     with os.scandir(root) as entries:
+        # By name: two machines must read the same files in the same order.
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith(".") or entry.name in left_out:
                 continue
+            # A link to a folder may lead back to one above it.
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(Path(entry.path), left_out)
             elif entry.is_file():
@@ -232,6 +238,7 @@ def _suggest_name(path: str) -> str:
     named = Path(path).expanduser().absolute()
     folder = next(parent for parent in named.parents if parent.is_dir())
     missing = named.relative_to(folder).parts[0]
+    # A misspelled word looks like a path in the current folder.
     if get_close_matches(path, ["stdlib"]):
         return "did you mean data.path=stdlib?"
     close = get_close_matches(missing, os.listdir(folder), n=1, cutoff=_ALIKE)
@@ -343,6 +350,7 @@ def choose(surveyed: Survey, share: float) -> Split:
     target = round(share * surveyed.num_bytes)
     if not target:
         return Split(held=held)
+    # With few documents one of them could be most of the text.
     if len(held) >= _FEW_DOCUMENTS:
         held = _choose_by_hash(surveyed, target)
         if surveyed.sizes[held].sum() >= target / 2:
@@ -354,6 +362,7 @@ def _choose_by_hash(surveyed: Survey, target: int) -> NDArray[np.bool_]:
     distinct, where = np.unique(surveyed.hashes, return_inverse=True)
     sizes = np.bincount(where, weights=surveyed.sizes).astype(np.int64)
     taken = np.zeros(len(distinct), dtype=bool)
+    # Close enough is enough: packing the last half percent would look at every document.
     remaining, enough = target, target // 200
     for i, size in enumerate(sizes):
         if size <= remaining:
@@ -385,6 +394,7 @@ def _divide(pieces: Iterable[str], cut_bytes: int, reading: Reading) -> Iterator
         elif start >= cut_bytes:
             yield HELD_OUT, piece
         else:
+            # The first document behind the border is cut at a line end, so both parts read well.
             at = _line_end(piece, len(piece.encode()[: cut_bytes - start].decode(errors="ignore")))
             yield from ((stream, text) for stream, text in ((TRAIN, piece[:at]), (HELD_OUT, piece[at:])) if text)
 

@@ -112,6 +112,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
         text, config = merge_neighbours(text, library, file), file.with_name(CONFIG)
+        # Many tokenizers come without a config. Their vocabulary then shows the usual names.
         bos, eos = _read_marks(file) or _guess_marks(library)
         beside = {"config": config, "template": file.with_name(TEMPLATE), "tool_template": file.parent / TOOL_TEMPLATE}
         read = {name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.is_file()}
@@ -169,9 +170,11 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of what decides the ids. Post-processing counts only by what it puts before a text."""
+        # Saving a tokenizer again may reorder its file, which changes no id.
         spec = json.loads(self.json)
         for unused in ("version", "truncation", "padding", "post_processor", "decoder"):
             spec.pop(unused, None)
+        # The usual beginning is left out, so that older fingerprints stay valid.
         usual = () if self.bos in (None, self.eos) else (self.bos,)
         begins = [] if self.begins == usual else [self.begins]
         content = json.dumps([spec, self.bos, self.eos, *begins], sort_keys=True, separators=(",", ":"))
@@ -239,8 +242,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = False) -> NDArray[np.integer[Any]]:
         """Return ids of a text, [S] of `dtype`, without marks. `special` parses "<|endoftext|>" and the like."""
+        # Only prompts parse special tokens: in a corpus, text that spells one is text.
         if special:
             return np.array(self._with_special.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+        # The library takes 100 bytes of memory per byte of text, so it gets pieces.
         parts = list(rows.cut(text))
         flags = b"\0" + b"\1" * (len(parts) - 1)
         return np.frombuffer(b"".join(self.encode_raw(parts, flags)), dtype=self.dtype)
@@ -249,6 +254,7 @@ class Tokenizer:
         """Return ids of a text to be continued, behind `begins`, special tokens parsed. Empty = the bos, if any."""
         ids: list[int] = self.encode(text, special=True).tolist()
         before = list(self.begins)
+        # A model needs a token to continue from.
         if not ids and not before:
             return [] if self.bos is None else [self.bos]
         return ids if ids[: len(before)] == before else before + ids

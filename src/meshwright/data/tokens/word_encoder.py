@@ -61,6 +61,7 @@ def library(text: str) -> tokenizers.Tokenizer:
 
 def ids_before(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
     """Return the ids that the post-processor puts before a text. It ignores the tokens of the text."""
+    # A model of one word: the post-processor is asked without the tokenizer's own words.
     text = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a", add_special_tokens=False)
     processed = tokenizer.post_process(text, None, True)
     return tuple(processed.ids[: processed.special_tokens_mask.index(0)])
@@ -86,6 +87,7 @@ class _Library:
         self._tokenizer = tokenizer
         self._code = "H" if id_bytes(vocab) == 2 else "I"
         ids = self._ids(["a\nb", "a\n", "b", "\n"])
+        # Some tokenizers put a space before every text, also before one that continues another.
         self._lead = None if ids[0] == ids[1] + ids[2] else ids[3]
 
     def __call__(self, texts: Sequence[str], flags: bytes) -> list[bytes]:
@@ -140,9 +142,11 @@ class _Words:
 
     def _fast(self, text: str, pattern: re.Pattern[str]) -> bytes:
         words = pattern.findall(text)
+        # A pattern that does not cover the text would drop letters without a word.
         if sum(map(len, words)) != len(text):
             return self._slow([text], b"\0")[0]
         ids = b"".join(map(self._cache.__getitem__, words))
+        # All at once: text repeats its frequent words soon, and keeping order would cost each look-up.
         if len(self._cache) > _CACHED_WORDS:
             self._cache.clear()
         return ids
@@ -159,6 +163,7 @@ class _Cache(dict[str, bytes]):
     def __missing__(self, word: str) -> bytes:
         spelled = word.encode().decode("latin-1").translate(self._alphabet)
         ids = array(self._code, [token.id for token in self._model.tokenize(spelled)]).tobytes()
+        # Long words hardly repeat, and would fill memory.
         if len(word) <= _CACHED_LENGTH:
             self[word] = ids
         return ids
@@ -207,6 +212,7 @@ def translate(pattern: str, *, unicode: bool) -> str | None:
     None = it contains more than is supported (captures, anchors, look-behind, nested classes, scripts, escapes except
     \p \s \S \r \n \t).
     """
+    # `{1,3}+` is possessive in Python and a repetition in the library.
     if re.search(r"\d}\+", pattern):
         return None
     body, spaces = (_unicode_body, _ASCII_SPACES + _SPACES) if unicode else (_ascii_body, _ASCII_SPACES)

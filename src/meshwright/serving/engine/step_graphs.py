@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine's steps, for kernels that run shorter than their launches (parallel/graphs/).
+"""CUDA graphs of an engine's steps, for kernels that run shorter than their launches (pass_graphs.py).
 
 A step has a graph if all its rows are attended one by one: one token of each growing answer, guesses, ends of prompts.
 Numbers of rows are rounded up to a few (spec/plan/execution.py). So is the largest number of positions that

@@ -103,6 +103,7 @@ class NarrowStates:
         _, rows, _ = _pad_to_three(box.sizes)
         _, whole_rows, width = _pad_to_three(box.whole)
         first, second, column = _pad_to_three(box.offsets, 0)
+        # Parameters must not share random bits, and a name is the same under every layout.
         seed = (crc32(name.encode()) + 2654435761 * self.seed) % 2**32
         return PositionInWhole(
             seed=seed, rows=max(1, rows), whole_rows=whole_rows, first=first, second=second, width=width, column=column
@@ -197,6 +198,7 @@ class Optimizer:
         Gradients are divided by `divide_by` () fp32 inside the fused pass, which covers clipping and loss scale. Below
         fp32 each gradient is dropped as soon as it is widened.
         """
+        # A skipped step does not count for the bias correction either.
         counts = 1 - skip
         with torch.no_grad():
             # One kernel that reads gradients of any dtype, or fp32 buckets for torch's fused kernel.
@@ -290,6 +292,7 @@ class Optimizer:
         del gradients
         run: list[str] = []
         room, filled, freed = BUCKET_BYTES, 0, 0
+        # Small ones first: what they free makes room for the large ones.
         for name in sorted(sizes, key=lambda name: sizes[name][0]):
             size, owns_memory = sizes[name]
             if run and filled + size > room:
@@ -343,6 +346,7 @@ class Optimizer:
         """
         tensors: dict[str, Tensor] = {}
         for name in self.parameters:
+            # Otherwise the master is the parameter itself, which is saved as such.
             if (self.widened or self.gathered) and name in self.masters:
                 tensors["master." + name] = self.masters[name]
             if self._narrow is not None and name in self._narrow.moments:
@@ -407,6 +411,7 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         storage = local(tensor.detach()).untyped_storage()
+        # Views of one buffer, and masters that are their parameters, share a storage.
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()

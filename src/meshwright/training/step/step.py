@@ -123,6 +123,7 @@ def train_step(
         raise IllegalLayout(f"cp={cp} splits the sequences, which this objective needs whole: try cp=1")
     device = micro_batches[0].tokens.device
     if isinstance(objective, BeginsStep):
+        # Outside of the passes: it may hold collectives, which a pipeline's stages would run apart.
         objective.begin_step(micro_batches)
     weights = Weights.for_step(engine, micro_batches, balance_loss, scaler, objective)
     token = weights.token
@@ -139,6 +140,7 @@ def train_step(
     # One collective for loss, balance and figures. This rank's own part names the culprit of a loss that is not finite.
     part, sums = loss, engine.sum_loss(torch.cat((torch.stack((loss, balance)), figures)))
     loss, balance = sums[0], sums[1]
+    # Sums over ranks that backward passes have begun must be complete before the norm.
     engine.finish_gradients()
     norm = engine.gradient_norm(gradients.finish()) / weights.scale
     loss = loss / weights.scale
@@ -192,6 +194,7 @@ class Weights:
         """
         device = micro_batches[0].tokens.device
         tokens = engine.total(sum((objective.count(batch) for batch in micro_batches), 0.0), device)
+        # A step whose rows have no target has the loss 0, not 0 / 0.
         tokens = tokens.where(tokens > 0, 1.0)
         sequences = sum(len(batch.tokens) for batch in micro_batches) * engine.mesh["data"].size  # equal on all ranks
         scale = scaler.scale.clone() if scaler else torch.ones((), device=device)  # the step may change it in place
@@ -245,7 +248,7 @@ class MicroPass:
         return graph_form(self.batch) if isinstance(self.objective, CrossEntropy) else None
 
     def standing(self) -> "MicroPass":
-        """Return a copy whose memory stays where it is, for a graph (Capturable in parallel.graphs.pass_graphs)."""
+        """Return a copy whose memory stays where it is, for a graph (Capturable in parallel.pipeline.pass_graphs)."""
         return MicroPass(standing(self.batch), self.weights.copied(), self.objective)
 
     def take(self, source: "MicroPass") -> None:
@@ -306,6 +309,7 @@ class _Gradients:
         grads = self._present()
         self.squared.append((euclidean_norm(list(grads.values())) / share) ** 2)
         for name, grad in grads.items():
+            # The first micro-batch's gradient becomes the buffer of the sum.
             self.sums[name] = self.sums[name].add_(grad) if name in self.sums else grad
             self.parameters[name].grad = None
 
