@@ -96,7 +96,7 @@ def test_processes_give_the_tokens_of_one(texts: Path, root: Path, monkeypatch: 
 
 def test_the_second_time_nothing_is_read(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepare(Data(path=str(texts)), cache_root=root)
-    monkeypatch.setattr(token_cache.split, "survey", lambda documents: pytest.fail("the text was read again"))
+    monkeypatch.setattr(token_cache.sources, "survey", lambda documents: pytest.fail("the text was read again"))
     assert prepare(Data(path=str(texts)), cache_root=root).key == first.key
 
 
@@ -233,13 +233,13 @@ def test_a_cache_that_cannot_be_written(texts: Path, tmp_path: Path) -> None:
 
 
 def test_text_that_changes_while_it_is_read(texts: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = token_cache.split.choose
+    choose = token_cache.sources.choose
 
     def and_change(*arguments: object) -> object:
         (texts / "39.txt").write_text("other", encoding="utf-8")
         return choose(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(token_cache.split, "choose", and_change)
+    monkeypatch.setattr(token_cache.sources, "choose", and_change)
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(Data(path=str(texts)), cache_root=root)
     assert [path.name for path in (root / "tokens").iterdir() if path.is_dir()] == []
@@ -260,7 +260,7 @@ def test_an_encoding_process_that_dies(texts: Path, root: Path, monkeypatch: pyt
 
 
 def test_an_error_in_an_encoding_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.corpus.pool'].word_encoder; ") + (
+    start = pool._START.replace("serve()", "w = sys.modules['meshwright.data.corpus.worker'].word_encoder; ") + (
         "w.encoder = lambda *a: (lambda texts, flags: 1 / 0); serve()"
     )
     monkeypatch.setattr(pool, "_START", start)

@@ -177,5 +177,5 @@ def test_the_cache_of_words_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_worker_needs_no_numpy() -> None:
     import subprocess
 
-    code = "import sys, meshwright.data.corpus.pool; print(sorted({'numpy', 'torch', 'pydantic'} & set(sys.modules)))"
+    code = "import sys, meshwright.data.corpus.worker; print(sorted({'numpy', 'torch', 'pydantic'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -64,6 +64,7 @@ def choose_prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
     else:
         held_out = (_held_out_prompts(part, recipe.sample_tokens) for part in corpus.validation.parts)
         chosen = list(islice(chain.from_iterable(held_out), PROMPTS))
+    # The end of a long prompt is what an answer continues.
     room = max(1, min(recipe.sequence, plan.model.max_positions) - recipe.sample_tokens)
     return [replace(prompt, ids=prompt.ids[-room:]) for prompt in chosen if prompt.ids]
 
@@ -77,6 +78,7 @@ def _held_out_prompts(stream: TokenStream, tokens: int) -> list[SamplePrompt]:
         ids = tuple(stream.read(begin, end).tolist())
         trained = [] if stream.marks is None else (stream.marks[begin:end] & TRAINED > 0).tolist()
         border = trained.index(True) if True in trained else OPENING
+        # Only the first answer of a conversation is compared.
         length = next((count for count, is_trained in enumerate(trained[border:]) if not is_trained), tokens)
         if 0 < border < len(ids):
             chosen.append(SamplePrompt(ids=ids[:border], answer=ids[border : border + min(length, tokens)]))
@@ -133,6 +135,7 @@ class RunSamples:
                     answers = self._answer_over_ranks(engine)
                 elif engine.mesh.rank == 0:
                     prompts = [prompt.ids for prompt in self.prompts]
+                    # Other ranks hold the same weights, and wait at the next collective.
                     most = self.plan.recipe.sample_tokens
                     answers = greedy(engine.model, prompts, max_new_tokens=most, stop_ids=self.stop_ids)
             except RunError as error:  # non-finite weights end the run elsewhere, with a fuller message
@@ -159,6 +162,7 @@ class RunSamples:
             likeliest = self._logits(engine, texts).argmax(-1).tolist()
             for row in sorted(unfinished):
                 texts[row].append(likeliest[row])
+                # Its passes go on until all have ended: rows of a pass have one size.
                 if likeliest[row] in self.stop_ids:
                     unfinished.discard(row)
             if not unfinished:
@@ -176,6 +180,7 @@ class RunSamples:
         ]
         engine.evaluate(passes)
         first, number = share(vocab, layout.tp, engine.mesh["tp"].index)
+        # Each rank fills in what it has. The sum over all ranks is the whole.
         logits = torch.zeros(len(texts), vocab, device=passes[0].batch.tokens.device)
         for index, token_pass in enumerate(passes):
             if token_pass.logits is not None:

@@ -1,4 +1,4 @@
-"""Encoder of fine-tuning rows into token ids with marks, run in an encoding process (data/corpus/pool.py).
+"""Encoder of fine-tuning rows into token ids with marks, run in an encoding process (data/corpus/worker.py).
 
 A mark is one byte per token: its role (rendering.ROLES), and whether it is trained.
 """

@@ -2,7 +2,7 @@
 
 Names and filters are those that templates of Hugging Face models expect (transformers, `utils/chat_template_utils.py`).
 Templates come with models from anywhere. They see no attribute of Python's own and no file, and their loops end. A
-separate process also bounds time and memory while data is encoded (data/corpus/pool.py).
+separate process also bounds time and memory while data is encoded (data/corpus/worker.py).
 """
 
 import json

@@ -115,6 +115,7 @@ class TeacherTables:
             return
         for name, size in self._files().items():
             with (self.folder / name).open("wb") as file:
+                # Sparse: rows that are never computed take no room on disk.
                 file.truncate(size)
         write_json(self.folder / ABOUT, description)
 
@@ -122,6 +123,7 @@ class TeacherTables:
         """Raise RunError when rows (B, S, K) and (B, S, K + 1) are no distributions, so somebody changed them."""
         if ids.size and int(ids.max()) >= self.sizes.vocab:
             raise self._changed_error(f": it names token {int(ids.max())} of {self.sizes.vocab}")
+        # Each position holds K likeliest and the rest as one, which together are 1.
         off = np.abs(np.exp(logs, dtype=np.float32).sum(-1) - 1)
         if not bool((off <= ROUNDED).all()):
             raise self._changed_error(": probabilities do not sum to 1")
@@ -146,6 +148,7 @@ class TeacherTables:
 
     def mark(self, numbers: NDArray[np.int64]) -> None:
         """Mark these rows as existing, safe against a power cut."""
+        # Numbers reach the disk before their marks: after a power cut no mark is without numbers.
         for name in (IDS_FILE, LOGS_FILE):
             with (self.folder / name).open("r+b") as file:
                 os.fsync(file.fileno())
@@ -199,7 +202,9 @@ def store_targets(
     assert plan.teacher is not None, "a distillation has one"
     tables = TeacherTables(folder=_cache_folder(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
     unread = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
+    # Several epochs read the same rows, which are computed once.
     needed = np.unique(rows.windows(read.rows, min(unread, len(rows)))) if len(rows) else np.zeros(0, np.int64)
+    # One rank looks, since others may still see the folder as it was.
     missing = rank_zero.broadcast(lambda: _find_missing(tables, needed).tolist())
     started = time.perf_counter()
     computed = _fill(tables, np.array(missing), plan, rows, mesh, device, rank_zero, stop) if missing else 0
@@ -233,6 +238,7 @@ def read_in_order(tables: TeacherTables, rows: Sampler | SampleRows) -> RowReade
 def _cache_folder(plan: Plan, corpus: Corpus, device: torch.device) -> Path:
     """Return the folder for everything that decides the numbers. Ranks verify a checkpoint together."""
     recipe, data = plan.recipe, plan.data
+    # The precision and the kind of device are part of the name: they round differently.
     weights = open_teacher(Path(plan.teacher_init)).fingerprint()
     computed = recipe.precision, recipe.tf32, device.type
     rows = corpus.fingerprint, recipe.sequence, recipe.document_mask, data.form, data.packing, data.overlong
@@ -265,6 +271,7 @@ def _fill(
     share = Share(index=mesh.reader, parts=parts, columns=columns)
     size = plan.layout.micro_batch_of(plan.recipe.global_batch)
     ids, logs = tables.tables("r+")
+    # All tp ranks get the same numbers.
     writes = mesh["tp"].index == 0
     reporter, asked_rows = _ProgressReporter(len(missing)), 0
     with evaluating(engine):
@@ -287,6 +294,7 @@ def _fill(
             ids.flush()  # type: ignore[attr-defined]  # a mapped array
             logs.flush()  # type: ignore[attr-defined]  # the same
             written = np.concatenate([numbers for _, numbers in group])
+            # A row counts once all ranks with a part of its positions have written theirs.
             done, stops = _gather_progress(mesh, written, stop.requested is not None)
             rank_zero.run(partial(tables.mark, done))
             asked_rows += len(done)

@@ -80,6 +80,7 @@ class Muon:
         # The direction overwrites the gradient, except in fp16, whose range is too small for it.
         direction = gradient.bfloat16() if gradient.dtype == torch.float16 else gradient
         for rows in _row_blocks(0, *gradient.shape):
+            # A skipped step may have a gradient that is not finite, and 0 x NaN is NaN.
             now = torch.where(numbers.skip > 0, 0.0, gradient[rows].float() / numbers.divide_by)
             mean = read(moment, piece.books, rows).lerp_(now, (1 - momentum) * numbers.keep)
             bits = random_bits(piece, rows, gradient.shape[1])
@@ -126,6 +127,7 @@ class Muon:
     def _orthogonalize(self, exchange: ExchangeRound, whole: dict[Size, Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices, those of one size together."""
         for size in list(whole):
+            # pop: the input is freed while the next size is computed.
             whole[size] = orthogonalized(whole.pop(size), self.recipe.epsilon)
         return [whole[size][slot] for size, slot in _slots(exchange)]
 
@@ -146,6 +148,7 @@ class Muon:
 
     def _update_rows(self, piece: NarrowPiece, part: HeldPart, step: Tensor, numbers: StepNumbers) -> None:
         """Update some rows of a weight by their piece (rows, columns) of the orthogonalized matrix."""
+        # The length of an update is AdamW's, so that one learning rate suits both.
         size = numbers.rate * ADAMW_SIZE * sqrt(max(part.matrix.rows, part.matrix.columns))
         for rows in _row_blocks(part.start, part.rows, part.columns):
             wide = piece.weight[rows].float().mul_(numbers.decayed)

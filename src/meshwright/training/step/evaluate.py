@@ -82,6 +82,7 @@ def evaluate(
     Another objective gives its own mean and figures. A pipeline gets as many batches at once as it has ranks, and the
     host waits for the device once, at the end. `by_role` adds the loss of each role, which batches must carry.
     """
+    # The host reads the sums once, at the end, so the time is that of the device too.
     started = time.perf_counter()
     figures: list[float] = []
     nats: list[float] = []
@@ -119,8 +120,10 @@ def summed_loss(
 
     Both are float64. Nothing is read from the device, so this runs on fake tensors, as a training step does.
     """
+    # float64: millions of tokens are summed, and fp32 would lose the last batches.
     total, counted = torch.zeros(1 + len(objective.figures), dtype=torch.float64), [0.0, 0.0]
     with evaluating(engine):
+        # A pipeline is full only with as many micro-batches as it has stages.
         for group in group_batches(batches, engine.mesh["pp"].size):
             counted[0] += sum(objective.count(batch) for batch in group)
             counted[1] += valid_tokens(group)
@@ -151,6 +154,7 @@ def row_losses(engine: Engine, batches: Iterable[Batch]) -> Tensor:
         for batch in batches:
             row_pass = RowPass(batch)
             engine.evaluate([row_pass])
+            # Read per batch: rows may be many, and the device's memory is for the model.
             sums.append(row_pass.sums.double().cpu())
         return torch.cat(sums, dim=1) if sums else torch.zeros(2, 0, len(ROLES), dtype=torch.float64)
 
@@ -164,6 +168,7 @@ def evaluating(engine: Engine) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        # Callers may themselves be evaluating.
         if training:
             engine.train()
 
@@ -248,6 +253,7 @@ def _score_source(data: Data, stream: TokenStream, limit: int, score: Score) -> 
 def _weighted_mean(scores: list[EvalMetrics | None], data: Data, stream: MixedStream) -> EvalMetrics:
     """Return the mean by weight over the sources that have held-out rows."""
     scored = {source.path: score for source, score in zip(data.mixture, scores, strict=True) if score is not None}
+    # Sources without held-out rows have no weight in the mean.
     parts = [part for part, score in zip(zip(stream.parts, stream.weights, strict=True), scores, strict=True) if score]
     scored_stream = MixedStream(parts=tuple(part for part, _ in parts), weights=tuple(weight for _, weight in parts))
     loss = scored_stream.mean([score.loss for score in scored.values()])
