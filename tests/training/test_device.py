@@ -13,7 +13,7 @@ import torch
 from meshwright.kernels import chooser
 from meshwright.kernels.c import training_library
 from meshwright.spec import Cluster, Device, Layout, Plan, Recipe, presets
-from meshwright.spec.model.lora import LoRAShape
+from meshwright.spec.model.shape import LoRAShape
 from meshwright.training import device, records
 
 CPU = torch.device("cpu")

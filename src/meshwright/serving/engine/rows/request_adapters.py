@@ -36,8 +36,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.cache.host_copies import to_device
 from meshwright.serving.engine.rows.exact_rows import ORDERS, TILE
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import Parameter, parameters
 
 Rows = slice | Tensor

@@ -26,8 +26,7 @@ from meshwright.parallel.groups.mesh import Mesh
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters, possible_parts
 from meshwright.spec.errors import RunError, is_out_of_memory
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.model.lora import LoRAShape
-from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.boxes import boxes_of, share
 
 
