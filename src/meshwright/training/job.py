@@ -42,6 +42,7 @@ def check_resume(plan: Plan, resume: str) -> None:
     if resume == "no":
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
     checkpoint_folder.check_resume(resume)
+    # Only a run that begins reads first weights; adapters need their base every time.
     fresh = resume == "no" or (
         resume == "auto" and not checkpoint_folder.list_checkpoints(Path(plan.run) / "checkpoints")
     )
@@ -171,6 +172,7 @@ def open_job(
     plan.check_runs()
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     rank_zero = RankZero(mesh["world"])
+    # Before anything else is exchanged: other plans would mean other collectives.
     check_same(mesh["world"], "plans or versions", _describe_start(plan, resume))
     plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.find_begun_run(plan, resume)))
     leftover_warning = rank_zero.run(lambda: default_folders.explain_new_run(plan, resume))

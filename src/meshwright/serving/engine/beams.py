@@ -51,8 +51,10 @@ class BeamSearch:
         Return the parent of each new living beam. Empty = the search has ended.
         """
         beams = self._options.beams
+        # Enough candidates that as many beams go on even if every end token is among them.
         parents, grown = self._extend(logs, max(2, 1 + len(self._end_ids)) * beams)
         ends = [len(beam.ids) >= self._room or beam.ids[-1] in self._end_ids for beam in grown]
+        # Ends among the likeliest only: the others would rank behind a living beam.
         self._add_ended([beam for beam, is_end in zip(grown[:beams], ends[:beams], strict=True) if is_end])
         survivors = [index for index, is_end in enumerate(ends) if not is_end][:beams]
         self.alive = [grown[index] for index in survivors]
@@ -149,6 +151,7 @@ class BeamGroups:
     def _grow(self, group: _Group) -> list[ServedAnswer]:
         """Extend each beam by one token. Return the answers if the search has ended."""
         if any(bool(group.logs[sequence].isnan().any()) for sequence in group.sequences):
+            # All beams, also sound ones: they share blocks with the broken one.
             for sequence in group.sequences:
                 self._drop_broken(sequence)
             return self._finish(group, "broken")

@@ -113,6 +113,7 @@ def draw(logits: Tensor, rows: Sequence[SampledRow]) -> DrawnTokens:
     if uses_triton("likeliest", logits) and all(map(_is_plain, rows)):
         from meshwright.kernels.triton.likeliest import likeliest
 
+        # One pass over the logits, where log_softmax and argmax would take several.
         pairs = likeliest(logits)
         return DrawnTokens(pairs[:, 0].long(), pairs, rows, (), None)
     logs = logits.log_softmax(-1)
@@ -157,6 +158,7 @@ def _with_penalties_and_bias(logits: Tensor, rows: Sequence[SampledRow]) -> Tens
     bound = [number for number, row in enumerate(rows) if row.grammar is not None]
     if not penalized and not biased and not bound:
         return logits
+    # Rows without options must keep the model's own numbers, which logprobs report.
     logits = logits.clone()
     if penalized:
         logits[penalized] = _apply_penalties(logits[penalized], [rows[number] for number in penalized])
@@ -166,6 +168,7 @@ def _with_penalties_and_bias(logits: Tensor, rows: Sequence[SampledRow]) -> Tens
         logits.index_put_(where, amounts, accumulate=True)
     if bound:
         allowed = torch.stack([grammar.find_allowed() for row in rows if (grammar := row.grammar) is not None])
+        # A row of -inf alone would become NaN, and look like a broken model.
         allowed |= ~allowed.any(1, keepdim=True)
         logits[bound] = logits[bound].masked_fill(~allowed.to(logits.device), float("-inf"))
     return logits
@@ -187,6 +190,7 @@ def _apply_penalties(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
 def _count_tokens(row: SampledRow, vocab: int) -> Tensor:
     if row.counts is None:
         row.counts = torch.stack((torch.bincount(torch.tensor(row.prompt), minlength=vocab), torch.zeros(vocab).long()))
+    # Only new tokens are counted, so a long answer costs no more per step than a short one.
     for token in row.made[row.counted :]:
         row.counts[1, token] += 1
     row.counted = len(row.made)
@@ -262,6 +266,7 @@ class _FewDraws:
 
     def redrawn(self, sure: list[bool]) -> dict[int, int]:
         """Return new tokens of the rows with too few candidates, by row."""
+        # Rare: FEW tokens hold nearly all probability unless the temperature is high.
         again = [number for number, is_sure in enumerate(sure) if not is_sure]
         if not again:
             return {}
@@ -286,8 +291,10 @@ def _draw_among(
     if width < vocab:
         ordered, index = logits.topk(width)
     else:
+        # stable: equal logits keep the order of ids, as argmax has it.
         ordered, index = logits.sort(descending=True, stable=True)
     inside = torch.arange(width, device=logits.device) < top_k
+    # float64 sums: cumulated fp32 shares would be off by more than rare tokens have.
     among_few = ordered.masked_fill(~inside, float("-inf")).exp().sum(-1, keepdim=True).double()
     total = torch.where(top_k <= width, among_few, logits.exp().sum(-1, keepdim=True).double())
     shares = ordered.double().exp() / total
@@ -302,6 +309,7 @@ def _invert(shares: Tensor, random_numbers: Tensor) -> Tensor:
     """Return the first index (R,) at which the cumulated shares (R, W) pass `random_numbers` (R, 1) of their sum."""
     sums = shares.double().cumsum(-1)
     positions = torch.searchsorted(sums, random_numbers * sums[:, -1:], right=True)[:, 0]
+    # A random number next to 1 may pass all sums by rounding: the last possible token is meant.
     last = (shares > 0).long().mul_(torch.arange(1, shares.shape[1] + 1, device=shares.device)).amax(-1) - 1
     return torch.minimum(positions, last.clamp(min=0))
 

@@ -94,6 +94,7 @@ class Scheduler:
             number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b"", adapter),
             priority=priority, copies=copies, adapter=adapter, cacheable=salt is not None,
         )  # fmt: skip
+        # Copies begin later, but are served in the order in which their request came.
         self._number += copies
         heappush(self._waiting, (sequence.rank, sequence))
         return sequence
@@ -137,6 +138,7 @@ class Scheduler:
         """Plan the next step. Call `advance` once it is computed."""
         step, left = StepPlan(), self.most_tokens
         prompts, block, holders = [], self.tables.block, self.tables.pool.holders
+        # A copy: preemption takes sequences out of the list.
         for sequence in self.running.copy():
             missing = len(sequence.tokens) - sequence.computed - sequence.guessed
             if missing > 1:
@@ -168,6 +170,7 @@ class Scheduler:
         for sequence in [planned for planned in step.chunks if planned.guessed]:
             left -= self._grow_guesses(sequence, left, step)
         pool = self.tables.pool
+        # Planning made these moves, also for sequences that were preempted again since.
         step.moves, pool.moves = pool.moves, []
         return step
 
@@ -184,6 +187,7 @@ class Scheduler:
         """Note that a planned step is computed."""
         block, tables = self.tables.block, self.tables
         for sequence, count in step.chunks.items():
+            # The usual case, inlined: no block is full, and none leaves a window.
             if count == 1 and (sequence.computed + 1) % block and not tables.window:
                 sequence.computed += 1
             else:
@@ -230,6 +234,7 @@ class Scheduler:
 
     def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
         """Return the number of tokens of a waiting sequence that the step computes. 0 = it keeps waiting."""
+        # Looking for a prefix hashes the prompt: not again while nothing has changed.
         situation = sequence, self.tables.pool.free, len(self.running)
         if self._refused == situation and not self._outranks(sequence):
             return 0
@@ -255,6 +260,7 @@ class Scheduler:
         pool, tables = self.tables.pool, self.tables
         blocks, keys = tables.prefix(sequence)
         cached_blocks = [block for block in blocks if block != HOSTED]
+        # Cached blocks that nobody holds are free, and are about to be held.
         free = pool.free - sum(not pool.holders[block] for block in cached_blocks)
         tokens = len(sequence.tokens)
         needs = min(tables.blocks_of(tokens) - len(cached_blocks), tables.most_blocks(tokens, self.most_tokens))

@@ -125,12 +125,14 @@ class Guesser:
     def propose(self, running: Sequence[CachedSequence]) -> None:
         """Let decoding sequences guess. With a draft model zeros stand for its guesses until it has made them."""
         for sequence in running:
+            # Only decoding sequences: a prompt's next tokens are known.
             if len(sequence.tokens) - sequence.computed != 1 or len(sequence.tokens) == sequence.prompt:
                 continue
             record = self._records.get(sequence)
             if record is None:
                 record = self._records[sequence] = _Record(NgramIndex(self._options.ngram), self._options.tokens)
             record.waits = max(0, record.waits - 1)
+            # The last token is drawn, never guessed: nothing follows it.
             most = min(record.length, sequence.limit - len(sequence.tokens) - 1)
             if record.waits or most < 1:
                 continue
@@ -157,6 +159,7 @@ class Guesser:
         if accepted == guessed:
             record.length = min(self._options.tokens, 2 * max(guessed, record.length))
         else:
+            # One more than was right, so that a sequence finds back to longer guesses.
             record.length = accepted + 1
         record.pause = 0 if accepted else min(LONGEST_PAUSE, 2 * record.pause + 1)
         record.waits = record.pause + bool(record.pause)

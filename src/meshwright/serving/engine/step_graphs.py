@@ -142,6 +142,7 @@ class StepGraphs:
                 self._reports += bool(done)
                 say(f"CUDA graphs: {done} of {len(forms)} are captured")
             numbers = torch.zeros(NUMBERS, rows, dtype=torch.int64, device=self._cache.device)
+            # Rows of a capture write somewhere too: where nobody reads.
             numbers[2] = self._cache.unread * self._cache.size
             step = RowStep(numbers, self._memory.tables[:1], positions, self._memory)
             if not done:  # the first step joins matrices: where weights lie is final behind it
@@ -159,6 +160,7 @@ class StepGraphs:
         assert step.numbers is not None and step.places.rows is not None
         longest = next(positions for positions in self.positions if positions >= step.places.rows.longest)
         row_step = RowStep(step.numbers, step.places.rows.tables, longest, self._memory)
+        # Weights that have moved since the capture would be read at their old addresses.
         self.graphs.read(self._weights)
         self.launched += self.graphs.call(row_step, self._work(head))
         assert row_step.logits is not None

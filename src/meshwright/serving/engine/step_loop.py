@@ -150,9 +150,11 @@ class StepLoop:
 
         Answers of beams are returned when they are complete.
         """
+        # The step may have been launched while the one before was read.
         step, self._next = self._next or self._launch(None), None
         self._commit(step)
         if self._can_run_ahead():
+            # The scheduler plans by lengths, so unread tokens must have a place in the text.
             self._append_placeholders(step)
             if self._scheduler.fits_next:
                 try:
@@ -182,6 +184,7 @@ class StepLoop:
         plan = self._scheduler.plan()
         guesses = self._guesses(plan)
         owners, logits = self.runner.run(plan, drawn=None if before is None else before.tokens)
+        # Guesses were only input: tokens count once they are drawn.
         for sequence in guesses:
             sequence.drop_guesses()
         beams = not self._beams.idle
@@ -251,6 +254,7 @@ class StepLoop:
             return []
         sampled, rows, grown = step.drawn.read(), Refuted(step.guesses), dict[ServedAnswer, CachedSequence]()
         for row, (sequence, (request, answer)) in enumerate(zip(step.sequences, step.grown, strict=True)):
+            # It ended meanwhile, or this row was computed from a token that was drawn again.
             if sequence not in self._growing or sequence in step.dropped:
                 continue
             if step.guesses and not rows.counts(sequence):
@@ -269,6 +273,7 @@ class StepLoop:
                 tokens.append(token)
                 room = sequence.limit - len(request.prompt)
                 answer.take(token, sampled.logprobs[row], sampled.top[row], room)
+                # The next step was computed behind the device's own token, which was not the right one.
                 if row in sampled.redrawn and self._next is not None:
                     self._next.dropped.add(sequence)
             if step.guesses:

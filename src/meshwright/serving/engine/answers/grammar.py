@@ -64,6 +64,7 @@ def schema_text(schema: Mapping[str, Any]) -> str:
     multiple = 1
     for node in _nodes(schema):
         _check_node(node)
+        # One machine follows all of them, with as many states as their common multiple.
         multiple = math.lcm(multiple, _digits(node.get("multipleOf")))
         if multiple > MOST_MULTIPLE:
             raise ArgumentError(
@@ -296,6 +297,7 @@ class Grammars:
         if matcher.is_error():
             raise _refusal(name, _error_text(matcher))
         state = GrammarState(matcher, self._vocab, self._special, torch.empty(0, dtype=torch.int64))
+        # Compiling is lazy: the first look finds grammars that nothing fits.
         state.find_allowed()
         if matcher.is_error():
             raise _refusal(name, "nothing fits it" if "NoExtension" in state.failure else state.failure)

@@ -116,6 +116,7 @@ class PagedLayer:
         assert self.places is not None
         q, k, v = q[0], k[0], v[0]
         news = (k,) if self.low_rank else (k, v)
+        # `turn` may have stored them already, together with the rotation.
         for store, new in zip(self._stores, news, strict=True) if not self._is_stored else ():
             store.write(self.places.slots, new, self.loops)
         self._is_stored = False
@@ -210,6 +211,7 @@ class PagedCache:
         weight = model.embed.weight
         self.loops = loops if takes(weight) else None
         self.number, self.size = number, size
+        # Two blocks beyond those of the pool, so that no table can name them by mistake.
         self.zero, self.unread = number, number + 1
         self.layers = [PagedLayer(block, number + 2, size, weight, self.loops, form) for block in model.blocks]
         widest = max(layer.keys.sizes[3] for layer in self.layers)
