@@ -49,11 +49,11 @@ class PagedStore:
     def write(self, slots: Tensor, new: Tensor, loops: Loops | None = None) -> None:
         """Write new (N, K, E) to slots (N,): block * size + position within."""
         if self.scales is None and loops is not None:
-            loops.keep_floats(new, slots, self.codes)
+            loops.store_floats(new, slots, self.codes)
         elif self.scales is None:
             self.codes.flatten(0, 1).index_copy_(0, slots, new)
         elif self.form == "int8" and loops is not None:
-            loops.keep_int8(new, slots, self.codes, self.scales)
+            loops.store_int8(new, slots, self.codes, self.scales)
         else:
             codes, scales = encoded(new, self.form)
             for store, numbers in zip(self.tensors, (codes.view(self.tensors[0].dtype), scales), strict=True):

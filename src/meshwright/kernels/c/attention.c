@@ -45,76 +45,78 @@ INLINE float stored_number(const void *store, int64_t i, const int kind) {
     return kind == STORED_INT8 ? (float)((const int8_t *)store)[i] : e4m3_number(((const uint8_t *)store)[i]);
 }
 
-/* Sum a vector, as `sum_of`. */
-INLINE float sum_of_wide(wide x) {
+/* Sum a vector, as `sum_lanes`. */
+INLINE float sum_wide(wide x) {
 #if WIDE == 16
-    return sum_of(x);
+    return sum_lanes(x);
 #else
     const four *quarters = (const four *)&x;
 #if WIDE == 8
-    const four rest = quarters[0] + quarters[1];
+    const four four_sums = quarters[0] + quarters[1];
 #else
-    const four rest = quarters[0];
+    const four four_sums = quarters[0];
 #endif
-    return (rest[0] + rest[1]) + (rest[2] + rest[3]);
+    return (four_sums[0] + four_sums[1]) + (four_sums[2] + four_sums[3]);
 #endif
 }
 
 /* Replace scores by exp(score - the largest). Returns 1 / their sum. */
 static inline float softmax(float *restrict scores, int64_t count) {
-    float most = -INFINITY, sum = 0.0f;
-#pragma omp simd reduction(max : most)
-    for (int64_t t = 0; t < count; t++) most = scores[t] > most ? scores[t] : most;
+    float peak = -INFINITY, sum = 0.0f;
+#pragma omp simd reduction(max : peak)
+    for (int64_t t = 0; t < count; t++) peak = scores[t] > peak ? scores[t] : peak;
 #pragma omp simd reduction(+ : sum)
     for (int64_t t = 0; t < count; t++) {
-        scores[t] = exponential(scores[t] - most);
+        scores[t] = exponential(scores[t] - peak);
         sum += scores[t];
     }
     return 1.0f / sum;
 }
 
-/* Positions `first` .. `end` - 1. */
+/* Positions that a row sees: `first` .. `end` - 1. */
 typedef struct {
     int64_t first, end;
-} Seen;
+} Visible;
 
-/* Consecutive rows of one sequence that are attended together, and vectors of sums that stay in registers. */
-enum { TOGETHER = 8, SUMS = 8 };
+/* Most rows of one sequence that are attended together, and vectors of sums that stay in registers. */
+enum { MOST_ROWS = 8, SUM_VECTORS = 8 };
 
-/* Blocks of the sequence that any of the rows sees, with the position of each start and its index in a store. */
-#define EACH_BLOCK(...)                                                                                                 \
-    for (int64_t begin = seen[0].first / a->block * a->block; begin < seen[count - 1].end; begin += a->block) {         \
-        const int64_t stored_at = table[begin / a->block] * a->block * a->key_heads + key_head;                         \
+/* Loop over the blocks of the sequence that any of the rows sees. `stored_at`: index of a block's start in a store. */
+#define FOR_EACH_BLOCK(...)                                                                                             \
+    for (int64_t block_begin = visible[0].first / a->block * a->block; block_begin < visible[count - 1].end;                \
+         block_begin += a->block) {                                                                                      \
+        const int64_t stored_at = table[block_begin / a->block] * a->block * a->key_heads + key_head;                   \
         for (int64_t r = 0; r < count; r++) __VA_ARGS__                                                                 \
     }
 
-/* Positions t of a block that row `r` sees, with their index. */
-#define EACH_POSITION(...)                                                                                              \
+/* Loop over the positions t of a block that row `r` sees, with their index in the store. */
+#define FOR_EACH_POSITION(...)                                                                                          \
     {                                                                                                                   \
-        const int64_t first_here = seen[r].first > begin ? seen[r].first : begin;                                       \
-        const int64_t end_here = seen[r].end < begin + a->block ? seen[r].end : begin + a->block;                       \
-        int64_t position = stored_at + (first_here - begin) * a->key_heads;                                             \
-        for (int64_t t = first_here; t < end_here; t++, position += a->key_heads) __VA_ARGS__                           \
+        const int64_t block_first = visible[r].first > block_begin ? visible[r].first : block_begin;                    \
+        const int64_t block_end = visible[r].end < block_begin + a->block ? visible[r].end : block_begin + a->block;    \
+        int64_t position = stored_at + (block_first - block_begin) * a->key_heads;                                      \
+        for (int64_t t = block_first; t < block_end; t++, position += a->key_heads) __VA_ARGS__                         \
     }
 
 /* Add VECTORS vectors of values from `from` on, times their weights. */
 #define ADD_VALUES(VECTORS)                                                                                             \
     {                                                                                                                   \
         wide sums[VECTORS];                                                                                             \
-        for (int p = 0; p < VECTORS; p++) sums[p] = *(const wide *)(to + WIDE * (from + p));                            \
-        EACH_POSITION({                                                                                                 \
+        for (int p = 0; p < VECTORS; p++) sums[p] = *(const wide *)(row_out + WIDE * (vector + p));                     \
+        FOR_EACH_POSITION({                                                                                             \
             const float weight = scores[t] * (a->value_scales ? a->value_scales[position] : 1.0f);                      \
             for (int p = 0; p < VECTORS; p++)                                                                           \
-                sums[p] += weight * stored_wide(a->values, position * value_stride + WIDE * (from + p), kind);          \
+                sums[p] += weight * stored_wide(a->values, position * value_stride + WIDE * (vector + p), kind);        \
         })                                                                                                              \
-        for (int p = 0; p < VECTORS; p++) *(wide *)(to + WIDE * (from + p)) = sums[p];                                  \
+        for (int p = 0; p < VECTORS; p++) *(wide *)(row_out + WIDE * (vector + p)) = sums[p];                           \
     }
 
 /* Partial sums of a score: more than one, so no addition waits for the one before. */
 #define CHAINS (WIDE == 16 ? 1 : 2)
 
 /* Multiply a query, as `vectors` and as q, by the key that begins at `first`: `parts` vectors and the rest. */
-INLINE float score_of(const wide *vectors, const float *q, const void *keys, int64_t first, int64_t width, const int kind,
+INLINE float score_of(const wide *vectors, const float *q, const void *keys, int64_t first, int64_t width,
+                      const int kind,
                       const int parts) {
     wide sums[2] = {{0}, {0}};
     for (int p = 0; p + CHAINS <= parts; p += CHAINS)
@@ -122,100 +124,101 @@ INLINE float score_of(const wide *vectors, const float *q, const void *keys, int
             sums[chain] += vectors[p + chain] * stored_wide(keys, first + WIDE * (p + chain), kind);
     if (parts % CHAINS) sums[0] += vectors[parts - 1] * stored_wide(keys, first + WIDE * (parts - 1), kind);
     if (CHAINS == 2) sums[0] += sums[1];
-    float dot = sum_of_wide(sums[0]);
+    float dot = sum_wide(sums[0]);
     for (int64_t i = WIDE * parts; i < width; i++) dot += q[i] * stored_number(keys, first + i, kind);
     return dot;
 }
 
 /* Attend one query head of `count` rows over its keys. Blocks are the outer loop, so each is read once for all rows.
    `parts` and `value_parts`: whole vectors of E and V; `fixed`: known at compile time, at most 128 numbers.
-   `room`: `longest` scores of each row. */
-INLINE void attend_head(const Attention *a, float *restrict room, int64_t longest, int64_t row, int64_t count,
-                        int64_t head, const int kind, const int fixed, const int parts, const int value_parts) {
+   `scratch`: `longest` scores of each row. */
+INLINE void attend_head(const Attention *a, float *restrict scratch, int64_t longest, int64_t row, int64_t count,
+                        int64_t head, const int kind, const int is_fixed, const int parts, const int value_parts) {
     const int64_t *table = a->tables + a->offsets[row];
     const int64_t key_head = head / (a->heads / a->key_heads), width = a->width;
     const int64_t value_width = a->value_width, value_stride = a->value_stride;
     const float *queries = a->q + row * a->q_row + head * width;
     float *restrict out = a->out + (row * a->heads + head) * value_width;
     const int64_t out_row = a->heads * value_width;
-    Seen seen[TOGETHER] = {{0, 0}};
+    Visible visible[MOST_ROWS] = {{0, 0}};
     for (int64_t r = 0; r < count; r++) {
         const int64_t end = a->last[row + r] + 1;
-        seen[r] = (Seen){a->window && end > a->window ? end - a->window : 0, end};
+        visible[r] = (Visible){a->window && end > a->window ? end - a->window : 0, end};
         for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] = 0.0f;
     }
-    EACH_BLOCK({
-        const float *q = queries + r * a->q_row;
-        float *const scores = room + r * longest - seen[r].first;
+    FOR_EACH_BLOCK({
+        const float *row_query = queries + r * a->q_row;
+        float *const scores = scratch + r * longest - visible[r].first;
         wide query[128 / WIDE]; /* a copy, which the compiler may hold in registers */
-        for (int p = 0; fixed && p < parts; p++) query[p] = ((const wide *)q)[p];
-        EACH_POSITION({
-            const wide *vectors = fixed ? query : (const wide *)q;
-            const float dot = score_of(vectors, q, a->keys, position * width, width, kind, parts);
+        for (int p = 0; is_fixed && p < parts; p++) query[p] = ((const wide *)row_query)[p];
+        FOR_EACH_POSITION({
+            const wide *vectors = is_fixed ? query : (const wide *)row_query;
+            const float dot = score_of(vectors, row_query, a->keys, position * width, width, kind, parts);
             scores[t] = dot * (a->key_scales ? a->key_scales[position] * a->scale : a->scale);
         })
     })
-    float shares[TOGETHER];
-    for (int64_t r = 0; r < count; r++) shares[r] = softmax(room + r * longest, seen[r].end - seen[r].first);
-    EACH_BLOCK({
-        float *restrict to = out + r * out_row;
-        const float *const scores = room + r * longest - seen[r].first;
-        int from = 0;
-        for (; from + SUMS <= value_parts; from += SUMS) ADD_VALUES(SUMS)
-        for (; from + 4 <= value_parts; from += 4) ADD_VALUES(4)
-        for (; from < value_parts; from++) ADD_VALUES(1)
+    float inverse_sums[MOST_ROWS];
+    for (int64_t r = 0; r < count; r++) inverse_sums[r] = softmax(scratch + r * longest,
+                                                                  visible[r].end - visible[r].first);
+    FOR_EACH_BLOCK({
+        float *restrict row_out = out + r * out_row;
+        const float *const scores = scratch + r * longest - visible[r].first;
+        int vector = 0;
+        for (; vector + SUM_VECTORS <= value_parts; vector += SUM_VECTORS) ADD_VALUES(SUM_VECTORS)
+        for (; vector + 4 <= value_parts; vector += 4) ADD_VALUES(4)
+        for (; vector < value_parts; vector++) ADD_VALUES(1)
         if (WIDE * value_parts < value_width)
-            EACH_POSITION({
+            FOR_EACH_POSITION({
                 const float weight = scores[t] * (a->value_scales ? a->value_scales[position] : 1.0f);
                 for (int64_t i = WIDE * value_parts; i < value_width; i++)
-                    to[i] += weight * stored_number(a->values, position * value_stride + i, kind);
+                    row_out[i] += weight * stored_number(a->values, position * value_stride + i, kind);
             })
     })
     for (int64_t r = 0; r < count; r++)
-        for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] *= shares[r];
+        for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] *= inverse_sums[r];
 }
 
 /* Common widths are compiled separately. */
 #define ATTEND(NAME, KIND)                                                                                              \
-    static void NAME(const Attention *a, float *room, int64_t longest, int64_t row, int64_t count, int64_t head) {      \
+    static void NAME(const Attention *a, float *scratch, int64_t longest, int64_t row, int64_t count, int64_t head) {   \
         const int parts = a->width / WIDE, value_parts = a->value_width / WIDE;                                         \
         if (a->width == 64 && a->value_width == 64)                                                                     \
-            attend_head(a, room, longest, row, count, head, KIND, 1, 64 / WIDE, 64 / WIDE);                                \
+            attend_head(a, scratch, longest, row, count, head, KIND, 1, 64 / WIDE, 64 / WIDE);                          \
         else if (a->width == 128 && a->value_width == 128)                                                              \
-            attend_head(a, room, longest, row, count, head, KIND, 1, 128 / WIDE, 128 / WIDE);                              \
-        else attend_head(a, room, longest, row, count, head, KIND, 0, parts, value_parts);                                 \
+            attend_head(a, scratch, longest, row, count, head, KIND, 1, 128 / WIDE, 128 / WIDE);                        \
+        else attend_head(a, scratch, longest, row, count, head, KIND, 0, parts, value_parts);                           \
     }
 ATTEND(attend_floats, STORED_FLOATS)
 ATTEND(attend_int8, STORED_INT8)
 ATTEND(attend_e4m3, STORED_E4M3)
 
-/* Return whether a row follows the one before in the same sequence, and sees one position more. */
-static inline int goes_on(const Attention *a, int64_t row) {
+/* Return 1 if a row follows the one before in the same sequence, and sees one position more. */
+static inline int continues_previous(const Attention *a, int64_t row) {
     return a->offsets[row] == a->offsets[row - 1] && a->last[row] == a->last[row - 1] + 1;
 }
 
 int64_t attend(const Attention *a, int64_t longest) {
-    const int64_t numbers = a->rows * a->heads * longest * (a->width + a->value_width);
-    const int shared_by = threads_for(numbers * (a->key_scales ? 1 : sizeof(float)));
-    int64_t groups = 0, most = 1, *begins = malloc((a->rows + 1) * sizeof(int64_t));
+    const int64_t products = a->rows * a->heads * longest * (a->width + a->value_width);
+    const int thread_count = threads_for(products * (a->key_scales ? 1 : sizeof(float)));
+    int64_t groups = 0, largest_group = 1, *begins = malloc((a->rows + 1) * sizeof(int64_t));
     if (!begins) return 1;
     for (int64_t row = 0; row < a->rows; row++) {
-        if (!row || row - begins[groups - 1] == TOGETHER || !goes_on(a, row)) begins[groups++] = row;
-        if (row - begins[groups - 1] + 1 > most) most = row - begins[groups - 1] + 1;
+        if (!row || row - begins[groups - 1] == MOST_ROWS || !continues_previous(a, row)) begins[groups++] = row;
+        if (row - begins[groups - 1] + 1 > largest_group) largest_group = row - begins[groups - 1] + 1;
     }
     begins[groups] = a->rows;
-    float *room = malloc(shared_by * most * longest * sizeof(float));
-    if (!room) return free(begins), 1;
-#pragma omp parallel for num_threads(shared_by)
-    for (int64_t number = 0; number < groups * a->heads; number++) {
-        float *scores = room + this_thread() * most * longest;
-        const int64_t group = number / a->heads, head = number % a->heads;
+    float *scratch = malloc(thread_count * largest_group * longest * sizeof(float));
+    if (!scratch) return free(begins), 1;
+#pragma omp parallel for num_threads(thread_count)
+    for (int64_t task = 0; task < groups * a->heads; task++) {
+        float *scores = scratch + thread_number() * largest_group * longest;
+        const int64_t group = task / a->heads, head = task % a->heads;
         const int64_t row = begins[group], count = begins[group + 1] - row;
         if (!a->key_scales) attend_floats(a, scores, longest, row, count, head);
         else if (a->e4m3) attend_e4m3(a, scores, longest, row, count, head);
         else attend_int8(a, scores, longest, row, count, head);
     }
-    free(room);
+    free(scratch);
     free(begins);
     return 0;
 }

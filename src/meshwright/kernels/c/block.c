@@ -18,8 +18,8 @@ typedef struct {
     int64_t rows, longest;
 } Step;
 
-/* A low-rank matrix beside a part of a product, for the rows of the step in `rows`, or from `begin` on. Its results
-   start at a `column` of the product. */
+/* A low-rank matrix beside a part of a product, for the rows of the step in `rows`, or from `begin` on. Its products
+   are added from a `column` of the product on. */
 typedef struct {
     const Panels *a, *b;
     const int64_t *rows;
@@ -34,64 +34,76 @@ typedef struct {
 
 /* Add (x A^T) B^T to out (R, N), with x (R, D). */
 static int64_t add_low_rank(const float *x, const LowRank *adapter, const Panels *part, float *out) {
-    const int64_t width = part->width, rank = adapter->a->columns, wide = adapter->b->columns, count = adapter->count;
-    float *narrow = malloc(count * (rank + wide + (adapter->rows ? width : 0)) * sizeof(float));
-    if (!narrow) return 1;
-    float *added = narrow + count * rank, *gathered = added + count * wide;
+    const int64_t width = part->width, rank = adapter->a->columns, part_columns = adapter->b->columns,
+        count = adapter->count;
+    float *reduced = malloc(count * (rank + part_columns + (adapter->rows ? width : 0)) * sizeof(float));
+    if (!reduced) return 1;
+    float *added = reduced + count * rank, *gathered = added + count * part_columns;
     for (int64_t row = 0; adapter->rows && row < count; row++)
         memcpy(gathered + row * width, x + adapter->rows[row] * width, width * sizeof(float));
-    const float *from = adapter->rows ? gathered : x + adapter->begin * width;
-    const int64_t failed = multiply(from, width, adapter->a, narrow, count) || multiply(narrow, rank, adapter->b, added, count);
+    const float *inputs = adapter->rows ? gathered : x + adapter->begin * width;
+    const int64_t failed = multiply(inputs, width, adapter->a, reduced, count) || multiply(reduced, rank, adapter->b,
+                                                                                           added, count);
     for (int64_t row = 0; row < count; row++) {
-        float *to = out + (adapter->rows ? adapter->rows[row] : adapter->begin + row) * part->columns + adapter->column;
-        for (int64_t i = 0; i < wide; i++) to[i] += added[row * wide + i];
+        float *row_out = out + (adapter->rows
+                                ? adapter->rows[row] : adapter->begin + row) * part->columns + adapter->column;
+        for (int64_t i = 0; i < part_columns; i++) row_out[i] += added[row * part_columns + i];
     }
-    free(narrow);
+    free(reduced);
     return failed;
 }
 
 /* Multiply by a part, and add its adapters. */
-static int64_t multiply_part(const float *x, const Panels *part, const LowRanks *beside, int number, float *out,
+static int64_t multiply_part(const float *x, const Panels *part, const LowRanks *adapters, int product_number,
+                             float *out,
                              int64_t rows) {
     int64_t failed = multiply(x, part->width, part, out, rows);
-    for (int64_t i = 0; beside && i < beside->counts[number]; i++)
-        failed = failed || add_low_rank(x, beside->adapters[number] + i, part, out);
+    for (int64_t i = 0; adapters && i < adapters->counts[product_number]; i++)
+        failed = failed || add_low_rank(x, adapters->adapters[product_number] + i, part, out);
     return failed;
 }
 
-/* Run x (R, D) through a block into out (R, D). `beside` may be NULL. Returns 0, or 1 without memory. */
-int64_t block(const Block *b, const Step *s, const LowRanks *beside, const float *x, float *out) {
-    Attention a = b->attention;
-    const int64_t rows = s->rows, hidden = b->qkv.width, read = b->qkv.columns, ffn = b->down.width;
-    const int64_t width = a.width, queries = a.heads * width, keys = a.key_heads * width;
-    float *room = malloc(rows * (3 * hidden + read + queries + 3 * ffn) * sizeof(float));
-    if (!room) return 1;
-    float *normed = room, *product = normed + rows * hidden, *total = product + rows * hidden, *q = total + rows * hidden;
-    float *attended = q + rows * read, *gate = attended + rows * queries, *gated = gate + rows * 2 * ffn;
+/* Run x (R, D) through a block into out (R, D). `adapters` may be NULL. Returns 0, or 1 without memory. */
+int64_t block(const Block *weights, const Step *step, const LowRanks *adapters, const float *x, float *out) {
+    Attention attention = weights->attention;
+    const int64_t rows = step->rows, hidden = weights->qkv.width, qkv_width = weights->qkv.columns,
+        ffn = weights->down.width;
+    const int64_t width = attention.width, queries = attention.heads * width, keys = attention.key_heads * width;
+    float *scratch = malloc(rows * (3 * hidden + qkv_width + queries + 3 * ffn) * sizeof(float));
+    if (!scratch) return 1;
+    float *normed = scratch, *product = normed + rows * hidden, *total = product + rows * hidden,
+        *q = total + rows * hidden;
+    float *attended = q + rows * qkv_width, *gate = attended + rows * queries, *gated = gate + rows * 2 * ffn;
     float *k = q + queries, *v = k + keys;
 
-    rms_norm(x, NULL, b->norm, b->eps, normed, NULL, rows, hidden);
-    int64_t failed = multiply_part(normed, &b->qkv, beside, 0, q, rows);
-    for (int64_t row = 0; b->q_norm && row < rows; row++) {
-        rms_norm(q + row * read, NULL, b->q_norm, b->qk_eps, q + row * read, NULL, a.heads, width);
-        rms_norm(k + row * read, NULL, b->k_norm, b->qk_eps, k + row * read, NULL, a.key_heads, width);
+    rms_norm(x, NULL, weights->norm, weights->eps, normed, NULL, rows, hidden);
+    int64_t failed = multiply_part(normed, &weights->qkv, adapters, 0, q, rows);
+    for (int64_t row = 0; weights->q_norm && row < rows; row++) {
+        rms_norm(q + row * qkv_width, NULL, weights->q_norm, weights->qk_eps, q + row * qkv_width, NULL,
+                 attention.heads, width);
+        rms_norm(k + row * qkv_width, NULL, weights->k_norm, weights->qk_eps, k + row * qkv_width, NULL,
+                 attention.key_heads, width);
     }
-    rotate(q, read, width, s->cosine, s->sine, q, read, width, rows, a.heads + a.key_heads, width / 2);
-    if (a.key_scales) {
-        keep_int8(k, read, width, s->slots, (int8_t *)a.keys, (float *)a.key_scales, rows, a.key_heads, width);
-        keep_int8(v, read, width, s->slots, (int8_t *)a.values, (float *)a.value_scales, rows, a.key_heads, width);
+    rotate(q, qkv_width, width, step->cosine, step->sine, q, qkv_width, width, rows,
+           attention.heads + attention.key_heads, width / 2);
+    if (attention.key_scales) {
+        store_int8(k, qkv_width, width, step->slots, (int8_t *)attention.keys, (float *)attention.key_scales, rows,
+                  attention.key_heads, width);
+        store_int8(v, qkv_width, width, step->slots, (int8_t *)attention.values, (float *)attention.value_scales, rows,
+                  attention.key_heads, width);
     } else {
-        keep_floats(k, read, width, s->slots, (float *)a.keys, rows, a.key_heads, width);
-        keep_floats(v, read, width, s->slots, (float *)a.values, rows, a.key_heads, width);
+        store_floats(k, qkv_width, width, step->slots, (float *)attention.keys, rows, attention.key_heads, width);
+        store_floats(v, qkv_width, width, step->slots, (float *)attention.values, rows, attention.key_heads, width);
     }
-    a.q = q, a.q_row = read, a.out = attended, a.rows = rows;
-    a.tables = s->tables, a.offsets = s->offsets, a.last = s->last;
-    failed = failed || attend(&a, s->longest) || multiply_part(attended, &b->o, beside, 1, product, rows);
-    rms_norm(x, product, b->mlp_norm, b->mlp_eps, normed, total, rows, hidden);
-    failed = failed || multiply_part(normed, &b->gate_up, beside, 2, gate, rows);
+    attention.q = q, attention.q_row = qkv_width, attention.out = attended, attention.rows = rows;
+    attention.tables = step->tables, attention.offsets = step->offsets, attention.last = step->last;
+    failed = failed || attend(&attention, step->longest) || multiply_part(attended, &weights->o, adapters, 1, product,
+                                                                          rows);
+    rms_norm(x, product, weights->mlp_norm, weights->mlp_eps, normed, total, rows, hidden);
+    failed = failed || multiply_part(normed, &weights->gate_up, adapters, 2, gate, rows);
     swiglu(gate, 2 * ffn, gate + ffn, 2 * ffn, gated, rows, ffn);
-    failed = failed || multiply_part(gated, &b->down, beside, 3, product, rows);
+    failed = failed || multiply_part(gated, &weights->down, adapters, 3, product, rows);
     for (int64_t i = 0; i < rows * hidden; i++) out[i] = total[i] + product[i];
-    free(room);
+    free(scratch);
     return failed;
 }

@@ -2,7 +2,7 @@
 
 #include "rows.h"
 
-/* Whether there are products with int8 and with codes. */
+/* Return 1 if this processor has products with int8, and with codes. */
 int64_t has_int8(void) {
 #ifdef __AVX512VNNI__
     return 1;
@@ -23,53 +23,54 @@ int64_t has_codes(void) {
 #endif
 }
 
-/* Two panels are multiplied together: their 32 columns are ACROSS vectors, and sums of AT_ONCE rows stay in registers, as
-   do BESIDE vectors, for which a number of a row is read once. */
+/* Two panels are multiplied together: their 32 columns are ACROSS vectors. Sums of MOST_ROWS rows stay in registers, and so
+   do VECTORS_READ vectors of the panels, so that a number of a row is read once for them. */
 #define ACROSS (32 / WIDE)
 #if WIDE == 16
-#define AT_ONCE 8
-#define BESIDE 2
+#define MOST_ROWS 8
+#define VECTORS_READ 2
 #else
-#define AT_ONCE 3
-#define BESIDE 1
+#define MOST_ROWS 3
+#define VECTORS_READ 1
 #endif
-#define AHEAD 8192       /* bytes of a panel that are asked of memory before they are read */
-#define FAR_AHEAD 24576  /* the same of int8, of which fewest are computed with at a time */
+#define AHEAD 8192       /* bytes between the panel row in use and the one that is prefetched */
+#define FAR_AHEAD 24576  /* the same for int8, where a byte takes least time to compute with */
 
-/* Of vector `p`: which of the two panels it belongs to, and where it begins in a row of 16. */
+/* Panel of vector P, 0 or 1, and where it begins in a row of 16. */
 #define PANEL(P) ((P) * WIDE / 16)
 #define START(P) ((P) * WIDE % 16)
 
-/* Pairs of panels, shared by the threads for so many bytes. */
-#define EACH_PAIR(BYTES)                                                                                                \
-    const int shared_by = threads_for(BYTES);                                                                           \
-    _Pragma("omp parallel for num_threads(shared_by)") for (int64_t n = 0; n < m->columns; n += 32)
+/* Loop over pairs of panels, on as many threads as so many bytes are worth. */
+#define FOR_EACH_PAIR(BYTES)                                                                                            \
+    const int thread_count = threads_for(BYTES);                                                                        \
+    _Pragma("omp parallel for num_threads(thread_count)") for (int64_t n = 0; n < m->columns; n += 32)
 
-/* Call FUNCTION(..., rows) for all rows, at most AT_ONCE at a time; its loops over them are unrolled for each number. */
-#if AT_ONCE == 8
+/* Call FUNCTION(..., rows) for all rows, at most MOST_ROWS at a time. Its loops over rows are unrolled for every count. */
+#if MOST_ROWS == 8
 #define FURTHER_COUNTS(CALL) CALL(4) CALL(5) CALL(6) CALL(7) CALL(8)
 #else
 #define FURTHER_COUNTS(CALL)
 #endif
-#define EACH_COUNT(CALL)                                                                                                \
-    for (int64_t begin = 0; begin < rows; begin += AT_ONCE)                                                             \
-        switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) { CALL(1) CALL(2) CALL(3) FURTHER_COUNTS(CALL) }
+#define FOR_EACH_COUNT(CALL)                                                                                            \
+    for (int64_t begin = 0; begin < rows; begin += MOST_ROWS)                                                           \
+        switch (rows - begin < MOST_ROWS ? rows - begin : MOST_ROWS) { CALL(1) CALL(2) CALL(3) FURTHER_COUNTS(CALL) }
 
 #ifdef __AVX512VNNI__
-INLINE void int8_sums(const uint8_t *codes, const float *scales, const Panels *m, int64_t n, float *out, const int rows) {
+INLINE void int8_sums(const uint8_t *codes, const float *scales, const Panels *m, int64_t n, float *out,
+                      const int rows) {
     const int64_t width = m->width;
     const int8_t *panel = (const int8_t *)m->numbers + n * width;
-    const int64_t panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 16 * width : 0;
-    __m512i total[AT_ONCE][2];
+    const int64_t panels = n + 32 <= m->columns ? 2 : 1, panel_stride = panels == 2 ? 16 * width : 0;
+    __m512i total[MOST_ROWS][2];
     for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = _mm512_setzero_si512();
     for (int64_t i = 0; i < width; i += 4) {
-        const int8_t *next = panel + 16 * i;
-        const __m512i first = _mm512_loadu_si512(next), second = _mm512_loadu_si512(next + apart);
-        __builtin_prefetch(next + FAR_AHEAD), __builtin_prefetch(next + apart + FAR_AHEAD);
+        const int8_t *panel_row = panel + 16 * i;
+        const __m512i first = _mm512_loadu_si512(panel_row), second = _mm512_loadu_si512(panel_row + panel_stride);
+        __builtin_prefetch(panel_row + FAR_AHEAD), __builtin_prefetch(panel_row + panel_stride + FAR_AHEAD);
         for (int r = 0; r < rows; r++) {
-            int32_t four;
-            memcpy(&four, codes + r * width + i, 4);
-            const __m512i code = _mm512_set1_epi32(four);
+            int32_t four_codes;
+            memcpy(&four_codes, codes + r * width + i, 4);
+            const __m512i code = _mm512_set1_epi32(four_codes);
             total[r][0] = _mm512_dpbusd_epi32(total[r][0], code, first);
             total[r][1] = _mm512_dpbusd_epi32(total[r][1], code, second);
         }
@@ -85,9 +86,9 @@ INLINE void int8_sums(const uint8_t *codes, const float *scales, const Panels *m
 }
 #endif
 
-/* Rows are rounded as by round_rows; sums of whole numbers, times scales of the matrix (N,), then those of the rows, which
-   is oneDNN's order. */
-static int64_t times_int8(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+/* Round the rows as round_rows does and multiply whole numbers. The sums are multiplied by the scales of the matrix (N,)
+   first and by those of the rows second: that is oneDNN's order, and gives its bits. */
+static int64_t multiply_int8(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
 #ifdef __AVX512VNNI__
     const int64_t width = m->width;
     uint8_t *codes = malloc(rows * width);
@@ -96,7 +97,7 @@ static int64_t times_int8(const float *x, int64_t x_row, const Panels *m, float 
         round_rows(x, x_row, codes, scales, rows, width);
 #define INT8_CALL(ROWS)                                                                                                 \
     case ROWS: int8_sums(codes + begin * width, scales + begin, m, n, out + begin * m->columns, ROWS); break;
-        EACH_PAIR(m->columns * width) { EACH_COUNT(INT8_CALL) }
+        FOR_EACH_PAIR(m->columns * width) { FOR_EACH_COUNT(INT8_CALL) }
     }
     const int64_t failed = !codes || !scales;
     free(codes);
@@ -108,52 +109,56 @@ static int64_t times_int8(const float *x, int64_t x_row, const Panels *m, float 
 #endif
 }
 
-/* Input `i` of rows times BESIDE vectors from `p` on. */
-INLINE void add_inputs(wide total[AT_ONCE][ACROSS], const float *x, int64_t x_row, int64_t i, const wide numbers[BESIDE],
+/* Add input `i` of rows times VECTORS_READ vectors to the sums of vectors `p` and following. */
+INLINE void add_inputs(wide total[MOST_ROWS][ACROSS], const float *x, int64_t x_row, int64_t i,
+                       const wide numbers[VECTORS_READ],
                        const int p, const int rows) {
     for (int r = 0; r < rows; r++)
-        for (int b = 0; b < BESIDE; b++) total[r][p + b] += x[r * x_row + i] * numbers[b];
+        for (int b = 0; b < VECTORS_READ; b++) total[r][p + b] += x[r * x_row + i] * numbers[b];
 }
 
-/* Sums of rows over both panels, or where there is no second one, over the first. */
-INLINE void write_sums(wide total[AT_ONCE][ACROSS], float *out, int64_t out_row, int64_t panels, const int rows) {
+/* Write the sums of rows: those of both panels, or of the first where there is no second. */
+INLINE void write_sums(wide total[MOST_ROWS][ACROSS], float *out, int64_t out_row, int64_t panels, const int rows) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < ACROSS; p++)
             if (PANEL(p) < panels) *(wide *)(out + r * out_row + WIDE * p) = total[r][p];
 }
 
 INLINE void float_sums(const float *x, int64_t x_row, const Panels *m, int64_t n, float *out, const int rows) {
-    const int64_t width = m->width, panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 16 * width : 0;
+    const int64_t width = m->width, panels = n + 32 <= m->columns ? 2 : 1, panel_stride = panels == 2 ? 16 * width : 0;
     const float *panel = (const float *)m->numbers + n * width;
-    wide total[AT_ONCE][ACROSS];
+    wide total[MOST_ROWS][ACROSS];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < ACROSS; p++) total[r][p] = (wide){0};
     for (int64_t i = 0; i < width; i++) {
-        const float *next = panel + 16 * i;
-        __builtin_prefetch((const char *)next + AHEAD), __builtin_prefetch((const char *)(next + apart) + AHEAD);
-        for (int p = 0; p < ACROSS; p += BESIDE) {
-            wide numbers[BESIDE];
-            for (int b = 0; b < BESIDE; b++) numbers[b] = *(const wide *)(next + PANEL(p + b) * apart + START(p + b));
+        const float *panel_row = panel + 16 * i;
+        __builtin_prefetch((const char *)panel_row + AHEAD),
+            __builtin_prefetch((const char *)(panel_row + panel_stride) + AHEAD);
+        for (int p = 0; p < ACROSS; p += VECTORS_READ) {
+            wide numbers[VECTORS_READ];
+            for (int b = 0; b < VECTORS_READ; b++)
+                numbers[b] = *(const wide *)(panel_row + PANEL(p + b) * panel_stride + START(p + b));
             add_inputs(total, x, x_row, i, numbers, p, rows);
         }
     }
     write_sums(total, out + n, m->columns, panels, rows);
 }
 
-/* Words of two inputs in bf16. */
+/* A word holds two inputs in bf16. */
 INLINE void bf16_sums(const float *x, int64_t x_row, const Panels *m, int64_t n, float *out, const int rows) {
-    const int64_t width = m->width, panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 16 * width : 0;
+    const int64_t width = m->width, panels = n + 32 <= m->columns ? 2 : 1, panel_stride = panels == 2 ? 16 * width : 0;
     const uint16_t *panel = (const uint16_t *)m->numbers + n * width;
-    wide total[AT_ONCE][ACROSS];
+    wide total[MOST_ROWS][ACROSS];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < ACROSS; p++) total[r][p] = (wide){0};
     for (int64_t i = 0; i < width; i += 2) {
-        const uint16_t *next = panel + 16 * i;
-        __builtin_prefetch((const char *)next + AHEAD), __builtin_prefetch((const char *)(next + apart) + AHEAD);
-        for (int p = 0; p < ACROSS; p += BESIDE) {
-            wide first[BESIDE], second[BESIDE];
-            for (int b = 0; b < BESIDE; b++) {
-                const words pair = *(const words *)(next + PANEL(p + b) * apart + 2 * START(p + b));
+        const uint16_t *panel_row = panel + 16 * i;
+        __builtin_prefetch((const char *)panel_row + AHEAD),
+            __builtin_prefetch((const char *)(panel_row + panel_stride) + AHEAD);
+        for (int p = 0; p < ACROSS; p += VECTORS_READ) {
+            wide first[VECTORS_READ], second[VECTORS_READ];
+            for (int b = 0; b < VECTORS_READ; b++) {
+                const words pair = *(const words *)(panel_row + PANEL(p + b) * panel_stride + 2 * START(p + b));
                 first[b] = (wide)(pair << 16), second[b] = (wide)(pair & 0xffff0000u);
             }
             add_inputs(total, x, x_row, i, first, p, rows);
@@ -163,21 +168,21 @@ INLINE void bf16_sums(const float *x, int64_t x_row, const Panels *m, int64_t n,
     write_sums(total, out + n, m->columns, panels, rows);
 }
 
-static void times_floats(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+static void multiply_floats(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
 #define FLOAT_CALL(ROWS)                                                                                                \
     case ROWS: float_sums(x + begin * x_row, x_row, m, n, out + begin * m->columns, ROWS); break;
-    EACH_PAIR(m->columns * m->width * 4) { EACH_COUNT(FLOAT_CALL) }
+    FOR_EACH_PAIR(m->columns * m->width * 4) { FOR_EACH_COUNT(FLOAT_CALL) }
 }
 
-static void times_bf16(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+static void multiply_bf16(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
 #define BF16_CALL(ROWS)                                                                                                 \
     case ROWS: bf16_sums(x + begin * x_row, x_row, m, n, out + begin * m->columns, ROWS); break;
-    EACH_PAIR(m->columns * m->width * 2) { EACH_COUNT(BF16_CALL) }
+    FOR_EACH_PAIR(m->columns * m->width * 2) { FOR_EACH_COUNT(BF16_CALL) }
 }
 
 #ifdef HAS_CODES
 /* A vector of bytes. */
-static inline wide_integers bytes_at(const uint8_t *bytes) {
+static inline wide_integers read_bytes(const uint8_t *bytes) {
 #if WIDE == 16
     return (wide_integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
 #else
@@ -194,7 +199,7 @@ typedef struct {
 #endif
 } Table;
 
-static inline Table table_at(const float *numbers) {
+static inline Table read_table(const float *numbers) {
 #if WIDE == 16
     return (Table){_mm512_loadu_ps(numbers)};
 #else
@@ -202,8 +207,8 @@ static inline Table table_at(const float *numbers) {
 #endif
 }
 
-/* What the lower four bits of each stand for. */
-static inline wide looked_up(Table table, wide_integers codes) {
+/* Look the lower four bits of codes up in the table. */
+static inline wide look_up(Table table, wide_integers codes) {
 #if WIDE == 16
     return (wide)_mm512_permutexvar_ps((__m512i)codes, table.all);
 #else
@@ -215,18 +220,18 @@ static inline wide looked_up(Table table, wide_integers codes) {
 }
 
 /* Scales or zeros of a vector of a panel's group. */
-static inline wide group_numbers(const Panels *m, const void *numbers, int64_t position) {
+static inline wide read_group_numbers(const Panels *m, const void *numbers, int64_t position) {
     if (!m->narrow) return *(const wide *)((const float *)numbers + position);
     const narrow_wide half = *(const narrow_wide *)((const uint16_t *)numbers + position);
     return (wide)(__builtin_convertvector(half, words) << 16);
 }
 
-static inline int64_t end_of(const Panels *m, int64_t group) {
+static inline int64_t group_end(const Panels *m, int64_t group) {
     return (group + 1) * m->group < m->width ? (group + 1) * m->group : m->width;
 }
 
-/* a b + c, rounded once on x86 with FMA. Written out there: a compiler may fuse this in the code for one number of rows and
-   not in that for another, and a row's bits would depend on the rows beside it. Elsewhere the compiler decides. */
+/* Return a b + c, rounded once on x86 with FMA. Written out there: a compiler may fuse it in the code for one count of rows
+   and not for another, and a row's bits would depend on the rows beside it. Elsewhere the compiler decides. */
 static inline wide multiply_add(wide a, wide b, wide c) {
 #if WIDE == 16
     return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -237,51 +242,53 @@ static inline wide multiply_add(wide a, wide b, wide c) {
 #endif
 }
 
-/* sums (rows, groups): of each group's inputs. */
+/* sums (rows, groups): sums of the inputs of a group. */
 INLINE void code_sums(const float *x, int64_t x_row, const float *sums, const Panels *m, int64_t n, float *out,
                       const int rows) {
     const int64_t width = m->width, groups = (width + m->group - 1) / m->group;
-    const int64_t panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 8 * width : 0;
+    const int64_t panels = n + 32 <= m->columns ? 2 : 1, panel_stride = panels == 2 ? 8 * width : 0;
     const uint8_t *panel = (const uint8_t *)m->numbers + n * width / 2;
-    const Table table = table_at(m->table);
-    wide all[AT_ONCE][ACROSS];
+    const Table table = read_table(m->table);
+    wide scaled[MOST_ROWS][ACROSS];
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < ACROSS; p++) all[r][p] = (wide){0};
+        for (int p = 0; p < ACROSS; p++) scaled[r][p] = (wide){0};
     for (int64_t g = 0; g < groups; g++) {
-        wide total[AT_ONCE][ACROSS];
+        wide group_total[MOST_ROWS][ACROSS];
         for (int r = 0; r < rows; r++)
-            for (int p = 0; p < ACROSS; p++) total[r][p] = (wide){0};
-        for (int64_t i = g * m->group; i < end_of(m, g); i += 2) {
-            const uint8_t *next = panel + 8 * i;
-            if (!(i & 7)) __builtin_prefetch(next + AHEAD), __builtin_prefetch(next + apart + AHEAD); /* 64 bytes */
-            for (int p = 0; p < ACROSS; p += BESIDE) {
-                wide first[BESIDE], second[BESIDE];
-                for (int b = 0; b < BESIDE; b++) {
-                    const wide_integers codes = bytes_at(next + PANEL(p + b) * apart + START(p + b));
-                    first[b] = looked_up(table, codes), second[b] = looked_up(table, codes >> 4);
+            for (int p = 0; p < ACROSS; p++) group_total[r][p] = (wide){0};
+        for (int64_t i = g * m->group; i < group_end(m, g); i += 2) {
+            const uint8_t *panel_row = panel + 8 * i;
+            if (!(i & 7)) /* a cache line of 64 bytes */
+                __builtin_prefetch(panel_row + AHEAD), __builtin_prefetch(panel_row + panel_stride + AHEAD);
+            for (int p = 0; p < ACROSS; p += VECTORS_READ) {
+                wide first[VECTORS_READ], second[VECTORS_READ];
+                for (int b = 0; b < VECTORS_READ; b++) {
+                    const wide_integers codes = read_bytes(panel_row + PANEL(p + b) * panel_stride + START(p + b));
+                    first[b] = look_up(table, codes), second[b] = look_up(table, codes >> 4);
                 }
-                add_inputs(total, x, x_row, i, first, p, rows);
-                add_inputs(total, x, x_row, i + 1, second, p, rows);
+                add_inputs(group_total, x, x_row, i, first, p, rows);
+                add_inputs(group_total, x, x_row, i + 1, second, p, rows);
             }
         }
         for (int p = 0; p < ACROSS; p++) {
             const int64_t panel_number = n / 16 + (panels == 2 ? PANEL(p) : 0);
             const int64_t position = (panel_number * groups + g) * 16 + START(p);
-            const wide scale = group_numbers(m, m->scales, position);
-            const wide zero = m->zeros ? group_numbers(m, m->zeros, position) : (wide){0};
+            const wide scale = read_group_numbers(m, m->scales, position);
+            const wide zero = m->zeros ? read_group_numbers(m, m->zeros, position) : (wide){0};
             for (int r = 0; r < rows; r++) {
-                if (m->zeros) total[r][p] = multiply_add(-zero, (wide){0} + sums[r * groups + g], total[r][p]);
-                all[r][p] = multiply_add(scale, total[r][p], all[r][p]);
+                if (m->zeros) group_total[r][p] = multiply_add(-zero, (wide){0} + sums[r * groups + g],
+                                                               group_total[r][p]);
+                scaled[r][p] = multiply_add(scale, group_total[r][p], scaled[r][p]);
             }
         }
     }
-    write_sums(all, out + n, m->columns, panels, rows);
+    write_sums(scaled, out + n, m->columns, panels, rows);
 }
 #endif
 
-/* Of each group the sum of inputs times numbers of the codes, less the zero times the sum of inputs, all times the scale;
-   so a code costs a look into the table and one multiplication. */
-static int64_t times_codes(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+/* Multiply by a matrix of codes. A group adds (sum of input * table[code] - zero * sum of inputs) * scale, so that a code
+   costs a look into the table and one multiplication. */
+static int64_t multiply_codes(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
 #ifdef HAS_CODES
     const int64_t width = m->width, groups = (width + m->group - 1) / m->group;
     float *sums = malloc(rows * groups * sizeof(float));
@@ -290,14 +297,14 @@ static int64_t times_codes(const float *x, int64_t x_row, const Panels *m, float
         for (int64_t g = 0; g < groups; g++) {
             float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-            for (int64_t i = g * m->group; i < end_of(m, g); i++) sum += x[row * x_row + i];
+            for (int64_t i = g * m->group; i < group_end(m, g); i++) sum += x[row * x_row + i];
             sums[row * groups + g] = sum;
         }
 #define CODE_CALL(ROWS)                                                                                                 \
     case ROWS:                                                                                                          \
         code_sums(x + begin * x_row, x_row, sums + begin * groups, m, n, out + begin * m->columns, ROWS);               \
         break;
-    EACH_PAIR(m->columns * width / 2) { EACH_COUNT(CODE_CALL) }
+    FOR_EACH_PAIR(m->columns * width / 2) { FOR_EACH_COUNT(CODE_CALL) }
     free(sums);
     return 0;
 #else
@@ -306,11 +313,11 @@ static int64_t times_codes(const float *x, int64_t x_row, const Panels *m, float
 #endif
 }
 
-/* What codes stand for, into out (N, D). */
+/* Write the numbers that codes stand for to out (N, D). */
 void restore(const Panels *m, float *out) {
 #ifdef HAS_CODES
     const int64_t width = m->width, groups = (width + m->group - 1) / m->group;
-    const Table table = table_at(m->table);
+    const Table table = read_table(m->table);
 #pragma omp parallel for num_threads(threads_for(m->columns * width / 2))
     for (int64_t n = 0; n < m->columns; n += 16) {
         const uint8_t *panel = (const uint8_t *)m->numbers + n * width / 2;
@@ -320,11 +327,11 @@ void restore(const Panels *m, float *out) {
             for (int64_t j = 0; j < count; j += 2)
                 for (int64_t start = 0; start < 16; start += WIDE) {
                     const int64_t position = (n / 16 * groups + (i + j) / m->group) * 16 + start;
-                    const wide scale = group_numbers(m, m->scales, position);
-                    const wide zero = m->zeros ? group_numbers(m, m->zeros, position) : (wide){0};
-                    const wide_integers codes = bytes_at(panel + 8 * (i + j) + start);
-                    *(wide *)(tile[j] + start) = (looked_up(table, codes) - zero) * scale;
-                    *(wide *)(tile[j + 1] + start) = (looked_up(table, codes >> 4) - zero) * scale;
+                    const wide scale = read_group_numbers(m, m->scales, position);
+                    const wide zero = m->zeros ? read_group_numbers(m, m->zeros, position) : (wide){0};
+                    const wide_integers codes = read_bytes(panel + 8 * (i + j) + start);
+                    *(wide *)(tile[j] + start) = (look_up(table, codes) - zero) * scale;
+                    *(wide *)(tile[j + 1] + start) = (look_up(table, codes >> 4) - zero) * scale;
                 }
             for (int64_t c = 0; c < 16; c++)
                 for (int64_t j = 0; j < count; j++) out[(n + c) * width + i + j] = tile[j][c];
@@ -335,11 +342,11 @@ void restore(const Panels *m, float *out) {
 #endif
 }
 
-/* x (R, D) times a matrix, plus its bias, into out (R, N). Returns 0, or 1 where there was no memory. */
+/* Write x (R, D) times a matrix, plus its bias, to out (R, N). Returns 0, or 1 where there was no memory. */
 int64_t multiply(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
-    if (m->kind == FLOATS) times_floats(x, x_row, m, out, rows);
-    else if (m->kind == BF16) times_bf16(x, x_row, m, out, rows);
-    else if ((m->kind == INT8 ? times_int8 : times_codes)(x, x_row, m, out, rows)) return 1;
+    if (m->kind == FLOATS) multiply_floats(x, x_row, m, out, rows);
+    else if (m->kind == BF16) multiply_bf16(x, x_row, m, out, rows);
+    else if ((m->kind == INT8 ? multiply_int8 : multiply_codes)(x, x_row, m, out, rows)) return 1;
     for (int64_t row = 0; m->bias && row < rows; row++)
         for (int64_t i = 0; i < m->columns; i++) out[row * m->columns + i] += m->bias[i];
     return 0;

@@ -1,6 +1,6 @@
 /* Loops over rows for a step of serving, each of which would be several operations of torch.
 
-   No row reads another one, and sums of a row have one order, so its bits depend on itself alone. Letters: R rows, D width
+   No row reads another row, and sums of a row have one order, so its bits depend on itself alone. Letters: R rows, D width
    of a row, H query heads, K key heads, E width of keys and V of values of a head. Strides count elements. Sums that may
    be reordered into vectors say so (omp simd). NaN and infinity propagate. */
 
@@ -17,9 +17,9 @@
 
 #ifdef _OPENMP
 #include <omp.h>
-#define this_thread() omp_get_thread_num()
+#define thread_number() omp_get_thread_num()
 #else
-#define this_thread() 0
+#define thread_number() 0
 #endif
 
 typedef float lanes __attribute__((vector_size(64), aligned(4))); /* 16 numbers, anywhere in memory */
@@ -42,12 +42,12 @@ typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Sum 16 numbers in one order. */
-static inline float sum_of(lanes x) {
+static inline float sum_lanes(lanes x) {
     const eight *halves = (const eight *)&x;
-    eight half = halves[0] + halves[1];
-    const four *quarters = (const four *)&half;
-    four rest = quarters[0] + quarters[1];
-    return (rest[0] + rest[1]) + (rest[2] + rest[3]);
+    eight eight_sums = halves[0] + halves[1];
+    const four *quarters = (const four *)&eight_sums;
+    four four_sums = quarters[0] + quarters[1];
+    return (four_sums[0] + four_sums[1]) + (four_sums[2] + four_sums[3]);
 }
 
 static inline float exponential(float x) {
@@ -63,12 +63,12 @@ static inline float exponential(float x) {
     return p * power.f;
 }
 
-/* Threads that share a matrix, or heads, where there is more to read than LEAST bytes: starting and joining them costs
+/* Threads that share a matrix, or heads, where there is more to read than LEAST_BYTES: starting and joining them costs
    some microseconds. The order of a sum does not depend on the thread that computes it. */
-#define LEAST (1 << 17)
+#define LEAST_BYTES (1 << 17)
 extern int threads;
 
-static inline int threads_for(int64_t bytes) { return bytes < LEAST ? 1 : threads; }
+static inline int threads_for(int64_t bytes) { return bytes < LEAST_BYTES ? 1 : threads; }
 
 /* A matrix (N, D) in panels, see panels.py. A lane of a vector is one of its rows, so no vector is summed up. Several
    input rows share each read of a panel. Sums have one order, however many rows there are. */
@@ -98,16 +98,17 @@ typedef struct {
     float scale;
 } Attention;
 
-void rms_norm(const float *x, const float *added, const float *weight, float eps, float *out, float *total, int64_t rows,
+void rms_norm(const float *x, const float *added, const float *weight, float eps, float *out, float *total,
+              int64_t rows,
               int64_t width);
 void rotate(const float *x, int64_t x_row, int64_t x_head, const float *cosine, const float *sine, float *out,
             int64_t out_row, int64_t out_head, int64_t rows, int64_t heads, int64_t half);
 void swiglu(const float *gate, int64_t gate_row, const float *up, int64_t up_row, float *out, int64_t rows,
             int64_t width);
 void round_rows(const float *x, int64_t x_row, uint8_t *codes, float *scales, int64_t rows, int64_t width);
-void keep_floats(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, float *store, int64_t rows,
+void store_floats(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, float *store, int64_t rows,
                  int64_t heads, int64_t width);
-void keep_int8(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, int8_t *codes, float *scales,
+void store_int8(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, int8_t *codes, float *scales,
                int64_t rows, int64_t heads, int64_t width);
 int64_t multiply(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows);
 int64_t attend(const Attention *a, int64_t longest);

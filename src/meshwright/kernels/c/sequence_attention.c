@@ -8,7 +8,7 @@
 
 #include "vectors.h"
 
-#define TILE 64 /* queries and keys of a tile */
+#define TILE 64 /* queries and keys of a tile; sequence_attention.py sizes the scratch memory by it */
 #if defined(__AVX512F__) && defined(__AVX512BF16__)
 #define PAIRS 1
 #else
@@ -23,56 +23,58 @@
 
 /* A tensor (B, S, heads, width), fp32 or, where it is narrow, bf16, by its strides. */
 typedef struct {
-    char *at;
+    char *data;
     int64_t row, position, head, narrow;
 } Strided;
 
-/* documents (N, 3): a row, the position where one begins, and the one behind its end. sums, the log-sum-exp: (B, H, S).
-   `parts`: in how many parts the query heads of a key head are taken; of_k and of_v have so many times K heads. room:
-   for `each` words of each thread. `pairs`: whether products of bf16 may be those of pairs. */
+/* documents (N, 3): row, first position, and the position behind the last. sums (B, H, S): log-sum-exp of the scores.
+   `parts`: number of parts into which the query heads of a key head are cut; k_gradient and v_gradient have `parts`
+   times K heads, which the caller adds up. `scratch`: `scratch_floats` words for each thread. `pairs`: 1 if products of
+   bf16 may be those of pairs. */
 typedef struct {
-    Strided q, k, v, out, gradient, of_q, of_k, of_v;
-    float *sums, *room;
+    Strided q, k, v, out, gradient, q_gradient, k_gradient, v_gradient;
+    float *sums, *scratch;
     const int64_t *documents;
-    int64_t count, length, heads, key_heads, width, value_width, window, parts, threads, each, pairs;
+    int64_t count, length, heads, key_heads, width, value_width, window, parts, threads, scratch_floats, pairs;
     float scale;
 } Sequences;
 
-static inline char *part_of(const Strided *x, int64_t row, int64_t position, int64_t head) {
-    return x->at + (row * x->row + position * x->position + head * x->head) * (x->narrow ? 2 : 4);
+static inline char *address_of(const Strided *x, int64_t row, int64_t position, int64_t head) {
+    return x->data + (row * x->row + position * x->position + head * x->head) * (x->narrow ? 2 : 4);
 }
 
-static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* `rows` rows of `width` numbers in fp32, and 0 behind them up to `all` rows. */
-static void read_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows, int64_t all,
+/* Read `rows` rows of `width` numbers in fp32, and write 0 behind them up to `padded_rows` rows. */
+static void read_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows, int64_t padded_rows,
                       int64_t width, float *to) {
     for (int64_t r = 0; r < rows; r++) {
-        const char *from = part_of(x, row, position + r, head);
-        for (int64_t i = 0; i < width; i += 16) *(lanes *)(to + r * width + i) = read_lanes(from, i, x->narrow);
+        const char *row_data = address_of(x, row, position + r, head);
+        for (int64_t i = 0; i < width; i += 16) *(lanes *)(to + r * width + i) = read_lanes(row_data, i, x->narrow);
     }
-    memset(to + rows * width, 0, (all - rows) * width * sizeof(float));
+    memset(to + rows * width, 0, (padded_rows - rows) * width * sizeof(float));
 }
 
-/* The same in words. */
-static inline void read_words(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows, int64_t all,
+/* Read rows as words. Where a word is one number, 16 bits are widened. */
+static inline void read_words(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows,
+                              int64_t padded_rows,
                               int64_t width, float *to, const int pair) {
     if (pair == 1) {
-        read_rows(x, row, position, head, rows, all, width, to);
+        read_rows(x, row, position, head, rows, padded_rows, width, to);
         return;
     }
-    char *at = (char *)to;
-    for (int64_t r = 0; r < rows; r++) memcpy(at + r * width * 2, part_of(x, row, position + r, head), width * 2);
-    memset(at + rows * width * 2, 0, (all - rows) * width * 2);
+    char *words = (char *)to;
+    for (int64_t r = 0; r < rows; r++) memcpy(words + r * width * 2, address_of(x, row, position + r, head), width * 2);
+    memset(words + rows * width * 2, 0, (padded_rows - rows) * width * 2);
 }
 
 static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows,
                        int64_t width, float scale, const float *from) {
     for (int64_t r = 0; r < rows; r++) {
-        char *to = part_of(x, row, position + r, head);
+        char *row_data = address_of(x, row, position + r, head);
         for (int64_t i = 0; i < width; i += 16)
-            write_lanes(*(const lanes *)(from + r * width + i) * scale, to, i, x->narrow);
+            write_lanes(*(const lanes *)(from + r * width + i) * scale, row_data, i, x->narrow);
     }
 }
 
@@ -82,7 +84,8 @@ static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t 
 #define SHUFFLED(A, B, ...) __builtin_shuffle(A, B, (whole_lanes){__VA_ARGS__})
 #endif
 
-/* (rows, columns), both multiples of 16, -> (columns, rows): 16 by 16, by exchanging halves of halves. */
+/* Transpose (rows, columns), both multiples of 16, 16 by 16: exchange halves, then halves of halves. No lane is read
+   alone, which would cost 256 loads for each square. */
 static __attribute__((noinline)) void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns,
                                                 float *to, int64_t to_row) {
     for (int64_t r = 0; r < rows; r += 16)
@@ -114,28 +117,28 @@ static __attribute__((noinline)) void transpose(const float *from, int64_t from_
 typedef int32_t bits __attribute__((aligned(4), may_alias));
 
 #if PAIRS
-/* Of two rows the numbers that follow each other in a sum, as words. */
-static inline lanes in_pairs(lanes first, lanes second) {
-    static const int16_t PLACES[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+/* Join the numbers of two rows that follow each other in a sum to words. */
+static inline lanes interleave_bf16(lanes first, lanes second) {
+    static const int16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    return (lanes)_mm512_permutexvar_epi16(_mm512_loadu_si512(PLACES), both);
+    const __m512i packed = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    return (lanes)_mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER), packed);
 }
 
-static inline void write_narrow(lanes found, float *words, int64_t i) {
-    _mm256_storeu_si256((__m256i *)((uint16_t *)words + i), (__m256i)_mm512_cvtneps_pbh((__m512)found));
+static inline void write_bf16(lanes numbers, float *words, int64_t i) {
+    _mm256_storeu_si256((__m256i *)((uint16_t *)words + i), (__m256i)_mm512_cvtneps_pbh((__m512)numbers));
 }
 
-static inline wide plus_pairs(wide total, bits left, wide right) {
-    return (wide)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(left), (__m512bh)right);
+static inline wide add_pair_products(wide total, bits a_pair, wide b_pairs) {
+    return (wide)_mm512_dpbf16_ps((__m512)total, (__m512bh)_mm512_set1_epi32(a_pair), (__m512bh)b_pairs);
 }
 #else
-static inline lanes in_pairs(lanes first, lanes second) { return first; }
-static inline void write_narrow(lanes found, float *words, int64_t i) {}
-static inline wide plus_pairs(wide total, bits left, wide right) { return total; }
+static inline lanes interleave_bf16(lanes first, lanes second) { return first; }
+static inline void write_bf16(lanes numbers, float *words, int64_t i) {}
+static inline wide add_pair_products(wide total, bits a_pair, wide b_pairs) { return total; }
 #endif
 
-/* bf16 (rows, width), rows even, -> words (rows / 2, width), each of two rows. */
+/* Join pairs of rows in bf16 (rows, width) to words (rows / 2, width). */
 static void pair_rows(const float *from, int64_t rows, int64_t width, float *to) {
     for (int64_t r = 0; r < rows; r += 2)
         for (int64_t i = 0; i < width; i += 16) {
@@ -145,7 +148,7 @@ static void pair_rows(const float *from, int64_t rows, int64_t width, float *to)
         }
 }
 
-static inline __attribute__((always_inline)) void sums_of(const float *a, int64_t a_row, int64_t a_inner,
+static inline __attribute__((always_inline)) void product_tile(const float *a, int64_t a_row, int64_t a_inner,
                                                           const float *b, int64_t b_row, float *c, int64_t c_row,
                                                           int64_t inner, const float *scale, const int pair,
                                                           const int rows, const int across) {
@@ -153,13 +156,13 @@ static inline __attribute__((always_inline)) void sums_of(const float *a, int64_
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < across; p++) total[r][p] = scale ? (wide){0} : *(const wide *)(c + r * c_row + WIDE * p);
     for (int64_t i = 0; i < inner; i++) {
-        wide right[ACROSS];
-        for (int p = 0; p < across; p++) right[p] = *(const wide *)(b + i * b_row + WIDE * p);
+        wide b_vectors[ACROSS];
+        for (int p = 0; p < across; p++) b_vectors[p] = *(const wide *)(b + i * b_row + WIDE * p);
         for (int r = 0; r < rows; r++) {
-            const float *left = a + r * a_row + i * a_inner;
+            const float *a_number = a + r * a_row + i * a_inner;
             for (int p = 0; p < across; p++)
-                if (pair == 2) total[r][p] = plus_pairs(total[r][p], *(const bits *)left, right[p]);
-                else total[r][p] += *left * right[p];
+                if (pair == 2) total[r][p] = add_pair_products(total[r][p], *(const bits *)a_number, b_vectors[p]);
+                else total[r][p] += *a_number * b_vectors[p];
         }
     }
     for (int r = 0; r < rows; r++)
@@ -169,236 +172,259 @@ static inline __attribute__((always_inline)) void sums_of(const float *a, int64_
         }
 }
 
-/* c (rows, columns) = `scale` times, or where that is NULL, += a (rows, inner) b (inner, columns); columns are a multiple
-   of 16. Not inlined: a compiler that sees the scale rounds it with what comes next, and both passes must round alike. */
+/* Write `scale` times a (rows, inner) b (inner, columns) to c (rows, columns). Where `scale` is NULL, add it to c.
+   Columns are a multiple of 16. Not inlined: a compiler that sees the scale fuses it with the next operation, and the
+   forward and backward pass must round alike. */
 static __attribute__((noinline)) void product(const float *a, int64_t a_row, int64_t a_inner, const float *b,
                                               int64_t b_row, float *c, int64_t c_row, int64_t rows, int64_t inner,
                                               int64_t columns, const float *scale, int pair) {
-#define SOME_ROWS(ROWS, VECTORS, PAIR)                                                                                  \
+#define CASE(ROWS, VECTORS, PAIR)                                                                                       \
     case (PAIR * 8 + ROWS) * 8 + VECTORS:                                                                               \
-        sums_of(a + r * a_row, a_row, a_inner, b + n, b_row, c + r * c_row + n, c_row, inner, scale, PAIR, ROWS,        \
+        product_tile(a + r * a_row, a_row, a_inner, b + n, b_row, c + r * c_row + n, c_row, inner, scale, PAIR, ROWS,   \
                 VECTORS);                                                                                               \
         break;
 #if WIDE == 16
-#define SOME(ROWS, PAIR) SOME_ROWS(ROWS, 1, PAIR) SOME_ROWS(ROWS, 2, PAIR) SOME_ROWS(ROWS, 3, PAIR) SOME_ROWS(ROWS, 4, PAIR)
+#define CASES(ROWS, PAIR) CASE(ROWS, 1, PAIR) CASE(ROWS, 2, PAIR) CASE(ROWS, 3, PAIR) CASE(ROWS, 4, PAIR)
 #else
-#define SOME(ROWS, PAIR) SOME_ROWS(ROWS, ACROSS, PAIR)
+#define CASES(ROWS, PAIR) CASE(ROWS, ACROSS, PAIR)
 #endif
-#define EACH_SIZE(PAIR) SOME(1, PAIR) SOME(4, PAIR) SOME(DOWN, PAIR)
+#define ALL_CASES(PAIR) CASES(1, PAIR) CASES(4, PAIR) CASES(DOWN, PAIR)
     for (int64_t n = 0; n < columns; n += WIDE * ACROSS)
-        for (int64_t r = 0, some; r < rows; r += some) {
-            some = rows - r >= DOWN ? DOWN : rows - r >= 4 ? 4 : 1; /* each number of rows is code to compile */
-            switch ((pair * 8 + some) * 8 + least_of((columns - n) / WIDE, ACROSS)) {
-                EACH_SIZE(1)
+        for (int64_t r = 0, row_count; r < rows; r += row_count) {
+            row_count = rows - r >= DOWN ? DOWN : rows - r >= 4 ? 4 : 1; /* every count is more code to compile */
+            switch ((pair * 8 + row_count) * 8 + smaller_of((columns - n) / WIDE, ACROSS)) {
+                ALL_CASES(1)
 #if PAIRS
-                EACH_SIZE(2)
+                ALL_CASES(2)
 #endif
             }
         }
 }
 
-static const float ONE = 1.0f;
-static const lanes COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static const float UNSCALED = 1.0f;
+static const lanes LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 typedef struct {
     int64_t row, begin, end;
 } Document;
 
-static inline int64_t tiles_of(Document d) { return (d.end - d.begin + TILE - 1) / TILE; }
+static inline int64_t count_tiles(Document d) { return (d.end - d.begin + TILE - 1) / TILE; }
 static inline int64_t up_to_16(int64_t n) { return (n + 15) & ~15; }
 
-/* One tile of queries of all query heads of one key head. Lanes are queries, so that no vector is summed up. */
-static inline __attribute__((always_inline)) void attend_tile(const Sequences *s, Document d, int64_t start, int64_t own,
-                                                              float *room, const int pair) {
+/* Attend one tile of queries, for all query heads of one key head. Lanes are queries, so that no vector is summed up:
+   maximum and sum of a query stay in its lane. */
+static inline __attribute__((always_inline)) void attend_tile(const Sequences *s, Document d, int64_t start,
+                                                              int64_t key_head,
+                                                              float *scratch, const int pair) {
     const int64_t E = s->width, V = s->value_width, inner = E / pair, group = s->heads / s->key_heads;
-    const int64_t stop = least_of(start + TILE, d.end), count = stop - start, padded = up_to_16(count), vectors = padded / 16;
-    float *q = room, *keys = q + group * TILE * E, *values = keys + TILE * E, *weights = values + TILE * V;
-    float *out = weights + TILE * TILE, *rows = out + group * TILE * V;
-    lanes most[group][4], total[group][4];
+    const int64_t end = smaller_of(start + TILE, d.end), query_count = end - start, padded = up_to_16(query_count),
+        vectors = padded / 16;
+    float *q = scratch, *keys = q + group * TILE * E, *values = keys + TILE * E, *weights = values + TILE * V;
+    float *out = weights + TILE * TILE, *rows_read = out + group * TILE * V;
+    lanes peak[group][4], total[group][4];
     for (int64_t g = 0; g < group; g++) {
-        read_words(&s->q, d.row, start, own * group + g, count, padded, E, rows, pair);
-        transpose(rows, inner, padded, inner, q + g * TILE * E, padded);
+        read_words(&s->q, d.row, start, key_head * group + g, query_count, padded, E, rows_read, pair);
+        transpose(rows_read, inner, padded, inner, q + g * TILE * E, padded);
         memset(out + g * TILE * V, 0, padded * V * sizeof(float));
-        for (int64_t p = 0; p < 4; p++) most[g][p] = (lanes){0} - INFINITY, total[g][p] = (lanes){0};
+        for (int64_t p = 0; p < 4; p++) peak[g][p] = (lanes){0} - INFINITY, total[g][p] = (lanes){0};
     }
-    const int64_t seen = s->window ? most_of(d.begin, start - s->window + 1) : d.begin;
-    for (int64_t first = d.begin + (seen - d.begin) / TILE * TILE; first < stop; first += TILE) {
-        const int64_t found = least_of(first + TILE, stop) - first;
-        const int64_t steps = (found + pair - 1) / pair;
-        read_words(&s->k, d.row, first, own, found, found, E, keys, pair);
-        read_words(&s->v, d.row, first, own, found, steps * pair, V, pair == 2 ? rows : values, pair);
-        if (pair == 2) pair_rows(rows, steps * 2, V, values);
-        const int whole = first + TILE <= start + 1 && (!s->window || first > stop - 1 - s->window);
+    const int64_t first_visible = s->window ? larger_of(d.begin, start - s->window + 1) : d.begin;
+    for (int64_t first_key = d.begin + (first_visible - d.begin) / TILE * TILE; first_key < end; first_key += TILE) {
+        const int64_t key_count = smaller_of(first_key + TILE, end) - first_key;
+        const int64_t steps = (key_count + pair - 1) / pair;
+        read_words(&s->k, d.row, first_key, key_head, key_count, key_count, E, keys, pair);
+        read_words(&s->v, d.row, first_key, key_head, key_count, steps * pair, V, pair == 2 ? rows_read : values, pair);
+        if (pair == 2) pair_rows(rows_read, steps * 2, V, values);
+        const int all_visible = first_key + TILE <= start + 1 && (!s->window || first_key > end - 1 - s->window);
         for (int64_t g = 0; g < group; g++) {
-            product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, found, inner, padded, &s->scale, pair);
+            product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, key_count, inner, padded, &s->scale,
+                    pair);
             for (int64_t p = 0; p < vectors; p++) {
-                float *at = weights + 16 * p;
-                lanes largest = most[g][p];
-                const lanes query = COUNT + (float)(start + 16 * p - first); /* in positions from the first key */
-                if (!whole)
-                    for (int64_t t = 0; t < found; t++) {
-                        lanes *x = (lanes *)(at + t * padded);
+                float *scores = weights + 16 * p;
+                lanes largest = peak[g][p];
+                /* relative to the first key: fp32 holds every position of a tile, but not every position of a text */
+                const lanes query = LANE_NUMBERS + (float)(start + 16 * p - first_key);
+                if (!all_visible)
+                    for (int64_t t = 0; t < key_count; t++) {
+                        lanes *x = (lanes *)(scores + t * padded);
                         const lanes key = (lanes){0} + (float)t;
-                        const whole_lanes hidden = s->window ? (key > query) | (key <= query - (float)s->window) : key > query;
-                        *x = either(hidden, (lanes){0} - INFINITY, *x);
+                        const whole_lanes hidden = s->window
+                            ? (key > query) | (key <= query - (float)s->window) : key > query;
+                        *x = select_lanes(hidden, (lanes){0} - INFINITY, *x);
                     }
-                for (int64_t t = 0; t < found; t++) largest = larger(largest, *(const lanes *)(at + t * padded));
-                const lanes none = {0}, base = either(largest == none - INFINITY, none, largest);
-                const lanes again = exponentials(most[g][p] - base);
-                lanes sum = total[g][p] * again;
-                for (int64_t t = 0; t < found; t += pair) {
+                for (int64_t t = 0; t < key_count; t++) largest = larger(largest,
+                                                                         *(const lanes *)(scores + t * padded));
+                const lanes zero = {0}, base = select_lanes(largest == zero - INFINITY, zero, largest);
+                const lanes rescale = exponentials(peak[g][p] - base);
+                lanes sum = total[g][p] * rescale;
+                for (int64_t t = 0; t < key_count; t += pair) {
                     lanes weight[2] = {{0}, {0}};
-                    for (int64_t i = 0; i < least_of(pair, found - t); i++) {
-                        const lanes x = *(const lanes *)(at + (t + i) * padded);
+                    for (int64_t i = 0; i < smaller_of(pair, key_count - t); i++) {
+                        const lanes x = *(const lanes *)(scores + (t + i) * padded);
                         weight[i] = exponentials(x - base);
-                        if (!whole) weight[i] = either(x == none - INFINITY, none, weight[i]);
+                        if (!all_visible) weight[i] = select_lanes(x == zero - INFINITY, zero, weight[i]);
                         sum += weight[i];
                     }
-                    *(lanes *)(at + t / pair * padded) = pair == 2 ? in_pairs(weight[0], weight[1]) : weight[0];
+                    *(lanes *)(scores + t / pair * padded) =
+                        pair == 2 ? interleave_bf16(weight[0], weight[1]) : weight[0];
                 }
                 total[g][p] = sum;
-                most[g][p] = largest;
+                peak[g][p] = largest;
                 for (int64_t e = 0; e < V; e++) {
                     lanes *x = (lanes *)(out + g * TILE * V + e * padded + 16 * p);
-                    *x = *x * again;
+                    *x = *x * rescale;
                 }
             }
             product(values, 1, V, weights, padded, out + g * TILE * V, padded, V, steps, padded, NULL, pair);
         }
     }
     for (int64_t g = 0; g < group; g++) {
-        const int64_t head = own * group + g;
-        float *sums = s->sums + (d.row * s->heads + head) * s->length + start, *result = out + g * TILE * V;
+        const int64_t head = key_head * group + g;
+        float *sums = s->sums + (d.row * s->heads + head) * s->length + start, *tile_out = out + g * TILE * V;
         for (int64_t p = 0; p < vectors; p++) {
-            const lanes share = 1.0f / total[g][p];
+            const lanes inverse_sum = 1.0f / total[g][p];
             for (int64_t e = 0; e < V; e++) {
-                lanes *x = (lanes *)(result + e * padded + 16 * p);
-                *x = *x * share;
+                lanes *x = (lanes *)(tile_out + e * padded + 16 * p);
+                *x = *x * inverse_sum;
             }
-            for (int64_t i = 0; i < least_of(16, count - 16 * p); i++)
-                sums[16 * p + i] = most[g][p][i] + logf(total[g][p][i]);
+            for (int64_t i = 0; i < smaller_of(16, query_count - 16 * p); i++)
+                sums[16 * p + i] = peak[g][p][i] + logf(total[g][p][i]);
         }
-        transpose(result, padded, V, padded, rows, V);
-        write_rows(&s->out, d.row, start, head, count, V, 1.0f, rows);
+        transpose(tile_out, padded, V, padded, rows_read, V);
+        write_rows(&s->out, d.row, start, head, query_count, V, 1.0f, rows_read);
     }
 }
 
-/* Whether both widths are whole vectors of words. */
+/* Return 1 if the processor multiplies pairs and both widths are whole vectors of words. */
 static int takes_pairs(const Sequences *s) {
     return PAIRS && s->pairs && s->q.narrow && s->gradient.narrow && s->width % 32 == 0 && s->value_width % 32 == 0;
 }
 
-/* Tiles at the ends of documents come first: they see most. Returns 0, or 1 where there was no memory. */
+/* Attend all documents. Tiles at the ends of documents come first: they have most keys, and a long one that starts last
+   would keep the other threads waiting. Returns 0, or 1 where there was no memory. */
 int64_t attend_sequences(const Sequences *s) {
-    int64_t *before = malloc((s->count + 1) * sizeof(int64_t)); /* tiles of the documents before each */
-    if (!before) return 1;
+    int64_t *tiles_before = malloc((s->count + 1) * sizeof(int64_t)); /* sums over the documents before */
+    if (!tiles_before) return 1;
     const Document *documents = (const Document *)s->documents;
-    before[0] = 0;
-    for (int64_t n = 0; n < s->count; n++) before[n + 1] = before[n] + tiles_of(documents[n]);
-    const int64_t tiles = before[s->count], used = s->threads;
-#pragma omp parallel for num_threads(used) schedule(dynamic)
+    tiles_before[0] = 0;
+    for (int64_t n = 0; n < s->count; n++) tiles_before[n + 1] = tiles_before[n] + count_tiles(documents[n]);
+    const int64_t tiles = tiles_before[s->count], thread_count = s->threads;
+#pragma omp parallel for num_threads(thread_count) schedule(dynamic)
     for (int64_t unit = 0; unit < tiles * s->key_heads; unit++) {
         const int64_t tile = tiles - 1 - unit / s->key_heads;
         int64_t low = 0, high = s->count;
-        while (high - low > 1) *(before[(low + high) / 2] <= tile ? &low : &high) = (low + high) / 2;
-        const int64_t start = documents[low].begin + (tile - before[low]) * TILE;
-        float *room = s->room + this_thread() * s->each;
-        if (takes_pairs(s)) attend_tile(s, documents[low], start, unit % s->key_heads, room, 1 + PAIRS);
-        else attend_tile(s, documents[low], start, unit % s->key_heads, room, 1);
+        while (high - low > 1) *(tiles_before[(low + high) / 2] <= tile ? &low : &high) = (low + high) / 2;
+        const int64_t start = documents[low].begin + (tile - tiles_before[low]) * TILE;
+        float *scratch = s->scratch + thread_number() * s->scratch_floats;
+        if (takes_pairs(s)) attend_tile(s, documents[low], start, unit % s->key_heads, scratch, 1 + PAIRS);
+        else attend_tile(s, documents[low], start, unit % s->key_heads, scratch, 1);
     }
-    free(before);
+    free(tiles_before);
     return 0;
 }
 
-/* One document of one key head and one part of its query heads. Lanes are keys. Scores have the bits that `sums` was
-   made of, scale and order alike: of scores of 1e10 a last bit is a factor of e^1000 to a weight. */
-static inline __attribute__((always_inline)) void gradients_of(const Sequences *s, Document d, int64_t own, float *room,
+/* Write the gradients of one document, for one key head and one part of its query heads. Lanes are keys. Scores are
+   computed again with the bits that `sums` was made of, same scale and order: in scores of 1e10 the last bit would
+   change a weight by a factor of e^1000. `deltas`: sum of gradient times output for each query. */
+static inline __attribute__((always_inline)) void document_gradients(const Sequences *s, Document d,
+                                                                     int64_t head_part, float *scratch,
                                                                const int pair) {
     const int64_t E = s->width, V = s->value_width, group = s->heads / s->key_heads / s->parts;
-    const int64_t key_head = own / s->parts, length = d.end - d.begin;
-    float *keys = room, *keys_turned = keys + TILE * E, *values = keys_turned + TILE * E;
-    float *values_turned = values + TILE * V, *q = values_turned + TILE * V, *given = q + TILE * E;
-    float *weights = given + TILE * V, *of_weights = weights + TILE * TILE, *of_keys = of_weights + TILE * TILE;
-    float *of_values = of_keys + TILE * E, *narrow = of_values + TILE * V, *means = narrow + TILE * TILE / 2;
-    float *of_q = means + group * length;
-    float *q_along = pair == 2 ? q + TILE * E / 2 : q, *given_along = pair == 2 ? given + TILE * V / 2 : given;
-    float *key_rows = pair == 2 ? q : keys, *value_rows = pair == 2 ? given : values;
+    const int64_t key_head = head_part / s->parts, length = d.end - d.begin;
+    float *keys = scratch, *keys_transposed = keys + TILE * E, *values = keys_transposed + TILE * E;
+    float *values_transposed = values + TILE * V, *q = values_transposed + TILE * V, *gradient = q + TILE * E;
+    float *weights = gradient + TILE * V, *score_gradients = weights + TILE * TILE,
+        *key_gradients = score_gradients + TILE * TILE;
+    float *value_gradients = key_gradients + TILE * E, *narrow_gradients = value_gradients + TILE * V,
+        *deltas = narrow_gradients + TILE * TILE / 2;
+    float *q_gradients = deltas + group * length;
+    float *q_operand = pair == 2 ? q + TILE * E / 2 : q, *gradient_operand = pair == 2
+        ? gradient + TILE * V / 2 : gradient;
+    float *key_rows = pair == 2 ? q : keys, *value_rows = pair == 2 ? gradient : values;
     for (int64_t g = 0; g < group; g++)
         for (int64_t start = 0; start < length; start += TILE) {
-            const int64_t count = least_of(TILE, length - start), head = own * group + g;
-            read_rows(&s->gradient, d.row, d.begin + start, head, count, count, V, given);
-            read_rows(&s->out, d.row, d.begin + start, head, count, count, V, values);
-            for (int64_t r = 0; r < count; r++) {
+            const int64_t query_count = smaller_of(TILE, length - start), head = head_part * group + g;
+            read_rows(&s->gradient, d.row, d.begin + start, head, query_count, query_count, V, gradient);
+            read_rows(&s->out, d.row, d.begin + start, head, query_count, query_count, V, values);
+            for (int64_t r = 0; r < query_count; r++) {
                 lanes sum = {0};
                 for (int64_t i = 0; i < V; i += 16)
-                    sum += *(const lanes *)(given + r * V + i) * *(const lanes *)(values + r * V + i);
-                means[g * length + start + r] = sum_of(sum);
+                    sum += *(const lanes *)(gradient + r * V + i) * *(const lanes *)(values + r * V + i);
+                deltas[g * length + start + r] = sum_lanes(sum);
             }
         }
-    memset(of_q, 0, group * length * E * sizeof(float));
-    for (int64_t first = 0; first < length; first += TILE) {
-        const int64_t found = least_of(TILE, length - first), padded = up_to_16(found);
-        read_words(&s->k, d.row, d.begin + first, key_head, found, padded, E, key_rows, pair);
-        read_words(&s->v, d.row, d.begin + first, key_head, found, padded, V, value_rows, pair);
-        transpose(key_rows, E / pair, padded, E / pair, keys_turned, padded);
-        transpose(value_rows, V / pair, padded, V / pair, values_turned, padded);
+    memset(q_gradients, 0, group * length * E * sizeof(float));
+    for (int64_t first_key = 0; first_key < length; first_key += TILE) {
+        const int64_t key_count = smaller_of(TILE, length - first_key), padded = up_to_16(key_count);
+        read_words(&s->k, d.row, d.begin + first_key, key_head, key_count, padded, E, key_rows, pair);
+        read_words(&s->v, d.row, d.begin + first_key, key_head, key_count, padded, V, value_rows, pair);
+        transpose(key_rows, E / pair, padded, E / pair, keys_transposed, padded);
+        transpose(value_rows, V / pair, padded, V / pair, values_transposed, padded);
         if (pair == 2) pair_rows(key_rows, padded, E, keys);
-        memset(of_keys, 0, padded * E * sizeof(float));
-        memset(of_values, 0, padded * V * sizeof(float));
-        const int64_t end = s->window ? least_of(length, first + found - 1 + s->window) : length;
+        memset(key_gradients, 0, padded * E * sizeof(float));
+        memset(value_gradients, 0, padded * V * sizeof(float));
+        const int64_t end_query = s->window ? smaller_of(length, first_key + key_count - 1 + s->window) : length;
         for (int64_t g = 0; g < group; g++) {
-            const int64_t head = own * group + g;
+            const int64_t head = head_part * group + g;
             const float *sums = s->sums + (d.row * s->heads + head) * s->length + d.begin;
-            for (int64_t start = first; start < end; start += TILE) {
-                const int64_t count = least_of(TILE, length - start);
-                const int64_t steps = (count + pair - 1) / pair;
-                read_words(&s->q, d.row, d.begin + start, head, count, steps * pair, E, q, pair);
-                read_words(&s->gradient, d.row, d.begin + start, head, count, steps * pair, V, given, pair);
-                if (pair == 2) pair_rows(q, steps * 2, E, q_along), pair_rows(given, steps * 2, V, given_along);
-                product(q, E / pair, 1, keys_turned, padded, weights, padded, count, E / pair, padded, &s->scale, pair);
-                product(given, V / pair, 1, values_turned, padded, of_weights, padded, count, V / pair, padded, &ONE, pair);
-                const int whole = start > first && found == TILE && (!s->window || first > start + count - 1 - s->window);
-                for (int64_t r = 0; r < count; r += pair)
+            for (int64_t start = first_key; start < end_query; start += TILE) {
+                const int64_t query_count = smaller_of(TILE, length - start);
+                const int64_t steps = (query_count + pair - 1) / pair;
+                read_words(&s->q, d.row, d.begin + start, head, query_count, steps * pair, E, q, pair);
+                read_words(&s->gradient, d.row, d.begin + start, head, query_count, steps * pair, V, gradient, pair);
+                if (pair == 2) pair_rows(q, steps * 2, E, q_operand), pair_rows(gradient, steps * 2, V,
+                                                                                gradient_operand);
+                product(q, E / pair, 1, keys_transposed, padded, weights, padded, query_count, E / pair, padded,
+                        &s->scale, pair);
+                product(gradient, V / pair, 1, values_transposed, padded, score_gradients, padded, query_count,
+                        V / pair, padded, &UNSCALED, pair);
+                const int all_visible = start > first_key && key_count == TILE &&
+                                        (!s->window || first_key > start + query_count - 1 - s->window);
+                for (int64_t r = 0; r < query_count; r += pair)
                     for (int64_t p = 0; p < padded; p += 16) {
-                        lanes weight[2] = {{0}, {0}}, of_weight[2] = {{0}, {0}};
-                        for (int64_t i = r; i < least_of(count, r + pair); i++) {
+                        lanes weight[2] = {{0}, {0}}, score_gradient[2] = {{0}, {0}};
+                        for (int64_t i = r; i < smaller_of(query_count, r + pair); i++) {
                             const lanes x = *(const lanes *)(weights + i * padded + p);
-                            lanes found_here = exponentials(x - sums[start + i]);
-                            if (!whole) {
-                                const lanes key = COUNT + (float)(first + p), query = (lanes){0} + (float)(start + i);
+                            lanes probability = exponentials(x - sums[start + i]);
+                            if (!all_visible) {
+                                const lanes key = LANE_NUMBERS + (float)(first_key + p),
+                                    query = (lanes){0} + (float)(start + i);
                                 const whole_lanes hidden =
                                     s->window ? (key > query) | (key <= query - (float)s->window) : key > query;
-                                found_here = either(hidden, (lanes){0}, found_here);
+                                probability = select_lanes(hidden, (lanes){0}, probability);
                             }
-                            const lanes of_x = *(const lanes *)(of_weights + i * padded + p);
-                            weight[i - r] = found_here;
-                            of_weight[i - r] = found_here * (of_x - means[g * length + start + i]);
-                            if (pair == 2) write_narrow(of_weight[i - r], narrow, i * padded + p);
+                            const lanes probability_gradient = *(const lanes *)(score_gradients + i * padded + p);
+                            weight[i - r] = probability;
+                            const float delta = deltas[g * length + start + i];
+                            score_gradient[i - r] = probability * (probability_gradient - delta);
+                            if (pair == 2) write_bf16(score_gradient[i - r], narrow_gradients, i * padded + p);
                         }
-                        const int64_t at = r / pair * padded + p;
-                        *(lanes *)(weights + at) = pair == 2 ? in_pairs(weight[0], weight[1]) : weight[0];
-                        *(lanes *)(of_weights + at) = pair == 2 ? in_pairs(of_weight[0], of_weight[1]) : of_weight[0];
+                        const int64_t word = r / pair * padded + p;
+                        *(lanes *)(weights + word) = pair == 2 ? interleave_bf16(weight[0], weight[1]) : weight[0];
+                        *(lanes *)(score_gradients + word) =
+                            pair == 2 ? interleave_bf16(score_gradient[0], score_gradient[1]) : score_gradient[0];
                     }
-                product(weights, 1, padded, given_along, V, of_values, V, padded, steps, V, NULL, pair);
-                product(of_weights, 1, padded, q_along, E, of_keys, E, padded, steps, E, NULL, pair);
-                product(pair == 2 ? narrow : of_weights, padded / pair, 1, keys, E, of_q + (g * length + start) * E, E,
-                        count, padded / pair, E, NULL, pair);
+                product(weights, 1, padded, gradient_operand, V, value_gradients, V, padded, steps, V, NULL, pair);
+                product(score_gradients, 1, padded, q_operand, E, key_gradients, E, padded, steps, E, NULL, pair);
+                product(pair == 2 ? narrow_gradients : score_gradients, padded / pair, 1, keys, E,
+                        q_gradients + (g * length + start) * E, E, query_count, padded / pair, E, NULL, pair);
             }
         }
-        write_rows(&s->of_k, d.row, d.begin + first, own, found, E, s->scale, of_keys);
-        write_rows(&s->of_v, d.row, d.begin + first, own, found, V, 1.0f, of_values);
+        write_rows(&s->k_gradient, d.row, d.begin + first_key, head_part, key_count, E, s->scale, key_gradients);
+        write_rows(&s->v_gradient, d.row, d.begin + first_key, head_part, key_count, V, 1.0f, value_gradients);
     }
     for (int64_t g = 0; g < group; g++)
-        write_rows(&s->of_q, d.row, d.begin, own * group + g, length, E, s->scale, of_q + g * length * E);
+        write_rows(&s->q_gradient, d.row, d.begin, head_part * group + g, length, E, s->scale,
+                   q_gradients + g * length * E);
 }
 
 void sequences_gradients(const Sequences *s) {
-    const int64_t units = s->key_heads * s->parts, used = s->threads;
+    const int64_t units = s->key_heads * s->parts, thread_count = s->threads;
     const Document *documents = (const Document *)s->documents;
-#pragma omp parallel for num_threads(used) schedule(dynamic)
+#pragma omp parallel for num_threads(thread_count) schedule(dynamic)
     for (int64_t unit = 0; unit < s->count * units; unit++) {
-        float *room = s->room + this_thread() * s->each;
-        if (takes_pairs(s)) gradients_of(s, documents[unit / units], unit % units, room, 1 + PAIRS);
-        else gradients_of(s, documents[unit / units], unit % units, room, 1);
+        float *scratch = s->scratch + thread_number() * s->scratch_floats;
+        if (takes_pairs(s)) document_gradients(s, documents[unit / units], unit % units, scratch, 1 + PAIRS);
+        else document_gradients(s, documents[unit / units], unit % units, scratch, 1);
     }
 }

@@ -26,8 +26,8 @@ def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     Also checks that the three fit each other: C would read past the end, where torch repeats a row or refuses.
     """
     fit = k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
-    known = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
-    fit = fit and known and compat.lies_in_memory(q, k, v)
+    has_type = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
+    fit = fit and has_type and compat.lies_in_memory(q, k, v)
     return fit and all(x.shape[3] % VECTOR == 0 and x.shape[3] <= WIDEST for x in (q, v))
 
 
@@ -39,13 +39,23 @@ def attend(
     out = q.new_empty(*q.shape[:3], v.shape[3])
     sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     widths, group = q.shape[3] + v.shape[3], q.shape[2] // k.shape[2]
-    each = TILE * (group * widths + widths + TILE + max(q.shape[3], v.shape[3]))
+    scratch_floats = TILE * (group * widths + widths + TILE + max(q.shape[3], v.shape[3]))
     threads = torch.get_num_threads()
-    room = _room(q, threads * each)
+    scratch = _allocate_scratch(q, threads * scratch_floats)
     if not compat.is_fake(q):
         tensors = {"q": q, "k": k, "v": v, "out": out, "gradient": out}
         spans = _document_list(documents)
-        fields = _fields(tensors, sums, room, spans, window=window, scale=scale, parts=1, threads=threads, each=each)
+        fields = _fields(
+            tensors,
+            sums,
+            scratch,
+            spans,
+            window=window,
+            scale=scale,
+            parts=1,
+            threads=threads,
+            scratch_floats=scratch_floats,
+        )
         if library().attend_sequences(ctypes.byref(fields)):
             raise MemoryError(f"no memory for a list of {len(spans)} documents")
     return out, sums
@@ -62,23 +72,34 @@ def gradients(
     gradient, q, k, v, out = map(_side_by_side, (gradient, q, k, v, out))
     threads, group = torch.get_num_threads(), q.shape[2] // k.shape[2]
     parts = _parts(len(q) * k.shape[2], group, threads)
-    of_q = q.new_empty(q.shape)
-    of_k, of_v = (_parted(x, parts) for x in (k, v))
+    q_gradient = q.new_empty(q.shape)
+    k_gradient, v_gradient = (_parted(x, parts) for x in (k, v))
     longest = max(end - begin for _, begin, end in documents)
-    each = TILE * (4 * (q.shape[3] + v.shape[3]) + 5 * TILE // 2) + group // parts * longest * (q.shape[3] + 1)
-    room = _room(q, threads * each)
+    scratch_floats = TILE * (4 * (q.shape[3] + v.shape[3]) + 5 * TILE // 2) + group // parts * longest * (
+        q.shape[3] + 1
+    )
+    scratch = _allocate_scratch(q, threads * scratch_floats)
     if not compat.is_fake(q):
         tensors = {
-            "q": q, "k": k, "v": v, "out": out, "gradient": gradient, "of_q": of_q, "of_k": of_k, "of_v": of_v
+            "q": q, "k": k, "v": v, "out": out, "gradient": gradient, "q_gradient": q_gradient,
+            "k_gradient": k_gradient, "v_gradient": v_gradient,
         }  # fmt: skip
         spans = _document_list(documents)
         fields = _fields(
-            tensors, sums, room, spans, window=window, scale=scale, parts=parts, threads=threads, each=each
+            tensors,
+            sums,
+            scratch,
+            spans,
+            window=window,
+            scale=scale,
+            parts=parts,
+            threads=threads,
+            scratch_floats=scratch_floats,
         )
         library().sequences_gradients(ctypes.byref(fields))
     if parts > 1:
-        of_k, of_v = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (of_k, of_v))
-    return of_q, of_k, of_v
+        k_gradient, v_gradient = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (k_gradient, v_gradient))
+    return q_gradient, k_gradient, v_gradient
 
 
 def _parts(units: int, group: int, threads: int) -> int:
@@ -100,7 +121,7 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _room(like: Tensor, count: int) -> Tensor:
+def _allocate_scratch(like: Tensor, count: int) -> Tensor:
     """Allocate scratch memory in torch, where memory counters see it."""
     return like.new_empty(count, dtype=torch.float32)
 
@@ -111,17 +132,19 @@ def _document_list(documents: Documents) -> Tensor:
     return torch.tensor(spans, dtype=torch.int64, device="cpu")
 
 
-def _fields(tensors: dict[str, Tensor], sums: Tensor, room: Tensor, spans: Tensor, **fields: float) -> ctypes.Structure:
+def _fields(
+    tensors: dict[str, Tensor], sums: Tensor, scratch: Tensor, spans: Tensor, **fields: float
+) -> ctypes.Structure:
     """Return the struct Sequences of tensors (B, S, heads, width) with contiguous rows. It keeps none of them alive."""
     q, k, v = (tensors[name] for name in "qkv")
     strided = {
         name: structure("Strided")(
-            at=x.data_ptr(), row=x.stride(0), position=x.stride(1), head=x.stride(2), narrow=x.dtype == torch.bfloat16
+            data=x.data_ptr(), row=x.stride(0), position=x.stride(1), head=x.stride(2), narrow=x.dtype == torch.bfloat16
         )
         for name, x in tensors.items()
     }
     return structure("Sequences")(
-        **strided, sums=sums.data_ptr(), room=room.data_ptr(), documents=spans.data_ptr(), count=len(spans),
+        **strided, sums=sums.data_ptr(), scratch=scratch.data_ptr(), documents=spans.data_ptr(), count=len(spans),
         length=q.shape[1], heads=q.shape[2], key_heads=k.shape[2], width=q.shape[3], value_width=v.shape[3],
         pairs=compat.cpu_multiplies(q.dtype), **fields,
     )  # fmt: skip

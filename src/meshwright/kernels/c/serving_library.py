@@ -122,17 +122,17 @@ class Loops:
         self._library.round_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), scales.data_ptr(), count, width)
         return codes, scales
 
-    def keep_floats(self, new: Tensor, slots: Tensor, store: Tensor) -> None:
+    def store_floats(self, new: Tensor, slots: Tensor, store: Tensor) -> None:
         """Write new (N, K, E) to slots (N,) of a store (blocks, block, K, E)."""
         rows, heads, width = new.shape
-        self._library.keep_floats(
+        self._library.store_floats(
             new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), store.data_ptr(), rows, heads, width
         )
 
-    def keep_int8(self, new: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def store_int8(self, new: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Write new (N, K, E) to slots (N,) of codes (blocks, block, K, E) int8 and scales (blocks, block, K)."""
         rows, heads, width = new.shape
-        self._library.keep_int8(
+        self._library.store_int8(
             new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), codes.data_ptr(), scales.data_ptr(), rows,
             heads, width,
         )  # fmt: skip

@@ -52,12 +52,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_gradients(gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (..., D) and weight (D,) from that of the norm (..., D)."""
     gradient, x, weight = gradient.contiguous(), x.contiguous(), weight.contiguous()
-    rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    of_x, sums = torch.empty_like(x), x.new_empty(-(-rows // BLOCK), width, dtype=torch.float32)
+    rows, width, *rest = _sizes(x)
+    x_gradient, sums = torch.empty_like(x), x.new_empty(-(-rows // BLOCK), width, dtype=torch.float32)
     if not compat.is_fake(x):
-        count, wide, *rest = _sizes(x)
-        library().norm_gradients(*_at(gradient, x, weight, scales, of_x, sums), count, wide, BLOCK, *rest)
-    return of_x, sums.sum(0).to(weight.dtype)
+        library().norm_gradients(*_at(gradient, x, weight, scales, x_gradient, sums), rows, width, BLOCK, *rest)
+    return x_gradient, sums.sum(0).to(weight.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -75,12 +74,12 @@ def swiglu_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> tu
     The incoming gradient is overwritten where it is contiguous.
     """
     inner, gate, up = inner.contiguous(), gate.contiguous(), up.contiguous()
-    of_up, out = torch.empty_like(up), torch.empty_like(gate) if again else None
+    up_gradient, out = torch.empty_like(up), torch.empty_like(gate) if again else None
     if not compat.is_fake(gate):
         library().gate_gradients(
-            *_at(inner, gate, up, inner, of_up), None if out is None else out.data_ptr(), *_sizes(gate)
+            *_at(inner, gate, up, inner, up_gradient), None if out is None else out.data_ptr(), *_sizes(gate)
         )
-    return inner, of_up, out
+    return inner, up_gradient, out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -90,7 +89,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     apart = positions * (width // 2) if len(cos) > 1 else 0
     if not compat.is_fake(x):
-        library().turn_rows(
+        library().rotate_rows(
             x.data_ptr(), *x.stride()[:3], *_at(cos, sin), apart, sign, out.data_ptr(), rows, positions, heads,
             width // 2, x.dtype == torch.bfloat16, torch.get_num_threads(),
         )  # fmt: skip

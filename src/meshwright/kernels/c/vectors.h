@@ -21,8 +21,8 @@ static inline void write_lanes(lanes numbers, void *to, int64_t i, int64_t narro
     *(half_lanes *)((uint16_t *)to + i) = __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), half_lanes);
 }
 
-static inline lanes either(whole_lanes which, lanes a, lanes b) {
-    return (lanes)((which & (whole_lanes)a) | (~which & (whole_lanes)b));
+static inline lanes select_lanes(whole_lanes mask, lanes a, lanes b) {
+    return (lanes)((mask & (whole_lanes)a) | (~mask & (whole_lanes)b));
 }
 
 /* a > b ? a : b, and a < b ? a : b. Both give b where one is NaN. */
@@ -30,8 +30,8 @@ static inline lanes either(whole_lanes which, lanes a, lanes b) {
 static inline lanes larger(lanes a, lanes b) { return (lanes)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline lanes smaller(lanes a, lanes b) { return (lanes)_mm512_min_ps((__m512)a, (__m512)b); }
 #else
-static inline lanes larger(lanes a, lanes b) { return either(a > b, a, b); }
-static inline lanes smaller(lanes a, lanes b) { return either(a < b, a, b); }
+static inline lanes larger(lanes a, lanes b) { return select_lanes(a > b, a, b); }
+static inline lanes smaller(lanes a, lanes b) { return select_lanes(a < b, a, b); }
 #endif
 
 /* `exponential` of each lane. */
