@@ -8,7 +8,7 @@ import meshwright as mw
 from meshwright.spec.errors import PlanError
 from meshwright.spec.weights.inventory import parameters
 from meshwright.stacks.config_reading import read
-from meshwright.stacks.declaration.hub_models import likely_preset, preset_of_hub, published_models, published_shape
+from meshwright.stacks.declaration.plan_facts import likely_preset, preset_of_hub, published_models, published_shape
 from tests.stacks.test_reading import write
 
 

@@ -14,8 +14,7 @@ from meshwright.stacks.config_reading import ReadConfig, read
 from meshwright.stacks.config_writing import texts
 from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
-from meshwright.stacks.trainers.megatron_lm import layout_facts, stack_of
-from meshwright.stacks.trainers.megatron_models import first_dense
+from meshwright.stacks.trainers.megatron_lm import first_dense, layout_facts, stack_of
 from meshwright.verbs.plan import answer as planning
 
 LLAMA = (

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.stacks.config_writing import texts
-from meshwright.stacks.declaration.hub_models import hub_name, preset_of_hub
+from meshwright.stacks.declaration.plan_facts import hub_name, preset_of_hub
 from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.stacks.trainers.maxtext import MODELS as MAXTEXT
@@ -103,7 +103,7 @@ def test_torchtitan_has_every_attribute_that_is_set(model: str, tmp_path: Path) 
     pytest.importorskip("torchtitan")
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 
-    from meshwright.stacks.text.option_text import Called
+    from meshwright.stacks.declaration.option import Called
 
     written("torchtitan", model, tmp_path, tp=2, sp=True, dp_shard=4)
     parts = {"training": TrainingConfig(), "parallelism": ParallelismConfig(), "compile": CompileConfig()}

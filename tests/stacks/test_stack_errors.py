@@ -1,7 +1,7 @@
 """The errors that `plan --for` prints are those of docs/accuracy.md."""
 
 from docs.stack_errors import PAGE, TABLE, document
-from meshwright.stacks.stack_errors import published_errors
+from meshwright.stacks.declaration.software import published_errors
 from meshwright.stacks.trainer_table import SOFTWARE
 
 

@@ -1,15 +1,65 @@
 """Options of a training software: the key, the fact of a plan that it states, its words and its meaning.
 
+Entries are options as read from a file, settings as written to it.
+
 One table serves for writing and reading, so the two cannot disagree.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.text.option_text import Called, Entry, Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Option that was read."""
+
+    key: str
+    """Key, dotted where files nest."""
+    value: Any
+    line: int
+    """Line number from 1. 0 = unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Option to write, with its meaning beside it."""
+
+    key: str
+    value: Any
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """Name or call as the value of an option in Python: `SelectiveAC.Config()`."""
+
+    name: str
+
+
+def nest(settings: Iterable[Setting]) -> dict[str, Any]:
+    """Return dotted keys as nested mappings in their order, with each setting at its last name."""
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        *folders, last = setting.key.split(".")
+        branch = tree
+        for name in folders:
+            branch = branch.setdefault(name, {})
+        branch[last] = setting
+    return tree
+
+
+def flatten(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield (dotted key, value) of everything that is not a mapping with entries."""
+    if isinstance(value, Mapping) and (value or not key):
+        for name, inner in value.items():
+            yield from flatten(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
 
 Facts = dict[str, Any]
 """Facts of a plan by name: degrees, sizes and batch (declaration/plan_facts.py), and facts of a single software."""

@@ -1,8 +1,10 @@
-"""A training software: the layouts that it offers, its memory and time, and its files."""
+"""A training software: the layouts that it offers, its memory and time, its files, and errors of its predictions."""
 
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 from typing import Any
 
 from meshwright.planner.cost.stack import Stack
@@ -11,9 +13,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.stacks.declaration.option import ConfigFile, Facts
+from meshwright.stacks.declaration.option import ConfigFile, Entry, Facts
 from meshwright.stacks.declaration.plan_facts import facts_of
-from meshwright.stacks.text.option_text import Entry
 
 Refusal = Callable[[ModelShape, Layout], str]
 """Rule that returns why a software lacks a layout, as a sentence, or an empty string."""
@@ -125,3 +126,31 @@ class TrainingSoftware:
         why = self.reasons.get(field, "")
         taken = ", ".join(str(word).lower() for word in values)
         return f"{self.word} has no {field}={str(value).lower()}: take {taken}" + (f" ({why})" if why else "")
+
+
+@cache
+def _errors() -> dict[str, Any]:
+    text = files("meshwright.stacks").joinpath("published_errors.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)["source"]  # type: ignore[no-any-return]  # a table of tables
+
+
+def published_errors(software: TrainingSoftware) -> list[tuple[str, dict[str, Any]]]:
+    """Return (source, row with rows, step, peaks, memory) for each source that the software was scored on."""
+    return [(name, _errors()[name]) for name in software.measured if name in _errors()]
+
+
+def error_sentences(software: TrainingSoftware) -> list[str]:
+    """Return sentences on the known errors and on what cannot be predicted."""
+    lines = []
+    for name, row in published_errors(software):
+        parts = []
+        if row.get("step"):
+            parts.append(f"step time {_mean(row['step'])} on {row['rows']} rows")
+        if row.get("memory"):
+            parts.append(f"memory {_mean(row['memory'])} on {row['peaks']} peaks")
+        lines.append(f"Mean error on published rows of {name}: {', '.join(parts)}.")
+    return lines + list(software.unknown)
+
+
+def _mean(cell: str) -> str:
+    return f"{cell.split(' / ')[0]}%"

@@ -8,9 +8,9 @@ from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers import peft_adapters as adapters
 from meshwright.stacks.trainers.accelerate_fsdp import RESHARDED
 from meshwright.stacks.trainers.deepspeed import deepspeed_variant, zero_degrees
+from meshwright.stacks.trainers.hugging_face import ADAPTER_OPTIONS, is_adapted
 
 YAML = ConfigFile(
     name="axolotl.yaml",
@@ -34,7 +34,7 @@ YAML = ConfigFile(
         Option(key="adapter", fact="adapter", meaning="low-rank adapters in place of the weights"),
         Option(key="lora_r", fact="lora_rank", meaning="rank of adapters"),
         Option(key="lora_target_linear", fact="lora_every", meaning="adapters beside every matrix of a block"),
-        *adapters.FULL_OPTIONS,
+        *ADAPTER_OPTIONS,
         Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed, which shards in FSDP's place"),
         Option(key="fsdp", fact="fsdp_words", meaning="words of FSDP 1"),
         Option(key="fsdp_config.sharding_strategy", fact="strategy", also=("fsdp_config.fsdp_sharding_strategy",),
@@ -148,7 +148,7 @@ def bounds(facts: Facts) -> Iterator[str]:
     yield from hf.bounds(facts)
     if "cut_cross_entropy" in str(facts.get("plugins")):
         yield f"plugins: CutCrossEntropyPlugin {hf.NO_LOGITS}: not counted."
-    if not _is_sharded(facts) and not adapters.is_adapted(facts):
+    if not _is_sharded(facts) and not is_adapted(facts):
         yield "without fsdp_config or deepspeed weights and states have 16 bits, which needs less memory: not counted."
 
 

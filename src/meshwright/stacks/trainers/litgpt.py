@@ -10,7 +10,7 @@ from dataclasses import replace
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import TrainingSoftware, not_written
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers import peft_adapters as adapters
+from meshwright.stacks.trainers.hugging_face import adapter_facts, is_adapted
 from meshwright.stacks.trainers.torchtune import NARROW
 
 BASES = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.int8": "llm-int8"}
@@ -69,9 +69,9 @@ def noticed(entries: object) -> Facts:
 def resolve(facts: Facts) -> Facts:
     """Return adapters, precision and sharding. Each program has one way to shard (FSDPStrategy of its source)."""
     resolved = dict(facts)
-    if adapters.is_adapted(resolved):
+    if is_adapted(resolved):
         chosen = [ours for name, ours in MATRICES.items() if resolved.get(f"lora_{name}")]
-        lora = adapters.adapter_facts({**resolved, "lora_targets": []})["lora"]
+        lora = adapter_facts({**resolved, "lora_targets": []})["lora"]
         base = BASES.get(str(resolved.get("quantized")), "same")
         resolved["lora"] = {**lora, "targets": ",".join(chosen), "base": base}
     resolved["precision"] = re.split("[-_]", str(resolved.get("word") or "bf16-mixed"))[0].replace("32", "fp32")
@@ -96,15 +96,15 @@ def objections(facts: Facts) -> Iterator[str]:
     quantized = facts.get("quantized")
     if quantized and str(quantized) not in BASES:
         yield f"quantize={quantized} is not counted: take one of {', '.join(BASES)}"
-    if quantized and not adapters.is_adapted(facts):
+    if quantized and not is_adapted(facts):
         yield f"quantize={quantized} holds matrices that are trained in fewer bits: not counted"
-    if adapters.is_adapted(facts) and not any(facts.get(f"lora_{name}") for name in MATRICES):
+    if is_adapted(facts) and not any(facts.get(f"lora_{name}") for name in MATRICES):
         yield "no matrix has an adapter: switch lora_query or another one on"
 
 
 def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
-    if str(facts.get("word")) in ("bf16-true", "16-true") and not adapters.is_adapted(facts):
+    if str(facts.get("word")) in ("bf16-true", "16-true") and not is_adapted(facts):
         yield f"precision={facts['word']} {NARROW}"
     optimizer = str(facts.get("optimizer_class") or "")
     if hf.SMALLER.search(optimizer.lower()):

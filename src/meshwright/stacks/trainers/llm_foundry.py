@@ -11,8 +11,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import TrainingSoftware, not_written
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers import peft_adapters as adapters
 from meshwright.stacks.trainers.accelerate_fsdp import STRATEGIES
+from meshwright.stacks.trainers.hugging_face import adapter_facts
 
 MPT, PUBLIC = "mpt_causal_lm", ("hf_causal_lm",)
 YAML = ConfigFile(
@@ -111,7 +111,7 @@ def shape_named(facts: Facts) -> ModelShape | None:
 def resolve(facts: Facts) -> Facts:
     """Return precision, recomputation and sharding."""
     resolved = {**facts, "precision": facts.get("word"), "adapter": "lora" if facts.get("peft_type") else None}
-    resolved |= adapters.adapter_facts(resolved)
+    resolved |= adapter_facts(resolved)
     resolved["recompute"] = "full" if hf.is_on(resolved.get("checkpointing")) else "none"
     strategy = resolved.get("strategy")
     if strategy is None:

@@ -8,13 +8,12 @@ from meshwright.planner.cost.stack import Stack
 from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import Plan
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
+from meshwright.stacks.declaration.option import Called, ConfigFile, Entry, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
-from meshwright.stacks.text.option_text import Called, Entry
-from meshwright.stacks.text.python_text import NAMED
+from meshwright.stacks.python_text import NAMED
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import megatron_lm as megatron
-from meshwright.stacks.trainers.megatron_models import model_of
+from meshwright.stacks.trainers.megatron_lm import model_of
 
 PRECISION_FACT = "trainer_precision"
 """Fact that every file of NeMo 1 states, and no other."""

@@ -13,9 +13,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
+from meshwright.stacks.declaration.option import Called, ConfigFile, Entry, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
-from meshwright.stacks.text.option_text import Called, Entry
 from meshwright.stacks.trainers.hugging_face import ON_HOST
 
 MODELS = {

@@ -11,7 +11,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import TrainingSoftware, not_written
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers import peft_adapters as adapters
+from meshwright.stacks.trainers.hugging_face import adapter_facts, adapter_objections, is_adapted
 
 BUILDER = re.compile(
     r"torchtune\.models\.((code_llama|llama|qwen|gemma|mistral|phi)(\d?)(?:_(\d))?)\.(?:q?lora_)?\1_"
@@ -119,7 +119,7 @@ def resolve(facts: Facts) -> Facts:
     if resolved.get("lora_mlp"):
         named = resolved.get("lora_targets") or []
         resolved["lora_targets"] = [*named, "gate_proj", "up_proj", "down_proj"]
-    resolved |= adapters.adapter_facts(resolved)
+    resolved |= adapter_facts(resolved)
     resolved["recompute"] = "full" if hf.is_on(resolved.get("checkpointing")) else "none"
     resolved["precision"] = resolved.get("precision") or "bf16"
     if SINGLE in str(resolved.get("file_name")):
@@ -136,12 +136,12 @@ def objections(facts: Facts) -> Iterator[str]:
         yield f"optimizer {optimizer} is not counted: take torch.optim.AdamW"
     if re.search(r"DPO|RSO|IPO|SimPO|KD|PPO|GRPO", str(facts.get("loss_class") or "")):
         yield f"loss {facts['loss_class']} compares answers or learns from a second model, which is not counted"
-    yield from adapters.objections(facts)
+    yield from adapter_objections(facts)
 
 
 def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
-    if not adapters.is_adapted(facts) and facts.get("precision") != "fp32":
+    if not is_adapted(facts) and facts.get("precision") != "fp32":
         yield f"dtype=bf16 {NARROW}"
     optimizer = str(facts.get("optimizer_class") or "")
     if hf.SMALLER.search(optimizer.lower()):

@@ -6,10 +6,10 @@ from meshwright.planner.cost.stack import Stack
 from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
-from meshwright.stacks.text.shell_text import SCRIPT
+from meshwright.stacks.shell_text import SCRIPT
 from meshwright.stacks.trainers import accelerate_fsdp as accelerate
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers import peft_adapters as adapters
+from meshwright.stacks.trainers.hugging_face import ADAPTER_OPTIONS
 
 FUSED_HEAD = replace(
     hf.FSDP,
@@ -51,7 +51,7 @@ SFT = ConfigFile(
         Option(key="use_peft", fact="adapter", meaning="low-rank adapters in place of the weights"),
         Option(key="lora_r", fact="lora_rank", default=16, meaning="rank of adapters"),
         Option(key="use_bnb_nested_quant", fact="nested", default=False, meaning="scales of 4 bits are codes too"),
-        *(replace(option, default=ADAPTERS.get(option.key)) for option in adapters.FULL_OPTIONS),
+        *(replace(option, default=ADAPTERS.get(option.key)) for option in ADAPTER_OPTIONS),
         Option(key="accelerate_config", fact="accelerate_file", also=("config_file",), meaning="how ranks share"),
         Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
         Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed, which shards in FSDP's place"),

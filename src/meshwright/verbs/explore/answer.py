@@ -24,9 +24,8 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.presets import suggest
-from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.declaration.software import TrainingSoftware, error_sentences
 from meshwright.stacks.file_forms import option_words
-from meshwright.stacks.stack_errors import sentences
 from meshwright.store.durable import replace_file, report_in_one_line
 
 BESIDE = ("cluster", "nodes", "stack", "price")
@@ -251,7 +250,7 @@ def rules_of(software: TrainingSoftware) -> SoftwareRules:
 
     return SoftwareRules(
         word=software.word, title=software.title, fixed=software.fixed(), refusals=software.refusals(),
-        settings=settings, known_errors=tuple(sentences(software)),
+        settings=settings, known_errors=tuple(error_sentences(software)),
     )  # fmt: skip
 
 

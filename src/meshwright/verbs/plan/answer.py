@@ -94,9 +94,9 @@ class PlanAnswer(Answer):
         """Sentences on the planner's errors on published rows of that software, and on what it cannot predict."""
         if self.software is None:
             return ()
-        from meshwright.stacks.stack_errors import sentences
+        from meshwright.stacks.declaration.software import error_sentences
 
-        return tuple(sentences(self.software))
+        return tuple(error_sentences(self.software))
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write the software's configuration and launch scripts for the recommended layout.

@@ -24,9 +24,8 @@ from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from meshwright.spec.plan.plan import differences
 from meshwright.stacks.config_reading import ReadConfig, example, read
 from meshwright.stacks.declaration.option import Form
-from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.declaration.software import TrainingSoftware, error_sentences
 from meshwright.stacks.file_forms import ENDINGS, option_word
-from meshwright.stacks.stack_errors import sentences
 
 RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
 
@@ -108,7 +107,7 @@ class ConfigAnswer(Answer):
             "best": None if best is None else _change_document(self, best.prediction),
             "ignored": list(self.config.ignored), "not_known": list(self.config.unknown),
             "not_counted": [*self.config.bounds, *self.config.uncounted], "bound": bool(self.config.bounds),
-            "known_errors": sentences(self.software),
+            "known_errors": error_sentences(self.software),
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:

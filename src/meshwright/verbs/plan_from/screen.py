@@ -8,7 +8,7 @@ from meshwright.interface.terminal.verdict import headline, verdict
 from meshwright.planner import explain
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.units import short_gib, step_time
-from meshwright.stacks.stack_errors import sentences
+from meshwright.stacks.declaration.software import error_sentences
 
 if TYPE_CHECKING:
     from meshwright.verbs.plan_from.answer import ConfigAnswer
@@ -36,7 +36,7 @@ def config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
         if not answer.fixes:
             yield "  No single change of the layout makes it fit."
     yield from _better(answer)
-    for sentence in sentences(answer.software):
+    for sentence in error_sentences(answer.software):
         yield from wrapped(sentence, columns, "  ")
     for sentence in (*answer.config.bounds, *answer.config.uncounted):
         yield from wrapped(sentence, columns, "  ! ")

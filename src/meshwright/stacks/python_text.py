@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.text.option_text import Called, Entry, Setting
+from meshwright.stacks.declaration.option import Called, Entry, Setting
 
 FOLDED: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.FloorDiv: operator.floordiv,

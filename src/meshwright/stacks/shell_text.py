@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.text.option_text import Entry, Setting
-from meshwright.stacks.text.python_text import evaluate_literals
+from meshwright.stacks.declaration.option import Entry, Setting
+from meshwright.stacks.python_text import evaluate_literals
 
 ARRAY = "ARGUMENTS"
 """Name of the bash array that is written."""

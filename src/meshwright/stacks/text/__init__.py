@@ -1,1 +1,0 @@
-"""Options as text, in each form of configuration file: read with line numbers, written with meanings."""
