@@ -1,4 +1,4 @@
-"""accelerate: its file for FSDP2, beside run_clm.py of transformers, and the files of LLaMA-Factory, which are only read."""
+"""accelerate: its file for FSDP2, beside run_clm.py of transformers. Files of LLaMA-Factory are read, not written."""
 
 from collections.abc import Iterator
 from dataclasses import replace
