@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.shell_text import SCRIPT, read
+from meshwright.stacks.declaration.shell_text import SCRIPT, read
 
 LINES = r"""
 #!/bin/bash

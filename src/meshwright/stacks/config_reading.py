@@ -13,10 +13,10 @@ from meshwright.spec.hub_names import download_hint
 from meshwright.spec.presets import suggest
 from meshwright.stacks.declaration.option import OUTSIDE, ConfigFile, Entry, Facts
 from meshwright.stacks.declaration.plan_facts import likely_preset, plan_of, preset_of_hub, shape_of
+from meshwright.stacks.declaration.python_text import NAMED
+from meshwright.stacks.declaration.shell_text import SCRIPT
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of, option_word
-from meshwright.stacks.python_text import NAMED
-from meshwright.stacks.shell_text import SCRIPT
 from meshwright.stacks.trainer_table import READ, SOFTWARE, software
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
 from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE

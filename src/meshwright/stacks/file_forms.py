@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks import python_text, shell_text
+from meshwright.stacks.declaration import python_text, shell_text
 from meshwright.stacks.declaration.option import Called, ConfigFile, Entry, Facts, Form, Setting, flatten, nest
 
 VARIABLE = re.compile(r"\$\{(\.?[\w.]+)\}")

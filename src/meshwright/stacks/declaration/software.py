@@ -130,6 +130,7 @@ class TrainingSoftware:
 
 @cache
 def _errors() -> dict[str, Any]:
+    # `python -m docs.stack_errors` writes the file from docs/accuracy.md; a test compares the two.
     text = files("meshwright.stacks").joinpath("published_errors.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)["source"]  # type: ignore[no-any-return]  # a table of tables
 

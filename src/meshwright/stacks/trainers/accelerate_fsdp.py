@@ -68,7 +68,7 @@ LLAMA_FACTORY_YAML = ConfigFile(
     title="configuration for llamafactory-cli train",
 )  # fmt: skip
 LLAMA_FACTORY = (LLAMA_FACTORY_YAML, as_shell(LLAMA_FACTORY_YAML))
-"""The YAML or the arguments of `llamafactory-cli train`."""
+"""The YAML or the arguments of `llamafactory-cli train`, with the defaults of its hparams/*_args.py."""
 RESHARDED = {3: True, 2: False, 0: None}
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0,
               "1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # fmt: skip

@@ -9,8 +9,8 @@ from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import Called, ConfigFile, Entry, Facts, Option, UncountedOption
+from meshwright.stacks.declaration.python_text import NAMED
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
-from meshwright.stacks.python_text import NAMED
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import megatron_lm as megatron
 from meshwright.stacks.trainers.megatron_lm import model_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import Entry, Setting
-from meshwright.stacks.python_text import evaluate_literals
+from meshwright.stacks.declaration.python_text import evaluate_literals
 
 ARRAY = "ARGUMENTS"
 """Name of the bash array that is written."""
