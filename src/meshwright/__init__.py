@@ -16,7 +16,7 @@ Nothing is loaded before it is used; docs/python.md has a page on it.
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.extras import lazy_names
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.interface.trained.opening import load

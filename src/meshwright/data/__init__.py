@@ -5,7 +5,7 @@ The names below are loaded on first use: an encoding worker and `meshwright --he
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.extras import lazy_names
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.data.corpus.corpus import Corpus as Corpus

@@ -10,7 +10,7 @@ generate, kv_cache     text generation, for one prompt or several
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.extras import lazy_names
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.model.generate import Generation, Sampling

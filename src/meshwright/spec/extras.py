@@ -1,10 +1,7 @@
-"""Imports on demand: names loaded on first use, and the packages of an extra (`pip install 'meshwright[serve]'`)."""
+"""Optional packages that this package's extras install: `pip install 'meshwright[serve]'`."""
 
 import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from meshwright.spec.errors import MeshwrightError, PlanError
 
@@ -33,19 +30,3 @@ def require(extra: str, user: str, otherwise: str = "", error: type[MeshwrightEr
         module = sys.modules[package] if package in sys.modules else find_spec(package)
         if module is None:
             raise error(f"{user} needs {package}, which is not installed: {install(extra)}{otherwise}")
-
-
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` (PEP 562), which imports each name on first use and stores it.
-
-    `homes` maps a name to its module below `package`, in dots. Other names raise AttributeError.
-    """
-
-    def load(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        loaded = getattr(import_module(f"{package}.{homes[name]}"), name)
-        setattr(sys.modules[package], name, loaded)
-        return loaded
-
-    return load

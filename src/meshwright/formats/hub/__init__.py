@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.spec.extras import lazy_names
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.formats.hub.config import canonical, config_from_shape, shape_from_config, unwritable
