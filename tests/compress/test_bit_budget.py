@@ -96,8 +96,8 @@ def test_the_files_stay_within_the_budget(scheme: str, folder: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), [
-    ({"budget": "much"}, ArgumentError, "budget=much is not a size"),
-    ({"budget": "1.2TiB"}, ArgumentError, "budget=1.2TiB is not a size: give a number with B, KiB"),
+    ({"budget": "much"}, ArgumentError, "budget='much' is not a size"),
+    ({"budget": "1.2TiB"}, ArgumentError, "budget='1.2TiB' is not a size: give a number with B, KiB"),
     ({"budget": 0}, ArgumentError, "budget=0 is not a size"),
     ({"budget": "1GiB", "scheme": "int8"}, ArgumentError, "int8 has 8 for all"),
     ({"budget": "1GiB", "scheme": "nf4"}, ArgumentError, "nf4 has 4 for all"),

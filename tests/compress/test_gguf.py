@@ -406,8 +406,8 @@ def test_export_writes_a_file_without_codes(folder: Path, capsys: pytest.Capture
     ({"scheme": "q8_0", "format": "compressed-tensors"}, ArgumentError, "a GGUF file has its own schemes"),
     ({"scheme": "q8_0", "group": 32}, ArgumentError, "group=32 is not for GGUF files"),
     ({"scheme": "q8_0", "out": "folder"}, PlanError, "name ends with .gguf: take .*folder.gguf"),
-    ({"scheme": "q8_0", "keep": ["head"]}, ArgumentError, "keep=head names no matrix"),
-    ({"scheme": "q8_1"}, ArgumentError, "scheme=q8_1 is not known: take one of int8.*nearest: q8_0"),
+    ({"scheme": "q8_0", "keep": ["head"]}, ArgumentError, "keep='head' names no matrix"),
+    ({"scheme": "q8_1"}, ArgumentError, "scheme='q8_1' is not known: take one of int8.*nearest: q8_0"),
 ])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_made(
     change: dict[str, Any], kind: type[Exception], message: str, folder: Path

@@ -113,19 +113,19 @@ def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
 
 
 @pytest.mark.parametrize(("change", "kind", "message"), [
-    ({"scheme": "int5"}, ArgumentError, "scheme=int5 is not known: take one of int8, llm-int8"),
+    ({"scheme": "int5"}, ArgumentError, "scheme='int5' is not known: take one of int8, llm-int8"),
     ({"scheme": "int4"}, ArgumentError, "nearest: int4-rtn, int4-sym, int4-hqq, int4-gptq, int4-awq, int4-awq-gptq$"),
     ({"scheme": "int8", "group": 32}, ArgumentError, "group=32: int8 has a scale for each output"),
     ({"scheme": "nf4", "group": 48}, PlanError, "group=48 is not supported"),
-    ({"scheme": "nf4", "threshold": 3.0}, ArgumentError, "are for scheme=llm-int8"),
-    ({"scheme": "llm-int8", "outliers": "some"}, ArgumentError, "outliers=some is not known"),
+    ({"scheme": "nf4", "threshold": 3.0}, ArgumentError, "are for scheme='llm-int8'"),
+    ({"scheme": "llm-int8", "outliers": "some"}, ArgumentError, "outliers='some' is not known"),
     ({"scheme": "llm-int8", "threshold": 0.0}, PlanError, "threshold=0.0 must be above 0"),
-    ({"scheme": "int8", "format": "gif"}, ArgumentError, "format=gif is not known: take one of meshwright"),
-    ({"scheme": "int8", "keep": ["head"]}, ArgumentError, "keep=head names no matrix"),
+    ({"scheme": "int8", "format": "gif"}, ArgumentError, "format='gif' is not known: take one of meshwright"),
+    ({"scheme": "int8", "keep": ["head"]}, ArgumentError, "keep='head' names no matrix"),
     ({"scheme": "int8", "keep": ["*"]}, ArgumentError, "leaves nothing to quantize"),
     ({"scheme": "int8", "sequences": 0}, ArgumentError, "sequences=0 must be 1 or more"),
     ({"scheme": "int8", "max_kl": float("nan")}, ArgumentError, "max_kl=nan"),
-    ({"scheme": "int8", "dtype": "int8"}, ArgumentError, "dtype=int8 is not known"),
+    ({"scheme": "int8", "dtype": "int8"}, ArgumentError, "dtype='int8' is not known"),
     ({"scheme": "int8", "model": "nowhere"}, RunError, "nowhere does not exist"),
 ])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_made(

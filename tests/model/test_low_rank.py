@@ -186,7 +186,7 @@ def test_targets_choose_matrices() -> None:
     assert count("q,v") == count("q") + count("v")
     queries = shape.heads * shape.head_dim
     assert count("q") == shape.layers * 2 * (shape.hidden + queries)
-    with pytest.raises(PlanError, match=r"model.lora.targets=q,head: 'head' names no matrix"):
+    with pytest.raises(PlanError, match=r"model.lora.targets='q,head': 'head' names no matrix"):
         count("q,head")
 
 

@@ -258,7 +258,7 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
         ("resume=auto", "resume is not known: it belongs to `meshwright train`"),
         ("recipe.steps=" + "9" * 5000, "must be a whole number"),
         ("model.layers=100000000000", "model.layers=100000000000 must be"),
-        ("model=a/b", "model=a/b does not exist: give a preset, a run folder, or a Hugging Face directory. To use"),
+        ("model=a/b", "model='a/b' does not exist: give a preset, a run folder, or a Hugging Face directory. To use"),
     ],
 )
 def test_mistaken_overrides_are_answered(override: str, line: str) -> None:
@@ -390,7 +390,7 @@ def test_a_name_of_the_hub_is_said_to_bring_no_weights() -> None:
 def test_a_model_that_is_not_there_is_no_preset_either() -> None:
     with pytest.raises(PlanError, match="no folder of that name is here"):
         read(None, ["model=hf_folder"])
-    with pytest.raises(PlanError, match="model=runs/mine does not exist: give a preset, a run folder, or a"):
+    with pytest.raises(PlanError, match="model='runs/mine' does not exist: give a preset, a run folder, or a"):
         read(None, ["model=runs/mine"])
 
 

@@ -274,7 +274,7 @@ def test_adapters_make_room_for_fewer_sequences() -> None:
     assert many.best.most_requests < plain.best.most_requests
     assert many.to_dict()["best"]["adapters_bytes"] == round(many.best.memory.adapters_bytes)
     for words, message in (
-        ({"adapter_targets": "head"}, "adapter_targets=head"),
+        ({"adapter_targets": "head"}, "adapter_targets='head'"),
         ({"adapter_rank": 0}, "adapter_rank=0"),
     ):
         with pytest.raises(ArgumentError, match=message):

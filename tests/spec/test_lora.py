@@ -27,7 +27,7 @@ def test_a_shape_names_its_matrices(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "target"), [("llama-3.1-8b", "q_down"), ("gpt2", "gate"), ("deepseek-v3", "k")])
 def test_a_matrix_that_is_not_there_is_refused(name: str, target: str) -> None:
-    with pytest.raises(PlanError, match=rf"model.lora.targets={target}: this model has no matrix '{target}'"):
+    with pytest.raises(PlanError, match=rf"model.lora.targets='{target}': this model has no matrix '{target}'"):
         replace(presets.model(name), lora=LoRAShape(rank=1, targets=target))
 
 

@@ -129,7 +129,7 @@ def test_killed_before_the_first_checkpoint_it_starts_again(tmp_path: Path) -> N
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("")
-    assert refusal(tmp_path / "t.txt") == f"run={tmp_path / 't.txt'} is a file, not a folder: choose another run="
+    assert refusal(tmp_path / "t.txt") == f"run='{tmp_path / 't.txt'}' is a file, not a folder: choose another run="
 
 
 def test_resume_with_broken_checkpoints_only_does_not_start_again(tmp_path: Path) -> None:

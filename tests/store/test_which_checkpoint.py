@@ -69,7 +69,7 @@ def test_before_and_after_of_one_run(run: Path, capsys: pytest.CaptureFixture[st
 def test_what_is_not_there_is_refused(files: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match=r"has no checkpoint of that step, it has: .*12"):
         locate(run, "7")
-    with pytest.raises(ArgumentError, match="checkpoint=newest is not known: take last, best"):
+    with pytest.raises(ArgumentError, match="checkpoint='newest' is not known: take last, best"):
         locate(run, "newest")
     with pytest.raises(ArgumentError, match="is a checkpoint already"):
         locate(run / "checkpoints" / "step-000012", "best")

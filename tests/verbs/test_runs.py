@@ -94,7 +94,7 @@ def test_weights_are_in_fp32_on_a_cpu_and_as_stored_on_a_gpu(run: Any, tmp_path:
     assert {parameter.dtype for parameter in mw.load(tmp_path / "hf", None).model.parameters()} == {torch.bfloat16}
     assert {parameter.dtype for parameter in mw.load(tmp_path / "hf").model.parameters()} == {torch.float32}
     assert (dtype_on(torch.device("cuda")), dtype_on(torch.device("cpu"))) == (None, "fp32")
-    with pytest.raises(ArgumentError, match="dtype=fp8 is not known: take one of auto, fp32"):
+    with pytest.raises(ArgumentError, match="dtype='fp8' is not known: take one of auto, fp32"):
         mw.load(tmp_path / "hf", "fp8")
 
 

@@ -29,7 +29,9 @@ class BitChoice:
 def ladder(scheme: Scheme) -> tuple[Scheme, ...]:
     """Return variants of the scheme for all RUNGS, fewest bits first. Raises ArgumentError for a fixed width."""
     if scheme.codes != "integer" or not scheme.packed or scheme.outliers != "none":
-        raise ArgumentError(f"budget= chooses how many bits weights have, and {scheme.name} has {scheme.bits} for all")
+        raise ArgumentError(
+            "budget", rule=f"chooses how many bits weights have, and {scheme.name} has {scheme.bits} for all"
+        )
     word = WORDS.get(scheme.method, scheme.method)
     return tuple(
         replace(scheme, bits=bits, name=f"int{bits}-{word}", zeros="fixed" if bits == 8 else scheme.zeros)

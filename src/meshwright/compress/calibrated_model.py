@@ -18,7 +18,7 @@ from meshwright.compress.stream import QuantizedLayer
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel, Weights
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import DataError, MeshwrightError
+from meshwright.spec.errors import DataError, MeshwrightError, argument
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.training.step.batches import Batch
 
@@ -44,8 +44,8 @@ def check_text(model: QuantizedModel, batches: Sequence[Batch]) -> None:
     if tokens < inputs:
         raise DataError(
             f"the calibration text is too short: it has {tokens} tokens, and {widest} has {inputs} inputs. "
-            f"Raise calibration=, give data= {inputs} tokens beside those that are scored, or take a scheme without "
-            "text: int4-hqq"
+            f"Raise {argument('calibration')}, give {argument('data')} {inputs} tokens beside those that are "
+            "scored, or take a scheme without text: int4-hqq"
         )
 
 

@@ -16,7 +16,7 @@ from meshwright.data import Tokenizer
 from meshwright.data.chat.samples import Continuation, Conversation, Preference, sample
 from meshwright.data.chat.template import ChatTemplate
 from meshwright.data.text.rows import Malformed, Row, json_array, jsonl, parquet, readable_location
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, argument
 
 if TYPE_CHECKING:
     from meshwright.model.generate import Generation
@@ -59,10 +59,14 @@ class AnswerSearch:
                 raise DataError(f"{name}={getattr(self, name)} must be at least 1")
         if self.beams > 1 and (self.temperature or self.samples > 1):
             raise DataError(
-                f"beams={self.beams} searches for one answer: leave temperature and samples out, or beams=1"
+                f"{argument('beams', self.beams)} searches for one answer: leave temperature and samples out, or "
+                f"{argument('beams', 1)}"
             )
         if self.samples > 1 and not self.temperature:
-            raise DataError(f"samples={self.samples} at temperature=0 are the same answer: give temperature=0.8")
+            raise DataError(
+                f"{argument('samples', self.samples)} at {argument('temperature', 0)} are the same answer: give "
+                f"{argument('temperature', 0.8)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +118,9 @@ class Answerer:
                         written += 1
             if not written:
                 raise DataError(
-                    f"none of {left_out} answers has text and ends within max_new_tokens={how.max_new_tokens}: raise "
-                    "it, or take a teacher that was tuned on answers"
+                    f"none of {left_out} answers has text and ends within "
+                    f"{argument('max_new_tokens', how.max_new_tokens)}: raise it, or take a teacher that was tuned "
+                    "on answers"
                 )
             fresh.replace(out)
         finally:

@@ -18,7 +18,7 @@ from meshwright.formats.gguf.vocabulary import vocabulary_keys
 from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
 from meshwright.formats.hub.weight_names import Binding
 from meshwright.kernels.quantized.gguf_blocks import FLOAT_DTYPES, decode, encode
-from meshwright.spec.errors import HubError, PlanError
+from meshwright.spec.errors import HubError, PlanError, argument
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, GGUFScheme
 from meshwright.store.run_folder import ids_of
@@ -144,7 +144,10 @@ def _encode_checked(
         into.copy_(encode(kind, part))
         restored = decode(kind, into).float()
         if not bool(restored.isfinite().all()):
-            raise PlanError(f"{name} has weights beyond what {kind} can say: take dtype=bf16, or dtype=fp32")
+            raise PlanError(
+                f"{name} has weights beyond what {kind} can say: take {argument('dtype', 'bf16')}, or "
+                f"{argument('dtype', 'fp32')}"
+            )
         wrong += float((part - restored).square().sum())
         whole += float(part.square().sum())
     if kind not in FLOATS:

@@ -19,7 +19,7 @@ from meshwright.data.text.rows import Malformed, MalformedRows, require_hub, sum
 from meshwright.data.text.sources import Source
 from meshwright.data.tokens.tokenizer import Tokenizer, tokenizer_file
 from meshwright.spec import Data
-from meshwright.spec.errors import DataError, MalformedRowError
+from meshwright.spec.errors import DataError, MalformedRowError, argument
 from meshwright.spec.plan.plan import SAMPLES, STDLIB, TEXT
 from meshwright.spec.user_cache import writable_root
 
@@ -157,7 +157,10 @@ def form_of(data: Data) -> Literal["text", "samples"]:
 
 def _first_sample(data: Data) -> Sample | None:
     if data.path == STDLIB:
-        raise DataError("tune needs conversations: give data=FILE, a .jsonl, .json or .parquet file or a hub dataset")
+        raise DataError(
+            f"tune needs conversations: give {argument('data', 'FILE')}, a .jsonl, .json or .parquet file or "
+            "a hub dataset"
+        )
     named_template(data.template)
     rows = list(islice(Source(data).rows(), 1))
     if rows and not is_sample(rows[0]):  # malformed rows are named together, by whoever reads them all

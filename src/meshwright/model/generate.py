@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Transformer
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import PlanError, RunError, argument
 
 LEAST_TEMPERATURE = 1e-6
 """Least temperature. Below it, differences vanish in the rounding of fp32 logits, and the division overflows."""
@@ -35,13 +35,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise PlanError(f"temperature={self.temperature} must be 0 (greedy) or above")
+            raise PlanError(f"{argument('temperature', self.temperature)} must be 0 (greedy) or above")
         if self.top_k < 0:
-            raise PlanError(f"top_k={self.top_k} must be 0 (all) or more")
+            raise PlanError(f"{argument('top_k', self.top_k)} must be 0 (all) or more")
         if not 0 < self.top_p <= 1:
-            raise PlanError(f"top_p={self.top_p} must be above 0 and at most 1")
+            raise PlanError(f"{argument('top_p', self.top_p)} must be above 0 and at most 1")
         if not 0 <= self.seed < 2**63:
-            raise PlanError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
+            raise PlanError(f"{argument('seed', self.seed)} must lie between 0 and 2**63 - 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def check_prompt(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: 
     if not prompt_ids:
         raise PlanError("the prompt is empty: give at least one token")
     if max_new_tokens < 0:
-        raise PlanError(f"max_new_tokens={max_new_tokens} must be 0 or more")
+        raise PlanError(f"{argument('max_new_tokens', max_new_tokens)} must be 0 or more")
     outside = [token for token in prompt_ids if not 0 <= token < model.shape.vocab]
     if outside:
         raise PlanError(f"prompt token {outside[0]} is outside the model's vocabulary of {model.shape.vocab}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, TypeAdapter, ValidationError
 
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import RunError, argument
 from meshwright.store.run_folder import refuse_constant
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -174,5 +174,5 @@ def read(path: Path, source: str) -> SharedDocument | None:
         return None
     document = parse_document(content, str(path))
     if document.source != source:
-        raise RunError(f"{path} says source={document.source!r}, where {source!r} belongs: remove it")
+        raise RunError(f"{path} says {argument('source', document.source)}, where {source!r} belongs: remove it")
     return document

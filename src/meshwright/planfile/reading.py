@@ -31,7 +31,7 @@ from meshwright.planfile.keys import (
 from meshwright.planfile.paths import resolve_paths
 from meshwright.planfile.text import MAY_BE_MIXED, OVERRIDE, Node, mixture_of, parse_file, parse_override, shown
 from meshwright.spec import presets
-from meshwright.spec.errors import MeshwrightError, PlanError
+from meshwright.spec.errors import MeshwrightError, PlanError, argument
 from meshwright.spec.hub_names import download_hint, explain_missing, shape_alone
 from meshwright.spec.layout.layout import AXES
 from meshwright.spec.model.shape import NO_TARGETS, ModelShape
@@ -73,13 +73,14 @@ def _fields_of_folder(folder: FolderModel, fields: Mapping[str, Any], section: s
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):
         raise PlanError(
-            f"model={name} holds codes ({folder.codes}), which only adapters can train: give "
+            f"{argument('model', name)} holds codes ({folder.codes}), which only adapters can train: give "
             "model.lora.rank=16, or the folder that it was quantized from"
         )
     if lora.get("base", folder.codes) != folder.codes:
         raise PlanError(
-            f"model={name} is quantized to {folder.codes} already, and model.lora.base={lora['base']} would "
-            "round it again: leave model.lora.base out, or give the folder that it was quantized from"
+            f"{argument('model', name)} is quantized to {folder.codes} already, and "
+            f"model.lora.base={lora['base']} would round it again: leave model.lora.base out, or give the "
+            "folder that it was quantized from"
         )
     return shape | {"lora": {"base": folder.codes}}
 
@@ -234,7 +235,7 @@ class _Reader:
         # shapes cannot be built from keys that are wrong, and pydantic's errors would hide these
         if self.problems:
             more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
-            raise type(self.problems[0])(f"{self.problems[0]}{more}")
+            raise self.problems[0].reworded(after=more)
         plan = Plan(**values, init=self.inits["model"], teacher_init=self.inits["teacher"])
         plan = replace(plan, recipe=plan.recipe.over()) if plan.recipe.tokens else plan
         source = plan.init if plan.init != RANDOM else plan.teacher_init  # a student speaks as its teacher does
@@ -249,7 +250,7 @@ class _Reader:
             checked, misfits = _check(key, hint, self._expand(node, key, hint))
         except PlanError as error:
             path = re.split(r"[^a-z_0-9.]", str(error), maxsplit=1)[0].split(".")[1:]
-            self.problems.append(type(error)(_with_position(_position(node, path), str(error))))
+            self.problems.append(error.reworded(_with_position(_position(node, path), "")))
             return None
         for path, sentence in misfits:
             self.refuse(_position(node, path), sentence)
@@ -305,29 +306,29 @@ class _Reader:
             folder, exists, file = Path(name), False, False
         if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
             try:
-                preset = dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
+                preset = dict(presets.published(name, section).fields)
                 self.notes += shape_alone(name, str(preset["name"])) if weights and section == "model" else ()
                 return preset
             except PlanError as error:
                 if not (exists or file):
-                    hint = download_hint(name, f"{section}=")
+                    hint = download_hint(name, section)
                     near = presets.find_nearest(name.rpartition("/")[2].lower(), presets.model_names())
                     # A list of presets helps nobody who names a folder or a model of the hub, unless one is like it.
                     if "/" in name and not (hint and near):
-                        raise PlanError(explain_missing(name, FOLDERS, f"{section}=")) from None
-                    raise PlanError(f"{error}; no folder of that name is here{hint}") from None
+                        raise PlanError(explain_missing(name, FOLDERS, section)) from None
+                    raise error.reworded(after=f"; no folder of that name is here{hint}") from None
         if not exists:
             if file:
                 raise PlanError(
-                    f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
+                    f"{argument(section, name)} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
-            raise PlanError(explain_missing(name, FOLDERS, f"{section}="))
+            raise PlanError(explain_missing(name, FOLDERS, section))
         # a run folder keeps the model that it exported in a folder of its own
         if not (folder / CONFIG).is_file() and (folder / EXPORTED / CONFIG).is_file():
             folder = folder / EXPORTED
         if self.read_folder is None:
             raise PlanError(
-                f"{section}={name!r} is a folder, and folders are not read here: give a preset's name or sizes"
+                f"{argument(section, name)} is a folder, and folders are not read here: give a preset's name or sizes"
             )
         model = self.read_folder(folder)
         if not weights:

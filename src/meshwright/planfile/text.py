@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import yaml
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.hub_names import whereabouts
 
 LARGEST_FILE_BYTES = 2**20
@@ -53,8 +53,10 @@ def parse_file(path: Path) -> Node:
     except OSError as error:
         # a model's name in place of a plan file is the usual slip
         if isinstance(error, FileNotFoundError) and path.suffix not in (".yaml", ".yml"):
-            near = whereabouts(str(path), "model=")
-            raise PlanError(f"{path} does not exist: give a plan file, or a model as model=FOLDER{near}") from error
+            near = whereabouts(str(path), "model")
+            raise PlanError(
+                f"{path} does not exist: give a plan file, or a model as {argument('model', 'FOLDER')}{near}"
+            ) from error
         raise PlanError(
             f"{path}: cannot be read, {(error.strerror or str(error)).lower()}{_advise(error, path)}"
         ) from error
@@ -204,7 +206,9 @@ def mixture_of(node: Node) -> Node | None:
     # a path may contain commas, but not weights: one weight is enough to take the word for a mixture
     if len(weighted) < len(parts):
         bare = next(part for part in parts if part not in weighted)
-        raise PlanError(f"data={node.value}: {bare or 'one part'} has no weight: give each its own, as {_FORM}")
+        raise PlanError(
+            f"{argument('data', node.value)}: {bare or 'one part'} has no weight: give each its own, as {_FORM}"
+        )
     return Node([_source(Node(part, node.where)) for part in parts], node.where)
 
 

@@ -20,10 +20,11 @@ from meshwright.planfile.paths import relocate_paths
 from meshwright.planfile.reading import AUTO, DEFAULT_MODEL, MAY_BE_AUTO
 from meshwright.planfile.text import WEIGHTED
 from meshwright.spec import presets
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import Plan, as_document
 
 WIDTH = 120
+RUN = argument("run")
 COMMENT_COLUMN = 34
 HEAD = """\
 A plan: what is trained, on what, how, and laid out where. Change it here, or on the command line:
@@ -42,7 +43,7 @@ def dump(plan: Plan) -> dict[str, Any]:
     return {key: _convert_tuples(value) for key, value in as_document(plan).items()}
 
 
-def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: str = "run=") -> None:
+def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: str = RUN) -> None:
     """Write the plan to a file atomically, so that `read` returns the same plan. Raises PlanError.
 
     Args:

@@ -17,6 +17,7 @@ from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.error_ranges import LIKELY, ranges, relative_range
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.spec.errors import argument
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import SAMPLES, Plan
@@ -265,11 +266,11 @@ def failure(ranking: Ranking, nodes: int = 0, *, free: bool = True, adapted_byte
     elif not nodes and worst.total_bytes - sum(worst.kinds.get(kind, 0.0) for kind in PASSING) <= room:
         cures.append("a shorter sequence")
     if adapted_bytes is not None:
-        cures.append(f"train adapters alone (tune=lora fits at {short_gib(adapted_bytes)})")
+        cures.append(f"train adapters alone ({argument('tune', 'lora')} fits at {short_gib(adapted_bytes)})")
     elif nearest.plan.data.form == SAMPLES and nearest.plan.model.lora is None:
-        cures.append("train adapters alone (tune=lora)")
+        cures.append(f"train adapters alone ({argument('tune', 'lora')})")
     elif nearest.plan.model.lora is not None and not holds_codes(nearest.plan.model):
-        cures.append("hold frozen matrices in 4 bits (tune=qlora)")
+        cures.append(f"hold frozen matrices in 4 bits ({argument('tune', 'qlora')})")
     return (
         f"none of {ranking.legal:,} legal layouts fits: the nearest needs {short_gib(worst.total_bytes)} per device "
         f"({kind} {short_gib(size)}); {short_gib(room)} is usable: {words_of(nearest.plan)}; "

@@ -2,7 +2,7 @@
 
 MeshwrightError                 2
 ├── PlanError                   a plan file, an override, an unknown or impossible value
-│   ├── ArgumentError           an argument of a Python function, named in it; the command line names its option
+│   ├── ArgumentError           an argument: its name, its value, the rule, the remedy
 │   └── IllegalLayout           a layout that breaks a rule: rule, clashing numbers, nearest legal change
 ├── DataError                   text, tokenizer or token cache
 │   └── MalformedRowError       a row that is malformed under any tokenizer and template
@@ -15,8 +15,47 @@ MeshwrightError                 2
 ├── OutsideTolerance            4  a comparison beyond its bar
 └── UnsafeCommunication         4  ranks that could wait for each other, or disagree on what they exchange
 
-A message is one line: what is wrong, where, and what to do.
+A message is one line: what is wrong, where, and what to do. Arguments in it are marked by `argument`, so that each
+interface writes them as its users do: tokens=15T in Python, --tokens 15T on the command line.
 """
+
+import copy
+from collections.abc import Callable
+from os import PathLike, fspath
+from typing import Self
+
+UNSET = object()
+"""No value beside the name of an argument."""
+START, BETWEEN, END = "\x02", "\x1f", "\x03"
+"""Marks around an argument in a message. Control characters: text of users cannot hold them, see `printable`."""
+Writer = Callable[[str, str, str], str]
+"""Function that writes (name, Python literal, plain text) of an argument. The last two are empty without a value."""
+
+
+def printable(text: str) -> str:
+    """Return a user's words for a one-line message, escaped where a terminal would act on them."""
+    return text if text.isprintable() else ascii(text)
+
+
+def argument(name: str, value: object = UNSET) -> str:
+    """Return an argument, marked, for the message of an error. `name`: that of Python, or a key of a plan."""
+    if value is UNSET:
+        return f"{START}{name}{BETWEEN}{BETWEEN}{END}"
+    if isinstance(value, PathLike):
+        value = fspath(value)
+    if isinstance(value, float):
+        value = f"{value:g}"
+        return f"{START}{name}{BETWEEN}{value}{BETWEEN}{value}{END}"
+    text = printable(str(value))
+    # Capitals stand for the user's own word, as in data=PATH, which quotes would make a word of ours.
+    is_placeholder = text.partition(".")[0].isupper() and not any(letter.isdigit() for letter in text)
+    literal = repr(value) if isinstance(value, str) and not is_placeholder else text
+    return f"{START}{name}{BETWEEN}{literal}{BETWEEN}{text}{END}"
+
+
+def write_in_python(name: str, literal: str, text: str) -> str:
+    """Return an argument as a keyword of Python."""
+    return f"{name}={literal}"
 
 
 class MeshwrightError(Exception):
@@ -26,13 +65,45 @@ class MeshwrightError(Exception):
     reported_elsewhere = False
     """Another rank prints the message. This rank exits silently with the same code."""
 
+    def __init__(self, message: str = "") -> None:
+        # Exception keeps the arguments of the call, by which a copy and a pickle call it again.
+        self.message = message
+        """The message with marked arguments."""
+
+    def __str__(self) -> str:
+        return self.written(write_in_python)
+
+    def written(self, write: Writer) -> str:
+        """Return the message with its arguments written by one interface."""
+        text, *marked = self.message.split(START)
+        for part in marked:
+            fields, _, rest = part.partition(END)
+            text += write(*fields.split(BETWEEN)) + rest
+        return text
+
+    def reworded(self, before: str = "", after: str = "") -> Self:
+        """Return the same error with more words around its message."""
+        error = copy.copy(self)
+        error.message = f"{before}{self.message}{after}"
+        return error
+
 
 class PlanError(MeshwrightError):
     """A plan that cannot be read or does not make sense."""
 
 
 class ArgumentError(PlanError):
-    """An argument with an impossible value or of another type."""
+    """An argument with an impossible value or of another type.
+
+    The message is `argument=value rule: remedy`, or `sentence: remedy` where a sentence names several arguments.
+    """
+
+    def __init__(
+        self, name: str, value: object = UNSET, rule: str = "", remedy: str = "", *, sentence: str = ""
+    ) -> None:
+        self.argument, self.value, self.rule, self.remedy = name, value, rule, remedy
+        text = sentence or f"{argument(name, value)} {rule}".rstrip()
+        super().__init__(f"{text}: {remedy}" if remedy else text)
 
 
 class IllegalLayout(PlanError):
@@ -87,11 +158,6 @@ class UnsafeCommunication(MeshwrightError):
     """Ranks that could deadlock, disagree on an operation, or use a buffer while it is exchanged."""
 
     exit_code = 4
-
-
-def printable(text: str) -> str:
-    """Return a user's words for a one-line message, escaped where a terminal would act on them."""
-    return text if text.isprintable() else ascii(text)
 
 
 FULL = ("can't allocate memory", "Unable to allocate")

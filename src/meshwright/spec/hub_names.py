@@ -4,6 +4,8 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from meshwright.spec.errors import argument
+
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 LONGEST = 96
 """Characters that the hub allows in `ORG/NAME`."""
@@ -25,18 +27,18 @@ def looks_like_hub_name(name: str) -> bool:
     return name.partition("/")[0].lower() not in FOLDERS
 
 
-def explain_missing(name: str, instead: str, argument: str = "") -> str:
+def explain_missing(name: str, instead: str, key: str = "") -> str:
     """Return the message for a path that does not exist: what to give `instead`, and where the model may be.
 
-    It ends with the command that downloads a model of that name, or else with the neighbours of the path. `argument` is
-    the one that named the path, such as `model=`.
+    It ends with the command that downloads a model of that name, or else with the neighbours of the path. `key` is the
+    argument that named the path.
     """
-    return f"{argument}{name} does not exist: give {instead}{whereabouts(name, argument)}"
+    return f"{argument(key, name) if key else name} does not exist: give {instead}{whereabouts(name, key)}"
 
 
-def whereabouts(name: str, argument: str = "") -> str:
-    """Return the end of the message of `explain_missing`. `argument` is the one that takes a model."""
-    return download_hint(name, argument) or _beside(Path(name))
+def whereabouts(name: str, key: str = "") -> str:
+    """Return the end of the message of `explain_missing`. `key` is the argument that takes a model."""
+    return download_hint(name, key) or _beside(Path(name))
 
 
 def shape_alone(name: str, preset: str) -> list[str]:
@@ -62,12 +64,13 @@ def download_command(name: str, file: str = "") -> str:
     return " ".join(("hf download", name, *((file,) if file else ()), "--local-dir", name.rpartition("/")[2]))
 
 
-def download_hint(name: str, argument: str = "") -> str:
+def download_hint(name: str, key: str = "") -> str:
     """Return how to download a model whose missing path looks like a name of the hub. Empty = it does not."""
     owner = Path(name.partition("/")[0])
     # A folder with models in it may be named after their owner, as downloads of several are.
     is_local = owner.is_dir() and not any(owner.glob("*/config.json"))
     if is_local or not looks_like_hub_name(name):
         return ""
-    folder = argument + name.rpartition("/")[2]
+    folder = name.rpartition("/")[2]
+    folder = argument(key, folder) if key else folder
     return f". To use the model of that name on the Hugging Face Hub, run `{download_command(name)}` and give {folder}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec import Cluster, ModelShape, Plan, presets
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.hub_names import download_hint
 from meshwright.spec.presets import suggest
 from meshwright.stacks.declaration.option import OUTSIDE, ConfigFile, Entry, Facts
@@ -136,7 +136,7 @@ class ReadConfig:
         try:
             return plan_of({**self.facts, "devices_per_node": cluster.devices_per_node, **changes}, shape, cluster)
         except PlanError as error:
-            raise type(error)(f"{self.paths[0]}: {error}") from None
+            raise error.reworded(f"{self.paths[0]}: ") from None
 
 
 def read(
@@ -160,7 +160,7 @@ def read(
         whose, files = _software_of_folder(path, word)
         return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, named)
     if not path.is_file():
-        raise PlanError(f"source={str(path)!r} is no file and no folder: give a configuration of {', '.join(READ)}")
+        raise ArgumentError("source", path, "is no file and no folder", f"give a configuration of {', '.join(READ)}")
     entries = entries_of(path, function)
     whose, file = _software_of_file(path, entries, word)
     return _read(whose, [(file, entries)], path, named)

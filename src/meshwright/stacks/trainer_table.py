@@ -1,6 +1,6 @@
 """Every training software that `--for` and `--from` know, by its word."""
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.presets import suggest
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FSDP
@@ -26,5 +26,5 @@ READ = {**SOFTWARE, **{stack.word: stack for stack in (TORCHTUNE, LITGPT, LLM_FO
 def software(word: str) -> TrainingSoftware:
     """Return the software for a word. Raises PlanError with the nearest words."""
     if word not in SOFTWARE:
-        raise PlanError(f"stack={word!r} is not known; {suggest(word, SOFTWARE)}")  # fmt: skip
+        raise PlanError(f"{argument('stack', word)} is not known; {suggest(word, SOFTWARE)}")  # fmt: skip
     return SOFTWARE[word]

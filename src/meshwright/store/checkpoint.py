@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright.parallel.groups.group import gather_objects, union_of_names
-from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
+from meshwright.spec.errors import CheckpointError, DamagedCheckpoint, argument
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
 from meshwright.store import commit as commits
@@ -310,7 +310,7 @@ def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointEr
         free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
     else:
         advice = "free some space" if error.errno in _SPACE else "fix that"
-        advice += " and resume" if remaining else ", or choose another run="
+        advice += " and resume" if remaining else f", or choose another {argument('run')}"
     return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{remaining}: {advice}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.spec.errors import CheckpointError, RunError
+from meshwright.spec.errors import CheckpointError, RunError, argument
 from meshwright.store import commit as commits
 from meshwright.store.durable import sync_folder
 
@@ -49,7 +49,9 @@ def refuse_taken(run: Path) -> None:
             has_record = b"\n" in file.read(MOST_OF_A_RECORD)
     if saved or has_record or (run / "hf").exists():
         last = f" (last checkpoint: step {saved[-1].step})" if saved else ""
-        raise RunError(f"{run} already holds a run{last}: resume=auto continues it, or choose another run=")
+        raise RunError(
+            f"{run} already holds a run{last}: resume=auto continues it, or choose another {argument('run')}"
+        )
 
 
 def list_checkpoints(folder: Path) -> list[Saved]:

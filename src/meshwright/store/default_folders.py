@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright import planfile
 from meshwright.spec import Plan, Recipe
-from meshwright.spec.errors import MeshwrightError, RunError
+from meshwright.spec.errors import MeshwrightError, RunError, argument
 from meshwright.store import checkpoint_folder
 
 AUTO, LATEST = "auto", "latest"
@@ -59,7 +59,9 @@ def settle_run(plan: Plan) -> str:
                 path.mkdir()
                 return str(path)
     except OSError as error:
-        raise RunError(f"{error.filename or root}: {error.strerror or error}; choose another run=") from None
+        raise RunError(
+            f"{error.filename or root}: {error.strerror or error}; choose another {argument('run')}"
+        ) from None
     raise AssertionError("there is always a next number")
 
 

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import PlanError, RunError, argument
+
+RUN = argument("run")
+"""The argument that most paths come from."""
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -50,17 +53,17 @@ def free_bytes(path: Path) -> int | None:
         return None
 
 
-def refuse_taken(path: Path, named: str) -> None:
-    """Raise PlanError when an output folder is a file or not empty. `named` is the argument, such as `out=`."""
+def refuse_taken(path: Path, key: str) -> None:
+    """Raise PlanError when an output folder is a file or not empty. `key`: the argument."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "is not empty: take another folder, or empty this one" if path.is_dir() else "is there: name another"
-        raise PlanError(f"{named}{path} {what}")
+        raise PlanError(f"{argument(key, path)} {what}")
 
 
-def refuse_unwritable(path: Path, named: str = "run=") -> None:
+def refuse_unwritable(path: Path, key: str = "run") -> None:
     """Raise RunError when no file can be created in a folder, or in its nearest existing parent. A full disk passes.
 
-    `named` is the argument that named the folder, such as `out=`.
+    `key`: the argument that named the folder.
     """
     nearest = path
     try:
@@ -70,13 +73,13 @@ def refuse_unwritable(path: Path, named: str = "run=") -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise RunError(
-                f"{named}{path} cannot be written: {nearest}: {error.strerror}; choose another {named.strip()}"
+                f"{argument(key, path)} cannot be written: {nearest}: {error.strerror}; choose another {argument(key)}"
             ) from None
 
 
 @contextmanager
-def report_in_one_line(path: Path, another: str = "run=") -> Iterator[None]:
-    """Turn an OSError into a one-line RunError. `another` is the argument that chooses another path."""
+def report_in_one_line(path: Path, another: str = RUN) -> Iterator[None]:
+    """Turn an OSError into a one-line RunError. `another`: name of what chooses another path."""
     try:
         yield
     except OSError as error:

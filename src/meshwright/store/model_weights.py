@@ -19,7 +19,7 @@ from meshwright.model.init import fill_initial
 from meshwright.model.low_rank import merge_adapter
 from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, CheckpointError, HubError, PlanError
+from meshwright.spec.errors import ArgumentError, CheckpointError, HubError, PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store import checkpoint as checkpoints
@@ -146,7 +146,7 @@ def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
     if checkpoint_folder.is_checkpoint(source) and not (source / "plan.yaml").is_file():
         if which != LAST:
             raise ArgumentError(
-                f"checkpoint={which}: {source} is a checkpoint already; give the run folder, or leave it"
+                "checkpoint", which, remedy=f"{source} is a checkpoint already; give the run folder, or leave it"
             )
         return RunFolder.open(source.resolve().parent.parent), checkpoints.verify_named(source)
     run = RunFolder.open(source)
@@ -189,15 +189,18 @@ def _choose(run: RunFolder, which: str) -> Path:
         best = checkpoints.find_best(run.checkpoints)
         if best is None:
             raise CheckpointError(
-                f"checkpoint=best: no checkpoint of {run.path} has a held-out loss: take checkpoint=last. For the "
-                "next run set data.validation, and save checkpoints at evaluations"
+                f"{argument('checkpoint', 'best')}: no checkpoint of {run.path} has a held-out loss: take "
+                f"{argument('checkpoint', 'last')}. For the next run set data.validation, and save checkpoints "
+                "at evaluations"
             )
         return best
     check_checkpoint(which)
     path = next((saved.path for saved in listing if saved.step == int(which)), None)
     if path is None:
         steps = ", ".join(str(saved.step) for saved in listing) or "none"
-        raise CheckpointError(f"checkpoint={which}: {run.path} has no checkpoint of that step, it has: {steps}")
+        raise CheckpointError(
+            f"{argument('checkpoint', which)}: {run.path} has no checkpoint of that step, it has: {steps}"
+        )
     return path
 
 

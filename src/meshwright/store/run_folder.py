@@ -23,7 +23,7 @@ from meshwright.formats.gguf.header import is_gguf
 from meshwright.formats.hub import adapter_config
 from meshwright.formats.hub.json_files import GENERATION, read_json
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, CheckpointError, PlanError, RunError
+from meshwright.spec.errors import ArgumentError, CheckpointError, PlanError, RunError, argument
 from meshwright.spec.hub_names import explain_missing
 from meshwright.spec.recipe.recipe import PRECISIONS
 from meshwright.store import checkpoint_folder
@@ -52,7 +52,7 @@ class RunLock:
         path = (folder / _LOCK).resolve()
         with _guard:  # record locks do not exclude their own process, and closing any handle releases them
             if path in _held:
-                raise RunError(f"this process already runs in {folder}: choose another run=")
+                raise RunError(f"this process already runs in {folder}: choose another {argument('run')}")
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _lock(handle, folder)
@@ -87,7 +87,7 @@ def _lock(handle: int, folder: Path) -> None:
         except (OSError, ValueError, KeyError, TypeError):
             holder = "it did not sign"
         raise RunError(
-            f"another run is going on in {folder} ({holder}): choose another run=, or wait until it ends"
+            f"another run is going on in {folder} ({holder}): choose another {argument('run')}, or wait until it ends"
         ) from None
 
 
@@ -127,7 +127,7 @@ class RunFolder:
             CheckpointError: A run is to be resumed but all its checkpoints are broken.
         """
         if path.exists() and not path.is_dir():
-            raise RunError(f"run={path} is a file, not a folder: choose another run=")
+            raise RunError(f"{argument('run', path)} is a file, not a folder: choose another {argument('run')}")
         with report_in_one_line(path):
             path.mkdir(parents=True, exist_ok=True)
             file = path / "plan.yaml"
@@ -139,7 +139,7 @@ class RunFolder:
             ):
                 raise RunError(
                     f"{path} holds a plan.yaml that belongs to no training run; refusing to overwrite it: "
-                    "choose another run="
+                    f"choose another {argument('run')}"
                 )
             # Locked before any file is written: another process may train here.
             run = cls(path=path, plan=plan, lock=RunLock.take(path))
@@ -269,12 +269,12 @@ class RunFolder:
             if before is None and fingerprint:
                 raise RunError(
                     f"{self.path} has lost its tokenizer.json, and data.tokenizer may be another one: put the file "
-                    "back (an export has a copy), or choose another run="
+                    f"back (an export has a copy), or choose another {argument('run')}"
                 )
             if (before or "") != fingerprint:
                 raise RunError(
                     f"{self.path} was trained with another tokenizer (its tokenizer.json): take the data.tokenizer "
-                    "that it began with, or choose another run="
+                    f"that it began with, or choose another {argument('run')}"
                 )
         elif tokenizer:
             tokenizer.save(self.path)
@@ -436,7 +436,7 @@ def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST,
     if kind == "run":
         check_checkpoint(checkpoint)
     elif checkpoint != LAST:
-        raise ArgumentError(f"checkpoint={checkpoint}: {path} is {NAMES[kind]}, which has none; leave it out")
+        raise ArgumentError("checkpoint", checkpoint, remedy=f"{path} is {NAMES[kind]}, which has none; leave it out")
     return kind
 
 
@@ -453,18 +453,18 @@ def _kind(path: Path) -> Kind | None:
 def check_dtype(dtype: str | None, *more: str) -> None:
     """Raise ArgumentError unless the dtype is None (as stored), fp32, bf16, fp16 or one of `more`."""
     if dtype is not None and dtype not in (*more, *PRECISIONS):
-        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join((*more, *PRECISIONS))}")
+        raise ArgumentError("dtype", dtype, "is not known", f"take one of {', '.join((*more, *PRECISIONS))}")
 
 
 def check_checkpoint(which: str) -> None:
     """Raise ArgumentError unless the word is last, best or the number of a step."""
     if which not in (LAST, BEST) and not which.isdigit():
-        raise ArgumentError(f"checkpoint={which} is not known: take last, best, or the number of a step")
+        raise ArgumentError("checkpoint", which, "is not known", "take last, best, or the number of a step")
 
 
 def check_gguf_path(out: Path) -> None:
     """Raise PlanError when a GGUF file cannot be created at this path."""
     if out.suffix != ".gguf":
-        raise PlanError(f"out={out} is one GGUF file, whose name ends with .gguf: take {out}.gguf")
+        raise PlanError(f"{argument('out', out)} is one GGUF file, whose name ends with .gguf: take {out}.gguf")
     if out.exists():
-        raise PlanError(f"out={out} is there already: take another name, or remove it")
+        raise PlanError(f"{argument('out', out)} is there already: take another name, or remove it")

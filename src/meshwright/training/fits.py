@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from meshwright.spec import Plan, parameters
-from meshwright.spec.errors import DoesNotFit, RunError
+from meshwright.spec.errors import DoesNotFit, RunError, argument
 from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks, place_of
 from meshwright.spec.memory.held import COUNTER_BYTES, TOKEN_BYTES, WIDTHS, master_bytes, memory, written_bytes
 from meshwright.spec.model.shape import ModelShape
@@ -286,8 +286,9 @@ def check_space(plan: Plan) -> str | None:
     size = checkpoint_bytes(plan.model, recipe)
     if free < size + OTHER_BYTES:
         raise RunError(
-            f"run={run}: the disk is too small. A checkpoint takes {gib(size)}, other files of the run up to "
-            f"{gib(OTHER_BYTES)}, and {gib(free)} are free: free some space, or choose another run="
+            f"{argument('run', run)}: the disk is too small. A checkpoint takes {gib(size)}, other files of "
+            f"the run up to {gib(OTHER_BYTES)}, and {gib(free)} are free: free some space, or choose another "
+            f"{argument('run')}"
         )
     best = 1 if plan.data.validation else 0
     saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1

@@ -22,7 +22,7 @@ from meshwright.parallel.groups.mesh import saving_group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.pipeline.pass_graphs import check_device
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError, PlanError
+from meshwright.spec.errors import CheckpointError, PlanError, argument
 from meshwright.spec.recipe.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.model_weights import base_fingerprint
@@ -57,7 +57,7 @@ def check_resumed(plan: Plan, corpus: Corpus, checkpoint_path: Path) -> None:
         if plan.model.lora is not None:
             raise CheckpointError(
                 f"{checkpoint_path} holds all weights, and adapters need those of a folder: export the run, and give "
-                "its folder as model=DIR"
+                f"its folder as {argument('model', 'DIR')}"
             )
         return
     values = checkpoint.read_values(checkpoint_path)

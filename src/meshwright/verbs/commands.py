@@ -1,6 +1,7 @@
 """The typer application of all verbs. Running a verb imports its own room only."""
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from meshwright.interface.options.plan import Words
 from meshwright.interface.terminal import help
 from meshwright.interface.terminal.screen_text import WIDEST
+from meshwright.spec.errors import Writer
 
 EXIT = typer.Exit
 """Exception that ends a verb with an exit code of its own."""
@@ -135,33 +137,28 @@ def run(words: Sequence[str]) -> None:
         verbs.invoke(context)
 
 
-def in_options(line: str, words: Sequence[str]) -> str:
-    """Rewrite a sentence that names Python arguments in the options of a verb.
+def option_writer(words: Sequence[str]) -> Writer:
+    """Return the spelling of arguments by the verb of these words: --tokens 15T, MODEL gpt2, or KEY=VALUE of a plan."""
+    verb: Any = _parser(words)
+    for word in words:  # `data show` is a verb of a group
+        verb = getattr(verb, "commands", {}).get(word, verb)
+    spellings: dict[str, tuple[str, str]] = {}
+    for parameter in verb.params:
+        if parameter.param_type_name == "argument":
+            spellings[parameter.name] = re.split(r"\W", parameter.metavar.strip("[]"))[0], ""
+            continue
+        names = [option for option in parameter.opts if option.startswith("--")]
+        switches_off = next(iter(parameter.secondary_opts), "")
+        # A parameter may have another name than its option, as `stack` of --for has.
+        spellings |= {name[2:].replace("-", "_"): (names[0], switches_off) for name in names}
+        spellings.setdefault(parameter.name, (next(iter(names), ""), switches_off))
 
-    tokens=15T becomes --tokens 15T, and dry_run=False becomes --no-dry-run. Arguments without an option take their
-    metavar: model='x' becomes MODEL 'x', and another run= becomes another RUN.
-    """
-    # An error may come before a verb is known, so there may be none.
-    verb: Any = _parser(words).commands.get(next(iter(words), ""))
-    metavars = {
-        parameter.name: re.split(r"\W", parameter.metavar.strip("[]"))[0]
-        for parameter in (verb.params if verb else ())
-        if parameter.param_type_name == "argument"
-    }
-    line = re.sub(r"another (\w+)=", lambda match: f"another {metavars.get(match[1], match[1] + '=')}", line)
-    line = re.sub(r"^(\w+)=(?=')", lambda match: f"{metavars.get(match[1], match[1] + '=')} ".replace("= ", "="), line)
-    options: dict[str, str] = {}
-    for parameter in verb.params if verb else ():
-        if parameter.param_type_name == "option":
-            long = [option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
-            options |= {name[2:].replace("-", "_"): name for name in long}
-            # A parameter may have another name than its option.
-            options.setdefault(parameter.name, next(iter(long), ""))
+    def write(name: str, literal: str, text: str) -> str:
+        spelling, switches_off = spellings.get(name, ("", ""))
+        if not spelling:
+            return f"{name}={shlex.quote(text) if text else ''}"
+        if literal in ("True", "False"):
+            return spelling if literal == "True" else switches_off or f"{name}=False"
+        return f"{spelling} {shlex.quote(text)}" if literal else spelling
 
-    def option(match: re.Match[str]) -> str:
-        name, truth, quoted, follows = match.groups()
-        # An argument without an option stays as it is.
-        known = options.get(f"no_{name}" if truth == "False" else name, "")
-        return f"{known} {quoted or ''}" if known and (quoted or follows) else known or match[0]
-
-    return re.sub(r"""(?<![\w.'"-])(?<!\d: )(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
+    return write

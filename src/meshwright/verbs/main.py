@@ -82,9 +82,13 @@ def _run(words: Sequence[str], *, debug: bool) -> int:
 
             traceback.print_exc()
         is_usage = isinstance(error, commands.USAGE_ERROR)
-        line, code = (explain_usage(error, words), USAGE) if is_usage else explain(error)
-        # Our errors name Python arguments; the user of a verb knows its options.
-        line = commands.in_options(line, words) if isinstance(error, MeshwrightError) else line
+        if is_usage:
+            line, code = explain_usage(error, words), USAGE
+        elif isinstance(error, MeshwrightError):
+            # Errors mark arguments of Python; the user of a verb knows its options.
+            line, code = explain(error, commands.option_writer(words))
+        else:
+            line, code = explain(error)
         if processes() > 1:
             fail(error, line, code)
         else:

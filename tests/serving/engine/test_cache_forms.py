@@ -48,5 +48,5 @@ def test_a_block_takes_a_quarter_of_fp32() -> None:
     sizes = {form: ServingEngine(network, EngineOptions(cache_dtype=form)).cache.bytes for form in ("model", "int8")}
     width = network.shape.head_dim
     assert sizes["model"] / sizes["int8"] == pytest.approx(4 * width / (width + 4))
-    with pytest.raises(ArgumentError, match=r"cache_dtype=int4 is not known: take one of model, fp8, int8"):
+    with pytest.raises(ArgumentError, match=r"cache_dtype='int4' is not known: take one of model, fp8, int8"):
         ServingEngine(network, EngineOptions(cache_dtype="int4"))  # type: ignore[arg-type]  # what is refused

@@ -80,7 +80,7 @@ def test_requests_keep_what_is_unloaded_under_them(more: dict[str, Any]) -> None
     held = engine.adapters.bytes
     engine.adapters.unload("mine")
     assert engine.adapters.names == () and engine.adapters.count == 1 and engine.adapters.bytes == held
-    with pytest.raises(ArgumentError, match="adapter=mine is not here"):
+    with pytest.raises(ArgumentError, match="adapter='mine' is not here"):
         engine.add(PROMPTS[0], asked("mine"))
     engine.adapters.load("mine", by_name["some"])
     other = engine.add(PROMPTS[0], asked("mine", **more))
@@ -109,7 +109,7 @@ def test_names_that_cannot_be_had() -> None:
     for name, complaint in (("mine", "is here already"), ("", "must have a name")):
         with pytest.raises(ArgumentError, match=complaint):
             engine.adapters.load(name, by_name["some"])
-    with pytest.raises(ArgumentError, match="adapter=other is not here: take one of mine"):
+    with pytest.raises(ArgumentError, match="adapter='other' is not here: take one of mine"):
         engine.adapters.unload("other")
     assert engine.adapters.names == ("mine",)
 
@@ -117,7 +117,7 @@ def test_names_that_cannot_be_had() -> None:
 @pytest.mark.parametrize("name", [EXPERTS, KINDS[0]])
 def test_an_adapter_of_another_model_is_refused(name: str) -> None:
     engine = engine_of(LLAMA)
-    with pytest.raises(ArgumentError, match=r"mine cannot be served by request: layers\.\S+ \[.*\] is no part of"):
+    with pytest.raises(ArgumentError, match=r"mine' cannot be served by request: layers\.\S+ \[.*\] is no part of"):
         engine.adapters.load("mine", adapters(name)["large"])
     wide = {key: torch.cat((tensor, tensor), -1) for key, tensor in adapters(LLAMA)["large"].tensors.items()}
     with pytest.raises(ArgumentError, match=r"lora\.a \[18, \d+\] is no part of"):

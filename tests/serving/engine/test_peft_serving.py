@@ -129,7 +129,7 @@ def test_adapters_of_experts_are_those_of_peft(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "complaint"),
     [
-        ({"use_dora": True, "target_modules": ["q_proj"]}, "adapter=mine cannot be served by request: DoRA"),
+        ({"use_dora": True, "target_modules": ["q_proj"]}, "adapter='mine' cannot be served by request: DoRA"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens.* is no tensor of a LoRA or DoRA adapter"),
         ({"target_modules": ["lm_head"]}, "lm_head.* is no tensor of a LoRA or DoRA adapter"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),

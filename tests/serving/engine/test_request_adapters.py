@@ -283,7 +283,7 @@ def test_an_adapter_that_is_no_number_harms_no_row_but_its_own(apart: bool, bad:
 @pytest.mark.parametrize(
     ("name", "lora", "complaint"),
     [
-        ("llama-3.1-8b", {"dora": True}, "adapter=mine cannot be served by request: DoRA"),
+        ("llama-3.1-8b", {"dora": True}, "adapter='mine' cannot be served by request: DoRA"),
         ("deepseek-v3", {"targets": "kv_up"}, r"layers\.0\.attention\.kv_up is multiplied into queries"),
     ],
 )
@@ -298,7 +298,7 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, lora: dict[str, Any
 
 def test_a_name_that_is_not_there() -> None:
     engine = ServingEngine(shrunk(KINDS[2]), adapters=adapters(KINDS[2]))
-    with pytest.raises(ArgumentError, match="adapter=other is not here: take one of small, large, some"):
+    with pytest.raises(ArgumentError, match="adapter='other' is not here: take one of small, large, some"):
         engine.add([1], RequestOptions(adapter="other"))
     with pytest.raises(ArgumentError, match="the engine was given none"):
         ServingEngine(shrunk(KINDS[2])).add([1], RequestOptions(adapter="small"))
@@ -361,5 +361,5 @@ def test_a_damaged_adapter_is_refused(number: float) -> None:
     good = adapters("llama-3.1-8b")["large"]
     name, tensor = next(iter(good.tensors.items()))
     bad = replace(good, tensors={**good.tensors, name: tensor.clone().fill_(number)})
-    with pytest.raises(ArgumentError, match=f"adapter=bad cannot be served by request: {name} has numbers"):
+    with pytest.raises(ArgumentError, match=f"adapter='bad' cannot be served by request: {name} has numbers"):
         ServingEngine(shrunk("llama-3.1-8b"), adapters={"bad": bad})

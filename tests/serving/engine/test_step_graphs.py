@@ -265,9 +265,9 @@ def on_gpu(network: Transformer) -> Transformer:
 def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     network = model(MIXED["moe"]).eval()
     cache = PagedCache(network, 2, 4)
-    with pytest.raises(ArgumentError, match=r"^cuda_graphs=on cannot be: graphs are for a GPU, .*cuda_graphs=auto"):
+    with pytest.raises(ArgumentError, match=r"^cuda_graphs='on' cannot be: graphs are for a GPU, .*cuda_graphs='auto'"):
         ServingEngine(network, EngineOptions(cuda_graphs="on"))
-    with pytest.raises(ArgumentError, match=r"cuda_graphs=maybe is not known: take one of auto, on, off"):
+    with pytest.raises(ArgumentError, match=r"cuda_graphs='maybe' is not known: take one of auto, on, off"):
         EngineOptions(cuda_graphs="maybe")  # type: ignore[arg-type]  # that is refused
     assert ServingEngine(network, EngineOptions(cuda_graphs="off", **SIZES)).cuda_graphs == "off (cuda_graphs=off)"
     there = on_gpu(network)

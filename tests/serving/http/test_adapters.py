@@ -94,7 +94,7 @@ def test_lists_chats_and_scores() -> None:
 
 
 def test_an_adapter_has_not_the_name_of_the_model() -> None:
-    with pytest.raises(ArgumentError, match="adapter=small is the model's own name"):
+    with pytest.raises(ArgumentError, match="adapter='small' is the model's own name"):
         replace(small(), adapters={NAME: adapted().adapters["poet"]})
 
 
@@ -193,6 +193,6 @@ def test_what_is_no_adapter_is_refused(
 
 def test_an_adapter_of_other_weights(runs: Path) -> None:
     with pytest.raises(
-        ArgumentError, match=r"adapter=a does not fit: .* trained it beside the weights of .*, and .*run has others"
+        ArgumentError, match=r"adapter='a' does not fit: .* trained it beside the weights of .*, and .*run has others"
     ):
         mw.load(runs / "run").engine(adapters={"a": runs / "first"})

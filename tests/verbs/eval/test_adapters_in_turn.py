@@ -79,5 +79,7 @@ def test_matrices_that_are_codes_are_not_passed_over(trained: Path, more: tuple[
     small = trained / "small"
     assert main(["quantize", str(trained / "hf"), "--scheme", "int8", "-o", str(small), *more]) == 0
     turns = AdaptersInTurn(load(small), {"a": trained / "peft"})
-    with pytest.raises(ArgumentError, match=r"adapter=a cannot be merged: .*small holds the adapted matrices as codes"):
+    with pytest.raises(
+        ArgumentError, match=r"adapter='a' cannot be merged: .*small holds the adapted matrices as codes"
+    ):
         turns.with_adapter("a")

@@ -64,7 +64,7 @@ def test_nothing_fits_still_writes_the_page(tmp_path: Path) -> None:
         ([*SMALL, "--beside", "nodes=two"], "must be a whole number"),
         ([*SMALL, "--beside", "nodes=2,nodes=4"], "has nodes twice"),
         ([*SMALL, "--beside", "price=cheap"], "must be a number of dollars per device-hour"),
-        ([*SMALL, "--beside", "cluster=h900x8"], "beside: --cluster 'h900x8'"),
+        ([*SMALL, "--beside", "cluster=h900x8"], "beside: --cluster h900x8"),
         ([*SMALL, "--beside", "nodes=0"], "beside: --nodes 0 must be at least 1"),
         ([*SMALL, "--beside", "cluster=h100x7"], "give a global_batch that suits both"),
         (["explore", "gpt2", "--cluster", "h100x8", "--recipe", "sequence=2048"], "exceeds the 1024 learned positions"),

@@ -14,7 +14,7 @@ from meshwright.interface.planning.layouts import PlannedLayout
 from meshwright.interface.planning.plan_reading import base_words, read_plan, words_of
 from meshwright.spec import Plan, presets
 from meshwright.spec.errors import IllegalLayout
-from meshwright.verbs.commands import in_options
+from meshwright.verbs.commands import option_writer
 from meshwright.verbs.main import main
 
 RECIPE = {"global_batch": 64, "sequence": 4096}
@@ -142,7 +142,7 @@ def test_what_is_refused_is_refused_in_the_words_of_the_command_line(
         mw.plan(model, **options)
     cluster = ["--cluster", options["cluster"]] if "cluster" in options else []
     assert main(["plan", model, *cluster, *words]) == raised.value.exit_code
-    assert capsys.readouterr().err == f"meshwright: {in_options(str(raised.value), ['plan'])}\n"
+    assert capsys.readouterr().err == f"meshwright: {raised.value.written(option_writer(['plan']))}\n"
 
 
 def test_what_does_not_fit_comes_with_the_nearest_layout(capsys: pytest.CaptureFixture[str]) -> None:

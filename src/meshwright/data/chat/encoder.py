@@ -140,7 +140,7 @@ class _RowEncoder:
                 return [[self._encode_answer(part) for part in (sample.chosen, sample.rejected)]]
             return [[encoded] for encoded in self._encode_sample(sample)]
         except DataError as error:
-            raise type(error)(f"{readable_location(where)}: {error}") from error
+            raise error.reworded(f"{readable_location(where)}: ") from error
 
     def _encode_answer(self, sample: Conversation | Continuation) -> EncodedSample:
         encoded = self._encode_sample(sample)

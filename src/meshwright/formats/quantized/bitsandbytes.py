@@ -23,14 +23,14 @@ from torch import Tensor
 from meshwright.formats.hub.entries import Entries
 from meshwright.formats.hub.transforms import CONV1D, FUSED, JOINED, ROTARY
 from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import QuantizedModel
+from meshwright.formats.quantized.interface import NATIVE, QuantizedModel
 from meshwright.formats.quantized.native import check_tensors
 from meshwright.formats.quantized.tensors import MatrixFormat, skipped_modules, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import DYNAMIC, dynamic_table, undoubled
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import HubError
+from meshwright.spec.errors import HubError, argument
 from meshwright.spec.model.quantization_schemes import DOUBLED, SCHEMES, TABLES, Codes, Scheme
 from meshwright.spec.model.shape import ModelShape
 
@@ -58,9 +58,9 @@ class BitsAndBytes(MatrixFormat):
                 return f"bitsandbytes cannot hold {why}"
         if any(binding.transform in JOINED for binding in bindings(model.shape)):
             family = model.shape.family
-            return f"bitsandbytes holds {family}'s matrices in another order than its files: take format=meshwright"
+            return f"bitsandbytes holds {family}'s matrices in another order than its files: take {NATIVE}"
         if model.shape.moe is not None:
-            return "bitsandbytes leaves stacks of experts as they are, which transformers makes: take format=meshwright"
+            return f"bitsandbytes leaves stacks of experts as they are, which transformers makes: take {NATIVE}"
         return _unreadable(model)
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
@@ -187,18 +187,19 @@ def _unreadable(model: QuantizedModel) -> str:
         if scheme.codes not in TABLES:
             continue
         if scheme.group not in BLOCKS:
-            return f"bitsandbytes cannot hold blocks of {scheme.group}: take group=64 or format=meshwright"
+            return f"bitsandbytes cannot hold blocks of {scheme.group}: take {argument('group', 64)} or {NATIVE}"
         if (columns := quantizable(model.shape)[name][-1]) % scheme.group:
             return (
-                f"bitsandbytes cannot hold {name}: its {columns} inputs are no multiple of group={scheme.group}; "
-                "take format=meshwright"
+                f"bitsandbytes cannot hold {name}: its {columns} inputs are no multiple of "
+                f"{argument('group', scheme.group)}; take {NATIVE}"
             )
     quantized = [binding for binding in bindings(model.shape) if next(iter(binding.ours)) in model.schemes]
     if any(binding.transform is CONV1D for binding in quantized):
         return f"bitsandbytes holds {model.shape.family}'s matrices transposed, whose blocks are not read"
     doubled = any(scheme.scales == "double" for scheme in model.schemes.values())
     if doubled and model.shape.rope_interleaved and any(binding.transform is ROTARY for binding in quantized):
-        return "bitsandbytes has rotary pairs in another order, which doubled scales cannot follow: take scheme=nf4"
+        remedy = f"take {argument('scheme', 'nf4')}"
+        return f"bitsandbytes has rotary pairs in another order, which doubled scales cannot follow: {remedy}"
     return ""
 
 
@@ -206,8 +207,9 @@ def _unsupported(scheme: Scheme) -> str:
     if scheme.codes == "nf4" or (scheme.codes == "integer" and scheme.bits == 8 and scheme.outliers != "calibrated"):
         return ""
     if scheme.outliers == "calibrated":
-        return f"{scheme.name} with columns in 16 bit: take outliers=threshold, scheme=int8 or format=meshwright"
-    return f"{scheme.name}: it has normal floats and 8-bit weights alone; take scheme=nf4 or format=meshwright"
+        others = f"{argument('outliers', 'threshold')}, {argument('scheme', 'int8')}"
+        return f"{scheme.name} with columns in 16 bit: take {others} or {NATIVE}"
+    return f"{scheme.name}: it has normal floats and 8-bit weights alone; take {argument('scheme', 'nf4')} or {NATIVE}"
 
 
 def _sibling(name: str, leaf: str) -> str:

@@ -21,14 +21,14 @@ from torch import Tensor
 from meshwright.formats.hub.entries import Entries
 from meshwright.formats.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import QuantizedModel
+from meshwright.formats.quantized.interface import NATIVE, QuantizedModel
 from meshwright.formats.quantized.native import check_tensors
 from meshwright.formats.quantized.tensors import MatrixFormat, planned_tensors, skipped_modules, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import pack, unpack
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import HubError
+from meshwright.spec.errors import HubError, argument
 from meshwright.spec.model.quantization_schemes import BITS, GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
 from meshwright.spec.model.shape import ModelShape
 
@@ -57,23 +57,24 @@ class CompressedTensors(MatrixFormat):
     def refusal(self, model: QuantizedModel) -> str:
         """Return why the model does not fit: it takes integers and e4m3, in matrices (out, in), all of one scheme."""
         if len(set(model.schemes.values())) > 1:
-            return "compressed-tensors is written with one scheme, and budget= chooses several; take format=meshwright"
+            several = f"{argument('budget')} chooses several"
+            return f"compressed-tensors is written with one scheme, and {several}; take {NATIVE}"
         for name, scheme in model.schemes.items():
             why = _unsupported(scheme)
             if why:
-                return f"compressed-tensors cannot hold {scheme.name}: {why}; take format=meshwright"
+                return f"compressed-tensors cannot hold {scheme.name}: {why}; take {NATIVE}"
             columns = quantizable(model.shape)[name][-1]
             if scheme.group and columns % scheme.group:
                 all_columns = [quantizable(model.shape)[other_name][-1] for other_name in model.schemes]
                 fitting = [group for group in GROUPS if not any(size % group for size in all_columns)]
-                other = f"group={max(fitting)} or " if fitting else ""
+                other = f"{argument('group', max(fitting))} or " if fitting else ""
                 return (
                     f"compressed-tensors cannot hold {name}: its {columns} inputs are no multiple of group="
-                    f"{scheme.group}; take {other}format=meshwright"
+                    f"{scheme.group}; take {other}{NATIVE}"
                 )
         if any(binding.transform in JOINED for binding in bindings(model.shape)):
             family = model.shape.family
-            return f"compressed-tensors cannot hold {family}, whose matrices {TURNED}; take format=meshwright"
+            return f"compressed-tensors cannot hold {family}, whose matrices {TURNED}; take {NATIVE}"
         return ""
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:

@@ -12,12 +12,15 @@ from meshwright.formats.safetensors.files import Planned
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable, quantized_name
 from meshwright.model.transformer import Transformer
+from meshwright.spec.errors import argument
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.model.shape import ModelShape
 
 Weights = Iterable[tuple[str, Tensor | QuantizedMatrix]]
 """A model's parameters by our names."""
 Wanted = Callable[[str], bool]
+NATIVE = argument("format", "meshwright")
+"""The format that holds every scheme, as refusals of the others name it."""
 
 
 def every(name: str) -> bool:

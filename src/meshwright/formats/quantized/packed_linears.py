@@ -16,14 +16,14 @@ from torch import Tensor
 from meshwright.formats.hub.entries import Entries
 from meshwright.formats.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import QuantizedModel
+from meshwright.formats.quantized.interface import NATIVE, QuantizedModel
 from meshwright.formats.quantized.native import check_tensors
 from meshwright.formats.quantized.tensors import MatrixFormat, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, fixed_zero
 from meshwright.kernels.quantized.rounding import pack, unpack
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import HubError
+from meshwright.spec.errors import HubError, argument
 from meshwright.spec.model.quantization_schemes import GROUPS, SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape
 
@@ -87,19 +87,19 @@ class PackedLinears(MatrixFormat):
     def refusal(self, model: QuantizedModel) -> str:
         """Return why the format cannot hold the model. Empty = it can."""
         if len(set(model.schemes.values())) > 1:
-            return f"{self.name} is written with one scheme, and budget= chooses several; take format=meshwright"
+            return f"{self.name} is written with one scheme, and {argument('budget')} chooses several; take {NATIVE}"
         scheme = next(iter(model.schemes.values()))
         why = self._unwritable(scheme)
         if why:
-            return f"{self.name} cannot hold {scheme.name}: {why}; take format=meshwright"
+            return f"{self.name} cannot hold {scheme.name}: {why}; take {NATIVE}"
         if any(binding.transform in JOINED for binding in bindings(model.shape)):
-            return f"{self.name} cannot hold {model.shape.family}, whose matrices {TURNED}; take format=meshwright"
+            return f"{self.name} cannot hold {model.shape.family}, whose matrices {TURNED}; take {NATIVE}"
         for name in model.schemes:
             *_, rows, columns = quantizable(model.shape)[name]
             if columns % 32 or columns % (scheme.group or columns):
                 fitting = [group for group in GROUPS if columns % group == 0 and columns % 32 == 0]
-                other = f"group={max(fitting)} or " if fitting else ""
-                return f"{self.name} cannot hold {name}: {columns} inputs do not fit; take {other}format=meshwright"
+                other = f"{argument('group', max(fitting))} or " if fitting else ""
+                return f"{self.name} cannot hold {name}: {columns} inputs do not fit; take {other}{NATIVE}"
             if rows % self.outputs:
                 return f"{self.name} cannot hold {name}: {rows} outputs are no multiple of {self.outputs}"
         return ""

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.extras import require
 from meshwright.store.durable import refuse_unwritable, replace_file, report_in_one_line
 
@@ -48,29 +48,34 @@ def plain(content: Any) -> Any:
     return content
 
 
-def check_new_file(out: Path, *, option: str = "out=") -> None:
-    """Raise ArgumentError if the file exists or its folder does not. `option`: name of the argument."""
-    if out.exists():
-        raise ArgumentError(f"{option}{out} is there already: name another file")
-    if not out.absolute().parent.is_dir():
-        raise ArgumentError(f"{option}{out}: there is no folder {out.parent}; make it first")
+def check_parent(file: Path, key: str) -> None:
+    """Raise ArgumentError if the folder of a file does not exist. `key`: name of the argument."""
+    if not file.absolute().parent.is_dir():
+        raise ArgumentError(key, file, remedy=f"there is no folder {file.parent}; make it first")
 
 
-def check_page(out: Path, name: str, *, option: str = "out=") -> None:
+def check_new_file(file: Path, key: str = "out") -> None:
+    """Raise ArgumentError if the file exists or its folder does not. `key`: name of the argument."""
+    if file.exists():
+        raise ArgumentError(key, file, "is there already", "name another file")
+    check_parent(file, key)
+
+
+def check_page(file: Path, name: str, key: str = "out") -> None:
     """Raise ArgumentError, before anything is computed, if no page can be written.
 
-    `name`: suggested name of a page in a folder. `option`: name of the argument.
+    `name`: suggested name of a page in a folder. `key`: name of the argument.
     """
-    if out.is_dir():
-        raise ArgumentError(f"{option}{out} is a folder: name a file, as {option}{out / name}")
-    if out.suffix not in (".html", ".htm"):
-        raise ArgumentError(f"{option}{out}: name a file that ends in .html, as {option}{out.with_suffix('.html')}")
-    if not out.parent.is_dir():
-        raise ArgumentError(f"{option}{out}: there is no folder {out.parent}; make it first")
-    refuse_unwritable(out.parent, option)
+    if file.is_dir():
+        raise ArgumentError(key, file, "is a folder", f"name a file, as {argument(key, file / name)}")
+    if file.suffix not in (".html", ".htm"):
+        page = file.with_suffix(".html")
+        raise ArgumentError(key, file, remedy=f"name a file that ends in .html, as {argument(key, page)}")
+    check_parent(file, key)
+    refuse_unwritable(file.parent, key)
 
 
-def write_page(file: Path, page: str) -> None:
+def write_page(file: Path, page: str, key: str = "html") -> None:
     """Write a page whole or not at all. Names that are no valid text get question marks. Raises RunError."""
-    with report_in_one_line(file, "--html"):
+    with report_in_one_line(file, argument(key)):
         replace_file(file, page.encode(errors="replace"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -57,31 +57,35 @@ def folder_of(run: Place) -> Path:
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap a function to raise ArgumentError for arguments of other types than annotated."""
     names = signature(function)
-    known = [name for name in names.parameters if name != "self"]
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = names.bind(*args, **kwargs)
         except TypeError as error:
-            raise _misnamed(function.__name__, str(error), known, list(kwargs)) from None
-        for name, argument in bound.arguments.items():
+            raise _misnamed(function.__name__, str(error), names, len(args), list(kwargs)) from None
+        for name, setting in bound.arguments.items():
             parameter = names.parameters[name]
-            for passed in argument if parameter.kind is Parameter.VAR_POSITIONAL else (argument,):
+            for passed in setting if parameter.kind is Parameter.VAR_POSITIONAL else (setting,):
                 if parameter.kind is not Parameter.VAR_KEYWORD and not _fits(passed, parameter.annotation):
-                    raise ArgumentError(f"{name}={repr(passed)[:LONGEST]} must be {_words(parameter.annotation)}")
+                    rule = f"must be {_words(parameter.annotation)}"
+                    sentence = f"{name}={repr(passed)[:LONGEST]} {rule}"
+                    raise ArgumentError(name, passed, rule, sentence=sentence)
         return function(*args, **kwargs)
 
     return call
 
 
-def _misnamed(function: str, error: str, known: list[str], keywords: list[str]) -> ArgumentError:
+def _misnamed(function: str, error: str, names: Signature, positional: int, keywords: list[str]) -> ArgumentError:
     """Return the error about an unknown keyword, else about the call in Python's own words."""
+    known = [name for name in names.parameters if name != "self"]
     for name in keywords:
         if name not in known:
             near = suggest(name, [f"{parameter}=" for parameter in known], 1)
-            return ArgumentError(f"{name}= is not known to {function}; {near}")
-    return ArgumentError(f"{function}: {error}; it takes {', '.join(known)}")
+            return ArgumentError(name, rule=f"is not known to {function}; {near}")
+    missing = [name for name in list(names.parameters)[positional:] if name not in keywords]
+    name = missing[0] if missing else known[-1]
+    return ArgumentError(name, sentence=f"{function}: {error}; it takes {', '.join(known)}")
 
 
 def _fits(argument: Any, hint: Any) -> bool:

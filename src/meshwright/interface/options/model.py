@@ -37,8 +37,10 @@ def check_adapter(adapter: Path | None) -> None:
     """Raise ArgumentError unless the folder exists."""
     if adapter is not None and not adapter.is_dir():
         raise ArgumentError(
-            f"adapter={adapter} does not exist: give a folder of PEFT or of `meshwright export --adapter`, or "
-            "a run with model.lora"
+            "adapter",
+            adapter,
+            "does not exist",
+            "give a folder of PEFT or of `meshwright export --adapter`, or a run with model.lora",
         )
 
 
@@ -51,11 +53,11 @@ def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
     for word in words or ():
         name, _, folder = word.partition("=")
         if not name or not folder:
-            raise ArgumentError(f'adapter="{word}" must be NAME=DIR: the name that requests use, and a folder')
+            raise ArgumentError("adapter", word, "must be NAME=DIR", "the name that requests use, and a folder")
         if name in folders or name == model:
-            raise ArgumentError(f'adapter="{word}": the name {name} is taken; give each adapter its own')
+            raise ArgumentError("adapter", word, remedy=f"the name {name} is taken; give each adapter its own")
         if not Path(folder).is_dir():
-            raise ArgumentError(f'adapter="{word}" does not exist: give NAME=FOLDER')
+            raise ArgumentError("adapter", word, "does not exist", "give NAME=FOLDER")
         folders[name] = Path(folder)
     return folders
 

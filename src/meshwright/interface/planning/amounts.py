@@ -20,7 +20,7 @@ def tokens_of(amount: str | float | None, name: str = "tokens") -> float:
     except ValueError:
         number = -1.0
     if not 1 <= number < 1e18:
-        raise ArgumentError(f"{name}={amount} must be a number of 1 or more and below 10**18, as 15T or 300B")
+        raise ArgumentError(name, amount, "must be a number of 1 or more and below 10**18, as 15T or 300B")
     return number
 
 
@@ -44,5 +44,5 @@ def seconds_of(amount: str | float | None, name: str = "deadline") -> float:
     except ValueError:
         number = -1.0
     if not 0 < number < MOST_S:
-        raise ArgumentError(f"{name}={amount} must be a time above 0, as 30d, 2w, 12h or 90min")
+        raise ArgumentError(name, amount, "must be a time above 0, as 30d, 2w, 12h or 90min")
     return number

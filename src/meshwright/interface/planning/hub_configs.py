@@ -4,7 +4,7 @@ from pathlib import Path
 from threading import Thread
 
 from meshwright.spec import presets
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, PlanError, argument
 from meshwright.spec.hub_names import download_command, looks_like_hub_name
 
 CONFIG = "config.json"
@@ -34,29 +34,35 @@ def config_folder(name: str) -> Path:
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError:
         raise ArgumentError(
-            f"model={name!r} is no preset and no folder here, and huggingface_hub is not installed: "
-            f"run `pip install huggingface_hub`; or {instead}"
+            "model",
+            name,
+            "is no preset and no folder here, and huggingface_hub is not installed",
+            f"run `pip install huggingface_hub`; or {instead}",
         ) from None
     # The cache first, which needs no network. Then one quick request, since a download retries for 23 seconds.
     cached = try_to_load_from_cache(name, CONFIG)
     if isinstance(cached, str):
         return Path(cached).parent
-    absent = f"model={name!r} is no preset, no folder here and not in the Hugging Face cache"
+    absent = f"{argument('model', name)} is no preset, no folder here and not in the Hugging Face cache"
     if constants.HF_HUB_OFFLINE:
-        raise ArgumentError(f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}")
+        raise ArgumentError(
+            "model", name, sentence=f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}"
+        )
     if not _hub_answers():
-        raise ArgumentError(f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
+        raise ArgumentError("model", name, sentence=f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
     try:
         return Path(hf_hub_download(name, CONFIG)).parent
     except GatedRepoError:
         raise ArgumentError(
-            f"model={name!r} is gated: accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
+            "model", name, "is gated", f"accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
         near = presets.suggest(name.rpartition("/")[2].lower(), presets.model_names())
-        raise ArgumentError(f"model={name!r} is not on the Hugging Face Hub; presets {near}") from None
+        raise ArgumentError("model", name, f"is not on the Hugging Face Hub; presets {near}") from None
     except (LocalEntryNotFoundError, OSError, ValueError):
-        raise ArgumentError(f"{absent}, and {constants.ENDPOINT} did not send it: {instead}") from None
+        raise ArgumentError(
+            "model", name, sentence=f"{absent}, and {constants.ENDPOINT} did not send it: {instead}"
+        ) from None
 
 
 def _hub_answers() -> bool:

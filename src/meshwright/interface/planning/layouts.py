@@ -15,7 +15,7 @@ from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import Ranges, fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.layout.layout import RECOMPUTE, check_word
 from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.presets import suggest
@@ -55,7 +55,9 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
         for key, setting in _parts(part, asked):
             if fixed.setdefault(key, (setting,)) != (setting,):
                 raise ArgumentError(
-                    f"layout= has {key}={_shown(fixed[key][0])} and {key}={_shown(setting)}: take one of them"
+                    "layout",
+                    rule=f"has {key}={_shown(fixed[key][0])} and {key}={_shown(setting)}",
+                    remedy="take one of them",
                 )
     if fixed.get("cuda_graphs") == ("on",):
         _fix_capturable(asked, fixed)
@@ -63,9 +65,13 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
     if layers := fixed.get("recompute_layers", (0,))[0]:
         fixed.setdefault("recompute", RECOMPUTE[1:])
         if fixed["recompute"] == ("none",):
-            raise ArgumentError(f"layout= has recompute_layers={layers} and recompute=none: take another recompute")
+            raise ArgumentError(
+                "layout", rule=f"has recompute_layers={layers} and recompute=none", remedy="take another recompute"
+            )
         if layers > asked.model.layers:
-            raise ArgumentError(f"layout= has recompute_layers={layers}, and the model has {asked.model.layers} layers")
+            raise ArgumentError(
+                "layout", rule=f"has recompute_layers={layers}, and the model has {asked.model.layers} layers"
+            )
     return fixed
 
 
@@ -94,15 +100,17 @@ def _parse_setting(part: str, key: str, text: str) -> Any:
     if key in words and text in words[key]:
         return {"sp": text == "true", "zero": int(text) if text.isdecimal() else 0}.get(key, text)
     if key in words:
-        raise ArgumentError(f"layout={part!r}: {key} takes {' or '.join(words[key])}")
+        raise ArgumentError("layout", part, remedy=f"{key} takes {' or '.join(words[key])}")
     if key in DEGREES:
         least = 0 if key == "recompute_layers" else 1
         if text.isdecimal() and least <= int(text) < 2**31:
             return int(text)
-        raise ArgumentError(f"layout={part!r}: {key} takes a whole number of {least} or more")
+        raise ArgumentError("layout", part, remedy=f"{key} takes a whole number of {least} or more")
     if key in {field.name for field in fields(Layout)}:
-        raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
-    raise ArgumentError(f"layout={part!r}: {key!r} is not a field of a layout; {suggest(key, [*DEGREES, *WORDS], 1)}")
+        raise ArgumentError("layout", part, remedy=f"plan does not search {key}; write layout.{key} into a plan file")
+    raise ArgumentError(
+        "layout", part, remedy=f"{key!r} is not a field of a layout; {suggest(key, [*DEGREES, *WORDS], 1)}"
+    )
 
 
 def _check_world(asked: Plan) -> None:
@@ -110,9 +118,11 @@ def _check_world(asked: Plan) -> None:
     cluster, world = asked.cluster, asked.layout.world
     if world != cluster.devices:
         raise ArgumentError(
-            f"layout=plan is for {many(world, 'device')}, and the cluster has {cluster.devices} "
-            f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out "
-            "to search one"
+            "layout",
+            "plan",
+            f"is for {many(world, 'device')}, and the cluster has {cluster.devices} "
+            f"({cluster.nodes} x {cluster.devices_per_node})",
+            f"ask about {world} devices, or leave {argument('layout')} out to search one",
         )
 
 
@@ -122,7 +132,9 @@ def _fix_capturable(asked: Plan, fixed: Fixed) -> None:
         values = fixed.get(key, legal)
         if not set(values) <= set(legal):
             shown = " or ".join(map(_shown, legal))
-            raise ArgumentError(f"layout= has cuda_graphs=on and {key}={_shown(values[0])}: take {key}={shown}")
+            raise ArgumentError(
+                "layout", rule=f"has cuda_graphs=on and {key}={_shown(values[0])}", remedy=f"take {key}={shown}"
+            )
         fixed[key] = values
 
 
@@ -134,19 +146,27 @@ def _check_product(asked: Plan, fixed: Fixed) -> None:
         dp *= fixed.get(axis, (1,))[0]
     whole = fixed.get("dp", (dp,))[0]
     if whole % dp:
-        raise ArgumentError(f"layout= has dp={whole}, which is dp_replicate x dp_shard, and {dp} does not divide it")
+        raise ArgumentError(
+            "layout", rule=f"has dp={whole}, which is dp_replicate x dp_shard, and {dp} does not divide it"
+        )
     product = whole
     for axis in ("tp", "cp", "pp"):
         product *= fixed.get(axis, (1,))[0]
     if devices % product:
         raise ArgumentError(
-            f"layout= has degrees with the product {product}, which does not divide the {devices} devices of "
-            f"the cluster ({cluster.nodes} x {cluster.devices_per_node}): take degrees that do"
+            "layout",
+            rule=(
+                f"has degrees with the product {product}, which does not divide the {devices} devices of the "
+                f"cluster ({cluster.nodes} x {cluster.devices_per_node})"
+            ),
+            remedy="take degrees that do",
         )
     schedule = fixed.get("schedule", ("1f1b",))[0]
     if schedule != "1f1b" and fixed.get("pp", (2,))[0] == 1:
         raise ArgumentError(
-            f"layout= has schedule={schedule}, which is the order of a pipeline, and pp=1: leave one of them out"
+            "layout",
+            rule=f"has schedule={schedule}, which is the order of a pipeline, and pp=1",
+            remedy="leave one of them out",
         )
 
 
@@ -252,8 +272,10 @@ class PlannedLayout:
             follows = recipe == replace(recipe, warmup_steps=-1)
             if steps >= 2**31:
                 raise ArgumentError(
-                    f"tokens={self.tokens:g} are {steps:,} steps, more than a recipe can have: take a larger "
-                    "global_batch"
+                    "tokens",
+                    self.tokens,
+                    f"are {steps:,} steps, more than a recipe can have",
+                    "take a larger global_batch",
                 )
             warmup = -1 if follows else min(recipe.warmup_steps, steps)
             best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup))

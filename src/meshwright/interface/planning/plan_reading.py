@@ -11,7 +11,7 @@ from typing import Any
 from meshwright import planfile
 from meshwright.planfile.reading import MUST_SAY, FolderModel
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, HubError, PlanError
+from meshwright.spec.errors import ArgumentError, HubError, PlanError, argument
 from meshwright.spec.model.shape import ModelShape
 
 TEXTS = (".jsonl", ".parquet", ".txt")
@@ -31,7 +31,7 @@ def read_plan(
     """
     for key in MUST_SAY:
         if isinstance(keys.get(key), Real):
-            raise ArgumentError(f"{key}={keys[key]} must be text or a path")
+            raise ArgumentError(key, keys[key], "must be text or a path")
     sorted_words = [(word, plan_of(word)) for word in words]
     path, overrides, resume = sort_words([str(word) for word, plan in sorted_words if plan is None])
     plans = [plan for _, plan in sorted_words if plan is not None]
@@ -54,7 +54,7 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     files = [word for word in words if "=" not in word]
     pairs = [word for word in words if "=" in word]
     if texts := [file for file in files if Path(file).suffix in TEXTS]:
-        raise PlanError(f"{texts[0]} is not a plan: give text and conversations as data={texts[0]}")
+        raise PlanError(f"{texts[0]} is not a plan: give text and conversations as {argument('data', texts[0])}")
     if len(files) > 1:
         raise PlanError(f"two plan files, {files[0]} and {files[1]}: give one, and changes as KEY=VALUE")
     resume = [pair.partition("=")[2] for pair in pairs if pair.startswith("resume=")]

@@ -1,8 +1,7 @@
 """Model, cluster and recipe as the plan whose layout is searched, for `plan` and `explore`."""
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 from pathlib import Path
@@ -26,7 +25,7 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
-from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
 from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.units import GIB
@@ -72,10 +71,9 @@ def asked_plan(
         words += _tuned(named, adapters=not tune.startswith(FULL))
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if names_plan and plan is None else None
-    with as_typed("recipe", _words(recipe)):
-        requested = planfile.read(file, words, read_folder=reader, notes=[])
+    requested = planfile.read(file, words, read_folder=reader, notes=[])
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
-        raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
+        raise ArgumentError("nodes", nodes, f"must be at least 1 and at most {MOST_NODES:,}")
     if cluster is not None:
         requested = replace(
             requested, cluster=_cluster(cluster, nodes or (requested.cluster.nodes if names_plan else 1))
@@ -86,7 +84,7 @@ def asked_plan(
         requested = replace(requested, cluster=replace(requested.cluster, nodes=nodes))
     if cluster is None or not is_file(cluster):  # a measured machine has curves in place of data sheets
         _check_figures(
-            requested, f"cluster={cluster!r}" if cluster else f"cluster.device {requested.cluster.device.name!r}"
+            requested, argument("cluster", cluster) if cluster else f"cluster.device {requested.cluster.device.name!r}"
         )
     if not names_plan:
         requested = _recipe(requested, named, tuned=bool(tune))
@@ -100,7 +98,7 @@ def within(plan: Plan, memory_gib: float) -> Plan:
     room = usable_bytes(plan) / GIB
     if not 0 < memory_gib <= room:
         raise ArgumentError(
-            f"memory={memory_gib:g} must be above 0 and at most {room:.1f}, the GiB of one {device.name}"
+            "memory", memory_gib, f"must be above 0 and at most {room:.1f}, the GiB of one {device.name}"
         )
     source = f"{device.source}; of its memory {memory_gib:g} GiB, as asked".removeprefix("; ")
     smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES), source=source)
@@ -116,7 +114,7 @@ def asked_estimator(
     """
     if cluster is not None and is_file(cluster):
         if not stack.is_meshwright:
-            raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
+            raise ArgumentError("cluster", cluster, "was measured with this engine", "name a device for another stack")
         return load_named(cluster)[0].estimator(plan, document_tokens)
     return build_estimator(plan, stack, document_tokens=document_tokens)
 
@@ -137,18 +135,6 @@ def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
     return asked_estimator(replace(plan, cluster=_cluster(cluster, plan.cluster.nodes)), cluster)
 
 
-@contextmanager
-def as_typed(argument: str, words: Sequence[str]) -> Iterator[None]:
-    """Rephrase errors about a key of a section in the words of an argument, which lack the name of the section."""
-    try:
-        yield
-    except PlanError as error:
-        text = str(error)
-        if not words or not text.startswith(f"{argument}."):
-            raise
-        raise type(error)(f"{argument}={','.join(words)!r}: {text.replace(f'{argument}.', '')}") from None
-
-
 def _cluster(name: str, nodes: int) -> Cluster:
     """Return a device and its number per node, or the cluster of a file of calibrate."""
     if is_file(name):
@@ -159,7 +145,7 @@ def _cluster(name: str, nodes: int) -> Cluster:
         if not Path(name).exists():
             raise
         raise ArgumentError(
-            f"cluster={name!r} is not a cluster: name a device, as h100x8, or calibrate's FILE.toml"
+            "cluster", name, "is not a cluster", "name a device, as h100x8, or calibrate's FILE.toml"
         ) from None
 
 
@@ -171,14 +157,18 @@ def _words(recipe: Sequence[str]) -> list[str]:
         split += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [word]
     for word in split:
         if "=" not in word:
-            raise ArgumentError(f"recipe={word!r} is not KEY=VALUE, as sequence=8192")
+            raise ArgumentError("recipe", word, "is not KEY=VALUE, as sequence=8192")
     return [word.strip() for word in split]
 
 
 def _missing_cluster(file: str) -> Exception:
-    says = f"cluster= is missing, and {file} names none with known figures" if file else "cluster= is missing"
     names = ", ".join(name for name in presets.device_names() if name != "local")
-    return ArgumentError(f'{says}: name a device and how many of it a node has, as cluster="h100x8"; known: {names}')
+    example = argument("cluster", "h100x8")
+    return ArgumentError(
+        "cluster",
+        rule=f"is missing, and {file} names none with known figures" if file else "is missing",
+        remedy=f"name a device and how many of it a node has, as {example}; known: {names}",
+    )
 
 
 def _check_any_layout(plan: Plan) -> None:
@@ -196,9 +186,11 @@ def _adapters(tune: str, *, coded: bool) -> list[str]:
     kind, _, rank = tune.partition(":")
     with_rank = kind in (LORA, QLORA)
     if kind not in ("", FULL, LORA, QLORA) or (rank and not (with_rank and rank.isdecimal())):
-        raise ArgumentError(f"tune={tune!r} is not known: take full, lora, qlora, or with a rank as lora:64")
+        raise ArgumentError("tune", tune, "is not known", "take full, lora, qlora, or with a rank as lora:64")
     if rank and not 1 <= int(rank) <= LARGEST_RANK:
-        raise ArgumentError(f"tune={tune!r}: the rank must be at least 1 and at most {LARGEST_RANK:,}, as lora:64")
+        raise ArgumentError(
+            "tune", tune, remedy=f"the rank must be at least 1 and at most {LARGEST_RANK:,}, as lora:64"
+        )
     base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA and not coded else []
     return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
 
@@ -256,6 +248,10 @@ def _check_figures(plan: Plan, name: str) -> None:
     missing = [figure for figure in needed if not getattr(device, figure)]
     if missing:
         raise ArgumentError(
-            f'{name} has no figures for {", ".join(missing)}: name a known device, as cluster="h100x8". '
-            "For this machine run calibrate, or give the figures in a plan file"
+            "cluster",
+            sentence=(
+                f"{name} has no figures for {', '.join(missing)}: name a known device, as "
+                f"{argument('cluster', 'h100x8')}. For this machine run calibrate, or give the figures in a plan "
+                "file"
+            ),
         )

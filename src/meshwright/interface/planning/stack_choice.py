@@ -6,7 +6,7 @@ from meshwright.interface.planning.layouts import Fixed
 from meshwright.planner.search.ranking import search
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, IllegalLayout
+from meshwright.spec.errors import ArgumentError, IllegalLayout, argument
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainer_table import software
 
@@ -19,14 +19,16 @@ def chosen_software(word: str) -> TrainingSoftware | None:
 def check_model_offered(trainer: TrainingSoftware, plan: Plan) -> None:
     """Raise PlanError, before the search, if the software lacks the model or the recipe."""
     if plan.model.lora is not None:
-        raise ArgumentError(f"--for {trainer.word} writes full training: leave tune=lora out")
+        raise ArgumentError("stack", trainer.word, "writes full training", f"leave {argument('tune', 'lora')} out")
     if plan.recipe.precision != "bf16":
         device = plan.cluster.device
         has = device.bf16_matmul_flop_per_s or device.bf16_flop_per_s
         way = f"leave precision={plan.recipe.precision} out" if has else f"{device.name} has none, take another device"
-        raise ArgumentError(f"--for {trainer.word} is counted in bf16: {way}")
+        raise ArgumentError("stack", trainer.word, "is counted in bf16", way)
     if plan.teacher is not None:
-        raise ArgumentError(f"--for {trainer.word} writes training without a teacher: leave teacher= out")
+        raise ArgumentError(
+            "stack", trainer.word, "writes training without a teacher", f"leave {argument('teacher')} out"
+        )
     trainer.facts(replace(plan, layout=replace(plan.layout, dp_replicate=1, micro_batch=1)))
 
 
@@ -39,7 +41,9 @@ def restricted(trainer: TrainingSoftware, fixed: Fixed) -> Fixed:
         if not allowed:
             why = f" ({trainer.reasons[key]})" if key in trainer.reasons else ""
             words = " or ".join(str(value).lower() for value in offered)
-            raise ArgumentError(f"layout= has {key}={str(values[0]).lower()}, and {trainer.word} has {words}{why}")
+            raise ArgumentError(
+                "layout", rule=f"has {key}={str(values[0]).lower()}, and {trainer.word} has {words}{why}"
+            )
         restrictions[key] = allowed
     return restrictions
 

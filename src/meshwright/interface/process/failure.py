@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.interface.terminal.help import VERBS
-from meshwright.spec.errors import MeshwrightError, is_out_of_memory
+from meshwright.spec.errors import MeshwrightError, Writer, is_out_of_memory, write_in_python
 
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 
 
-def explain(error: BaseException) -> tuple[str, int]:
-    """Return (line, exit code) for the exception that ended a verb. Unforeseen ones give 1 and point to --debug."""
+def explain(error: BaseException, write: Writer = write_in_python) -> tuple[str, int]:
+    """Return (line, exit code) for the exception that ended a verb, its arguments written by `write`.
+
+    Unforeseen exceptions give 1 and point to --debug.
+    """
     if isinstance(error, MeshwrightError):
-        return _one_line(str(error)), error.exit_code
+        return _one_line(error.written(write)), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if is_out_of_memory(error):

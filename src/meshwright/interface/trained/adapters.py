@@ -61,8 +61,12 @@ def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> S
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
         return _adapter_of_run(name, path, source)
     raise ArgumentError(
-        f"adapter={name}: {path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
-        "`meshwright export --adapter` has written, or a run with model.lora"
+        "adapter",
+        name,
+        remedy=(
+            f"{path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
+            "`meshwright export --adapter` has written, or a run with model.lora"
+        ),
     )
 
 
@@ -78,21 +82,35 @@ def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
     run, checkpoint = locate(path)
     lora, init = run.plan.model.lora, run.plan.init
     if lora is None:
-        raise ArgumentError(f"adapter={name}: {path} trained all weights and has no adapter: give it as the model")
+        raise ArgumentError(
+            "adapter", name, remedy=f"{path} trained all weights and has no adapter: give it as the model"
+        )
     if init == RANDOM:
         raise ArgumentError(
-            f"adapter={name}: {path} began from random weights, which no folder holds: give the run as the model"
+            "adapter",
+            name,
+            remedy=f"{path} began from random weights, which no folder holds: give the run as the model",
         )
     if lora.base != SAME_BASE:
         raise ArgumentError(
-            f"adapter={name} needs its own codes: {path} trained it beside {lora.base}. For other weights "
-            "write it in PEFT's format (`meshwright export --adapter`)"
+            "adapter",
+            name,
+            "needs its own codes",
+            (
+                f"{path} trained it beside {lora.base}. For other weights write it in PEFT's format "
+                "(`meshwright export --adapter`)"
+            ),
         )
     trained_beside = checkpoints.read_values(checkpoint).get("base")
     fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
     if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
         raise ArgumentError(
-            f"adapter={name} does not fit: {path} trained it beside the weights of {init}, and {source} has "
-            "others. Give the folder that model.init names as the model"
+            "adapter",
+            name,
+            "does not fit",
+            (
+                f"{path} trained it beside the weights of {init}, and {source} has others. Give the folder "
+                "that model.init names as the model"
+            ),
         )
     return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))

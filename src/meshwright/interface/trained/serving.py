@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.http.server_options import ServerOptions, check_key
+from meshwright.spec.errors import argument
 from meshwright.spec.extras import require
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def server_of(
     from meshwright.serving.http.http_server import HttpServer
 
     for key in options.keys:
-        check_key(key, "keys=")
+        check_key(key, argument("keys"))
     return HttpServer(name, opened, options, engine, on_ready=on_ready)
 
 

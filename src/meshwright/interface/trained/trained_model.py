@@ -29,7 +29,7 @@ from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.http.engine_thread import HostedModel
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
-from meshwright.spec.errors import ArgumentError, DataError, PlanError
+from meshwright.spec.errors import ArgumentError, DataError, PlanError, argument
 from meshwright.spec.plan.execution import GPU_SEQUENCES
 from meshwright.spec.plan.plan import SAMPLES
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY
@@ -139,7 +139,10 @@ class TrainedModel:
         """
         chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
         if len(chosen) != len(prompts):
-            raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
+            raise ArgumentError(
+                "options",
+                sentence=f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each",
+            )
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         serving = self.engine(engine or self._options_for(ids, chosen), adapters=adapters)
         requests = [serving.add(prompt_ids, each) for prompt_ids, each in zip(ids, chosen, strict=True)]
@@ -294,7 +297,7 @@ class TrainedModel:
         mean, as the run does. `sequences`: most windows, 0 = all. Raises PlanError, DataError.
         """
         if sequences < 0:
-            raise ArgumentError(f"sequences={sequences} must be 0 (all) or more")
+            raise ArgumentError("sequences", sequences, "must be 0 (all) or more")
         rows = self.held_out_rows(data, sequences)
         engine, device = on_one_device(self.model), self.model.embed.weight.device
         if not isinstance(rows.stream, MixedStream) or not isinstance(rows.rows, MixedRows):
@@ -328,7 +331,7 @@ class TrainedModel:
             part = str(data) if data is not None else "what the run trained on" if trained else "what the run held out"
             raise DataError(
                 f"{part} is too short: it has {many(stream.num_tokens, 'token')}, and a score takes at least 2. "
-                "Give a longer text as data=PATH"
+                f"Give a longer text as {argument('data', 'PATH')}"
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
         # Whatever a run was trained for, a score is nats per token.
@@ -336,7 +339,7 @@ class TrainedModel:
         if any(part.pairs for part in corpus.train.parts):
             raise DataError(
                 "a file of preferences cannot be scored without the run's first weights: read loss and accuracy "
-                "in the run's metrics.jsonl, or give data= a text or conversations"
+                f"in the run's metrics.jsonl, or give {argument('data')} a text or conversations"
             )
         return HeldOutRows(
             rows=numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),
@@ -360,7 +363,13 @@ class TrainedModel:
             except DataError as error:
                 raise DataError(str(error).replace("data.path=", "data=")) from None
         if self.plan is None:
-            raise ArgumentError(f'{self.path} does not say which text to score it on: give data=PATH, or data="stdlib"')
+            raise ArgumentError(
+                "data",
+                sentence=(
+                    f"{self.path} does not say which text to score it on: give {argument('data', 'PATH')}, or "
+                    f"{argument('data', 'stdlib')}"
+                ),
+            )
         return data, prepare(data)
 
     def __repr__(self) -> str:

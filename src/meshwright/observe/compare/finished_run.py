@@ -12,7 +12,7 @@ from meshwright import __version__, planfile
 from meshwright.observe.compare.metric_records import records
 from meshwright.observe.shared_document import SharedDocument, TimePart, parse_document, read, read_json
 from meshwright.spec import Plan
-from meshwright.spec.errors import MeshwrightError, PlanError, RunError
+from meshwright.spec.errors import MeshwrightError, PlanError, RunError, argument
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.store.run_folder import RunFolder
 
@@ -173,18 +173,18 @@ def _executed_alike(ours: Any, theirs: Any, device: str) -> bool:
 def refuse_other(path: Path, plan: Plan) -> None:
     """Raise RunError if a folder is of another plan, so that measurements of this one do not belong there."""
     if path.exists() and not path.is_dir():
-        raise RunError(f"run={path} is a file, not a folder: choose another run=")
+        raise RunError(f"{argument('run', path)} is a file, not a folder: choose another {argument('run')}")
     if not (path / "plan.yaml").exists():
         return
     try:
         plans = [RunFolder.open(path).plan]
     except PlanError as error:
-        raise RunError(f"{path} is damaged or of another program: {error}; choose another run=") from None
+        raise RunError(f"{path} is damaged or of another program: {error}; choose another {argument('run')}") from None
     with suppress(RunError):  # nothing measured there yet
         plans.append(open_run(path).plan_as_run)
     ours = SharedDocument(source="measured", plan=planfile.dump(plan))
     if not any(same_program(plan_there, ours) for plan_there in plans):
-        raise RunError(f"{path} holds a plan.yaml of another model, recipe or layout: choose another run=")
+        raise RunError(f"{path} holds a plan.yaml of another model, recipe or layout: choose another {argument('run')}")
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -29,7 +29,7 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import presets
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, PlanError, argument
 from meshwright.spec.layout.cluster import Cluster, Device
 from meshwright.spec.plan.plan import Plan
 
@@ -117,7 +117,7 @@ def _split(name: str) -> tuple[str, int]:
     if x and path.endswith(".toml") and number.isdecimal() and 0 < int(number) < 10**6:
         return path, int(number)
     if x and path.endswith(".toml"):
-        raise ArgumentError(f"cluster={name}: {number or 'nothing'} devices in a node cannot be; as {path}x8")
+        raise ArgumentError("cluster", name, remedy=f"{number or 'nothing'} devices in a node cannot be; as {path}x8")
     return name, 0
 
 
@@ -127,8 +127,8 @@ def load(path: Path) -> ClusterFile:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
-            f"cluster='{path}' cannot be read, {str(error.strerror).lower()}: `meshwright calibrate -o FILE.toml` "
-            "makes one"
+            f"{argument('cluster', path)} cannot be read, {str(error.strerror).lower()}: "
+            "`meshwright calibrate -o FILE.toml` makes one"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"cluster file {path} is no TOML ({' '.join(str(error).split())}): {MENDING}") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.planner.rent.tables import Row, rows
 from meshwright.spec import presets
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.presets import suggest
 
 COLUMNS = ("device", "usd_per_gpu_hour", "nodes", "per_node", "provider", "product", "source", "read_on")
@@ -90,9 +90,9 @@ def read(file: Path) -> Prices:
             content = table.read(LARGEST_BYTES + 1)
         text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"prices={str(file)!r} cannot be read: {_reason(error)}") from None
+        raise PlanError(f"{argument('prices', str(file))} cannot be read: {_reason(error)}") from None
     if len(content) > LARGEST_BYTES:
-        raise PlanError(f"prices={str(file)!r} is larger than {LARGEST_BYTES:,} bytes: no table of prices")
+        raise PlanError(f"{argument('prices', str(file))} is larger than {LARGEST_BYTES:,} bytes: no table of prices")
     listed = []
     for row in rows(text, str(file), NEEDED, COLUMNS):
         key = _known(row)
@@ -137,4 +137,4 @@ def _price(row: Row, key: str | None) -> Price | None:
 
 def keys_of(devices: Iterable[str]) -> tuple[str, ...]:
     """Return the devices that a user named, as presets name them. Raises PlanError as presets.device does."""
-    return tuple(presets.device(name, f"devices={name!r}").name for name in devices)
+    return tuple(presets.device(name, "devices").name for name in devices)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from meshwright.planner.serving.cached_layers import ServedModel
 from meshwright.planner.serving.frameworks import Framework
 from meshwright.planner.serving.number_formats import WeightFormats
-from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.errors import IllegalLayout, argument
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.shape import LoRAShape
 
@@ -52,11 +52,11 @@ class Deployment:
     def __post_init__(self) -> None:
         shape, degrees = self.model.shape, self.degrees
         if shape.heads % degrees.tp:
-            raise IllegalLayout(f"tp={degrees.tp} does not divide the {shape.heads} heads of {shape.name}")
+            raise IllegalLayout(f"{argument('tp', degrees.tp)} does not divide the {shape.heads} heads of {shape.name}")
         if shape.moe and degrees.expert_tp * degrees.expert_ep != degrees.gpus:
             raise IllegalLayout(
                 f"expert_tp={degrees.expert_tp} x expert_ep={degrees.expert_ep} is not the {degrees.gpus} GPUs of "
-                f"tp={degrees.tp} x attention_dp={degrees.attention_dp}"
+                f"{argument('tp', degrees.tp)} x attention_dp={degrees.attention_dp}"
             )
         if shape.moe and shape.moe.experts % degrees.expert_ep:
             raise IllegalLayout(f"expert_ep={degrees.expert_ep} does not divide {shape.moe.experts} experts")

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 
 
@@ -58,7 +58,8 @@ def _of_scheme(name: str) -> NumberFormat:
     scheme = SCHEMES.get(name)
     if scheme is None:
         raise PlanError(
-            f"quantization={name!r} is not known: take one of {', '.join(dict.fromkeys((*FORMATS, *SCHEMES)))}"
+            f"{argument('quantization', name)} is not known: take one of "
+            f"{', '.join(dict.fromkeys((*FORMATS, *SCHEMES)))}"
         )
     return NumberFormat(name, bytes_per_weight(scheme), 2.0 if scheme.activations == "same" else 1.0)
 

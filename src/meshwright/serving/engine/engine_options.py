@@ -173,11 +173,11 @@ class EngineOptions:
             "prompt_tokens": 0,
         }.items():
             if getattr(self, name) < least:
-                raise ArgumentError(f"{name}={getattr(self, name)} must be at least {least}")
+                raise ArgumentError(name, getattr(self, name), f"must be at least {least}")
         if not 0 < self.memory_share <= 1:
-            raise ArgumentError(f"memory_share={self.memory_share} must be above 0 and at most 1")
+            raise ArgumentError("memory_share", self.memory_share, "must be above 0 and at most 1")
         if self.most_tokens:
             check_budget(self.most_tokens, self.most_sequences or 1)
         for name, known in {"cache_dtype": CACHE_FORMS, "head": HEADS, "cuda_graphs": GRAPHS}.items():
             if getattr(self, name) not in known:
-                raise ArgumentError(f"{name}={getattr(self, name)} is not known: take one of {', '.join(known)}")
+                raise ArgumentError(name, getattr(self, name), "is not known", f"take one of {', '.join(known)}")

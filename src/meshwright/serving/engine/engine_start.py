@@ -28,7 +28,7 @@ from meshwright.serving.engine.runner import Runner, RunnerSetup
 from meshwright.serving.engine.sampler import DrawnTokens, SampledRow, draw
 from meshwright.serving.engine.scheduler import StepPlan
 from meshwright.serving.engine.step_graphs import StepMemory, reason_without
-from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 from meshwright.spec.plan.execution import CACHE_FORMS, GRAPH_POOLS
 from meshwright.spec.units import gib
 
@@ -147,7 +147,8 @@ def check_room(room: CacheRoom, block_bytes: int, block: int, longest: int, aske
     if not held or asked:
         remedy = f"longest={held}" if held else SMALLER
         raise DoesNotFit(
-            f"the cache holds {held:,} positions and one sequence has longest={longest:,}: take {remedy}. {room}"
+            f"the cache holds {held:,} positions and one sequence has {argument('longest', longest)}: take "
+            f"{remedy}. {room}"
         )
     return held
 
@@ -242,8 +243,10 @@ def start(
     slots = options.host_cache_bytes // bytes_each
     if options.host_cache_bytes and not slots:
         raise ArgumentError(
-            f"host_cache_bytes={options.host_cache_bytes} is less than a block of {bytes_each:,} bytes: give more, "
-            "or 0 for none"
+            "host_cache_bytes",
+            options.host_cache_bytes,
+            f"is less than a block of {bytes_each:,} bytes",
+            "give more, or 0 for none",
         )
 
     def make_runner(setup: RunnerSetup) -> Runner:
@@ -264,7 +267,7 @@ def start(
     cache_bytes, memory = options.cache_bytes, device_memory(device)
     description = f"{gib(cache_bytes)} at most"
     if not cache_bytes and memory is None:
-        raise ArgumentError(f"cache_bytes=0 is for a GPU, and this is a {device.type}: give a number of bytes")
+        raise ArgumentError("cache_bytes", 0, f"is for a GPU, and this is a {device.type}", "give a number of bytes")
     if not cache_bytes and memory is not None:
         setup = RunnerSetup.for_model(options, 1, 0, longest)
         room = measure_room(memory, makers, setup, options.memory_share, 1 if ranks is None else ranks.size)

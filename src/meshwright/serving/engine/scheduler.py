@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from meshwright.serving.engine.cache.blocks import HOSTED, BlockTables, CachedSequence, Move, Phase, first_key
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 
 WATERMARK = 0.01
 """Share of blocks that stays free when a sequence begins, so that running ones can grow."""
@@ -79,16 +79,21 @@ class Scheduler:
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
             raise ArgumentError(
-                f"the cache is too small: {limit} tokens need {most} blocks, and it has {size}. Enlarge the "
-                "cache, or ask for fewer tokens"
+                "max_tokens",
+                sentence=(
+                    f"the cache is too small: {limit} tokens need {most} blocks, and it has {size}. Enlarge the "
+                    "cache, or ask for fewer tokens"
+                ),
             )
         if not 1 <= copies <= self.most_sequences:
             name = "beams" if together else "n"
-            raise ArgumentError(f"{name}={copies} must lie between 1 and the {self.most_sequences} sequences of a step")
+            raise ArgumentError(name, copies, f"must lie between 1 and the {self.most_sequences} sequences of a step")
         if together and copies * most + self._watermark > size:
             raise ArgumentError(
-                f"beams={copies} of {limit} tokens need {copies * most} blocks, and the cache has {size}: enlarge "
-                "the cache, or ask for fewer beams or tokens"
+                "beams",
+                copies,
+                f"of {limit} tokens need {copies * most} blocks, and the cache has {size}",
+                "enlarge the cache, or ask for fewer beams or tokens",
             )
         sequence = CachedSequence(
             number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b"", adapter),
@@ -288,6 +293,8 @@ def check_budget(most_tokens: int, most_sequences: int) -> None:
     """Raise ArgumentError when a step has no room for prompts beside the sequences that run at once."""
     if not 1 <= most_sequences < most_tokens:
         raise ArgumentError(
-            f"most_tokens={most_tokens} must exceed most_sequences={most_sequences}, which is at least 1: "
-            "each sequence takes a token of a step, and prompts take the rest"
+            "most_tokens",
+            most_tokens,
+            f"must exceed {argument('most_sequences', most_sequences)}, which is at least 1",
+            "each sequence takes a token of a step, and prompts take the rest",
         )

@@ -27,7 +27,7 @@ from meshwright.serving.engine.scheduler import Scheduler
 from meshwright.serving.engine.served_request import Decode, ServedAnswer, ServedRequest
 from meshwright.serving.engine.speculation import GuessCounts, Guesser
 from meshwright.serving.engine.step_loop import DraftModel, StepLoop
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.memory.buffers import BLOCK, MOST_BYTES
 
 SCORED_ROWS = 256
@@ -129,15 +129,21 @@ class ServingEngine:
         check_prompt(self.model, prompt)
         adapter = self.adapters.number(options.adapter)
         if len(prompt) > self._longest:
-            raise ArgumentError(f"the prompt has {len(prompt)} tokens and longest={self._longest}: shorten it")
+            raise ArgumentError(
+                "prompt",
+                sentence=f"the prompt has {len(prompt)} tokens and {argument('longest', self._longest)}: shorten it",
+            )
         outside = [token for token in options.logit_bias if not 0 <= token < self.model.shape.vocab]
         if outside:
             raise ArgumentError(
-                f"logit_bias names token {outside[0]}, which is outside the model's vocabulary of "
-                f"{self.model.shape.vocab}"
+                "logit_bias",
+                sentence=(
+                    f"logit_bias names token {outside[0]}, which is outside the model's vocabulary of "
+                    f"{self.model.shape.vocab}"
+                ),
             )
         if options.stop and self._decode is None:
-            raise ArgumentError("stop strings need a tokenizer, and there is none: give stop_ids")
+            raise ArgumentError("stop", sentence="stop strings need a tokenizer, and there is none: give stop_ids")
         ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_end else self._end_ids)
         grammar = self._grammar(options, ends)
         request = ServedRequest(tuple(prompt), options, [])
@@ -162,7 +168,9 @@ class ServingEngine:
     def score(self, prompt: Sequence[int], top: int, adapter: str | None = None) -> PromptScores:
         """Return what the model, or an adapter, predicts for a prompt's own tokens. Raises PlanError, ArgumentError."""
         if self._ranks is not None:
-            raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
+            raise ArgumentError(
+                "logprobs", sentence="a prompt is scored by one rank alone: leave out echo with logprobs, or --tp"
+            )
         number = self.adapters.number(adapter)
         with self.adapters.by_number.apply_to({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
             return score_prompt(self.model, prompt, top)
@@ -259,11 +267,16 @@ class ServingEngine:
     def _check(self, model: Transformer) -> None:
         options = self.options
         if options.exact and self._ranks is not None and self._ranks.row_multiple > 1:
-            raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
+            raise ArgumentError(
+                "exact",
+                True,
+                "pads rows to numbers that expert parallel ranks cannot share",
+                f"take {argument('ep', 1)}",
+            )
         longest = options.longest or model.shape.max_positions
         if longest > model.shape.max_positions:
             raise ArgumentError(
-                f"longest={longest} is beyond the model's {model.shape.max_positions:,} positions: ask for fewer"
+                "longest", longest, f"is beyond the model's {model.shape.max_positions:,} positions", "ask for fewer"
             )
         if options.speculation is not None:
             options.speculation.check(model, longest)
@@ -271,14 +284,19 @@ class ServingEngine:
             for name, other in {"exact": False, "head": "model"}.items():
                 if getattr(options, name) != other:
                     setting = f"{name}={getattr(options, name)}"
-                    raise ArgumentError(f"{setting} is for CPUs: take {name}={other}, or a model on the CPU")
+                    raise ArgumentError(
+                        name, sentence=f"{setting} is for CPUs: take {argument(name, other)}, or a model on the CPU"
+                    )
 
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
         if not options.is_constrained:
             return None
         if self._grammars is None:
             if self._tokenizer is None:
-                raise ArgumentError("json_schema and regex need a tokenizer, and the model has none: leave them out")
+                raise ArgumentError(
+                    "json_schema",
+                    sentence="json_schema and regex need a tokenizer, and the model has none: leave them out",
+                )
             self._grammars = Grammars(self._tokenizer, self.model.shape.vocab)
         return self._grammars.begin(options, ends)
 

@@ -16,7 +16,7 @@ from typing import final
 from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.cache.blocks import CachedSequence
 from meshwright.serving.engine.scheduler import StepPlan
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 
 SHORTEST = 2
 """Tokens of the shortest run that is looked up."""
@@ -43,7 +43,12 @@ class Speculation:
         """Raise ArgumentError when there is nothing to guess, or to look up."""
         if self.tokens < 1 or self.ngram < SHORTEST:
             raise ArgumentError(
-                f"guesses have tokens={self.tokens} and ngram={self.ngram}: they must be at least 1 and {SHORTEST}"
+                "tokens",
+                self.tokens,
+                sentence=(
+                    f"guesses have {argument('tokens', self.tokens)} and ngram={self.ngram}: they must be at least 1 "
+                    f"and {SHORTEST}"
+                ),
             )
 
     def check(self, model: Transformer, longest: int) -> None:
@@ -52,13 +57,19 @@ class Speculation:
             return
         if self.draft.shape.vocab != model.shape.vocab:
             raise ArgumentError(
-                f"the draft model has {self.draft.shape.vocab:,} tokens in its vocabulary, and the model "
-                f"{model.shape.vocab:,}: take a draft model with the same tokenizer"
+                "draft",
+                sentence=(
+                    f"the draft model has {self.draft.shape.vocab:,} tokens in its vocabulary, and the model "
+                    f"{model.shape.vocab:,}: take a draft model with the same tokenizer"
+                ),
             )
         if self.draft.shape.max_positions < longest:
             raise ArgumentError(
-                f"the draft model has {self.draft.shape.max_positions:,} positions: give the engine "
-                f"longest={self.draft.shape.max_positions}"
+                "longest",
+                sentence=(
+                    f"the draft model has {self.draft.shape.max_positions:,} positions: give the engine "
+                    f"{argument('longest', self.draft.shape.max_positions)}"
+                ),
             )
 
 

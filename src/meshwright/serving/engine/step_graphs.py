@@ -21,7 +21,7 @@ from meshwright.parallel.pipeline.pass_graphs import Capture, CudaCapture, FormG
 from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
 from meshwright.serving.engine.engine_options import Graphs
 from meshwright.serving.engine.rows.packed_step import PackedStep
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.plan.execution import position_numbers, row_numbers
 from meshwright.spec.units import gib
 
@@ -206,7 +206,9 @@ def step_graphs(
     reason = reason_without(model, cache, ranks)
     if reason:
         if mode == "on":
-            raise ArgumentError(f"cuda_graphs=on cannot be: {reason}; take cuda_graphs=auto or off")
+            raise ArgumentError(
+                "cuda_graphs", "on", "cannot be", f"{reason}; take {argument('cuda_graphs', 'auto')} or off"
+            )
         return None, f"off ({reason})"
     graphs = StepGraphs(
         model, cache, CudaCapture(cache.device), rows=rows, sequences=sequences, longest=longest

@@ -69,7 +69,7 @@ class HostedModel:
     def __post_init__(self) -> None:
         """Raise ArgumentError if an adapter has the model's name."""
         if self.name in self.adapters:
-            raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
+            raise ArgumentError("adapter", self.name, "is the model's own name", "give one of them another")
 
     def engine(self, options: EngineOptions) -> ServingEngine:
         """Start an engine that has answered once, so the first request does not wait for one-time work."""

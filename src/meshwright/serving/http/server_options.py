@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses that only this machine reaches."""
@@ -70,7 +70,7 @@ class ServerLimits:
                 0 if limit.name in ("max_prompt_tokens", "drain_seconds") else 1e-3,
             )
             if not least <= amount < math.inf:
-                raise ArgumentError(f"{limit.name}={amount} must be {'0 or more' if not least else 'above 0'}")
+                raise ArgumentError(limit.name, amount, f"must be {'0 or more' if not least else 'above 0'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +91,15 @@ class ServerOptions:
     def __post_init__(self) -> None:
         """Raise ArgumentError for an invalid setting, or an address that others reach without a key."""
         if self.adapter_folder is not None and not self.adapter_folder.is_dir():
-            raise ArgumentError(f"adapter_dir={self.adapter_folder}: there is no such folder")
+            raise ArgumentError("adapter_dir", self.adapter_folder, remedy="there is no such folder")
         if not 0 <= self.port < 2**16:
-            raise ArgumentError(f"port={self.port} must lie between 0 and 65535")
+            raise ArgumentError("port", self.port, "must lie between 0 and 65535")
         if self.host not in LOOPBACK and not self.keys and not self.without_key:
             raise ArgumentError(
-                f"host={self.host} is reached from other machines, and there is no API key: give one, or allow "
-                "everybody with without_key=True"
+                "host",
+                self.host,
+                "is reached from other machines, and there is no API key",
+                f"give one, or allow everybody with {argument('without_key', True)}",
             )
 
     def listener(self) -> socket.socket:
@@ -114,9 +116,11 @@ class ServerOptions:
             opened.close()
             if error.errno == errno.EADDRINUSE:
                 raise ArgumentError(
-                    f"port={self.port} of {self.host} is taken: stop the program that has it, or take another port"
+                    "port", self.port, f"of {self.host} is taken", "stop the program that has it, or take another port"
                 ) from None
-            raise ArgumentError(f"host={self.host} port={self.port}: {error.strerror or error}") from None
+            raise ArgumentError(
+                "host", self.host, f"{argument('port', self.port)}", f"{error.strerror or error}"
+            ) from None
         return opened
 
 
@@ -172,17 +176,18 @@ def read_keys(path: Path) -> tuple[str, ...]:
         with path.open("rb") as file:
             text = file.read(MOST_FILE_BYTES + 1)
     except OSError as error:
-        raise ArgumentError(f"api_key_file={path} cannot be read: {error.strerror}") from None
+        raise ArgumentError("api_key_file", path, "cannot be read", f"{error.strerror}") from None
     lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
     keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not keys or len(text) > MOST_FILE_BYTES:
-        raise ArgumentError(f"api_key_file={path} holds no key: write one a line")
+        raise ArgumentError("api_key_file", path, "holds no key", "write one a line")
     for key in keys:
-        check_key(key, f"api_key_file={path}")
+        check_key(key, argument("api_key_file", path))
     return keys
 
 
 def check_key(key: str, source: str) -> None:
-    """Raise ArgumentError if no client could send the key in a header."""
+    """Raise ArgumentError if no client could send the key in a header. `source`: what named it, for the message."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ArgumentError(f"{source} holds a key with characters that a header cannot carry: take letters and digits")
+        rule = "holds a key with characters that a header cannot carry"
+        raise ArgumentError("keys", sentence=f"{source} {rule}", remedy="take letters and digits")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.errors import IllegalLayout, PlanError, argument
 from meshwright.spec.layout.schedule import SPLIT, ScheduleName, ranges, stage_layers, stages_of_ranks
 from meshwright.spec.model.shape import MoEShape
 
@@ -264,7 +264,9 @@ def check_ranks(layout: Layout, ranks: Sequence[int]) -> None:
     """Raise PlanError unless all ranks belong to the layout."""
     for rank in ranks:
         if not 0 <= rank < layout.world:
-            raise PlanError(f"rank={rank} is not one of the {layout.world} ranks of the plan (0 to {layout.world - 1})")
+            raise PlanError(
+                f"{argument('rank', rank)} is not one of the {layout.world} ranks of the plan (0 to {layout.world - 1})"
+            )
 
 
 def ranks_along(layout: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:

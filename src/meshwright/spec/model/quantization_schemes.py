@@ -19,7 +19,7 @@ from math import prod
 from statistics import NormalDist
 from typing import Any, Literal
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 
 FOLDER_FORMATS = ("meshwright", "compressed-tensors", "gptq", "awq", "bitsandbytes")
 """Formats of quantized folders, also values of the config's quant_method."""
@@ -117,9 +117,14 @@ class Scheme:
         if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
             raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
         if self.activations != "same" and (self.group or self.bits < 8):
-            raise PlanError(f"activations={self.activations} need 8-bit weights with a scale for each output: group=0")
+            raise PlanError(
+                f"activations={self.activations} need 8-bit weights with a scale for each output: "
+                f"{argument('group', 0)}"
+            )
         if self.group and self.group not in GROUPS:
-            raise PlanError(f"group={self.group} is not supported: take one of {', '.join(map(str, GROUPS))}")
+            raise PlanError(
+                f"{argument('group', self.group)} is not supported: take one of {', '.join(map(str, GROUPS))}"
+            )
         if self.weighs_errors and (self.codes != "integer" or self.activations != "same"):
             raise PlanError(f"method={self.method} is for whole numbers, and for activations that stay as they are")
         if self.method == "smooth" and self.activations == "same":
@@ -127,7 +132,7 @@ class Scheme:
         if self.scales == "double" and self.codes not in TABLES:
             raise PlanError("scales=double are for nf4: take scales=bfloat16")
         if self.outliers != "none" and self.threshold <= 0:
-            raise PlanError(f"threshold={self.threshold} must be above 0")
+            raise PlanError(f"{argument('threshold', self.threshold)} must be above 0")
 
     @property
     def calibrated(self) -> bool:

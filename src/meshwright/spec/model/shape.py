@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshwright.spec.errors import PlanError, printable
+from meshwright.spec.errors import ArgumentError, PlanError, printable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme, find_scheme
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
 
@@ -50,7 +50,7 @@ class LoRAShape:
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank < LARGEST_RANK:
-            raise PlanError(f"model.lora.rank={self.rank} must be at least 1 and below {LARGEST_RANK}")
+            raise ArgumentError("model.lora.rank", self.rank, f"must be at least 1 and below {LARGEST_RANK}")
         if not 0 < self.alpha < math.inf:
             raise PlanError(f"model.lora.alpha={self.alpha} must be a number above 0")
         if not 0 <= self.dropout < 1:
@@ -64,9 +64,10 @@ class LoRAShape:
         matrices = [name for names in TARGET_GROUPS.values() for name in names]
         for name in self.targets.split(",") if self.targets != NO_TARGETS else ():
             if name not in ("all", *TARGET_GROUPS, *matrices):
-                raise PlanError(
-                    f"model.lora.targets={printable(self.targets)}: {name!r} names no matrix; take all, attention, "
-                    f"mlp, or names of {', '.join(matrices)}"
+                raise ArgumentError(
+                    "model.lora.targets",
+                    self.targets,
+                    remedy=f"{name!r} names no matrix; take all, attention, mlp, or names of {', '.join(matrices)}",
                 )
 
     def without(self, matrices: Sequence[str]) -> list[str]:
@@ -313,9 +314,10 @@ class ModelShape:
         if self.mla is not None:
             self._check_latent()
         if self.lora is not None and (missing := self.lora.without(self.matrices)):
-            raise PlanError(
-                f"model.lora.targets={self.lora.targets}: this model has no matrix {missing[0]!r}; take names of "
-                f"{', '.join(self.matrices)}"
+            raise ArgumentError(
+                "model.lora.targets",
+                self.lora.targets,
+                remedy=f"this model has no matrix {missing[0]!r}; take names of {', '.join(self.matrices)}",
             )
         if self.lora is not None and self.lora.dora and self.lora.dropout:
             raise PlanError(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
-from meshwright.spec.errors import IllegalLayout, PlanError, printable
+from meshwright.spec.errors import IllegalLayout, PlanError, argument, printable
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import AXES, Layout, layers_of_stages
 from meshwright.spec.model.shape import NO_TARGETS, ModelShape
@@ -203,7 +203,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not self.run:
-            raise PlanError("run is empty: give the folder of the run, as run=runs/first")
+            raise PlanError(f"run is empty: give the folder of the run, as {argument('run', 'runs/first')}")
         if not self.init:
             raise PlanError("model.init is empty: give random, or a Hugging Face folder with weights")
 

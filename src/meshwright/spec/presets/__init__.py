@@ -15,7 +15,7 @@ from math import ceil
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.layout.cluster import Cluster, Device
 from meshwright.spec.model.shape import LoRAShape, MLAShape, ModelShape, MoEShape, RopeScaling
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts
@@ -109,15 +109,14 @@ def model_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry.name for entry in _models().values()))
 
 
-def published(name: str, argument: str = "") -> Published:
-    """Return the model called `name` with its published count and sources. Errors, as `model`, name `argument`."""
-    return _models()[_find(name, _models(), "model", argument)]
+def published(name: str, key: str = "model") -> Published:
+    """Return the model called `name` with its published count and sources. Errors name `key`."""
+    return _models()[_find(name, _models(), key)]
 
 
-def device(name: str, argument: str = "") -> Device:
-    """Return the device called `name` (or an alias). `local` has no figures. Errors, as `model`, name `argument`."""
-    argument = argument or f"cluster.device={name[:LONGEST]!r}"
-    return _devices()[_find(_device_key(name), _devices(), "cluster.device", argument)]
+def device(name: str, key: str = "cluster.device") -> Device:
+    """Return the device called `name` (or an alias). `local` has no figures. Errors name `key`."""
+    return _devices()[_find(_device_key(name), _devices(), key)]
 
 
 def device_names() -> tuple[str, ...]:
@@ -143,12 +142,12 @@ def devices_in_node(name: str) -> tuple[Device, int]:
     kind, per_node = split_cluster(name)
     if kind not in _devices():
         near = suggest(kind, (*_devices(), *_machines()))
-        raise PlanError(f"cluster={name[:LONGEST]!r} is not known; {near}")
+        raise PlanError(f"{argument('cluster', name[:LONGEST])} is not known; {near}")
     device = _devices()[kind]
     if (sold := machine(name)) is not None and sold.network_bytes_per_s:
         device = replace(device, network_bytes_per_s=sold.network_bytes_per_s)
     if not 1 <= per_node <= MOST_IN_NODE:
-        raise PlanError(f"cluster={name[:LONGEST]!r}: a node has 1 to {MOST_IN_NODE:,} devices, as {kind}x8")
+        raise PlanError(f"{argument('cluster', name[:LONGEST])}: a node has 1 to {MOST_IN_NODE:,} devices, as {kind}x8")
     return device, per_node
 
 
@@ -257,11 +256,10 @@ def suggest(name: str, known: Iterable[str], most: int = 3) -> str:
     return f"known: {', '.join(names[:LISTED])}{more}"
 
 
-def _find(name: str, known: Mapping[str, object], key: str, argument: str = "") -> str:
+def _find(name: str, known: Mapping[str, object], key: str) -> str:
     plain = _normalize(name)
     if plain not in known:
-        argument = argument or f"{key}={name[:LONGEST]!r}"
-        raise PlanError(f"{argument} is not known; {suggest(plain, known)}")
+        raise PlanError(f"{argument(key, name[:LONGEST])} is not known; {suggest(plain, known)}")
     return plain
 
 

@@ -30,7 +30,7 @@ from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.groups.group import RankZero
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import PlanError, RunError, argument
 from meshwright.spec.model.shape import SAME_BASE, ModelShape
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import most_answers
@@ -240,7 +240,7 @@ class Reference:
         try:
             write_tables(path, tables, self._settings, weights)
         except OSError as error:
-            raise RunError(f"{path}: {error.strerror}; fix that, or choose another run=") from error
+            raise RunError(f"{path}: {error.strerror}; fix that, or choose another {argument('run')}") from error
 
     def _compute_table(self, engine: Engine, share: Share, stream: Stream) -> NDArray[np.float64]:
         plan = self.plan

@@ -24,7 +24,7 @@ from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.axes.data import local, take_codes
 from meshwright.parallel.groups.group import digest
 from meshwright.spec import Layout, ModelShape, Plan
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.rules.objectives import teacher_layout
 from meshwright.store.commit import NAME
@@ -111,8 +111,8 @@ def check_teacher(plan: Plan) -> None:
         return
     if plan.teacher_init == RANDOM:
         raise PlanError(
-            f"teacher={plan.teacher.name} has no weights to teach with: give teacher=DIR, a Hugging Face folder or a "
-            f"run, {OTHERWISE}"
+            f"{argument('teacher', plan.teacher.name)} has no weights to teach with: give "
+            f"{argument('teacher', 'DIR')}, a Hugging Face folder or a run, {OTHERWISE}"
         )
     folder = open_teacher(Path(plan.teacher_init))
     for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher.base).items()):
@@ -120,7 +120,7 @@ def check_teacher(plan: Plan) -> None:
             there, here = (f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (theirs, ours))
             raise PlanError(
                 f"teacher.init={plan.teacher_init} has another shape: {there} there, {here} in the plan. Take "
-                f"teacher={plan.teacher_init} without changed sizes"
+                f"{argument('teacher', plan.teacher_init)} without changed sizes"
             )
     planned_base = plan.teacher.lora.base if plan.teacher.lora else ""
     if planned_base and folder.codes not in ("", planned_base):

@@ -36,7 +36,7 @@ from meshwright.parallel import Engine
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.axes.data import local, take_codes
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM, SAMPLES, Data
 from meshwright.spec.recipe.recipe import Recipe
 from meshwright.store.checkpoint import rng_state, set_rng_state
@@ -235,7 +235,7 @@ def check_weights(plan: Plan) -> None:
             there, here = (f"{entry[0]} {list(entry[1])}" if entry else "nothing more" for entry in (theirs, ours))
             raise PlanError(
                 f"model.init={plan.init} has another shape: {there} there, {here} in the plan. Take "
-                f"model={plan.init} without changed sizes, {OTHERWISE}"
+                f"{argument('model', plan.init)} without changed sizes, {OTHERWISE}"
             )
     _check_tokenizer(plan, folder)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import ArgumentError, PlanError, argument
 from meshwright.spec.units import duration
 
 if TYPE_CHECKING:
@@ -35,18 +35,19 @@ def calibrate(
     It measures products, memory, attention, exchanges, and real steps of small plans. `meshwright plan MODEL --cluster
     FILE.toml` reads the file. Measure while nothing else runs.
     """
+    from meshwright.interface.answers.answer import check_parent
     from meshwright.interface.process.launch import processes
     from meshwright.store.durable import refuse_unwritable
 
     # Measuring takes a minute: check the arguments before.
     if processes() > 1:
         raise PlanError("calibrate starts its processes itself: run it without torchrun")
-    if out is not None and (out.suffix != ".toml" or out.is_dir()):
-        raise PlanError(f"--out {out}: name a file that ends in .toml, as --out {out.with_suffix('.toml')}")
-    if out is not None and not out.parent.is_dir():
-        raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")
     if out is not None:
-        refuse_unwritable(out.parent, "--out ")
+        if out.suffix != ".toml" or out.is_dir():
+            file = argument("out", out.with_suffix(".toml"))
+            raise ArgumentError("out", out, remedy=f"name a file that ends in .toml, as {file}")
+        check_parent(out, "out")
+        refuse_unwritable(out.parent, "out")
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs correct a cluster file")
     from meshwright.planner.machine.clusterfile import text
@@ -54,7 +55,7 @@ def calibrate(
 
     machine = _learned(cluster, runs) if cluster and runs else _measured(quick)
     if out is not None:
-        with report_in_one_line(out, "--out"):
+        with report_in_one_line(out, argument("out")):
             replace_file(out, text(machine).encode())
     if json:
         import tomllib

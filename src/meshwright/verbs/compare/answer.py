@@ -136,7 +136,7 @@ def compare(
 def check_tolerance(tolerance: float) -> None:
     """Raise ArgumentError unless the tolerance is a finite number of 0 or more."""
     if not 0 <= tolerance < float("inf"):
-        raise ArgumentError(f"tolerance={tolerance} must be a number of 0 or more, as 0.1 for a tenth")
+        raise ArgumentError("tolerance", tolerance, "must be a number of 0 or more, as 0.1 for a tenth")
 
 
 def _dry_runner(run: FinishedRun, told: Told) -> DryRunner:

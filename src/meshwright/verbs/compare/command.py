@@ -9,7 +9,7 @@ import typer
 
 from meshwright.interface.options.plan import RunCluster
 from meshwright.interface.options.serve import ServedConcurrency, ServedInput, ServedOutput, refuse_load
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 
 
 def compare(
@@ -69,7 +69,12 @@ def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], to
     from meshwright.verbs.compare.serving import compare_serving
 
     if cluster is None:
-        raise ArgumentError("--serve compares with a plan for this machine: give --cluster FILE.toml of calibrate")
+        raise ArgumentError(
+            "serve",
+            True,
+            "compares with a plan for this machine",
+            f"give {argument('cluster', 'FILE.toml')} of calibrate",
+        )
     with console(json=True).status("compare"):
         answer = compare_serving(run, cluster=cluster, tolerance=tolerance, **load)
     if json:

@@ -39,7 +39,7 @@ def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None 
     `plan`: None = the default plan. `html`: a page with more rows.
     """
     if html is not None:
-        check_page(html, "data.html", option="--html ")
+        check_page(html, "data.html", "html")
     settings = planfile.read(plan, overrides, read_folder=read_folder)
     settings = replace(settings, data=_by_columns(settings.data, plan, overrides))
     rows = 1 if html is None else rows_of(settings.recipe.sequence)

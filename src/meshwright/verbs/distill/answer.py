@@ -13,7 +13,7 @@ from meshwright.interface.planning.plan_reading import plan_of, read_plan, words
 from meshwright.planfile.keys import overridden_keys
 from meshwright.planfile.writing import dump
 from meshwright.spec import Data, Plan, presets
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.weights.inventory import num_parameters
@@ -69,7 +69,9 @@ def distillation_plan(
     added = [*distillation_words(words, teacher, student), *text]
     plan, resume = read_plan([*added, *words], {}, processes=processes, notes=notes)
     if plan.teacher is None:
-        raise PlanError("distill learns from a teacher: give teacher=DIR, a Hugging Face folder or a run")
+        raise PlanError(
+            f"distill learns from a teacher: give {argument('teacher', 'DIR')}, a Hugging Face folder or a run"
+        )
     named_keys = {str(word).partition("=")[0] for word in words if plan_of(word) is None}
     whole = any(plan_of(word) is not None or "=" not in str(word) for word in words)
     if plan.init != RANDOM and not whole and not named_keys & {"recipe.learning_rate", "recipe.lr"}:
@@ -102,14 +104,16 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
     layers = OF_TEACHER.fullmatch(student)
     if layers is None:
         if student.startswith("teacher:"):
-            raise ArgumentError(f"student={student!r} is not known: write teacher:layers=N, as teacher:layers=6")
+            raise ArgumentError("student", student, "is not known", "write teacher:layers=N, as teacher:layers=6")
         _check_student(student)
         return [*added, f"model={student}"]
     folder = Path(theirs).expanduser()
     if not theirs or not folder.is_dir():
         raise ArgumentError(
-            f"student={student!r} takes layers of a teacher, and teacher={theirs or '(nothing)'} has no "
-            "weights: give a Hugging Face folder or a run"
+            "student",
+            student,
+            f"takes layers of a teacher, and {argument('teacher', theirs or '(nothing)')} has no weights",
+            "give a Hugging Face folder or a run",
         )
     # Check the words before making the student: except for its layers, it has the shape of the teacher.
     read_plan([*added, f"model={folder}", *words], {}, processes=None, notes=[])
@@ -142,14 +146,19 @@ def _check_student(student: str) -> None:
     """Raise ArgumentError for a run, and for a name that is neither a preset nor a folder."""
     if (Path(student).expanduser() / "plan.yaml").is_file():
         raise ArgumentError(
-            f"student={student!r} is a run: export it (`meshwright export {student} OUT`) and give OUT, or "
-            "take layers of the teacher, as teacher:layers=6"
+            "student",
+            student,
+            "is a run",
+            (
+                f"export it (`meshwright export {student} OUT`) and give OUT, or take layers of the teacher, "
+                "as teacher:layers=6"
+            ),
         )
     if not Path(student).expanduser().exists():
         try:
-            presets.published(student, f"student={student[: presets.LONGEST]!r}")
+            presets.published(student, "student")
         except PlanError as error:
-            raise ArgumentError(f"{error}; or take layers of the teacher, as teacher:layers=6") from None
+            raise error.reworded(after="; or take layers of the teacher, as teacher:layers=6") from None
 
 
 def write_answers(

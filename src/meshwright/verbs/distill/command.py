@@ -61,7 +61,7 @@ def distill(
             )
         AnswerSearch(beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens)
         check_model(Path(teacher))
-        check_new_file(sequences, option="--sequences ")
+        check_new_file(sequences, "sequences")
         questions(prompts)
         written = write_answers(
             teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,

@@ -160,9 +160,9 @@ def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, loa
     """Read the plan of a dry run. A degree that is `auto` takes the devices of the plan's cluster."""
     plan, _ = plan_reading.read_plan(words, keys, processes=None, notes=[])
     if device not in ("", "cpu", "cuda"):
-        raise ArgumentError(f"device={device} is not known: take cpu or cuda")
+        raise ArgumentError("device", device, "is not known", "take cpu or cuda")
     if not 0 < load < float("inf"):
-        raise ArgumentError(f"load={load} must be a number above 0 (1 = even)")
+        raise ArgumentError("load", load, "must be a number above 0 (1 = even)")
     if load != 1 and plan.model.moe is None:
-        raise ArgumentError(f"load={load:g} is for mixtures of experts, and {plan.model.name} has none: leave it out")
+        raise ArgumentError("load", load, f"is for mixtures of experts, and {plan.model.name} has none", "leave it out")
     return plan

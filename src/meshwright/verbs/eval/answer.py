@@ -22,7 +22,7 @@ from meshwright.interface.trained.opening import described, load
 from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.model.low_rank import merge_adapter
 from meshwright.parallel import on_one_device
-from meshwright.spec.errors import ArgumentError, DataError, PlanError
+from meshwright.spec.errors import ArgumentError, DataError, PlanError, argument
 from meshwright.spec.units import many
 from meshwright.spec.weights.inventory import adapter_parts
 from meshwright.store.run_folder import LAST
@@ -174,8 +174,13 @@ class AdaptersInTurn:
         adapted = {key: parts for key in weights_by_name if (parts := adapter_parts(key, adapter.tensors))}
         if sum(map(len, adapted.values())) < len(adapter.tensors):
             raise ArgumentError(
-                f"adapter={name} cannot be merged: {self.base.path} holds the adapted matrices as codes. Evaluate "
-                "it beside the model before quantization"
+                "adapter",
+                name,
+                "cannot be merged",
+                (
+                    f"{self.base.path} holds the adapted matrices as codes. Evaluate it beside the model before "
+                    "quantization"
+                ),
             )
         with torch.no_grad():
             for key, parts in adapted.items():
@@ -184,7 +189,7 @@ class AdaptersInTurn:
                 low = {part: tensor.to(weight.device) for part, tensor in parts.items()}
                 weight.copy_(merge_adapter(weight.float(), low, adapter.lora))
         if not self._plain:
-            raise ArgumentError(f"adapter={name}: {self.folders[name]} adapts no matrix of {self.base.path}")
+            raise ArgumentError("adapter", name, remedy=f"{self.folders[name]} adapts no matrix of {self.base.path}")
         return replace(self.base, path=self.folders[name])
 
 
@@ -350,8 +355,10 @@ def _check_tokenizers(path: Path, other: Path) -> None:
     fingerprint, other_fingerprint = _fingerprint(path), _fingerprint(other)
     if fingerprint != other_fingerprint:
         raise ArgumentError(
-            f"against={other} has another tokenizer than {path}, so losses per token cannot be compared: "
-            "compare them on tasks=, or score each alone in bits per byte"
+            "against",
+            other,
+            f"has another tokenizer than {path}, so losses per token cannot be compared",
+            f"compare them on {argument('tasks')}, or score each alone in bits per byte",
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.preparation import check_text
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.extras import require
 from meshwright.store.run_folder import LAST, check_model
 from meshwright.verbs.eval.task_files import task_configs
@@ -22,17 +22,21 @@ def check_request(
     `data`, PlanError without the extra `eval`.
     """
     if tasks and data is not None:
-        raise ArgumentError(f"tasks={tasks[0]} and data={data} cannot be scored together: give one of them")
+        raise ArgumentError(
+            "tasks", tasks[0], f"and {argument('data', data)} cannot be scored together", "give one of them"
+        )
     for name, number, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
         if number is not None and number < least:
-            raise ArgumentError(f"{name}={number} must be {least} or more")
+            raise ArgumentError(name, number, f"must be {least} or more")
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     if against is not None:
         check_model(against, named="against=")
         if adapters:
             raise ArgumentError(
-                f"against={against} cannot be combined with adapters: leave one of them out. Adapters are "
-                "compared with the model itself"
+                "against",
+                against,
+                "cannot be combined with adapters",
+                "leave one of them out. Adapters are compared with the model itself",
             )
     if data is not None:
         check_text(data)

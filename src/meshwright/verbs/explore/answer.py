@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer, check_page
+from meshwright.interface.answers.answer import Answer, check_page, write_page
 from meshwright.interface.answers.arguments import HasPlan, checked
 from meshwright.interface.answers.markup import table, whole
 from meshwright.interface.planning.plan_reading import Section, section_words
@@ -26,7 +26,6 @@ from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.presets import suggest
 from meshwright.stacks.declaration.software import TrainingSoftware, error_sentences
 from meshwright.stacks.file_forms import option_words
-from meshwright.store.durable import replace_file, report_in_one_line
 
 BESIDE = ("cluster", "nodes", "stack", "price")
 """Keys of `beside`. `for` means `stack`."""
@@ -65,8 +64,7 @@ class ExploreAnswer(Answer):
         """Write the page. Raises ArgumentError if it cannot be written."""
         out = Path(file)
         check_page(out, "explorer.html")
-        with report_in_one_line(out, "out"):
-            replace_file(out, self.html.encode())
+        write_page(out, self.html, "out")
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,9 +192,9 @@ def _blame_second_half(first: Plan) -> Iterator[None]:
     except IllegalLayout as error:
         batch = first.recipe.global_batch
         hint = f"both halves make steps of {batch} sequences: give a global_batch that suits both"
-        raise IllegalLayout(f"beside: {error}; {hint}") from None
+        raise error.reworded("beside: ", f"; {hint}") from None
     except PlanError as error:
-        raise type(error)(f"beside: {error}") from None
+        raise error.reworded("beside: ") from None
 
 
 def _beside(words: Sequence[str]) -> dict[str, str]:
@@ -206,16 +204,16 @@ def _beside(words: Sequence[str]) -> dict[str, str]:
         key, equals, text = (part.strip() for part in word.partition("="))
         key = "stack" if key == "for" else key
         if not equals or not text:
-            raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as 'cluster=h200x8'")
+            raise ArgumentError("beside", word, "is not KEY=VALUE, as 'cluster=h200x8'")
         if key not in BESIDE:
-            raise ArgumentError(f"beside={word!r}: {key!r} is not known; {suggest(key, KEYS, 1)}")
+            raise ArgumentError("beside", word, remedy=f"{key!r} is not known; {suggest(key, KEYS, 1)}")
         if key in changes:
-            raise ArgumentError(f"beside= has {key} twice: take one of them")
+            raise ArgumentError("beside", rule=f"has {key} twice", remedy="take one of them")
         changes[key] = text
     if not changes.get("nodes", "1").isdecimal():
-        raise ArgumentError(f"beside='nodes={changes['nodes']}' must be a whole number")
+        raise ArgumentError("beside", f"nodes={changes['nodes']}", "must be a whole number")
     if not changes.get("price", "1").replace(".", "", 1).isdecimal():
-        raise ArgumentError(f"beside='price={changes['price']}' must be a number of dollars per device-hour")
+        raise ArgumentError("beside", f"price={changes['price']}", "must be a number of dollars per device-hour")
     return changes
 
 
@@ -225,7 +223,7 @@ def _half(
 ) -> Half:  # fmt: skip
     """Return one half. `same`: words of the recipe that both halves share."""
     if price is not None and not 0 < price < MOST_USD:
-        raise ArgumentError(f"price={price} must be above 0 and below {MOST_USD:,.0f} dollars per device-hour")
+        raise ArgumentError("price", price, f"must be above 0 and below {MOST_USD:,.0f} dollars per device-hour")
     plan, software = asked_plan(model, cluster, nodes, [*words, *same]), chosen_software(stack)
     if software is not None:
         check_model_offered(software, plan)

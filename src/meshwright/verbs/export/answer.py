@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 
 WEIGHT_FILES = (".bin", ".pt", ".pth", ".safetensors")
@@ -32,8 +32,8 @@ def check_export(
             RunFolder.open(source)
         if out.suffix in WEIGHT_FILES:
             raise PlanError(f"OUT {out} is a folder with the name of a file: take {out.with_suffix('')}, or NAME.gguf")
-        refuse_taken(out, "")
-    refuse_unwritable(out, "OUT ")
+        refuse_taken(out, "out")
+    refuse_unwritable(out, "out")
 
 
 def write_gguf_file(
@@ -52,7 +52,7 @@ def write_gguf_file(
     original = open_original(source, which)
     wanted = DTYPES[dtype] if dtype else original.dtype
     plan = plan_gguf(original, wanted)
-    with report_in_one_line(out, "OUT"):
+    with report_in_one_line(out, argument("out")):
         written = write_gguf(out, original, plan)
     return {"out": out, "bytes": written, "predicted_bytes": plan.bytes, "note": plan.note}
 
@@ -95,7 +95,7 @@ def write_directory(
         chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
         generation=read_json(run.path / GENERATION),
     )
-    with report_in_one_line(out, "OUT"):
+    with report_in_one_line(out, argument("out")):
         if adapter:
             tensors = dict(weights(checkpoint, torch.float32, verified=True))
             export_adapter(out, tensors, run.plan.model, base=run.plan.init, dtype=wanted, prompts=prompts)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.compress.distill_sequences import READERS, Question, questions
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, argument
 
 if TYPE_CHECKING:
     from meshwright.interface.trained.trained_model import TrainedModel
@@ -29,7 +29,7 @@ def read_prompts(path: Path, *, chat: bool = False) -> list[Question]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", "") or "it is not UTF-8"
-            raise DataError(f"prompts={path} cannot be read as lines of prompts: {why}") from error
+            raise DataError(f"{argument('prompts', path)} cannot be read as lines of prompts: {why}") from error
         prompts = [Question(text=line) for line in lines if line.strip()]
     if not prompts:
         raise DataError(f"{path} has no prompts: give one per line, or rows with prompt or messages")

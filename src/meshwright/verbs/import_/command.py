@@ -49,10 +49,10 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     from meshwright.formats.quantized.detection import quantization
     from meshwright.store.durable import refuse_taken, refuse_unwritable
 
-    refuse_taken(run, "RUN ")
+    refuse_taken(run, "run")
     if not quantization(folder):  # the reader of quantized folders checks their config
         read_config(folder)
-    refuse_unwritable(run, "RUN ")
+    refuse_unwritable(run, "run")
     from meshwright.formats.quantized.folder import open_numbers  # loads torch
 
     opened = open_numbers(folder)

@@ -20,7 +20,7 @@ from meshwright.interface.planning.layouts import (
     layout_html,
 )
 from meshwright.interface.planning.plan_reading import Section, section_words
-from meshwright.interface.planning.plan_request import as_typed, asked_estimator, asked_plan, within
+from meshwright.interface.planning.plan_request import asked_estimator, asked_plan, within
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
@@ -32,7 +32,7 @@ from meshwright.planner.search.refused import rank_candidates
 from meshwright.planner.step.budget import Budget, budget
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
-from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError
+from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, argument
 
 if TYPE_CHECKING:
     from meshwright.stacks.declaration.software import TrainingSoftware
@@ -104,7 +104,10 @@ class PlanAnswer(Answer):
         Raises PlanError instead of replacing a user's file, ArgumentError without `stack`.
         """
         if self.software is None:
-            raise ArgumentError("write() is for another training software: ask with stack=, or take save(FILE)")
+            raise ArgumentError(
+                "stack",
+                sentence=f"write() is for another training software: ask with {argument('stack')}, or take save(FILE)",
+            )
         from meshwright.stacks.config_writing import write
 
         return write(self.software, self.plan, Path(folder))
@@ -197,26 +200,24 @@ def plan(
     budget = tokens_of(tokens)
     _check_price(price, budget)
     if listed is not None and listed < 1:
-        raise ArgumentError(f"listed={listed} must be at least 1")
+        raise ArgumentError("listed", listed, "must be at least 1")
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     words = section_words(layout)
-    with as_typed("layout", words):
-        asked, searched = carried_layout(asked, words)
+    asked, searched = carried_layout(asked, words)
     fixed_degrees = fixed_layout(asked, searched)
     software, fixed = (None, fixed_degrees) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, fixed_degrees)
     if document_tokens < 0:
-        raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
+        raise ArgumentError("document_tokens", document_tokens, "must be 0 (a document fills its row) or more")
     estimator = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
     estimator = replace(estimator, run_steps=int(budget) // (asked.recipe.global_batch * asked.recipe.sequence))
-    with as_typed("layout", words):
-        ranking = search(estimator, asked, fixed=fixed, listed=listed or LISTED_LAYOUTS)
-        if not ranking.legal and software is not None:
-            from meshwright.interface.planning.stack_choice import none_offered
+    ranking = search(estimator, asked, fixed=fixed, listed=listed or LISTED_LAYOUTS)
+    if not ranking.legal and software is not None:
+        from meshwright.interface.planning.stack_choice import none_offered
 
-            raise none_offered(software, estimator, asked, fixed_degrees)
-        if not ranking.legal:
-            ranking = rank_candidates(estimator, asked, fixed)
+        raise none_offered(software, estimator, asked, fixed_degrees)
+    if not ranking.legal:
+        ranking = rank_candidates(estimator, asked, fixed)
     if not ranking.best:
         every = software.fixed() if software else {}
         free = not (fixed_degrees and search(estimator, asked, fixed=every, listed=1).best)
@@ -263,6 +264,8 @@ def _does_not_fit(
 
 def _check_price(price: float, tokens: float) -> None:
     if not 0 <= price < float("inf"):
-        raise ArgumentError(f"price={price} must be a number of 0 (none) or more")
+        raise ArgumentError("price", price, "must be a number of 0 (none) or more")
     if price and not tokens:
-        raise ArgumentError(f"price={price} is for the bill of a run: give its length, as tokens=15T")
+        raise ArgumentError(
+            "price", price, "is for the bill of a run", f"give its length, as {argument('tokens', '15T')}"
+        )

@@ -31,7 +31,7 @@ from meshwright.interface.options.serve import (
     refuse_load,
 )
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
+from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError, argument
 from meshwright.spec.plan.plan import RANDOM, SAMPLES, STDLIB
 from meshwright.verbs.plan_from.command import print_config
 from meshwright.verbs.plan_serve.command import print_serving
@@ -135,7 +135,8 @@ def plan(
         )  # fmt: skip
         return
     if model is None:
-        raise ArgumentError("MODEL is missing: give a preset, a folder or a plan file, or --from FILE")
+        remedy = f"give a preset, a folder or a plan file, or {argument('source', 'FILE')}"
+        raise ArgumentError("model", rule="is missing", remedy=remedy)
     _check_folder(output, stack)
     load: dict[str, str | int | None] = {
         "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
@@ -144,7 +145,7 @@ def plan(
     }  # fmt: skip
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
-                    "memory": memory, "document-tokens": document_tokens, "save": save, "for": stack,
+                    "memory": memory, "document_tokens": document_tokens, "save": save, "for": stack,
                     "out": output}  # fmt: skip
         print_serving(
             model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
@@ -233,10 +234,11 @@ def _refuse_beside_from(options: Mapping[str, object]) -> None:
 
 def _check_save(save: Path, model: str) -> None:
     """Raise PlanError, before the search, if the plan cannot be saved or would overwrite a user's own file."""
+    from meshwright.interface.answers.answer import check_parent
+
     if save == Path(model):
         raise PlanError(f"--save {save} is the plan that was read: name another file")
-    if not save.absolute().parent.is_dir():
-        raise PlanError(f"--save {save}: there is no folder {save.parent}; make it first")
+    check_parent(save, "save")
     if save.is_file() and "#" in save.read_text(encoding="utf-8", errors="replace"):
         raise PlanError(f"--save {save} would replace a file with comments, which --save did not write: name another")
 

@@ -178,13 +178,18 @@ def plan_from(
     )
     shape = config.shape
     if shape is None:
-        raise ArgumentError(f"{file} names no model: give MODEL, a preset or a folder, as `{example(config.paths[0])}`")
+        raise ArgumentError(
+            "model",
+            sentence=f"{file} names no model: give MODEL, a preset or a folder, as `{example(config.paths[0])}`",
+        )
     if cluster is None:
         raise ArgumentError(
-            f'cluster= is missing: {file} names no device; give one and how many a node has, as "h100x8"'
+            "cluster",
+            rule="is missing",
+            remedy=f'{file} names no device; give one and how many a node has, as "h100x8"',
         )
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
-        raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
+        raise ArgumentError("nodes", nodes, f"must be at least 1 and at most {MOST_NODES:,}")
     node = presets.cluster(cluster)
     machine = replace(node, nodes=nodes or config.nodes(node.devices_per_node))
     # A file may be for fewer devices than the cluster has, and its batch is divided among these.
@@ -238,6 +243,6 @@ def _changes(words: list[str], known: tuple[str, ...], where: str) -> Mapping[st
     for word in ",".join(words).replace(",", " ").split():
         key, equals, text = word.partition("=")
         if key not in known or not equals:
-            raise ArgumentError(f"{where}={word!r}: take KEY=VALUE with one of {', '.join(known)}")
+            raise ArgumentError(where, word, remedy=f"take KEY=VALUE with one of {', '.join(known)}")
         changes[key] = int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
     return changes

@@ -33,7 +33,7 @@ from meshwright.planner.serving.serving_plan import (
 )
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, Plan
-from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
+from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.plan.execution import BESIDE_ANSWERS
 from meshwright.spec.units import gib
@@ -104,7 +104,11 @@ class ServingAnswer(Answer):
         deployment = self.best.deployment
         if deployment.framework.name != MESHWRIGHT.name or deployment.device.is_gpu or self.quantization != "fp32":
             raise ArgumentError(
-                "measure runs Meshwright's engine on this machine in fp32: plan with cluster=FILE.toml of calibrate"
+                "cluster",
+                sentence=(
+                    "measure runs Meshwright's engine on this machine in fp32: plan with "
+                    f"{argument('cluster', 'FILE.toml')} of calibrate"
+                ),
             )
         load = Load(
             input_tokens=self.asked.input_tokens, output_tokens=self.asked.output_tokens,
@@ -234,8 +238,10 @@ def plan_serving(
     planned = layouts(asked, timed, tp)
     if not planned:
         raise ArgumentError(
-            f"tp={tp} does not divide both {plan.model.name} and a node of {plan.cluster.devices_per_node} "
-            "devices: leave it out to see what does"
+            "tp",
+            tp,
+            f"does not divide both {plan.model.name} and a node of {plan.cluster.devices_per_node} devices",
+            "leave it out to see what does",
         )
     answer = ServingAnswer(layouts=tuple(planned), timed=timed, quantization=quantization, kv_dtype=kv_dtype)
     if not answer.fitting:
@@ -267,7 +273,7 @@ def asked_load(
     _check_range("output_length", output_length, MOST_TOKENS)
     _check_range("concurrency", concurrency, MOST_REQUESTS)
     if kv_dtype not in CACHE_WIDTHS:
-        raise ArgumentError(f"kv_dtype={kv_dtype!r} is not known: take one of {', '.join(CACHE_WIDTHS)}")
+        raise ArgumentError("kv_dtype", kv_dtype, "is not known", f"take one of {', '.join(CACHE_WIDTHS)}")
     rules, timed = _framework_rules(framework, plan, machine_file)
     asked = ServingRequest(
         model=served(plan.model.base), cluster=plan.cluster, framework=rules,
@@ -276,8 +282,13 @@ def asked_load(
     )  # fmt: skip
     if asked.length > plan.model.max_positions:
         raise ArgumentError(
-            f"input_length={input_length} + output_length={output_length} exceed the {plan.model.max_positions:,} "
-            f"positions of {plan.model.name}: shorten one"
+            "input_length",
+            input_length,
+            (
+                f"+ {argument('output_length', output_length)} exceed the {plan.model.max_positions:,} "
+                f"positions of {plan.model.name}"
+            ),
+            "shorten one",
         )
     return asked, timed
 
@@ -287,11 +298,15 @@ def _framework_rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framew
     engine = meshwright_on(plan.cluster.device, plan.model.hidden)
     frameworks = {**FRAMEWORKS, engine.name: engine}
     if name and name not in frameworks:
-        raise ArgumentError(f"framework={name!r} is not known: take one of {', '.join(frameworks)}")
+        raise ArgumentError("framework", name, "is not known", f"take one of {', '.join(frameworks)}")
     if cluster is None:
         return frameworks[name or VLLM.name], StepTimes
     if name not in ("", MESHWRIGHT.name):
-        raise ArgumentError(f"framework={name}: a measured machine runs Meshwright's own engine: framework=meshwright")
+        raise ArgumentError(
+            "framework",
+            name,
+            remedy=f"a measured machine runs Meshwright's own engine: {argument('framework', 'meshwright')}",
+        )
     return engine, measured_times(cluster, plan)
 
 
@@ -334,14 +349,15 @@ def _adapter(asked: ServingRequest, number: int, rank: int, targets: str) -> LoR
     try:
         lora = LoRAShape(rank=rank, targets=targets)
         replace(asked.model.shape.base, lora=lora)
-    except PlanError as error:
-        raise ArgumentError(str(error).replace("model.lora.", "adapter_")) from None
+    except ArgumentError as error:
+        name = error.argument.replace("model.lora.", "adapter_")
+        raise ArgumentError(name, error.value, error.rule, error.remedy) from None
     return lora
 
 
 def _check_range(name: str, number: int, most: int) -> None:
     if not 1 <= number <= most:
-        raise ArgumentError(f"{name}={number} must be at least 1 and at most {most:,}")
+        raise ArgumentError(name, number, f"must be at least 1 and at most {most:,}")
 
 
 def _does_not_fit(answer: ServingAnswer) -> DoesNotFit:

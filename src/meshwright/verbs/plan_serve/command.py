@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 
 
 def print_serving(
@@ -22,14 +22,22 @@ def print_serving(
     from meshwright.verbs.plan_serve.answer import plan_serving
     from meshwright.verbs.plan_serve.screen import serving_answer
 
-    misplaced = next((name for name, setting in training.items() if setting), None)
-    if misplaced:
-        raise ArgumentError(f"--{misplaced} is for training, and --serve plans serving: leave one out")
+    key = next((name for name, setting in training.items() if setting), None)
+    if key:
+        raise ArgumentError(
+            key, rule=f"is for training, and {argument('serve', True)} plans serving", remedy="leave one out"
+        )
     if not load["adapters"] and (load["adapter_rank"] or load["adapter_targets"]):
-        raise ArgumentError("--adapter-rank and --adapter-targets describe adapters: add --adapters N")
+        targets, number = argument("adapter_targets"), argument("adapters", "N")
+        raise ArgumentError("adapter_rank", rule=f"and {targets} describe adapters", remedy=f"add {number}")
     asked: dict[str, Any] = {name: setting for name, setting in load.items() if setting not in ("", None)}
     if measure and not (cluster and is_file(cluster)):
-        raise ArgumentError("--measure runs the load on this machine: name it with --cluster FILE.toml of calibrate")
+        raise ArgumentError(
+            "measure",
+            True,
+            "runs the load on this machine",
+            f"name it with {argument('cluster', 'FILE.toml')} of calibrate",
+        )
     try:
         answer = plan_serving(model, cluster=cluster, nodes=nodes, tp=_tp(layout), **asked)
     except DoesNotFit as error:
@@ -55,5 +63,9 @@ def _tp(layout: Sequence[str] | None) -> int:
         return 0
     key, _, degree = words[0].partition("=")
     if len(words) > 1 or key != "tp" or not degree.isdecimal() or not int(degree):
-        raise ArgumentError(f"--layout {' '.join(words)!r}: with --serve a layout is tp=N alone")
+        raise ArgumentError(
+            "layout",
+            " ".join(words),
+            remedy=f"with {argument('serve', True)} a layout is tp=N alone",
+        )
     return int(degree)

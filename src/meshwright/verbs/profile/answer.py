@@ -157,7 +157,7 @@ def profile(
 def check_steps(steps: int) -> None:
     """Raise ArgumentError unless there is a step to time."""
     if steps < 1:
-        raise ArgumentError(f"steps={steps} must be at least 1")
+        raise ArgumentError("steps", steps, "must be at least 1")
 
 
 def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:

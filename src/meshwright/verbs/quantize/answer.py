@@ -23,7 +23,7 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.trained.opening import described
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import OutsideTolerance, PlanError
+from meshwright.spec.errors import OutsideTolerance, PlanError, argument
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.units import gib
 from meshwright.spec.weights.gguf_schemes import GGUF, GGUF_SCHEMES
@@ -107,7 +107,8 @@ class QuantizeAnswer(Answer):
             worst = self.blamed[0].name if self.blamed else "none"
             raise OutsideTolerance(
                 f"{self.scheme} is too lossy: it moves predictions by {self.quality.kl:.4g} nats per token, and "
-                f"the limit is {self.max_kl:g}. Take a scheme with more bits, keep={worst}, or another max_kl="
+                f"the limit is {self.max_kl:g}. Take a scheme with more bits, {argument('keep', worst)}, or "
+                f"another {argument('max_kl')}"
             )
 
     @property
@@ -257,7 +258,7 @@ def quantize(
     predicted = predicted_bytes(FORMATS[format], whole_model)
     made = QuantizedFolder(target, original, whole_model, FORMATS[format])
     made.check_room(predicted, calibrated=taken.calibrated)
-    with report_in_one_line(target, "OUT"):
+    with report_in_one_line(target, argument("out")):
         if taken.calibrated:
             assert text is not None
             made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
@@ -291,7 +292,7 @@ def _quantize_to_gguf(
     check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
     layers: list[QuantizedLayer] = []
-    with report_in_one_line(target, "OUT"):
+    with report_in_one_line(target, argument("out")):
         written = write_gguf(target, original, plan, layers.append)
     measured, errors = BeforeQuantized(path, checkpoint, text).against(target, names) if text else (None, {})
     return QuantizeAnswer(
@@ -322,8 +323,8 @@ def _within_budget(
     least = predicted_bytes(form, with_schemes(dict.fromkeys(model.schemes, rungs[0])))
     if least > budget:
         raise PlanError(
-            f"budget={gib(budget)} is too small: with {rungs[0].bits} bits for every matrix the files take "
-            f"{gib(least)}. Give at least that, or a smaller model"
+            f"{argument('budget', gib(budget))} is too small: with {rungs[0].bits} bits for every matrix the "
+            f"files take {gib(least)}. Give at least that, or a smaller model"
         )
     groups = measure_groups(before(), list(model.schemes), rungs, first_batches(batches))
     beside = least - sum(group.choices[0].bytes for group in groups)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from meshwright.interface.options.model import Checkpoint, ModelPath
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.model.quantization_schemes import CALIBRATED, SCHEMES
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 
@@ -90,9 +90,9 @@ def quantize(
     from meshwright.verbs.quantize.screen import lines
 
     if html is not None:
-        check_page(html, "quality.html", option="--html ")
+        check_page(html, "quality.html", "html")
         if html.resolve() == out.resolve():
-            raise ArgumentError(f"--html {html} is the same file as --out: name another")
+            raise ArgumentError("html", html, f"is the same file as {argument('out')}", "name another")
     check_request(
         model, out, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
         sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.compress.bit_budget import ladder
 from meshwright.data.preparation import check_text
-from meshwright.spec.errors import ArgumentError, RunError
+from meshwright.spec.errors import ArgumentError, RunError, argument
 from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme
 from meshwright.spec.presets import find_nearest
 from meshwright.spec.units import GIB, MIB, gib
@@ -30,21 +30,28 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
         known = [*SCHEMES, *GGUF_SCHEMES]
         close = [candidate for candidate in known if candidate.startswith(f"{name}-")] or find_nearest(name, known, 1)
         hint = f"; nearest: {', '.join(close)}" if close else ""
-        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(known)}{hint}")
+        raise ArgumentError("scheme", name, "is not known", f"take one of {', '.join(known)}{hint}")
     scheme = SCHEMES[name]
     if group is not None:
         if not scheme.group:
-            raise ArgumentError(f"group={group}: {name} has a scale for each output and no groups; leave it out")
+            raise ArgumentError(
+                "group", group, remedy=f"{name} has a scale for each output and no groups; leave it out"
+            )
         scheme = replace(scheme, group=group)
     if scheme.outliers == "none":
         if outliers is not None or threshold is not None:
-            raise ArgumentError(f"outliers= and threshold= are for scheme=llm-int8, and {name} keeps no columns")
+            raise ArgumentError(
+                "outliers",
+                rule=(
+                    f"and {argument('threshold')} are for {argument('scheme', 'llm-int8')}, and {name} keeps no columns"
+                ),
+            )
         return scheme
     limit = scheme.threshold if threshold is None else threshold
     if outliers in (None, "calibrated"):
         return replace(scheme, threshold=limit)
     if outliers != "threshold":
-        raise ArgumentError(f"outliers={outliers} is not known: take calibrated or threshold")
+        raise ArgumentError("outliers", outliers, "is not known", "take calibrated or threshold")
     return replace(scheme, outliers="threshold", threshold=limit)
 
 
@@ -66,23 +73,25 @@ def check_request(
     else:
         taken = chosen_scheme(name, group, outliers, threshold)
     if format not in FOLDER_FORMATS:
-        raise ArgumentError(f"format={format} is not known: take one of {', '.join((*FOLDER_FORMATS, GGUF))}")
+        raise ArgumentError("format", format, "is not known", f"take one of {', '.join((*FOLDER_FORMATS, GGUF))}")
     for option, number in (("sequences", sequences), ("calibration", calibration)):
         if number < 1:
-            raise ArgumentError(f"{option}={number} must be 1 or more")
+            raise ArgumentError(option, number, "must be 1 or more")
     if max_kl is not None and not max_kl >= 0:
-        raise ArgumentError(f"max_kl={max_kl} must be 0 or more")
+        raise ArgumentError("max_kl", max_kl, "must be 0 or more")
     check_dtype(dtype)
     if taken is None:
         check_gguf_path(target)
     elif target.suffix == ".gguf":
-        raise ArgumentError(f"out={target} names a GGUF file, which has schemes of its own: {', '.join(GGUF_SCHEMES)}")
+        raise ArgumentError(
+            "out", target, "names a GGUF file, which has schemes of its own", f"{', '.join(GGUF_SCHEMES)}"
+        )
     else:
-        refuse_taken(target, "out=")
+        refuse_taken(target, "out")
         if budget is not None:
             bytes_of(budget)
             ladder(taken)
-    refuse_unwritable(target, "out=")
+    refuse_unwritable(target, "out")
     if data is not None:
         check_text(data)
     return taken
@@ -91,12 +100,14 @@ def check_request(
 def _check_gguf(name: str, format: str, other: Mapping[str, object]) -> None:
     if name not in GGUF_SCHEMES or format not in (GGUF, DEFAULT):
         raise ArgumentError(
-            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}, which "
-            "other formats lack"
+            "scheme",
+            name,
+            f"with {argument('format', format)}",
+            f"a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}, which other formats lack",
         )
     for option, asked in other.items():
         if asked is not None:
-            raise ArgumentError(f"{option}={asked} is not for GGUF files: leave it out")
+            raise ArgumentError(option, asked, "is not for GGUF files", "leave it out")
 
 
 def bytes_of(budget: str | int) -> int:
@@ -108,7 +119,7 @@ def bytes_of(budget: str | int) -> int:
         number, unit = match.groups() if match else ("", "")
     if not number or unit not in UNITS or float(number) <= 0:
         units = ", ".join(list(UNITS)[1:])
-        raise ArgumentError(f"budget={budget} is not a size: give a number with {units}, as 1.2GiB")
+        raise ArgumentError("budget", budget, "is not a size", f"give a number with {units}, as 1.2GiB")
     return int(float(number) * UNITS[unit])
 
 
@@ -117,7 +128,7 @@ def check_room(target: Path, needed: int) -> None:
     free = free_bytes(target)
     if free is not None and needed > free:
         raise RunError(
-            f"out={target}: the disk is too small. Quantizing needs {gib(needed)} ({needed:,} bytes), and "
+            f"{argument('out', target)}: the disk is too small. Quantizing needs {gib(needed)} ({needed:,} bytes), and "
             f"{gib(free)} ({free:,} bytes) are free: free some space, or choose another OUT"
         )
 
@@ -130,9 +141,9 @@ def matrices_to_quantize(original: "OriginalModel", keep: Sequence[str]) -> list
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(
-                f"keep={pattern} names no matrix that would be quantized; the first ones are {', '.join(names[:3])}"
+                "keep", pattern, f"names no matrix that would be quantized; the first ones are {', '.join(names[:3])}"
             )
     left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
     if not left:
-        raise ArgumentError(f"keep={keep[0]} leaves nothing to quantize")
+        raise ArgumentError("keep", keep[0], "leaves nothing to quantize")
     return left

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.interface.trained.trained_model import TrainedModel
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, argument
 from meshwright.training.device import pick_device
 from meshwright.training.step.batches import Batch
 from meshwright.training.step.evaluate import HeldOutRows
@@ -52,7 +52,8 @@ def quantization_text(
         part = "what the run held out" if data is None else data
         raise DataError(
             f"{part} is too short: it has {rows.stream.num_tokens:,} tokens, and calibrating and measuring "
-            f"take 2 windows of {window:,}, which are {window + 2:,} tokens. Give a longer text as data=PATH"
+            f"take 2 windows of {window:,}, which are {window + 2:,} tokens. Give a longer text as "
+            f"{argument('data', 'PATH')}"
         )
     used = min(len(batches) - 1, max(1, round(len(batches) * beside / (sequences + beside))))
     source = "what the run held out" if data is None else str(data)

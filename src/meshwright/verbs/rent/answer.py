@@ -21,7 +21,7 @@ from meshwright.planner.rent.run_on import RentedRun
 from meshwright.planner.rent.sweep import LONGEST_S, RentRequest, Swept, sweep
 from meshwright.planner.rent.uncertainty import days, plain
 from meshwright.spec import Plan, presets
-from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 from meshwright.spec.units import count, many
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
@@ -74,17 +74,18 @@ class RentAnswer(Answer):
         fast, cheap, timely, paid = self.front[-1], self.front[0], self.cheapest, self.fastest
         if timely is None:
             raise DoesNotFit(
-                f'deadline="{days(self.deadline_s)}" cannot be met: the fastest takes {fast.days} '
-                f"({fast.title}, {fast.dollars}). Allow more time, or give fewer tokens="
+                f"{argument('deadline', days(self.deadline_s))} cannot be met: the fastest takes {fast.days} "
+                f"({fast.title}, {fast.dollars}). Allow more time, or give fewer {argument('tokens')}"
             )
         if paid is None:
             raise DoesNotFit(
-                f'budget="{self.budget_usd:,.0f}" cannot be met: the cheapest possible costs {cheap.dollars} '
-                f"({cheap.title}, {cheap.days}): raise it, or take fewer tokens="
+                f"{argument('budget', self.budget_usd)} cannot be met: the cheapest possible costs {cheap.dollars} "
+                f"({cheap.title}, {cheap.days}): raise it, or take fewer {argument('tokens')}"
             )
         raise DoesNotFit(
-            f"no cluster meets both deadline= and budget=: in time it costs {timely.dollars} or more, and "
-            f"within the budget it takes {paid.days} or longer. Raise one of them"
+            f"no cluster meets both {argument('deadline')} and {argument('budget')}: in time it costs "
+            f"{timely.dollars} or more, and within the budget it takes {paid.days} or longer. Raise one of "
+            "them"
         )
 
     @property
@@ -222,7 +223,7 @@ def rent(
     numbers = asked_nodes(nodes)
     conditions = _conditions(mtbf, restart, repair, storage, evaluation, spares)
     if budget is not None and not 0 < budget < float("inf"):
-        raise ArgumentError(f"budget={budget} must be a number of dollars above 0")
+        raise ArgumentError("budget", budget, "must be a number of dollars above 0")
     # The run on one device: every cluster takes its batch, so all train alike.
     plan = asked_plan(model, "h100", 1, section_words(recipe), tune)
     deadline_s = seconds_of(deadline)
@@ -249,11 +250,21 @@ def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: flo
 
 def _total(tokens: str | float | None, size: str | float | None, epochs: float) -> float:
     if (tokens is None) == (size is None):
-        raise ArgumentError("give the length of the run: tokens=1T, or dataset_size=200M and epochs=3, not both")
+        raise ArgumentError(
+            "tokens",
+            sentence=(
+                f"give the length of the run: {argument('tokens', '1T')}, or {argument('dataset_size', '200M')} "
+                f"and {argument('epochs', 3)}, not both"
+            ),
+        )
     if not 0 < epochs < 1e6:
-        raise ArgumentError(f"epochs={epochs:g} must be above 0 and below a million")
+        raise ArgumentError("epochs", epochs, "must be above 0 and below a million")
     if tokens is not None and epochs != 1:
-        raise ArgumentError("epochs= is for dataset_size=; tokens= is the whole run: leave one out")
+        raise ArgumentError(
+            "epochs",
+            rule=f"is for {argument('dataset_size')}; {argument('tokens')} is the whole run",
+            remedy="leave one out",
+        )
     return tokens_of(tokens) if tokens is not None else epochs * tokens_of(size, "dataset_size")
 
 
@@ -271,9 +282,11 @@ def asked_devices(names: str | Sequence[str] | None, table: Prices) -> tuple[str
     devices = price_tables.keys_of(names)
     for name, device in zip(names, devices, strict=True):
         if device not in priced:
-            raise ArgumentError(f"devices={name} has no price in {table.file}: give one with prices=FILE.csv")
+            raise ArgumentError(
+                "devices", name, f"has no price in {table.file}", f"give one with {argument('prices', 'FILE.csv')}"
+            )
         if missing := lacks(presets.device(name)):
-            raise ArgumentError(f"devices={name} has no {missing}, which a prediction needs: leave it out")
+            raise ArgumentError("devices", name, f"has no {missing}, which a prediction needs", "leave it out")
     return tuple(dict.fromkeys(devices))
 
 
@@ -282,7 +295,7 @@ def asked_nodes(numbers: int | Sequence[int] | None) -> tuple[int, ...]:
     numbers = [numbers] if isinstance(numbers, int) else numbers
     for number in numbers or ():
         if not 1 <= number <= MOST_NODES:
-            raise ArgumentError(f"nodes={number} must be at least 1 and at most {MOST_NODES:,}")
+            raise ArgumentError("nodes", number, f"must be at least 1 and at most {MOST_NODES:,}")
     return tuple(sorted(set(numbers))) if numbers else NODES
 
 
@@ -311,7 +324,7 @@ def _conditions(
 
 def _within(name: str, number: float | None, least: float, most: float) -> None:
     if number is not None and not least <= number <= most:
-        raise ArgumentError(f"{name}={number:g} must be at least {least:g} and at most {most:,.10g}")
+        raise ArgumentError(name, number, f"must be at least {least:g} and at most {most:,.10g}")
 
 
 def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
@@ -325,7 +338,7 @@ def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     also = f", and takes longer than {years} on the other {slow}" if slow else ""
     return DoesNotFit(
         f"{name} fits on none of {unfit} clusters with memory to spare{also}: name larger devices or more nodes, or "
-        "train adapters alone (tune=qlora)"
+        f"train adapters alone ({argument('tune', 'qlora')})"
     )
 
 

@@ -14,7 +14,7 @@ from meshwright.interface.options.serve import (
     AskedOutput,
     AskedQuantization,
 )
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 
 SEARCHING = "rent: searching the layouts of every device and number of nodes, about ten seconds"
 
@@ -105,10 +105,11 @@ def rent(
     wanted, other = (serving, training) if serve else (training, serving)
     wrong = next((name for name, setting in other.items() if _is_set(setting)), None)
     if wrong:
-        why = "is for training: leave out --serve" if serve else "is for serving: add --serve"
-        raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
+        switch = argument("serve", True)
+        rule, remedy = ("training", f"leave out {switch}") if serve else ("serving", f"add {switch}")
+        raise ArgumentError(wrong, rule=f"is for {rule}", remedy=remedy)
     asked = {name: setting for name, setting in wanted.items() if _is_set(setting)}
-    asked |= {"prices": prices, "devices": _names(devices, "--devices", "h100,mi300x"), "nodes": _numbers(nodes)}
+    asked |= {"prices": prices, "devices": _names(devices, "devices", "h100,mi300x"), "nodes": _numbers(nodes)}
     from meshwright.interface.answers.answer import check_page, write_page
     from meshwright.interface.terminal.output import explain_wait, print_json
     from meshwright.interface.terminal.screen_text import show
@@ -119,7 +120,7 @@ def rent(
     from meshwright.verbs.rent.serving import ServeRentAnswer, rent_serving
 
     if html is not None:
-        check_page(html, "rent.html", option="--html ")
+        check_page(html, "rent.html", "html")
     answer: RentAnswer | ServeRentAnswer
     with explain_wait(SEARCHING):
         if serve:
@@ -145,19 +146,19 @@ def _is_set(value: object) -> bool:
     return value is not None and value is not False and value != "" and value != []
 
 
-def _names(words: list[str] | None, option: str, example: str) -> list[str] | None:
+def _names(words: list[str] | None, key: str, example: str) -> list[str] | None:
     """Split words like `a,b` at commas. Raises ArgumentError for commas alone."""
     names = [name for word in words for name in word.split(",") if name.strip()] if words else None
     if names == []:
         raise ArgumentError(
-            f"{option} {','.join(words or ())!r} is empty: list names with commas, as {option} {example}"
+            key, ",".join(words or ()), "is empty", f"list names with commas, as {argument(key, example)}"
         )
     return names
 
 
 def _numbers(words: list[str] | None) -> list[int] | None:
-    names = _names(words, "--nodes", "1,2,4")
+    names = _names(words, "nodes", "1,2,4")
     for name in names or ():
         if not name.strip().isdecimal():
-            raise ArgumentError(f"--nodes {name!r} must be whole numbers, as 1,2,4")
+            raise ArgumentError("nodes", name, "must be whole numbers, as 1,2,4")
     return [int(name) for name in names] if names else None

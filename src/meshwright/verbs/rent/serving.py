@@ -16,7 +16,7 @@ from meshwright.planner.rent.served_on import RentedServing, SweptServing, sweep
 from meshwright.planner.rent.uncertainty import three
 from meshwright.planner.serving.serving_plan import ServingRequest
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 from meshwright.verbs.plan_serve.answer import asked_load
 from meshwright.verbs.rent.answer import asked_devices, asked_nodes, asked_prices
 
@@ -59,9 +59,9 @@ class ServeRentAnswer(Answer):
         if not self.meets:
             first = self.front[-1]
             raise DoesNotFit(
-                f'latency="{self.latency_s * 1e3:g}" cannot be met: the fastest possible takes '
+                f"{argument('latency', self.latency_s * 1e3)} cannot be met: the fastest possible takes "
                 f"{first.per_token_s * 1e3:.3g} ms per token "
-                f"({first.offer.title}): allow more, or take narrower weights (quantization=fp8)"
+                f"({first.offer.title}): allow more, or take narrower weights ({argument('quantization', 'fp8')})"
             )
 
     def command(self, deployment: RentedServing) -> str:
@@ -143,7 +143,7 @@ def rent_serving(
         PlanError: An argument makes no sense.
     """
     if latency is not None and not 0 < latency < 1e9:
-        raise ArgumentError(f"latency={latency:g} must be a number of milliseconds above 0")
+        raise ArgumentError("latency", latency, "must be a number of milliseconds above 0")
     offers = asked_prices(prices)
     plan = asked_plan(model, "h100", 1, ())
     asked, timed = asked_load(
@@ -154,7 +154,7 @@ def rent_serving(
     if not swept.runs:
         raise DoesNotFit(
             f"{plan.model.name} with {concurrency} requests of {asked.length:,} tokens at once fits on none of "
-            f"{swept.clusters} clusters: take fewer at once, or narrower weights (quantization=fp8)"
+            f"{swept.clusters} clusters: take fewer at once, or narrower weights ({argument('quantization', 'fp8')})"
         )
     words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name, "--serve"]
     words += ["--input-length", str(input_length), "--output-length", str(output_length)]

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from meshwright.interface.answers.answer import check_page
+from meshwright.interface.answers.answer import check_page, write_page
 from meshwright.interface.answers.arguments import Place, checked, folder_of
 from meshwright.interface.planning.plan_request import check_cluster, planner_of
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.spec.errors import PlanError
-from meshwright.store.durable import replace_file, report_in_one_line
 from meshwright.store.run_folder import RunFolder
 from meshwright.verbs.compare.answer import check_tolerance
 
@@ -31,6 +30,5 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
 
     finished = [open_run(folder) for folder in folders]
     planners = [planner_of(run.plan_as_run, cluster) for run in finished]
-    with report_in_one_line(target, "out="):
-        replace_file(target, page(finished, planners, tolerance).encode())
+    write_page(target, page(finished, planners, tolerance), "out")
     return target

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 
 ENGINE = "Engine"
 """Panel of the help that lists these options."""
@@ -123,28 +123,35 @@ def check_tensor_ranks(tp: int, ep: int) -> None:
     """Raise ArgumentError unless `tp` processes can share a model and spread experts over `ep` of them."""
     for name, ranks in (("tp", tp), ("ep", ep)):
         if ranks < 1:
-            raise ArgumentError(f"{name}={ranks} must be at least 1")
+            raise ArgumentError(name, ranks, "must be at least 1")
     if ep > 1 and tp == 1:
-        raise ArgumentError(f"ep={ep} spreads experts over the processes of tp, and there is one: add tp={ep}")
+        raise ArgumentError(
+            "ep", ep, "spreads experts over the processes of tp, and there is one", f"add {argument('tp', ep)}"
+        )
 
 
 def check_guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> None:
     """Raise ArgumentError for options of guesses that contradict each other or are out of range."""
     for name, number, least in (("guess_tokens", tokens, 1), ("guess_ngram", ngram, 2)):
         if number is not None and number < least:
-            raise ArgumentError(f"{name}={number} must be at least {least}")
+            raise ArgumentError(name, number, f"must be at least {least}")
     if draft is not None and ngram is not None:
         raise ArgumentError(
-            f"guess_ngram={ngram} has no effect with draft={draft}, which guesses instead of a look-up: leave one out"
+            "guess_ngram",
+            ngram,
+            f"has no effect with {argument('draft', draft)}, which guesses instead of a look-up",
+            "leave one out",
         )
     if ngram is not None and tokens is None:
-        raise ArgumentError(f"guess_ngram={ngram} has no effect without guesses: add guess_tokens=8")
+        raise ArgumentError("guess_ngram", ngram, "has no effect without guesses", f"add {argument('guess_tokens', 8)}")
 
 
 def check_copies(mib: int | None, cache_dtype: str) -> None:
     """Raise ArgumentError when copies are requested for an 8-bit cache, which has none."""
     if mib and cache_dtype != "model":
         raise ArgumentError(
-            f"copies_mib={mib} has no effect with cache_dtype={cache_dtype}: leave copies_mib out, or take "
-            "cache_dtype=model"
+            "copies_mib",
+            mib,
+            f"has no effect with {argument('cache_dtype', cache_dtype)}",
+            f"leave copies_mib out, or take {argument('cache_dtype', 'model')}",
         )

@@ -33,7 +33,7 @@ from meshwright.serving.engine.rows.serving_ranks import RankCommand, ServingRan
 from meshwright.serving.engine.runner import follow
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec import Layout, Recipe
-from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
+from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError, argument
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.store.run_folder import LAST
@@ -98,7 +98,9 @@ def sharded_model(
     _check(task)
     if dist.is_initialized():
         if dist.get_world_size() != tp:
-            raise ArgumentError(f"tp={tp}: the process group has {dist.get_world_size()} ranks, and all of them serve")
+            raise ArgumentError(
+                "tp", tp, remedy=f"the process group has {dist.get_world_size()} ranks, and all of them serve"
+            )
         with _rank_part(task) as part:
             yield part
         return
@@ -108,14 +110,16 @@ def sharded_model(
 
 def _layout(tp: int, ep: int) -> Layout:
     if tp < 2 or ep < 1:
-        raise ArgumentError(f"tp={tp} ep={ep}: tp must be at least 2, ep at least 1; for one rank use load().engine()")
+        raise ArgumentError(
+            "tp", tp, f"{argument('ep', ep)}", "tp must be at least 2, ep at least 1; for one rank use load().engine()"
+        )
     return Layout(tp=tp, ep=ep, sp=ep > 1, compile="off")
 
 
 def _check(task: _Task) -> None:
     """Check all that can be checked before a process is started."""
     if is_quantized(task.path):
-        raise ArgumentError("quantized weights cannot be split over ranks: take tp=1")
+        raise ArgumentError("tp", sentence=f"quantized weights cannot be split over ranks: take {argument('tp', 1)}")
     path, layout = base_folder(task.path) if is_adapter(task.path) else task.path, task.layout
     shape = described(path, task.checkpoint).model.shape
     refused = layout_violations(shape, Recipe(sequence=layout.tp), layout)
@@ -123,7 +127,7 @@ def _check(task: _Task) -> None:
         raise IllegalLayout(refused[0].replace("layout.", ""))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and layout.tp > gpus:
-        raise ArgumentError(f"tp={layout.tp}: this machine has {gpus} GPUs, of which each rank takes one")
+        raise ArgumentError("tp", layout.tp, remedy=f"this machine has {gpus} GPUs, of which each rank takes one")
 
 
 @contextmanager

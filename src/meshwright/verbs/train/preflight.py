@@ -16,7 +16,7 @@ from meshwright.observe.subprocesses import TooLong
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
-from meshwright.spec.errors import DoesNotFit, MeshwrightError
+from meshwright.spec.errors import DoesNotFit, MeshwrightError, argument
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.units import count, duration, gib
@@ -51,7 +51,7 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
     peak = f"peak {gib(run.peak_bytes)} (rank {rank}, {phase_words(run.worst.when)})"
     sentences.append(("dryrun", peak + room_sentence(run, room, needed)))
     if document["fits"] is False and not anyway:
-        raise DoesNotFit(f"{unfit_message(run, room, needed)}; anyway=True tries all the same")
+        raise DoesNotFit(f"{unfit_message(run, room, needed)}; {argument('anyway', True)} tries all the same")
     return Forecast(sentences=tuple(sentences), dry_run=document, with_documents=by_length)
 
 

@@ -18,7 +18,7 @@ from meshwright.interface.planning.tuning_defaults import (
 )
 from meshwright.planfile.keys import overridden_keys
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, argument
 from meshwright.spec.plan.plan import RANDOM
 
 
@@ -39,8 +39,8 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     plan, resume = read(notes)
     if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
         raise PlanError(
-            "tune needs a model: give its Hugging Face folder as model=DIR (`meshwright export` writes one "
-            "from a run). For random weights give model.init=random"
+            f"tune needs a model: give its Hugging Face folder as {argument('model', 'DIR')} (`meshwright "
+            "export` writes one from a run). For random weights give model.init=random"
         )
     if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
         raise PlanError("recipe.epochs=0 reads nothing: give a number of epochs, recipe.steps or recipe.tokens")

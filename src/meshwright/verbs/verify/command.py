@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.interface.answers.answer import check_parent
 from meshwright.spec.errors import OutsideTolerance, PlanError
 from meshwright.spec.units import many
 
@@ -50,8 +51,8 @@ def verify(
         raise PlanError(f"--processes {processes} must be at least 1")
     if seed is not None and random is None:
         raise PlanError(f"--seed {seed} chooses random cases: add --random N")
-    if page is not None and not page.absolute().parent.is_dir():
-        raise PlanError(f"--page {page}: there is no folder {page.parent}; make it first")
+    if page is not None:
+        check_parent(page, "page")
     if random is not None and random < 1:
         raise PlanError(f"--random {random} must be at least 1")
     if device not in ("cpu", "cuda"):

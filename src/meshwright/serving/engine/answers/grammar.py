@@ -58,9 +58,11 @@ def schema_text(schema: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(dict(schema) or {"type": "object"}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"json_schema is no JSON: {error}") from error
+        raise ArgumentError("json_schema", sentence=f"json_schema is no JSON: {error}") from error
     if len(text) > MOST_SCHEMA_LETTERS:
-        raise ArgumentError(f"json_schema has {len(text):,} letters: give at most {MOST_SCHEMA_LETTERS:,}")
+        raise ArgumentError(
+            "json_schema", sentence=f"json_schema has {len(text):,} letters: give at most {MOST_SCHEMA_LETTERS:,}"
+        )
     multiple = 1
     for node in _nodes(schema):
         _check_node(node)
@@ -68,8 +70,11 @@ def schema_text(schema: Mapping[str, Any]) -> str:
         multiple = math.lcm(multiple, _digits(node.get("multipleOf")))
         if multiple > MOST_MULTIPLE:
             raise ArgumentError(
-                f"json_schema has multipleOf={node['multipleOf']}, with the others a common multiple of {multiple:,}, "
-                f"and {MOST_MULTIPLE:,} is the most: leave it out"
+                "json_schema",
+                sentence=(
+                    f"json_schema has multipleOf={node['multipleOf']}, with the others a common multiple of "
+                    f"{multiple:,}, and {MOST_MULTIPLE:,} is the most: leave it out"
+                ),
             )
     return text
 
@@ -84,7 +89,9 @@ def _digits(number: Any) -> int:
 def _check_node(node: Mapping[str, Any]) -> None:
     unknown = next((name for name in UNKNOWN if name in node), None)
     if unknown is not None:
-        raise ArgumentError(f"json_schema has {unknown}, which constrained output does not know: leave it out")
+        raise ArgumentError(
+            "json_schema", sentence=f"json_schema has {unknown}, which constrained output does not know: leave it out"
+        )
     patterns = [node.get("pattern")] if "pattern" in node else []
     named = node.get("patternProperties")
     for pattern in [*patterns, *(named if isinstance(named, Mapping) else ())]:
@@ -94,8 +101,11 @@ def _check_node(node: Mapping[str, Any]) -> None:
     sure = len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0
     if isinstance(least, int) and least > max(1, sure):
         raise ArgumentError(
-            f"json_schema has minProperties={least}, and its required names {sure} properties: name as many "
-            "under required, or leave minProperties out"
+            "json_schema",
+            sentence=(
+                f"json_schema has minProperties={least}, and its required names {sure} properties: name as many "
+                "under required, or leave minProperties out"
+            ),
         )
 
 
@@ -118,14 +128,19 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
 def check_regex(name: str, regex: str) -> None:
     """Raise ArgumentError for a regular expression that is too long, also with its repetitions written out."""
     if len(regex) > MOST_REGEX_LETTERS:
-        raise ArgumentError(f"{name} has {len(regex):,} letters: give at most {MOST_REGEX_LETTERS:,}")
+        raise ArgumentError(name, sentence=f"{name} has {len(regex):,} letters: give at most {MOST_REGEX_LETTERS:,}")
     if _FLAGS.search(regex):
-        raise ArgumentError(f"{name} has the flag x, which constrained output does not know: leave it out")
+        raise ArgumentError(
+            name, sentence=f"{name} has the flag x, which constrained output does not know: leave it out"
+        )
     letters = count_letters(regex)
     if letters > MOST_REGEX_LETTERS:
         raise ArgumentError(
-            f"{name} is too long: it has {letters:,} letters with repetitions written out, and at most "
-            f"{MOST_REGEX_LETTERS:,} are allowed. Repeat less, or without a bound"
+            name,
+            sentence=(
+                f"{name} is too long: it has {letters:,} letters with repetitions written out, and at most "
+                f"{MOST_REGEX_LETTERS:,} are allowed. Repeat less, or without a bound"
+            ),
         )
 
 
@@ -264,13 +279,17 @@ class Grammars:
         special = sorted(tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set()))
         if not special:
             raise ArgumentError(
-                "constrained output needs an end-of-text token, and the tokenizer names none: give eos_token in "
-                "its tokenizer_config.json"
+                "tokenizer",
+                sentence="constrained output needs an end-of-text token, and the tokenizer names none",
+                remedy="give eos_token in its tokenizer_config.json",
             )
         try:
             self._tokenizer = library.LLTokenizer(tokenizer.json, eos_token=special)
         except ValueError as error:
-            raise ArgumentError(f"constrained output cannot read this tokenizer: {_one_line(str(error))}") from error
+            reason = _one_line(str(error))
+            raise ArgumentError(
+                "tokenizer", sentence=f"constrained output cannot read this tokenizer: {reason}"
+            ) from error
         self._limits = library.LLParserLimits(**LIMITS)
         self._special = torch.tensor([token for token in special if token < vocab])
         self._vocab = vocab
@@ -326,9 +345,9 @@ def _grammar(options: RequestOptions) -> tuple[str, str]:
 def _refusal(name: str, error: str) -> ArgumentError:
     unknown = _UNIMPLEMENTED.search(error)
     if unknown is None:
-        return ArgumentError(f"{name} cannot be followed: {_one_line(error)}")
+        return ArgumentError(name, sentence=f"{name} cannot be followed: {_one_line(error)}")
     keywords = ", ".join(word.strip().strip('"') for word in unknown[1].split(","))
-    return ArgumentError(f"{name} has {keywords}, which constrained output does not know: leave it out")
+    return ArgumentError(name, sentence=f"{name} has {keywords}, which constrained output does not know: leave it out")
 
 
 def _error_text(matcher: "LLMatcher") -> str:

@@ -110,7 +110,7 @@ class RequestOptions:
 
     def _check(self, name: str, holds: bool, must: str) -> None:
         if not holds:
-            raise ArgumentError(f"{name}={getattr(self, name)!r} must be {must}")
+            raise ArgumentError(name, getattr(self, name), f"must be {must}")
 
     @property
     def penalizes(self) -> bool:

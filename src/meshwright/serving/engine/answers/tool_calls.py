@@ -356,15 +356,19 @@ def family_of(template: ChatTemplate) -> ToolFamily:
     """Return a template's notation of calls. Raises ArgumentError if it takes no tools, or has an unknown notation."""
     if not template.takes_tools:
         raise ArgumentError(
-            "the model's chat template has no place for tools: leave tools out, or take a model whose "
-            "template writes them"
+            "tools",
+            sentence=(
+                "the model's chat template has no place for tools: leave tools out, or take a model whose "
+                "template writes them"
+            ),
         )
     for family in FAMILIES:
         if all(sign in template.with_tools.source for sign in family.signs):
             return family
     known = ", ".join(family.name for family in FAMILIES)
     raise ArgumentError(
-        f"the model's chat template writes tool calls in an unknown way ({known} are known): leave tools out"
+        "tools",
+        sentence=f"the model's chat template writes tool calls in an unknown way ({known} are known): leave tools out",
     )
 
 
@@ -460,7 +464,11 @@ def force_call(family: ToolFamily, tools: Sequence[Mapping[str, Any]], name: str
     schemas = tool_schemas(tools)
     if name is not None:
         if name not in schemas:
-            raise ArgumentError(f"tool_choice names {name!r}, and the tools are {', '.join(schemas)}: name one of them")
+            raise ArgumentError(
+                "tool_choice",
+                name,
+                sentence=f"tool_choice names {name!r}, and the tools are {', '.join(schemas)}: name one of them",
+            )
         schemas = {name: schemas[name]}
     if len(schemas) == 1 and family.named_prefix:
         ((only, schema),) = schemas.items()
@@ -473,19 +481,25 @@ def force_call(family: ToolFamily, tools: Sequence[Mapping[str, Any]], name: str
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the schema of each tool's arguments by its name. Raises ArgumentError."""
     if not 1 <= len(tools) <= MOST_TOOLS:
-        raise ArgumentError(f"tools has {len(tools)} entries: give 1 to {MOST_TOOLS}")
+        raise ArgumentError("tools", sentence=f"tools has {len(tools)} entries: give 1 to {MOST_TOOLS}")
     schemas: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping):
-            raise ArgumentError(f'tools[{index}] must be {{"type": "function", "function": {{"name": ...}}}}')
+            raise ArgumentError(
+                "tools", sentence=f'tools[{index}] must be {{"type": "function", "function": {{"name": ...}}}}'
+            )
         name, schema = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ArgumentError(f"tools[{index}] has the name {name!r}: give up to 64 of letters, digits, _ . and -")
+            raise ArgumentError(
+                "tools", sentence=f"tools[{index}] has the name {name!r}: give up to 64 of letters, digits, _ . and -"
+            )
         if name in schemas:
-            raise ArgumentError(f"tools has {name!r} twice: give each tool a name of its own")
+            raise ArgumentError("tools", sentence=f"tools has {name!r} twice: give each tool a name of its own")
         if schema is not None and not isinstance(schema, Mapping):
-            raise ArgumentError(f"tools[{index}] has parameters that are no JSON schema: give an object")
+            raise ArgumentError(
+                "tools", sentence=f"tools[{index}] has parameters that are no JSON schema: give an object"
+            )
         schemas[name] = schema or {"type": "object"}
     return schemas
 

@@ -178,7 +178,7 @@ class BlockPool:
         `host` takes the content of blocks that are given away. Raises ArgumentError without a block.
         """
         if size < 1:
-            raise ArgumentError(f"blocks={size} must be at least 1")
+            raise ArgumentError("blocks", size, "must be at least 1")
         self.size = self.free = size
         self.host = host
         self.moves: list[Move] = []

@@ -12,7 +12,7 @@ import torch
 from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.rows.request_adapters import RequestAdapters, ServedAdapter
 from meshwright.serving.engine.rows.serving_ranks import ServingRanks
-from meshwright.spec.errors import ArgumentError, DoesNotFit, is_out_of_memory
+from meshwright.spec.errors import ArgumentError, DoesNotFit, argument, is_out_of_memory
 
 
 @final
@@ -53,7 +53,7 @@ class LoadedAdapters:
             return 0
         if name not in self._numbers:
             known = f"take one of {', '.join(self.names)}" if self.names else "the engine was given none"
-            raise ArgumentError(f"adapter={name} is not here: {known}")
+            raise ArgumentError("adapter", name, "is not here", f"{known}")
         return self._numbers[name]
 
     @torch.no_grad()
@@ -64,14 +64,15 @@ class LoadedAdapters:
         RunError when a rank is gone.
         """
         if not name:
-            raise ArgumentError("adapter= must have a name, which requests say")
+            raise ArgumentError("adapter", rule="must have a name, which requests say")
         if name in self._numbers:
-            raise ArgumentError(f"adapter={name} is here already: unload it first, or take another name")
+            raise ArgumentError("adapter", name, "is here already", "unload it first, or take another name")
         adapter.check(name, self._model)
         self._last += 1
         if not self._put(self._last, adapter):
             raise DoesNotFit(
-                f"adapter={name} has no room beside the model: unload another one, or give the cache less memory"
+                f"{argument('adapter', name)} has no room beside the model: unload another one, or give the "
+                "cache less memory"
             )
         self._numbers[name] = self._last
         self.names = tuple(self._numbers)

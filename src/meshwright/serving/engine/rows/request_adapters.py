@@ -35,7 +35,7 @@ from meshwright.model.moe import Experts, ExpertStack
 from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.cache.host_copies import to_device
 from meshwright.serving.engine.rows.exact_rows import ORDERS, TILE
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import Parameter, parameters
 
@@ -341,23 +341,31 @@ class ServedAdapter:
 
     def check(self, name: str, model: Transformer) -> None:
         """Raise ArgumentError, under the adapter's name, if requests cannot use it beside others."""
-        refused = f"adapter={name} cannot be served by request"
+        refused = f"{argument('adapter', name)} cannot be served by request"
         # Each of these is refused before the engine changes: a damaged adapter must not stop it.
         if self.lora.dora:
-            raise ArgumentError(f"{refused}: DoRA changes the lengths of the model's own rows; {MERGED}")
+            raise ArgumentError(
+                "adapter", name, sentence=f"{refused}: DoRA changes the lengths of the model's own rows; {MERGED}"
+            )
         sizes = {part.name: part.shape for part in possible_parts(model.shape, self.lora.rank)}
         for part, tensor in self.tensors.items():
             if sizes.get(part) != tensor.shape:  # other ranks make room for the sizes of the model
-                raise ArgumentError(f"{refused}: {part} {list(tensor.shape)} is no part of {model.shape.name}")
+                raise ArgumentError(
+                    "adapter", name, sentence=f"{refused}: {part} {list(tensor.shape)} is no part of {model.shape.name}"
+                )
             if not tensor.isfinite().all():  # keys and values of its requests would spoil blocks for others
-                raise ArgumentError(f"{refused}: {part} has numbers that are not finite; it is damaged")
+                raise ArgumentError(
+                    "adapter", name, sentence=f"{refused}: {part} has numbers that are not finite; it is damaged"
+                )
         for layer in self.layers:
             module = model.get_submodule(layer)
             parent = model.get_submodule(layer.rpartition(".")[0])
             if isinstance(parent, LatentAttention) and module is parent.kv_up:
-                raise ArgumentError(f"{refused}: {layer} is multiplied into queries, not rows; {MERGED}")
+                raise ArgumentError(
+                    "adapter", name, sentence=f"{refused}: {layer} is multiplied into queries, not rows; {MERGED}"
+                )
             if not isinstance(module, Linear) or isinstance(module.lora, LoRA):
-                raise ArgumentError(f"{refused}: {layer} has an adapter of its own; {MERGED}")
+                raise ArgumentError("adapter", name, sentence=f"{refused}: {layer} has an adapter of its own; {MERGED}")
 
     def scale_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors in a dtype, B multiplied by s."""
