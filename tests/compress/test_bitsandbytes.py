@@ -148,7 +148,7 @@ def test_rows_of_8_bits_are_read_without_the_word_for_it_and_tiles_are_refused(t
 
 
 @pytest.mark.parametrize(("shape", "scheme", "more", "message"), [
-    (SHAPE, "int4-hqq", {}, "cannot hold int4-hqq: it has normal floats and 8-bit weights alone; take scheme=nf4"),
+    (SHAPE, "int4-hqq", {}, "cannot hold int4-hqq: it has normal floats and 8-bit weights alone; take scheme='nf4'"),
     (SHAPE, "fp8", {}, "cannot hold fp8"),
     (SHAPE, "nf4", {"group": 16}, "blocks of 16: take group=64"),
     (SHAPES["llama"], "nf4", {}, "mlp.down.weight: its 96 inputs are no multiple of group=64"),

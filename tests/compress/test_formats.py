@@ -146,7 +146,7 @@ def test_compressed_tensors_own_reader_restores_the_same(scheme: str, dtype: str
 
 
 @pytest.mark.parametrize(("shape", "scheme", "more", "message"), [
-    ("llama", "nf4", {}, "cannot hold nf4: it has no normal floats; take format=meshwright"),
+    ("llama", "nf4", {}, "cannot hold nf4: it has no normal floats; take format='meshwright'"),
     ("llama", "int4-hqq", {}, "its zeros must be whole numbers"),
     ("llama", "llm-int8", {"outliers": "threshold"}, "no place for columns in 16 bit"),
     ("llama", "int4-rtn", {"group": 64}, r"mlp.down.weight: its 96 inputs are no multiple of group=64; take group=32"),

@@ -294,7 +294,7 @@ def test_codes_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     shape, good = SHAPES["llama"], drawn(SHAPES["llama"])
     for name, value, message in (("layers.1.mlp.up.weight", torch.nan, "has weights that are infinite or NaN"),
-                              ("layers.1.mlp.up.weight", 1e6, "beyond what F16 can say: take dtype=bf16")):  # fmt: skip
+                           ("layers.1.mlp.up.weight", 1e6, "beyond what F16 can say: take dtype='bf16'")):  # fmt: skip
         bad = {**good, name: good[name].clone()}
         bad[name][3, 4] = value
         original = model_of(shape, weights=lambda dtype, bad=bad: iter(bad.items()))

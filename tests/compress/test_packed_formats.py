@@ -206,7 +206,7 @@ def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
     ("gptq", {"scheme": "int8", "group": None}, "gptq cannot hold int8: its activations stay"),
     ("awq", {"scheme": "int3"}, "awq cannot hold int3: it has whole numbers of 4 bits"),
     ("awq", {"scheme": "nf4"}, "awq cannot hold nf4"),
-    ("awq", {"scheme": "int4-sym", "group": None}, "64 inputs do not fit; take group=64 or format=meshwright"),
+    ("awq", {"scheme": "int4-sym", "group": None}, "64 inputs do not fit; take group=64 or format='meshwright'"),
     ("gptq", {"model": "gpt2"}, "gptq cannot hold gpt2"),
 ])  # fmt: skip
 def test_what_a_format_cannot_hold_is_refused_before_anything_is_made(

@@ -70,7 +70,7 @@ def test_paths_are_of_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("data=a:0.7,b", "data=a:0.7,b: b has no weight: give each its own, as data=a.jsonl:0.7,b.jsonl:0.3"),
+        ("data=a:0.7,b", "data='a:0.7,b': b has no weight: give each its own, as data=a.jsonl:0.7,b.jsonl:0.3"),
         ("data=[a, b]", "data: a has no weight: give {path: a, weight: 1}, or a:1"),
         ("data=[{path: a}]", "data.mixture.0.weight is missing: give it"),
         (

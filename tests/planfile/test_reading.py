@@ -118,7 +118,7 @@ def test_folders_are_the_callers_business(tmp_path: Path) -> None:
     plan = read(None, [f"model={tmp_path}", "model.layers=2"], read_folder=read_folder)
     assert (seen, plan.model.layers, plan.model.name) == ([tmp_path], 2, "gpt2-124m (changed)")
     assert "folders are not read here" in refusal(None, f"model={tmp_path}")
-    assert "model=./nowhere does not exist: give a preset" in refusal(None, "model=./nowhere")
+    assert "model='./nowhere' does not exist: give a preset" in refusal(None, "model=./nowhere")
 
     def broken(folder: Path) -> FolderModel:
         raise HubError(f"{folder}: no config.json")

@@ -78,5 +78,5 @@ def test_what_is_not_there_is_refused(files: Path, run: Path, capsys: pytest.Cap
     assert main(["generate", str(run), "--prompt", "x", "--checkpoint", "first"]) == 2
     assert "--checkpoint first is not known" in capsys.readouterr().err
     loop.run(plan(files, "data.validation=0", "recipe.steps=1", f"run={files / 'blind'}"))
-    with pytest.raises(CheckpointError, match="has a held-out loss: take checkpoint=last"):
+    with pytest.raises(CheckpointError, match="has a held-out loss: take checkpoint='last'"):
         locate(files / "blind", "best")

@@ -18,7 +18,7 @@ VERBS = {
     "quantize runs/nope --scheme int8 -o small": f"{PATH} does not exist: {KINDS}",
     "tune model=runs/nope data=chat.jsonl": f"model={PATH} does not exist: give a preset, a run folder, or a",
     "train model=runs/nope": f"model={PATH} does not exist: give a preset, a run folder, or a Hugging Face directory",
-    "plan runs/nope --cluster h100x8": f"model={PATH} does not exist: give a preset, a run folder, or a",
+    "plan runs/nope --cluster h100x8": f"MODEL {PATH} does not exist: give a preset, a run folder, or a",
     "tune runs/nope": f"{PATH} does not exist: give a plan file, or a model as model=FOLDER",
     "dryrun runs/nope": f"{PATH} does not exist: give a plan file, or a model as model=FOLDER",
     "compare runs/nope": f"{PATH} does not exist: give a run folder, which run= named",

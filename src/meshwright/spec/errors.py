@@ -37,19 +37,19 @@ def printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)
 
 
-def argument(name: str, value: object = UNSET) -> str:
+def argument(name: str, setting: object = UNSET) -> str:
     """Return an argument, marked, for the message of an error. `name`: that of Python, or a key of a plan."""
-    if value is UNSET:
+    if setting is UNSET:
         return f"{START}{name}{BETWEEN}{BETWEEN}{END}"
-    if isinstance(value, PathLike):
-        value = fspath(value)
-    if isinstance(value, float):
-        value = f"{value:g}"
-        return f"{START}{name}{BETWEEN}{value}{BETWEEN}{value}{END}"
-    text = printable(str(value))
+    if isinstance(setting, PathLike):
+        setting = fspath(setting)
+    if isinstance(setting, float):
+        setting = f"{setting:g}"
+        return f"{START}{name}{BETWEEN}{setting}{BETWEEN}{setting}{END}"
+    text = printable(str(setting))
     # Capitals stand for the user's own word, as in data=PATH, which quotes would make a word of ours.
     is_placeholder = text.partition(".")[0].isupper() and not any(letter.isdigit() for letter in text)
-    literal = repr(value) if isinstance(value, str) and not is_placeholder else text
+    literal = repr(setting) if isinstance(setting, str) and not is_placeholder else text
     return f"{START}{name}{BETWEEN}{literal}{BETWEEN}{text}{END}"
 
 

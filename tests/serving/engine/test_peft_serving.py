@@ -146,5 +146,5 @@ def test_what_peft_may_write_and_requests_cannot_have(tmp_path: Path, form: dict
 
 def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
     folder = base(tmp_path, "llama-3.1-8b")
-    with pytest.raises(ArgumentError, match=r"adapter=mine: .* has neither adapter_config"):
+    with pytest.raises(ArgumentError, match=r"adapter='mine': .* has neither adapter_config"):
         mw.load(folder).engine(adapters={"mine": folder})

@@ -122,7 +122,7 @@ def test_a_measured_machine_is_planned_and_run(tmp_path: Path) -> None:
     assert answer.measure(waves=2).errors["memory"] == 0
     with pytest.raises(PlanError, match="measure runs"):
         mw.plan_serving("llama-3.1-8b", cluster="h100x8").measure()
-    with pytest.raises(PlanError, match="framework=meshwright"):
+    with pytest.raises(PlanError, match="framework='meshwright'"):
         mw.plan_serving("llama-tiny", cluster=str(path), framework="vllm", input_length=20, output_length=5)
 
 

@@ -70,7 +70,7 @@ def test_what_cannot_be_held_against_it_is_refused(trained: Path) -> None:
     data = trained / "chat.jsonl"
     with pytest.raises(ArgumentError, match=r"cannot be combined with adapters"):
         mw.evaluate(trained / "hf", adapters={"a": trained / "first"}, against=trained / "hf", data=data)
-    with pytest.raises(ArgumentError, match=r"adapter=a: .* has neither adapter_config.json nor plan.yaml"):
+    with pytest.raises(ArgumentError, match=r"adapter='a': .* has neither adapter_config.json nor plan.yaml"):
         mw.evaluate(trained / "hf", adapters={"a": trained / "hf"}, data=data)
 
 

@@ -127,7 +127,7 @@ def test_what_cannot_be_met_is_said_and_has_an_exit_code(capsys: Capture) -> Non
     assert main([*ASKED, "--deadline", "1min", "--json"]) == 3
     told = capsys.readouterr()
     assert json.loads(told.out)["cheapest"] is None
-    assert "meshwright: --deadline 1 min cannot be met: the fastest takes " in told.err
+    assert "meshwright: --deadline '1 min' cannot be met: the fastest takes " in told.err
     assert main([*ASKED, "--budget", "1"]) == 3
     assert "meshwright: --budget 1 cannot be met: the cheapest possible costs $" in capsys.readouterr().err
 
@@ -199,7 +199,7 @@ def test_epochs_of_a_dataset_are_its_tokens() -> None:
         (["--tokens", "1T", "--epochs", "3"], "--epochs is for --dataset-size"),
         (["--tokens", "0"], "--tokens 0 must be a number of 1 or more"),
         (["--tokens", "1B", "--deadline", "soon"], "--deadline soon must be a time above 0"),
-        (["--tokens", "1B", "--budget", "-1"], "--budget -1.0 must be a number of dollars above 0"),
+        (["--tokens", "1B", "--budget", "-1"], "--budget -1 must be a number of dollars above 0"),
         (["--tokens", "1B", "--devices", "h1000"], "--devices h1000 is not known; nearest"),
         (["--tokens", "1B", "--devices", "mi325x"], "has no price in"),
         (["--tokens", "1B", "--devices", "t4"], "--devices t4 has no bf16_flop_per_s"),
