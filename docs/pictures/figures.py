@@ -163,7 +163,7 @@ def zero_stage(zero: int) -> Lines:
     layout = Layout(**split, zero=zero, micro_batch=1)  # type: ignore[arg-type]  # whole numbers, all of them
     recipe = Recipe(sequence=8192, global_batch=32, precision="bf16")
     estimator = build_estimator(Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4)))
-    block = estimator.parts(layout)[1].dense
+    block = estimator.costs.parts(layout)[1].dense
     sent = sharing(model, layout, StageContents((0,), False, False), estimator.links, 2.0, 4.0, False)
     lines, ends = Lines(), [0.0]
     for layer in layers:  # a layer's gather waits until the layer two before it has let go of its own

@@ -312,7 +312,7 @@ def test_kernels_and_memory_are_of_one_device() -> None:
         asked = replace(job, cluster=Cluster(device=device))
         assert device_of(asked) == kind
         assert room_of(asked, kind).owner == device.name
-        assert build_estimator(asked)._gpu is (kind == "cuda")
+        assert build_estimator(asked).costs.gpu is (kind == "cuda")
 
 
 def test_ranks_of_one_machine_need_memory_together() -> None:

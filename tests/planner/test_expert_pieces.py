@@ -42,7 +42,7 @@ def timed(shape: ModelShape, layout: Layout, batch: int, nodes: int) -> tuple[fl
     each = links.seconds("all-to-all", trip.size_bytes, layout.ep)
     told = links.seconds("all-to-all", tell.size_bytes, layout.ep)
     experts = seconds("experts up", "experts activation", "experts down")
-    exposed = block_time(block, local, layout, speeds, links).forward[1] - told
+    exposed = block_time(block, local, speeds, links).forward[1] - told
     return exposed, each, experts, seconds("shared up", "shared activation", "shared down")
 
 

@@ -35,7 +35,7 @@ def test_the_fewest_layers_are_those_that_trying_all_finds(seed: int) -> None:
     asked = drawn(dice)
     estimator, policy = build_estimator(asked), dice.choice([word for word in RECOMPUTE[1:] if word != "selective"])
     layout = replace(asked.layout, recompute=policy)
-    most = max(map(len, estimator.split(layout)))
+    most = max(map(len, estimator.costs.split(layout)))
     numbers = [*range(1, most), 0]
     predictions = [
         estimator.predict(replace(asked, layout=replace(layout, recompute_layers=number))) for number in numbers
@@ -57,7 +57,7 @@ def test_of_all_policies_and_numbers_of_layers_the_fastest_that_fits(seed: int) 
     dice = Random(10 + seed)
     asked = drawn(dice)
     estimator = build_estimator(asked)
-    most = max(map(len, estimator.split(asked.layout)))
+    most = max(map(len, estimator.costs.split(asked.layout)))
     every = [
         estimator.predict(replace(asked, layout=replace(asked.layout, recompute=policy, recompute_layers=number)))
         for policy in RECOMPUTE[1:]

@@ -98,7 +98,9 @@ def test_selective_drops_what_plain_attention_stores(name: str, dropout: float) 
         for policy in ("none", "selective")
     )
     layout = Layout(micro_batch=BATCH, compile="off", kernels="reference")
-    block = layer(local_shape(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4, dropout), routed=shape.moe is not None)
+    block = layer(
+        local_shape(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4, dropout=dropout), routed=shape.moe is not None
+    )
     assert none > selective
     assert none - selective == pytest.approx(block.kept_bytes("none") - block.kept_bytes("selective"), rel=0.005)
 

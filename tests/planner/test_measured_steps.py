@@ -51,7 +51,7 @@ def test_each_part_of_a_step_takes_what_its_kernels_took(words: str, steps: list
     """By kernels alone, as a profiled step after a pause has them: power does not bound it yet."""
     step = next(candidate for candidate in steps if candidate.words == words)
     estimator = build_estimator(step.plan, MEASURED_STACK)
-    local, _ = estimator.parts(step.plan.layout)
+    local, _ = estimator.costs.parts(step.plan.layout)
     shape, parts = step.plan.model, Counter[str]()
     blocks = [(embedding(local), 1), (head(local), 1), (layer(local, routed=bool(shape.moe)), shape.layers)]
     for block, times in blocks:
@@ -129,7 +129,7 @@ def test_documents_take_what_their_lengths_ask_for() -> None:
     pairs = {  # keys that a query sees, on average, against the FLOP that is planned
         tokens: sum(
             work.flop
-            for op in layer(build_estimator(packed, document_tokens=tokens).parts(packed.layout)[0]).operations
+            for op in layer(build_estimator(packed, document_tokens=tokens).costs.parts(packed.layout)[0]).operations
             for work in op.forward
             if isinstance(work, AttentionCore)
         )
@@ -143,7 +143,7 @@ def test_experts_compute_the_tiles_that_their_rows_begin() -> None:
     even, each = Product(512, 2048, 768, 128.0), Product(512, 2048, 768, 128.0, grouped=True)
     assert speeds.seconds(each) > 1.2 * speeds.seconds(even)
     routed = plan("qwen3-30b-a3b")
-    local, _ = build_estimator(routed).parts(routed.layout)
+    local, _ = build_estimator(routed).costs.parts(routed.layout)
     rows = {
         work.m for op in layer(local, routed=True).operations if op.name.startswith("experts") and op.forward
         for work in op.forward if isinstance(work, Product)

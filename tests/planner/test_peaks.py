@@ -282,7 +282,7 @@ def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precisi
     asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
     estimator, run = build_estimator(asked), dry_run(asked, device="cuda")
     for rank, seen in enumerate(run.ranks):
-        count = estimator.held(asked.layout, rank)
+        count = estimator.costs.held(asked.layout, rank)
         state = estimator.states(asked.layout, count, asked.micro_batches)
         planned = sum(state.update.values()) + estimator.update_bytes(asked.layout, rank, count, state)
         held = max(sum(part.kinds.values()) for part in seen.passes if part.name == "optimizer")

@@ -44,7 +44,7 @@ def test_it_is_work_of_the_last_stage_and_of_no_other() -> None:
 
 def test_the_rank_of_the_last_stage_holds_it() -> None:
     ranks = range(16)
-    plain, more = ([first.held(LAYOUT, rank) for rank in ranks] for first in (_estimator(V3), _estimator(WITH)))
+    plain, more = ([first.costs.held(LAYOUT, rank) for rank in ranks] for first in (_estimator(V3), _estimator(WITH)))
     assert more[:-1] == plain[:-1]
     first, two = (counts(shape, Layout(), range(61), first=True, last=True).whole for shape in (V3, WITH))
     assert (first, two) == (num_parameters(V3), num_parameters(WITH))

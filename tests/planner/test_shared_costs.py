@@ -1,15 +1,15 @@
-"""What layouts share is counted once (planner/step/shared_costs.py): no answer may depend on what was asked before."""
+"""Costs that layouts share are counted once (planner/recorded.py): no answer may depend on an earlier question."""
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from random import Random
+from typing import Any
 
 import pytest
 
-from meshwright.planner.cost.stage_costs import FirstHalves
+from meshwright.planner.recorded import Memo, recorded, with_fields
 from meshwright.planner.step.predict import build_estimator, predict
-from meshwright.planner.step.shared_costs import Memo, SharedCosts
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import WORDS
@@ -63,6 +63,11 @@ CASES: dict[str, tuple[ModelShape, dict[str, Any], tuple[Layout, ...]]] = {
             Layout(dp_shard=8, micro_batch=2, zero=1), Layout(dp_shard=4, pp=2, micro_batch=2),
         ),
     ),
+    "products in 8 bits": (
+        replace(LLAMA, layers=8), {"products": "fp8-all"}, (
+            Layout(dp_shard=8, micro_batch=2, zero=1), Layout(dp_shard=2, tp=2, pp=2, micro_batch=2, zero=1),
+        ),
+    ),
     "graphs": (SMALL, {}, (Layout(dp_replicate=8, micro_batch=1, compile="off"),)),
     "a teacher": (
         replace(LLAMA, layers=8), {"objective": "distill"}, (
@@ -88,58 +93,118 @@ def variants(layout: Layout) -> Iterator[Layout]:
                 yield replace(layout, **{field.name: other})
 
 
-def cached(plan: Plan) -> Iterator[tuple[str, object, object]]:
-    """(memo, key, what it keeps) of an estimator that was asked for this plan alone."""
-    asked = build_estimator(plan)
-    asked.measure(plan.layout, exact=False)
-    asked.predict(plan)
-    for memo in fields(Memo):
-        known = getattr(asked._known, memo.name)
-        known = known.operations if isinstance(known, FirstHalves) else known
-        for key, entry in known.items() if isinstance(known, dict) else [known]:
-            yield memo.name, key, entry
-
-
-def conflicts(case: str) -> dict[str, tuple[Layout, Layout]]:
-    """Memos whose keys lack something -> two layouts that have one key and not the same entry."""
-    model, asked, layouts = CASES[case]
-    recipe = Recipe(sequence=4096, global_batch=64, **{"precision": "bf16", **asked})
-    seen: dict[tuple[str, object], tuple[object, Layout]] = {}
-    pairs: dict[str, tuple[Layout, Layout]] = {}
-    for layout in (other for base in layouts for other in variants(base)):
-        nodes, teacher = layout.world // 8, LLAMA if recipe.objective == "distill" else None
-        cluster = presets.cluster("h100x8", nodes or 1)
-        plan = Plan(model=model, recipe=recipe, layout=layout, cluster=cluster, teacher=teacher)
-        if layout.world % 8 or plan.violations():
-            continue
-        for memo, key, entry in cached(plan):
-            before, first = seen.setdefault((memo, key), (entry, layout))
-            if before != entry:
-                pairs[memo] = first, layout
-    assert len(seen) > 100
-    return pairs
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.long
-def test_keys_have_all_that_an_entry_depends_on(case: str) -> None:
-    """Layouts that differ in any one field, on any number of nodes: where they have a key in common, each by itself
-    makes the same entry."""
-    assert not conflicts(case)
+def test_shared_answers_equal_fresh_ones(case: str) -> None:
+    """Layouts that differ in any one field, in random order, all asked of one estimator and each of its own."""
+    model, options, layouts = CASES[case]
+    recipe = Recipe(sequence=4096, global_batch=64, **{"precision": "bf16", **options})
+    plans = []
+    for layout in (other for base in layouts for other in variants(base)):
+        cluster = presets.cluster("h100x8", nodes=max(1, layout.world // 8))
+        teacher = LLAMA if recipe.objective == "distill" else None
+        plan = Plan(model=model, recipe=recipe, layout=layout, cluster=cluster, teacher=teacher)
+        if layout.world % 8 == 0 and not plan.violations():
+            plans.append(plan)
+    assert len(plans) > 10
+    Random(case).shuffle(plans)
+    shared = build_estimator(plans[0])
+    for plan in plans:
+        fresh, asked = build_estimator(plan), shared.on_nodes(plan.cluster.nodes)
+        assert asked.measure(plan.layout, exact=False) == fresh.measure(plan.layout, exact=False), plan.layout
+        assert asked.measure(plan.layout) == fresh.measure(plan.layout), plan.layout
+        assert asked.least_s(plan.layout) == fresh.least_s(plan.layout), plan.layout
 
 
-@pytest.mark.parametrize(("case", "keys", "forgotten"), [
-    ("dense", "_key", "context_split"), ("dense", "_key", "tp_chunks"), ("dense", "_stages_key", "offload"),
-    ("experts", "_key", "ep_chunks"), ("graphs", "_key", "cuda_graphs"),
-])  # fmt: skip
-def test_a_field_that_a_key_forgets_is_told(
-    case: str, keys: str, forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = getattr(SharedCosts, keys)
+@dataclass(frozen=True)
+class Degrees:
+    """A small layout."""
 
-    def without(costs: SharedCosts, layout: Layout) -> tuple[object, ...]:
-        return cast(tuple[object, ...], whole(costs, replace(layout, **{forgotten: getattr(Layout(), forgotten)})))
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 0
 
-    monkeypatch.setattr(SharedCosts, keys, without)
-    told = conflicts(case)
-    assert any(getattr(layout, forgotten) != getattr(other, forgotten) for layout, other in told.values())
+    @property
+    def shards(self) -> int:
+        """Ranks that share the states."""
+        return self.dp if self.zero else 1
+
+    def chunks(self, parts: int) -> int:
+        """Parts of a pipeline."""
+        return self.pp * parts
+
+
+def rule(degrees: Degrees, extra: int = 0) -> tuple[int, ...]:
+    """Read pp only behind a condition, a property, and a method."""
+    return degrees.tp, degrees.shards, extra, *((degrees.pp, degrees.chunks(2)) if degrees.tp > 1 else ())
+
+
+def drawn(dice: Random) -> Degrees:
+    return Degrees(dice.choice((1, 2)), dice.choice((1, 2, 3)), dice.choice((1, 2, 3)), dice.choice((0, 1)))
+
+
+def test_a_rule_that_reads_another_field_gets_no_stale_answer() -> None:
+    dice, calls = Random(1), 0
+
+    def counted(degrees: Degrees, extra: int) -> tuple[int, ...]:
+        nonlocal calls
+        calls += 1
+        return rule(degrees, extra)
+
+    memo = Memo(counted)
+    for _ in range(2000):
+        degrees, extra = drawn(dice), dice.choice((0, 1))
+        assert memo(degrees, extra) == rule(degrees, extra)
+    # 2 x 3 answers of (tp, shards), with 3 of pp where it is read, and 2 of the argument; few twice, as keys widened
+    assert calls <= 2 * (3 + 3 * 3) + 12
+
+
+def test_a_memo_inside_a_memo_passes_on_what_it_depends_on() -> None:
+    dice, inner = Random(2), Memo(rule)
+    outer = Memo(lambda degrees: (degrees.zero > 5, inner(degrees, 1)))
+    changed = Memo(lambda degrees: inner(with_fields(degrees, zero=1), 1))
+    for _ in range(2000):
+        degrees = drawn(dice)
+        assert outer(degrees) == (False, rule(degrees, 1))
+        assert changed(degrees) == rule(replace(degrees, zero=1), 1)
+
+
+def test_what_is_not_read_does_not_matter() -> None:
+    calls: list[Degrees] = []
+    memo = Memo(lambda degrees: calls.append(degrees) or degrees.shards)
+    assert [memo(Degrees(tp=tp, dp=dp)) for tp in (1, 2, 4) for dp in (1, 2)] == [1] * 6 and len(calls) == 1
+    assert [memo(Degrees(dp=dp, zero=1)) for dp in (1, 2)] == [1, 2] and len(calls) == 2
+
+
+def test_a_replaced_stand_in_depends_on_all_fields() -> None:
+    memo = Memo(lambda degrees: replace(degrees, tp=7))
+    for degrees in (Degrees(), Degrees(dp=2), Degrees(tp=3), Degrees(dp=2)):
+        assert memo(degrees) == replace(degrees, tp=7)
+
+
+def test_a_stand_in_is_no_key_and_ends_with_its_rule() -> None:
+    escaped: list[Degrees] = []
+    Memo(lambda degrees: escaped.append(degrees))(Degrees())
+    with pytest.raises(AttributeError):
+        _ = escaped[0].tp
+    with pytest.raises(TypeError, match="unhashable"):
+        Memo(lambda degrees: {degrees})(Degrees())
+    with pytest.raises(TypeError, match="compares fields"):
+        Memo(lambda degrees: degrees == Degrees())(Degrees())
+
+
+def test_instances_share_no_answers_and_old_ones_are_dropped() -> None:
+    class Costs:
+        def __init__(self, factor: int) -> None:
+            self.factor, self.calls = factor, 0
+
+        def scaled(self, degrees: Degrees) -> int:
+            self.calls += 1
+            return degrees.tp * self.factor
+
+        recent = recorded(scaled, most=2)
+
+    first, second = Costs(1), Costs(10)
+    assert [costs.recent(Degrees(tp=3)) for costs in (first, second)] == [3, 30]
+    assert [first.recent(Degrees(tp=tp)) for tp in (3, 4, 5, 5, 3)] == [3, 4, 5, 5, 3] and first.calls == 4

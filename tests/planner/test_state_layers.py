@@ -111,7 +111,7 @@ def test_ranks_hold_the_parameters_of_their_own_layers() -> None:
     by_layer = {
         n: sum(parameter.numel for parameter in parameters(NEXT) if parameter.layer == n) for n in range(NEXT.layers)
     }
-    held = [estimator.held(plan.layout, rank).whole for rank in range(24)]
+    held = [estimator.costs.held(plan.layout, rank).whole for rank in range(24)]
     ends = [NEXT.vocab * NEXT.hidden, NEXT.vocab * NEXT.hidden + NEXT.hidden]
     expected = [by_layer[2 * rank] + by_layer[2 * rank + 1] for rank in range(24)]
     expected[0] += ends[0]
@@ -191,7 +191,7 @@ def test_a_dense_hybrid_counts_both_kinds_by_their_share() -> None:
         model=shape, recipe=Recipe(sequence=1024, global_batch=8), layout=Layout(), cluster=presets.cluster("h100")
     )
     estimator = build_estimator(plan)
-    counted, costs = estimator.parts(plan.layout)
+    counted, costs = estimator.costs.parts(plan.layout)
     state, plain = (layer(counted, state=is_linear).kept_bytes("none") for is_linear in (True, False))
     assert costs.dense.kept_bytes == pytest.approx(0.75 * state + 0.25 * plain)
     assert all(isinstance(work, Product) for op in layer(counted, state=True).operations if op.name == "attention"

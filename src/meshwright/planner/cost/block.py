@@ -7,7 +7,6 @@ Kept bytes follow Korthikanti et al. 2022 (arXiv:2205.05198) section 4, which te
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil
 
 from meshwright.planner.cost import activations, adapters, exchanges, rounded_weights, state_layers
@@ -20,6 +19,7 @@ from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.weight_product import accumulated, grouped, linear
 from meshwright.planner.cost.work import NO_EXCHANGES, Exchange, Exchanges, LayerOperation, MemoryPass, Work, in_fp32
 from meshwright.planner.kernels.kernel_operations import Product
+from meshwright.planner.recorded import with_fields
 
 SUMMED_BYTES = 8.0
 """Bytes per element of an fp32 sum of gradients, read and written."""
@@ -31,7 +31,9 @@ def with_attention_kind(local: LocalShape, window: int, *, state: bool) -> Local
     """Return the shape of a layer with this window, or with the shape's linear attention."""
     if not (window or state):
         return local
-    return replace(local, window=window, linear=local.shape.unbuilt.linear if state and local.shape.unbuilt else None)
+    return with_fields(
+        local, window=window, linear=local.shape.unbuilt.linear if state and local.shape.unbuilt else None
+    )
 
 
 def first_half(local: LocalShape) -> tuple[LayerOperation, ...]:

@@ -77,15 +77,14 @@ def alone(operation: LayerOperation, speeds: Speeds) -> Alone:
 def block_time(
     block: LayerWork,
     local: LocalShape,
-    layout: Layout,
     speeds: Speeds,
     links: Links,
     timed: Mapping[int, Alone] = MappingProxyType({}),
 ) -> BlockTime:
-    """Time every operation of a block. `known`: times of operations shared with other blocks, by `id`."""
+    """Time every operation of a block. `timed`: times of operations shared with other blocks, by `id`."""
     operations = block.operations
     works_alone = [timed.get(id(op)) or alone(op, speeds) for op in operations]
-    passes = PassSeconds(local=local, layout=layout, links=links, speeds=speeds, slower=_slower(works_alone, speeds))
+    passes = PassSeconds(local=local, links=links, speeds=speeds, slower=_slower(works_alone, speeds))
     ahead, back, late = (
         [
             passes.timed(op, work[index], side)
@@ -156,7 +155,6 @@ class PassSeconds:
     """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
 
     local: LocalShape
-    layout: Layout
     links: Links
     speeds: Speeds
     slower: float
@@ -231,7 +229,7 @@ class PassSeconds:
         beside = stack.hides_beside
         # a ring's hop hides behind the work on the part that arrived before
         if exchange.collective == "ring":
-            ranks, stride = ranks_of(self.layout, axis)
+            ranks, stride = self.local.group(axis)
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
             return (ranks - 1) * max(0.0, hop - beside * self._seconds(getattr(operation, side)) / ranks)
         took = self._whole(exchange)
@@ -252,7 +250,7 @@ class PassSeconds:
         # all layers exchange the same sizes, so each is timed once
         key = axis, collective, size_bytes
         if key not in self._known:
-            ranks, stride = ranks_of(self.layout, axis)
+            ranks, stride = self.local.group(axis)
             moe = self.local.shape.moe
             routes = moe.top_k if moe and self.local.stack.routes_once and axis == "ep" else 0
             groups = (moe.groups, moe.top_groups) if moe else (1, 1)

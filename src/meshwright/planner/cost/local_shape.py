@@ -5,7 +5,6 @@ from functools import cached_property
 
 from meshwright.planner.cost.stack import Stack, plain_code
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule import SPLIT_ALWAYS
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.model.unbuilt_parts import LinearAttention
@@ -68,7 +67,7 @@ class LocalShape:
     ep_pieces: int = 1
     """Pieces in which tokens travel to experts."""
 
-    @property
+    @cached_property
     def repeats(self) -> bool:
         """True if keys and values are kept once per head.
 
@@ -77,7 +76,7 @@ class LocalShape:
         apart = self.cp == 1 and not self.masked and not self.lowered
         return apart and self.stack.is_meshwright and self.stack.attention == "flash" and self.gpu and self.width >= 4
 
-    @property
+    @cached_property
     def masked(self) -> bool:
         """True if keys are hidden by documents, a window or other ranks' positions, and no kernel skips them.
 
@@ -86,7 +85,7 @@ class LocalShape:
         hidden = 0 < self.window < self.sequence or self.documents or self.cp > 1
         return self.stack.is_meshwright and hidden and self.gpu and self.width >= 4
 
-    @property
+    @cached_property
     def uneven(self) -> float:
         """Attention work of the busiest rank over the mean.
 
@@ -99,6 +98,10 @@ class LocalShape:
         narrow = max(reach, begin)  # windows are full from here on
         last = ((narrow**2 - begin**2) / 2 + reach * (whole - narrow)) / (whole - begin)
         return last / (reach - reach**2 / (2 * whole))
+
+    def group(self, axis: str) -> tuple[int, int]:
+        """Return (ranks of a group along tp, cp or ep, distance between them)."""
+        return (self.cp, self.tp) if axis == "cp" else (self.tp if axis == "tp" else self.ep, 1)
 
     @cached_property
     def gates(self) -> int:
@@ -127,8 +130,8 @@ class LocalShape:
 
 
 def local_shape(
-    shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
-    documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
+    shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int,
+    *, dropout: float = 0.0, documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
     fake_quantize: str = NO_SCHEME, document_tokens: float = 0.0,
 ) -> LocalShape:  # fmt: skip
     """Return the local shape of a layout's micro-batch."""
@@ -158,7 +161,7 @@ def local_shape(
         documents=documents and stack.is_meshwright,
         document_tokens=document_tokens if documents and stack.is_meshwright else 0.0,
         compares=compares and stack.is_meshwright,
-        splits=stack.is_meshwright and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
+        splits=stack.is_meshwright and layout.splits_every_backward,
         compiled=stack.is_meshwright and compiles_blocks(layout, shape, kind, fake_quantize),
         keeps_norms=not (stack.is_meshwright and keeps_no_norms(layout, shape, kind, fake_quantize)),
         lowered=lowered,

@@ -1,8 +1,10 @@
 """Costs of blocks and pipeline stages: seconds of a forward and backward pass and bytes kept, for one micro-batch."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright.planner.cost.block import embedding, first_half, head, layer, with_attention_kind
@@ -14,7 +16,8 @@ from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import LayerOperation
-from meshwright.spec.layout.layout import RECOMPUTE, Layout
+from meshwright.planner.recorded import Memo
+from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.layout.schedule import ranges
 from meshwright.spec.model.shape import ModelShape
 
@@ -99,6 +102,8 @@ class Costs:
 
 Policies = dict[str, MicroBatchCost]
 """Cost by recompute policy."""
+Timed = dict[int, Alone]
+"""Work of each operation by `id`, valid beside the operations themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,103 +119,63 @@ class CostsByPolicy:
         return self._made[policy]
 
 
-def costs(
-    local: LocalShape, layout: Layout, speeds: Speeds, links: Links, known: dict[tuple[object, ...], Policies],
-    halves: "FirstHalves | None" = None,
-) -> "CostsByPolicy":  # fmt: skip
-    """Return the costs of every part of a shape under a layout, by recompute policy.
-
-    `known` and `halves` cache parts that layouts have in common. Those of this layout are added.
-    """
-    shape = local.shape
-    # the key of a part names all that its cost depends on; a missing field would return another's cost
-    code = layout.compile, layout.kernels, layout.cuda_graphs
-    inside = local.tp, local.sp, local.splits, local.compiled, local.keeps_norms, local.lowered, local.pieces, *code
-    around = local.batch, local.cp, local.ring, local.context_split
-    keys: dict[str, tuple[object, ...]] = {"embedding": (local.tokens, *inside), "head": (local.tokens, *inside)}
-    if shape.unbuilt and shape.unbuilt.predicts:
-        keys["head"] = *keys["head"], *around, local.ep, local.ep_pieces
-    if shape.routed_layers < shape.layers:
-        keys["dense"] = *around, *inside
-    if shape.mixed_windows and shape.routed_layers < shape.layers:
-        keys["windowed"] = *around, *inside
-    if shape.routed_layers:
-        keys["routed"] = *around, local.ep, local.ep_pieces, *inside
-    halves = FirstHalves() if halves is None else halves
-    parts: dict[str, Policies] = {}
-    for part, key in keys.items():
-        if (part, key) not in known:
-            halves.key = *around, *inside
-            known[part, key] = _policies(part, local, layout, speeds, links, halves)
-        parts[part] = known[part, key]
-    return CostsByPolicy(parts)
-
-
-@dataclass(slots=True)
-class FirstHalves:
-    """Cache of first halves of blocks and their work. Blocks that differ in expert parallelism share them."""
-
-    key: tuple[object, ...] = ()
-    """Everything a half depends on except its kind of attention."""
-    operations: dict[tuple[object, ...], tuple[LayerOperation, ...]] = field(default_factory=dict)
-    alone: dict[int, Alone] = field(default_factory=dict)
-    """Work of each operation by `id`, valid as long as `operations` holds the operation."""
-
-    def layer_half(self, local: LocalShape, speeds: Speeds, window: int, *, state: bool) -> tuple[LayerOperation, ...]:
-        """Return the first half of a kind of layer."""
-        key = *self.key, window, state
-        if key not in self.operations:
-            if len(self.operations) >= HALVES:
-                self.operations.clear()
-                self.alone.clear()
-            half = self.operations[key] = first_half(with_attention_kind(local, window, state=state))
-            self.alone.update((id(op), alone(op, speeds)) for op in half)
-        return self.operations[key]
-
-
 HALVES = 64
 """Cached halves. More than the micro-batches of one cell."""
 
 
-def _policies(
-    part: str, local: LocalShape, layout: Layout, speeds: Speeds, links: Links, halves: FirstHalves
-) -> Policies:  # fmt: skip
-    """Return the costs of one part. The ends are never recomputed."""
-    if part in ("embedding", "head"):
-        block = embedding(local) if part == "embedding" else head(local)
-        end = policy_costs(block, block_time(block, local, layout, speeds, links), local)["none"]
-        further = local.shape.unbuilt.predicts if part == "head" and local.shape.unbuilt else 0
-        if not further:
-            return dict.fromkeys(RECOMPUTE, end)
-        # a multi-token predictor: join two hidden states, one more layer, and the head again
-        joined = LayerWork(
-            operations=(linear(local, "projection", local.tokens, 2 * local.shape.hidden, local.shape.hidden),)
-        )
-        put = policy_costs(joined, block_time(joined, local, layout, speeds, links), local)["none"].plus(end)
-        blocks = _policies(
-            "routed" if local.shape.is_moe_layer(local.shape.layers - 1) else "dense",
-            local,
-            layout,
-            speeds,
-            links,
-            halves,
-        )
-        return {policy: end.plus(put.plus(cost), further) for policy, cost in blocks.items()}
-    mixed = local.shape.mixed_windows
-    # of two kinds of windows, "dense" stands for layers without one
-    window = 0 if mixed and part == "dense" else local.shape.window
-    if part == "routed" and local.shape.unbuilt is not None and local.shape.unbuilt.full_every:
-        window = mean_window(local.shape.window, local.sequence, local.shape.unbuilt.full_every)
-    # stages are composed of equal layers, so kinds of attention count with their mean
-    mean: Policies = {}
-    for state, share in _attention_kinds(local.shape, part == "routed").items():
-        half = halves.layer_half(local, speeds, window, state=state)
-        block = layer(local, window=window, routed=part == "routed", state=state, attention=half)
-        each = policy_costs(block, block_time(block, local, layout, speeds, links, halves.alone), local)
-        if share == 1:
-            return each
-        mean = {policy: mean.get(policy, NO_COST).plus(cost, share) for policy, cost in each.items()}
-    return mean
+class BlockCosts:
+    """Costs of blocks and of a model's ends, counted once for all local shapes with the same cost."""
+
+    def __init__(self, speeds: Speeds, links: Links) -> None:
+        self.speeds, self.links = speeds, links
+        # a memo per part, since the ends read less of a shape than blocks do, and dense blocks less than routed ones
+        self._parts = {part: Memo(self._policies) for part in ("embedding", "head", "dense", "windowed", "routed")}
+        self._halves = Memo(self._first_half, most=HALVES)
+
+    def by_policy(self, local: LocalShape) -> CostsByPolicy:
+        """Return the costs of every part of a shape, by recompute policy."""
+        shape, parts = local.shape, ["embedding", "head"]
+        if shape.routed_layers < shape.layers:
+            parts += ["dense", "windowed"] if shape.mixed_windows else ["dense"]
+        if shape.routed_layers:
+            parts.append("routed")
+        return CostsByPolicy({part: self._parts[part](local, part) for part in parts})
+
+    def _time(self, block: LayerWork, local: LocalShape, timed: Mapping[int, Alone] = MappingProxyType({})) -> Policies:
+        return policy_costs(block, block_time(block, local, self.speeds, self.links, timed), local)
+
+    def _policies(self, local: LocalShape, part: str) -> Policies:
+        """Return the costs of one part. The ends are never recomputed."""
+        shape = local.shape
+        if part in ("embedding", "head"):
+            end = self._time(embedding(local) if part == "embedding" else head(local), local)["none"]
+            further = shape.unbuilt.predicts if part == "head" and shape.unbuilt else 0
+            if not further:
+                return dict.fromkeys(RECOMPUTE, end)
+            # a multi-token predictor: join two hidden states, one more layer, and the head again
+            joined = LayerWork(operations=(linear(local, "projection", local.tokens, 2 * shape.hidden, shape.hidden),))
+            put = self._time(joined, local)["none"].plus(end)
+            blocks = self._policies(local, "routed" if shape.is_moe_layer(shape.layers - 1) else "dense")
+            return {policy: end.plus(put.plus(cost), further) for policy, cost in blocks.items()}
+        # of two kinds of windows, "dense" stands for layers without one
+        window = 0 if shape.mixed_windows and part == "dense" else shape.window
+        if part == "routed" and shape.unbuilt is not None and shape.unbuilt.full_every:
+            window = mean_window(shape.window, local.sequence, shape.unbuilt.full_every)
+        # stages are composed of equal layers, so kinds of attention count with their mean
+        mean: Policies = {}
+        for state, share in _attention_kinds(shape, part == "routed").items():
+            half, timed = self._halves(local, window, state)
+            block = layer(local, window=window, routed=part == "routed", state=state, attention=half)
+            policies = self._time(block, local, timed)
+            if share == 1:
+                return policies
+            mean = {policy: mean.get(policy, NO_COST).plus(cost, share) for policy, cost in policies.items()}
+        return mean
+
+    def _first_half(self, local: LocalShape, window: int, state: bool) -> tuple[tuple[LayerOperation, ...], Timed]:
+        """Return the first half of a kind of layer, which those that differ in experts share, and its times by `id`."""
+        half = first_half(with_attention_kind(local, window, state=state))
+        return half, {id(op): alone(op, self.speeds) for op in half}
 
 
 def _attention_kinds(shape: ModelShape, routed: bool) -> dict[bool, float]:

@@ -154,7 +154,7 @@ def expert_counts(shape: ModelShape, layout: Layout, layer: int) -> ElementCount
 
 def largest_cut_stack(shape: ModelShape, layout: Layout, layer: int) -> int:
     """Return the elements on a rank of a layer's largest stack of experts that ZeRO cuts inside experts. 0 = none."""
-    ranks, stacks = cut_over(layout)[1], [size for size in _sizes(shape, layout, layer) if size[1] and size[3]]
+    ranks, stacks = layout.zero_ranks[1], [size for size in _sizes(shape, layout, layer) if size[1] and size[3]]
     return max((prod(sizes) for sizes, *_ in stacks if sharded_dim(sizes, ranks)), default=0)
 
 
@@ -163,14 +163,8 @@ def _sizes(shape: ModelShape, layout: Layout, layer: int) -> Sizes:
     return sizes
 
 
-def cut_over(layout: Layout) -> tuple[int, int]:
-    """Return the ranks over which ZeRO cuts a parameter, and an expert's."""
-    ranks = layout.dp_shard * layout.cp if layout.zero else 1
-    return ranks, ranks * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
-
-
 def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
-    ranks, same = cut_over(layout)
+    ranks, same = layout.zero_ranks
     whole = shard = gathered = tensors = moments = learned = updated = learned_gathered = codes = codes_gathered = 0
     for (sizes, expert, stored, trained, coded, lines), times in parts.items():
         n = same if expert else ranks

@@ -1,11 +1,10 @@
 """Products of activations with weight matrices, their gradients, and the memory passes around them."""
 
-from dataclasses import replace
-
 from meshwright.planner.cost import adapters
 from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.work import LayerOperation, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
+from meshwright.planner.recorded import with_fields
 
 
 def cast(local: LocalShape, elements: float) -> tuple[Work, ...]:
@@ -44,7 +43,7 @@ def linear(local: LocalShape, name: str, tokens: float, into: float, out: float,
     thin = adapters.thin(local, name, tokens, into, out) if adapts else adapters.NONE
     restored = adapters.restored(local, name, into, out) if adapts else ()
     # with fp8-all a separate, uncompiled operator rounds in the backward pass (kernels.linear)
-    back = replace(local, compiled=False) if local.fp8_all else local
+    back = with_fields(local, compiled=False) if local.fp8_all else local
     turned = rounded(back, tokens * into, tokens * out) if local.fp8_all else ()
     learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *accumulated(local, into * out))
     return LayerOperation(
@@ -87,7 +86,7 @@ def grouped(local: LocalShape, name: str, copies: float, into: float, out: float
         for inside, size in (("down", into), ("up", out))
     )
     forward, inputs, turned = (
-        rounded(replace(local, compiled=False), *elements) if local.fp8_all else ()
+        rounded(with_fields(local, compiled=False), *elements) if local.fp8_all else ()
         for elements in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
     )
     learned = turned + (Product(into, inner, out, experts / pieces, width, grouped=grouped),) * pieces + put

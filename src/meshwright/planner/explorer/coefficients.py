@@ -138,8 +138,7 @@ def _costs(estimator: Estimator, degrees: Degrees, tokens: int) -> CostsByPolicy
         schedule="zb-h1" if degrees.splits else "1f1b",
     )  # fmt: skip
     recipe = replace(estimator.recipe, sequence=degrees.cp * tokens, global_batch=layout.dp, batch_ramp=())
-    alone = replace(estimator, recipe=recipe)
-    return alone.policies(layout)
+    return replace(estimator.costs, recipe=recipe).policies(layout)
 
 
 def _lines(points: list[tuple[int, float]]) -> list[float]:
@@ -179,7 +178,7 @@ def _sums_products(estimator: Estimator) -> list[list[list[list[bool]]]]:
     return [
         [
             [
-                [estimator.sums_products(Layout(dp_shard=2, pp=pp, zero=zero, schedule=schedule), m)  # type: ignore[arg-type]  # words, checked by Layout
+                [estimator.costs.sums_products(Layout(dp_shard=2, pp=pp, zero=zero, schedule=schedule), m)  # type: ignore[arg-type]  # words, checked by Layout
                  for schedule in ("1f1b", "zb-h1")]
                 for m in (1, 2)
             ]

@@ -164,7 +164,7 @@ def stage_runs(estimator: Estimator, values: dict[str, Any]) -> dict[int, list[t
     deep = (pp * vp for by_pp in values["vp"].values() for pp, numbers in by_pp.items() for vp in numbers)
     runs = {}
     for number in sorted({1, *(stages for stages in deep if stages <= estimator.shape.layers)}):
-        sizes = map(len, estimator.split(Layout(pp=number)))
+        sizes = map(len, estimator.costs.split(Layout(pp=number)))
         runs[number] = [(len(list(run)), size) for size, run in groupby(sizes)]
     return runs
 

@@ -69,7 +69,7 @@ def moments(layout: Layout, micro_batches: int, rank: int) -> tuple[Instant, ...
         micro_batches = max(2, micro_batches)
     instants = [Instant("loss", 0, (1,), (0,), (graded,), (0,)) for graded in range(min(micro_batches, 2))]
     passes = [((int(micro_batches > 2),), False)] if micro_batches > 1 else []  # one in between exceeds the first
-    if micro_batches < 3 or layout.zero < 2:  # and the last, unless all gradients are summed in that
+    if micro_batches < 3 or not layout.reduces_at_once:  # and the last, unless all gradients are summed in that
         passes.append(((int(micro_batches > 1),), True))
     # the first pass finds no gradients, a later one adds to them, the last may reduce them
     for graded, final in passes:

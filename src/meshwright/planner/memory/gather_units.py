@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
-from meshwright.planner.cost.states import ElementCounts, States, counts, cut_over, expert_counts, largest_cut_stack
+from meshwright.planner.cost.states import ElementCounts, counts, expert_counts, largest_cut_stack
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape
 
@@ -55,12 +55,12 @@ def widest_layer(shape: ModelShape) -> int:
     return max(ends, key=lambda layer: counts(shape, Layout(), (layer,), first=False, last=False).whole)
 
 
-def gather_units(shape: ModelShape, layout: Layout, state: States) -> GatherUnits:
-    """Return the units of a shape, in bytes of an element as `state` has them."""
-    tied, layer, width = shape.tied, widest_layer(shape), state.parameter_bytes
+def gather_units(shape: ModelShape, layout: Layout, width: float, gradient: float) -> GatherUnits:
+    """Return the units of a shape. `width` and `gradient`: bytes of an element."""
+    tied, layer = shape.tied, widest_layer(shape)
 
     def unit(elements: ElementCounts) -> GatherUnit:
-        learned, gradient = elements.learned_gathered, state.gradient_bytes
+        learned = elements.learned_gathered
         parameters = elements.gathered * width + elements.codes_gathered
         return GatherUnit(parameters, learned * gradient, learned * width, elements.updated * gradient)
 
@@ -72,10 +72,10 @@ def gather_units(shape: ModelShape, layout: Layout, state: States) -> GatherUnit
         first=unit(counts(shape, layout, (), first=True, last=tied)),
         block=block,
         last=unit(counts(shape, layout, (), first=tied, last=True)),
-        summed=layout.dp * layout.cp > 1,
+        summed=layout.sums_gradients,
         tied=tied,
         dense=GatherUnit(*map(sub, block, experts)),
         experts=experts,
         stack=largest_cut_stack(shape, layout, layer) * width if apart else 0.0,
-        alone=apart and cut_over(layout)[1] == 1,
+        alone=apart and layout.zero_ranks[1] == 1,
     )

@@ -128,7 +128,7 @@ class CellBounds(MemoryBounds):
         known = self._blocks.passes
         if key in known:
             return known[key]
-        costs, shape, windowed = self.costs(*key), self.estimator.shape, self.estimator.windowed_layers
+        costs, shape, windowed = self.costs(*key), self.estimator.shape, self.estimator.costs.windowed_layers
         plain = self.dense - windowed
         parts = (
             (costs.embedding, 1), (costs.dense, plain), (costs.windowed, windowed),

@@ -183,7 +183,7 @@ def on_half(estimator: Estimator, plan: Plan) -> Ranking | None:
 
 
 def _with_same_software(estimator: Estimator, plan: Plan) -> Estimator:
-    return build_estimator(plan, estimator.stack, estimator.speeds, estimator.links, estimator.document_tokens)
+    return build_estimator(plan, estimator.stack, estimator.speeds, estimator.links, estimator.costs.document_tokens)
 
 
 def enough_nodes(estimator: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:

@@ -23,7 +23,7 @@ def fewest_layers(estimator: Estimator, layout: Layout, room: float, none_bytes:
     `none_bytes` is the peak without recomputation. All layers save nearly the same, so the first guess is proportional
     and the search continues from there by bisection.
     """
-    most = max(map(len, estimator.split(layout)))
+    most = max(map(len, estimator.costs.split(layout)))
 
     def peak_bytes(layers: int) -> float:
         return fullest_rank(estimator, replace(layout, recompute_layers=layers % most), room).total_bytes

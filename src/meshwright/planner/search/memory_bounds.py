@@ -188,7 +188,7 @@ class MemoryBounds:
         known = self._blocks.costs
         if micro_batch not in known:
             layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
-            block, known[micro_batch] = self.estimator.blocks(layout)
+            block, known[micro_batch] = self.estimator.costs.blocks(layout)
             self._blocks.between[micro_batch] = block.between_bytes
         return known[micro_batch][recompute]
 
@@ -281,7 +281,7 @@ class MemoryBounds:
             parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
             # where weight gradients may add to sums, their bytes are no part of a lower bound
             compiled = compiles_blocks(self.base, self.estimator.shape, "cuda", self.estimator.recipe.fake_quantize)
-            summed = self.estimator.may_sum_products and (self.cell.pp > 1 or not compiled)
+            summed = self.estimator.costs.may_sum_products and (self.cell.pp > 1 or not compiled)
             inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
             on_device = (
                 self.base.offload == "off"
@@ -343,7 +343,7 @@ def stage_sizes(estimator: Estimator, pp: int, vp: int, base: Layout) -> tuple[i
     by_hand = pp > 1 and len(base.stages) == pp * vp
     if estimator.stack.split == "cost" or by_hand:
         layout = Layout(pp=pp, vp=vp, stages=base.stages if by_hand else ())
-        return tuple(map(len, estimator.split(layout)))
+        return tuple(map(len, estimator.costs.split(layout)))
     return _even_sizes(estimator.shape.layers, pp * vp)
 
 

@@ -6,7 +6,6 @@ counted in bytes and not in time.
 
 from dataclasses import replace
 
-from meshwright.planner.cost import activations, adapters
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.states import counts
 from meshwright.planner.memory.rank_memory import RankMemory
@@ -21,8 +20,6 @@ from meshwright.spec.rules.objectives import teacher_layout
 
 AFTER_PASSES = ("optimizer step", "evaluation")
 """Moments (rank_memory) at which no hidden states wait any more."""
-BUFFERS = 5
-"""fp32 tensors of a chunk's logits (kernels/loss/linear_divergence.py)."""
 
 
 def teachers_recipe(recipe: Recipe) -> Recipe:
@@ -31,30 +28,8 @@ def teachers_recipe(recipe: Recipe) -> Recipe:
     return replace(plain, objective=CROSS_ENTROPY, noise_scale_every=0, batch_ramp=())
 
 
-def pass_cost(teacher: SharedCosts, layout: Layout) -> MicroBatchCost:
-    """Return the cost of one micro-batch on the student's last stage.
-
-    It is the forward pass, if it runs there, and the largest transient memory.
-    """
-    forward_layout = teacher_layout(layout, teacher.shape)
-    local, _ = teacher.parts(forward_layout)
-    restored = max(adapters.restored_bytes(local, group) for group in ("attention", "mlp", "expert"))
-    logits = max(activations.divergence_chunk(local, BUFFERS), restored) + _gathered_bytes(teacher, forward_layout)
-    forward_s = 0.0 if layout.pp > 1 else teacher.stages(forward_layout)[0].forward_s
-    return MicroBatchCost(forward_s=forward_s, logits=activations.Logits(0.0, 0.0, logits))
-
-
-def _gathered_bytes(teacher: SharedCosts, forward_layout: Layout) -> float:
-    """Return the bytes that ZeRO-3 gathers: norm and head, and without a pipeline a block.
-
-    FSDP keeps the block until the next gather.
-    """
-    if not forward_layout.zero:
-        return 0.0
-    shape = teacher.shape
-    last = counts(shape, forward_layout, (), first=shape.tied, last=True).gathered * _width(teacher)
-    block = counts(shape, forward_layout, (shape.layers - 1,), first=False, last=False)
-    return float(last + (block.gathered * _width(teacher) + block.codes_gathered if forward_layout.pp == 1 else 0))
+def _stages(teacher: SharedCosts, forward_layout: Layout) -> list[MicroBatchCost]:
+    return teacher.stages(forward_layout, teacher.pass_terms(forward_layout))
 
 
 def _width(teacher: SharedCosts) -> int:
@@ -77,7 +52,7 @@ def before_step(teacher: SharedCosts, time: StepTime, layout: Layout, micro_batc
         return time
     forward_layout = teacher_layout(layout, teacher.shape)
     # the first micro-batch fills the pipeline; each later one adds the slowest rank's time
-    forward = [stage.forward_s for stage in teacher.stages(forward_layout)]
+    forward = [stage.forward_s for stage in _stages(teacher, forward_layout)]
     busiest = max(
         sum(forward[stage] for stage in own_stages(forward_layout, rank)) for rank in range(forward_layout.pp)
     )
@@ -91,7 +66,7 @@ def least_ahead_s(teacher: SharedCosts, layout: Layout, micro_batches: int) -> f
 
     Of a pipeline those of `before_step`.
     """
-    forward_s = sum(stage.forward_s for stage in teacher.stages(teacher_layout(layout, teacher.shape)))
+    forward_s = sum(stage.forward_s for stage in _stages(teacher, teacher_layout(layout, teacher.shape)))
     return forward_s * (1 + (micro_batches - 1) / layout.pp)
 
 

@@ -86,9 +86,11 @@ def _all_calls(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     layout, recipe, shape = plan.layout, plan.recipe, plan.model
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
-    gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
-    local = local_shape(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
-               compares=recipe.traits.pairs, fake_quantize=recipe.fake_quantize)  # fmt: skip
+    local = local_shape(
+        shape, stack, layout, recipe.sequence, batch, width.parameter, dropout=recipe.dropout,
+        documents=recipe.document_mask, gpu=plan.cluster.device.is_gpu, compares=recipe.traits.pairs,
+        fake_quantize=recipe.fake_quantize,
+    )  # fmt: skip
     m = layout.micro_batches(recipe.global_batch)
     stages, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     contents = StageContents.from_stages(stages, split)
@@ -99,7 +101,7 @@ def _all_calls(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     yield from _border_calls(local, layout, m, stages, len(split))
     if layout.zero:
         yield from _shard_calls(
-            layout, m, _units(shape, layout, contents), width.parameter, summed, shares_codes(layout)
+            layout, m, layout.pp > 1, _units(shape, layout, contents), width.parameter, summed, shares_codes(layout)
         )
     else:
         yield from _replica_calls(shape, layout, contents, summed)
@@ -136,9 +138,8 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
         lump: A collective takes everything at once, not unit by unit.
     """
     # a pipeline gathers once and reduces once; seen as one micro-batch these are the seconds of each
-    plain = replace(layout, pp=1) if layout.pp > 1 else layout
     calls = (
-        _shard_calls(plain, 1, _units(shape, layout, held), word, summed, shares_codes(layout))
+        _shard_calls(layout, 1, False, _units(shape, layout, held), word, summed, shares_codes(layout))
         if layout.zero
         else _replica_calls(shape, layout, held, summed)
     )
@@ -319,14 +320,14 @@ def _replica_calls(shape: ModelShape, layout: Layout, held: StageContents, summe
 
 
 def _shard_calls(
-    layout: Layout, m: int, units: Iterable[ShardingUnit], word: float, summed: float, coded: bool
+    layout: Layout, m: int, pipelined: bool, units: Iterable[ShardingUnit], word: float, summed: float, coded: bool
 ) -> Calls:  # fmt: skip
     """Yield the calls of ZeRO.
 
     ZeRO-2 reduces after each micro-batch. ZeRO-3 also gathers each unit once or twice, under a pipeline once a step.
     `coded`: ranks share quantized matrices, too.
     """
-    each, r = m if layout.pp == 1 else 1, layout.dp_replicate
+    each, r = 1 if pipelined else m, layout.dp_replicate
     for unit in units:
         n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
         learned = unit.learned
@@ -334,7 +335,7 @@ def _shard_calls(
         whole = share if len(learned) == len(unit.sizes) else _numel(unit.sizes, n)
         shard_bytes = whole * word + (_code_bytes(unit.sizes, n) if coded else 0)
         # again in the backward pass, except a unit that stays whole, and once a step under a pipeline
-        gathers = each * (1 if unit.stays_whole or layout.pp > 1 else 2) if layout.zero == 3 else 1
+        gathers = each * (1 if unit.stays_whole or pipelined else 2) if layout.zero == 3 else 1
         if n > 1 and shard_bytes:
             yield axis, "all_gather", unit.times * gathers, (n - 1) * shard_bytes
         if n > 1 and share:

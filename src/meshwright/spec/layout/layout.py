@@ -9,7 +9,7 @@ from itertools import product
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from meshwright.spec.errors import IllegalLayout, PlanError, argument
-from meshwright.spec.layout.schedule import SPLIT, ScheduleName, ranges, stage_layers, stages_of_ranks
+from meshwright.spec.layout.schedule import SPLIT, SPLIT_ALWAYS, ScheduleName, ranges, stage_layers, stages_of_ranks
 from meshwright.spec.model.shape import MoEShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -207,6 +207,39 @@ class Layout:
     def splits_backward(self) -> bool:
         """Backward passes leave the gradients of weights for later."""
         return self.pp > 1 and self.schedule in SPLIT
+
+    @property
+    def splits_every_backward(self) -> bool:
+        """All backward passes leave the gradients of weights for later, outside of compiled code."""
+        return self.pp > 1 and self.schedule in SPLIT_ALWAYS
+
+    @property
+    def keeps_passes_local(self) -> bool:
+        """A rank's passes need no other rank."""
+        return self.tp == self.cp == self.ep == self.pp == 1
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Other ranks have gradients to be summed with a rank's."""
+        return self.dp * self.cp > 1
+
+    @property
+    def reduces_at_once(self) -> bool:
+        """Gradients of each micro-batch are reduced by themselves: from ZeRO 2 on, without a pipeline."""
+        return self.zero >= 2 and self.pp == 1
+
+    @property
+    def gathers_each_pass(self) -> bool:
+        """Weights are gathered for each pass and freed behind it: ZeRO 3 without a pipeline."""
+        return self.zero == 3 and self.pp == 1
+
+    @property
+    def zero_ranks(self) -> tuple[int, int]:
+        """Ranks over which ZeRO cuts a parameter, and an expert's."""
+        if not self.zero:
+            return 1, 1
+        ranks = self.dp_shard * self.cp
+        return ranks, ranks * self.tp // self.ep if self.ep > 1 else ranks
 
     def ep_pieces(self, rows: int, hidden: int, moe: MoEShape, device: str) -> int:
         """Return the number of pieces in which a rank's rows travel to experts, each to equally many."""

@@ -54,8 +54,11 @@ def is_lowered(layout: Layout, shape: ModelShape, fake_quantize: str = NO_SCHEME
 
     Blocks of several ranks and captured passes are counted as uncompiled blocks that recompute norms.
     """
-    alone = layout.tp == layout.cp == layout.ep == layout.pp == 1 and layout.cuda_graphs != "on"
-    return alone and keeps_no_norms(layout, shape, "cuda", fake_quantize)
+    return (
+        layout.keeps_passes_local
+        and layout.cuda_graphs != "on"
+        and keeps_no_norms(layout, shape, "cuda", fake_quantize)
+    )
 
 
 OFF = "layout.cuda_graphs=off"

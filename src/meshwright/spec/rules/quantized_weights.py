@@ -25,7 +25,7 @@ def shares_codes(layout: Layout) -> bool:
     Only ZeRO-3 without a pipeline does, which gathers weights for each pass and frees them afterwards. If weights stay
     whole within a step (ZeRO 1 and 2, a pipeline), a shard would only be stored in addition.
     """
-    return layout.zero == 3 and layout.pp == 1
+    return layout.gathers_each_pass
 
 
 def frozen_code_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -252,11 +252,11 @@ def planned_timeline(planner: Estimator, plan: Plan, *, seconds: bool) -> dict[s
     """Return the schedule in the planner's seconds; without `seconds` (unknown device) all passes are equally long."""
     layout, recipe = plan.layout, plan.recipe
     m = layout.micro_batches(recipe.global_batch)
-    send_s = 0.0
+    send_s, costs = 0.0, planner.costs
     if seconds and layout.pp > 1:
-        parts, _ = planner.parts(layout)
+        parts, _ = costs.parts(layout)
         send_s = planner.links.send_seconds(parts.between_bytes, ranks_of(layout, "pp")[1])
-    played = replay(_actions(plan, m), planner.stages(layout) if seconds else EVEN, send_s)
+    played = replay(_actions(plan, m), costs.stages(layout, costs.pass_terms(layout)) if seconds else EVEN, send_s)
     boxes: list[list[Box]] = [
         [(s.action.kind, s.action.stage, s.action.micro_batch, s.start_s, s.end_s - s.start_s) for s in rank_boxes]
         for rank_boxes in played.spans
