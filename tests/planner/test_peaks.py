@@ -22,7 +22,7 @@ from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.engine_peak import fullest_moments
 from meshwright.planner.memory.instants import schedule_moments
 from meshwright.planner.memory.rank_memory import in_flight
-from meshwright.planner.step import predict as of_estimator
+from meshwright.planner.step import shared_costs as of_estimator
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.time.collectives import StageContents, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets

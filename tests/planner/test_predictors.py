@@ -33,10 +33,10 @@ def test_deepseeks_module_has_the_published_size() -> None:
 
 def test_it_is_work_of_the_last_stage_and_of_no_other() -> None:
     plain, more = _estimator(V3), _estimator(WITH)
-    *others, last = plain.stages(LAYOUT)
-    *same, longer = more.stages(LAYOUT)
+    *others, last = plain.costs.stages(LAYOUT, plain.costs.pass_terms(LAYOUT))
+    *same, longer = more.costs.stages(LAYOUT, more.costs.pass_terms(LAYOUT))
     assert same == others
-    _, costs = plain.parts(LAYOUT)
+    _, costs = plain.costs.parts(LAYOUT)
     block_s, head_s = costs.routed.forward_s, costs.head.forward_s
     assert block_s + head_s < longer.forward_s - last.forward_s < 1.05 * (block_s + head_s)
     assert longer.kept_bytes - last.kept_bytes >= costs.routed.kept_bytes
