@@ -1,4 +1,4 @@
-"""Costs that layouts share are counted once (planner/recorded.py): no answer may depend on an earlier question."""
+"""Costs that layouts share are counted once (planner/cost/recorded.py): no answer may depend on an earlier question."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.recorded import Memo, recorded, with_fields
+from meshwright.planner.cost.recorded import Memo, recorded, with_fields
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout

@@ -16,10 +16,10 @@ from meshwright.planner.cost.backward import NONE as NOTHING
 from meshwright.planner.cost.backward import backward
 from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.local_shape import LocalShape
+from meshwright.planner.cost.recorded import with_fields
 from meshwright.planner.cost.weight_product import accumulated, grouped, linear
 from meshwright.planner.cost.work import NO_EXCHANGES, Exchange, Exchanges, LayerOperation, MemoryPass, Work, in_fp32
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.planner.recorded import with_fields
 
 SUMMED_BYTES = 8.0
 """Bytes per element of an fp32 sum of gradients, read and written."""

@@ -13,10 +13,10 @@ from meshwright.planner.cost.layer_work import LayerWork, PolicyBytes
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
+from meshwright.planner.cost.recorded import Memo
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import LayerOperation
-from meshwright.planner.recorded import Memo
 from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.layout.schedule import ranges
 from meshwright.spec.model.shape import ModelShape

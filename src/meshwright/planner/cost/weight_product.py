@@ -2,9 +2,9 @@
 
 from meshwright.planner.cost import adapters
 from meshwright.planner.cost.local_shape import LocalShape
+from meshwright.planner.cost.recorded import with_fields
 from meshwright.planner.cost.work import LayerOperation, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.planner.recorded import with_fields
 
 
 def cast(local: LocalShape, elements: float) -> tuple[Work, ...]:

@@ -9,6 +9,7 @@ from meshwright.planner.cost.block_time import ranks_of
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
+from meshwright.planner.cost.recorded import recorded
 from meshwright.planner.cost.rounded_weights import with_rounded_weights
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
@@ -17,7 +18,6 @@ from meshwright.planner.cost.states import ElementCounts, counts, layer_kinds, n
 from meshwright.planner.memory.engine_peak import MomentBytes, fullest_moments, moments
 from meshwright.planner.memory.gather_units import GatherUnits, gather_units
 from meshwright.planner.memory.rank_memory import first_backward
-from meshwright.planner.recorded import recorded
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.timeline import UNKNOWN, Edges, busy_s, least_s, pipeline_s
 from meshwright.spec.layout.cluster import Device
