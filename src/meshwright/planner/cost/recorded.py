@@ -74,8 +74,6 @@ class Memo(Generic[Answer]):
         self._names: tuple[str, ...] = ()
         self._read: Callable[[Any], tuple[Any, ...]] = lambda _: ()
         self._answers: dict[Hashable, Answer] = {}
-        self._narrower: list[tuple[Callable[[Any], tuple[Any, ...]], dict[Hashable, Answer]]] = []
-        """Answers by the names that were read before the rule read another one. They stay true."""
 
     def __call__(self, subject: Any, *arguments: Hashable) -> Answer:
         """Return the answer for an object, and note what it depends on if that is a stand-in."""
@@ -84,27 +82,21 @@ class Memo(Generic[Answer]):
         return self._work_out(subject, *key) if answer is MISSING else answer
 
     def _work_out(self, subject: Any, readings: tuple[Any, ...], arguments: tuple[Hashable, ...]) -> Answer:
-        for read, answers in self._narrower:
-            answer: Answer = answers.get((read(subject), arguments), MISSING)
-            if answer is not MISSING:
-                self._answers[readings, arguments] = answer
-                return answer
-        stand_in = object.__new__(_stand_in(subject.__class__))
-        stand_in.__dict__.update(zip(self._names, readings, strict=False), _subject=subject, _changed=False)
+        names, stand_in = self._names, object.__new__(_stand_in(subject.__class__))
+        notes = stand_in.__dict__
+        notes.update(zip(names, readings, strict=False), _subject=subject, _changed=False)
         answer = self._rule(stand_in, *arguments)
-        # the rule may have called itself, and widened the key before
-        more = tuple(name for name in stand_in.__dict__ if name not in PRIVATE and name not in self._names)
-        stand_in.__dict__["_subject"] = None  # a stand-in that outlives its rule would be read unnoticed
-        if more:
-            if self._answers:
-                self._narrower.insert(0, (self._read, self._answers))
-            self._names += more
+        notes["_subject"] = None  # a stand-in that outlives its rule would be read unnoticed
+        # a rule that calls itself may have widened the key before
+        if len(notes) > len(names) + len(PRIVATE) or self._names is not names:
+            self._names += tuple(name for name in notes if name not in PRIVATE and name not in self._names)
             # of a single name attrgetter gives no tuple
-            self._read, self._answers = attrgetter(*self._names, *self._names[: len(self._names) == 1]), {}
+            self._read = attrgetter(*self._names, *self._names[: len(self._names) == 1])
+            # keys widen within the first few answers, so looking for these on every miss costs more than it saves
+            self._answers.clear()
             readings = self._read(subject)
         elif self._most and len(self._answers) >= self._most:
             self._answers.clear()
-            self._narrower.clear()
         self._answers[readings, arguments] = answer
         return answer
 

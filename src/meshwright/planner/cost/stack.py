@@ -206,6 +206,10 @@ class Stack:
     source: str = ""
     """Source of the figures."""
 
+    def __hash__(self) -> int:
+        # keys of memos hold stacks, and all their fields would take as long to hash as an answer to find
+        return hash(self.name)
+
     @property
     def drops_scores_alone(self) -> bool:
         """True if selective recomputation drops only the S x S weights, as Meshwright's engine does."""

@@ -129,17 +129,20 @@ class BlockCosts:
     def __init__(self, speeds: Speeds, links: Links) -> None:
         self.speeds, self.links = speeds, links
         # a memo per part, since the ends read less of a shape than blocks do, and dense blocks less than routed ones
-        self._parts = {part: Memo(self._policies) for part in ("embedding", "head", "dense", "windowed", "routed")}
+        self._parts = {part: Memo(self._policies) for part in ("embedding", "head", "dense", "windowed")}
         self._halves = Memo(self._first_half, most=HALVES)
 
     def by_policy(self, local: LocalShape) -> CostsByPolicy:
         """Return the costs of every part of a shape, by recompute policy."""
-        shape, parts = local.shape, ["embedding", "head"]
+        shape, shared, single = local.shape, ["embedding", "head"], []
         if shape.routed_layers < shape.layers:
+            # the blocks that read most differ with nearly every shape: a memo would only cost time
+            parts = shared if shape.routed_layers else single
             parts += ["dense", "windowed"] if shape.mixed_windows else ["dense"]
         if shape.routed_layers:
-            parts.append("routed")
-        return CostsByPolicy({part: self._parts[part](local, part) for part in parts})
+            single.append("routed")
+        policies = {part: self._parts[part](local, part) for part in shared}
+        return CostsByPolicy(policies | {part: self._policies(local, part) for part in single})
 
     def _time(self, block: LayerWork, local: LocalShape, timed: Mapping[int, Alone] = MappingProxyType({})) -> Policies:
         return policy_costs(block, block_time(block, local, self.speeds, self.links, timed), local)
@@ -164,7 +167,8 @@ class BlockCosts:
         # stages are composed of equal layers, so kinds of attention count with their mean
         mean: Policies = {}
         for state, share in _attention_kinds(shape, part == "routed").items():
-            half, timed = self._halves(local, window, state)
+            # only routed layers of other expert parallelism share a half
+            half, timed = (self._halves if shape.moe else self._first_half)(local, window, state)
             block = layer(local, window=window, routed=part == "routed", state=state, attention=half)
             policies = self._time(block, local, timed)
             if share == 1:

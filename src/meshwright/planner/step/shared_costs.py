@@ -8,7 +8,7 @@ from meshwright.planner.cost import activations, adapters
 from meshwright.planner.cost.block_time import ranks_of
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import LocalShape, local_shape
-from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.recorded import recorded
 from meshwright.planner.cost.rounded_weights import with_rounded_weights
 from meshwright.planner.cost.speeds import Speeds
@@ -43,7 +43,7 @@ class PassTerms(NamedTuple):
     """Terms of a pass that do not depend on how data parallelism is split."""
 
     micro_batch: int
-    taught: MicroBatchCost
+    taught: MicroBatchCost | None
     """Cost of a teacher on the last stage."""
 
 
@@ -114,7 +114,7 @@ class SharedCosts:
 
     def pass_terms(self, layout: Layout) -> PassTerms:
         """Return the terms that rules about passes take beside the layout."""
-        taught = NO_COST if self.teacher is None else self.teacher.beside_student(layout)
+        taught = None if self.teacher is None else self.teacher.beside_student(layout)
         return PassTerms(layout.micro_batch_of(self.recipe.global_batch), taught)
 
     def parts(self, layout: Layout) -> tuple[LocalShape, Costs]:
@@ -170,7 +170,7 @@ class SharedCosts:
             policies = [(policy, kind.layers - kind.routed, kind.routed) for policy, kind in kinds_by_policy]
             kind_costs.append(with_rounded_weights(cost, local, policies))
         stages = [kind_costs[number] for number in kind_numbers]
-        if self.teacher is not None:
+        if terms.taught is not None:
             # the loss needs both logits, so the teacher's head runs on the last stage
             stages[-1] = stages[-1].plus(terms.taught)
         return stages

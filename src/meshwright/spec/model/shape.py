@@ -295,6 +295,10 @@ class ModelShape:
             object.__setattr__(self, "head_dim", self.hidden // max(1, self.heads))
         self._check()
 
+    def __hash__(self) -> int:
+        # Keys of the planner's memos hold shapes: all fields would take eight times as long, and few shapes share these.
+        return hash((self.name, self.layers, self.hidden))
+
     def _check(self) -> None:
         # Sizes come first: what follows divides by them.
         for field in ("vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "max_positions"):
