@@ -134,7 +134,9 @@ class BlockCosts:
 
     def by_policy(self, local: LocalShape) -> CostsByPolicy:
         """Return the costs of every part of a shape, by recompute policy."""
-        shape, shared, single = local.shape, ["embedding", "head"], []
+        shape = local.shape
+        shared: list[str] = ["embedding", "head"]
+        single: list[str] = []
         if shape.routed_layers < shape.layers:
             # the blocks that read most differ with nearly every shape: a memo would only cost time
             parts = shared if shape.routed_layers else single

@@ -296,7 +296,7 @@ class ModelShape:
         self._check()
 
     def __hash__(self) -> int:
-        # Keys of the planner's memos hold shapes: all fields would take eight times as long, and few shapes share these.
+        # Keys of the planner's memos hold shapes. All fields would take four times as long, and few shapes share these.
         return hash((self.name, self.layers, self.hidden))
 
     def _check(self) -> None:
