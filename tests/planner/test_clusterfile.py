@@ -8,9 +8,8 @@ import pytest
 
 from meshwright.observe.timed_steps import threads_of, tiny_plans, with_floors
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
-from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.speeds import Host, Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product

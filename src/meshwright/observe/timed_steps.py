@@ -17,7 +17,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.rates import synchronize
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.groups.mesh import Made
-from meshwright.planner.cost.host_time import Host, Triple
+from meshwright.planner.cost.speeds import Host, Triple
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.machine.clusterfile import ClusterFile
 from meshwright.spec.layout.layout import Layout

@@ -6,11 +6,10 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from meshwright.planner.cost.block import EXPERT_BIAS, adds_expert_biases
-from meshwright.planner.cost.host_time import NOTHING, Triple
 from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import LocalShape
-from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.speeds import NOTHING, Speeds, Triple
 from meshwright.planner.cost.work import Exchange, LayerOperation, Work
 from meshwright.spec.layout.layout import Layout
 

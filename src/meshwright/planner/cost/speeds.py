@@ -5,18 +5,47 @@ A product takes the time of its kernel alone (kernels/: tiles in waves, bytes, c
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from meshwright.planner.cost.curves import DeviceCurves
-from meshwright.planner.cost.host_time import Host
 from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.memory.buffers import is_aligned
+from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.execution import AttentionRates
+
+Triple = tuple[float, float, float]
+"""Seconds (forward, backward, the most that selective recomputation adds where it repeats anything)."""
+NOTHING: Triple = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Seconds of one layer and micro-batch beyond those of its kernels."""
+
+    swiglu: Triple = NOTHING
+    """A dense layer with a gated MLP."""
+    gelu: Triple = NOTHING
+    """A dense layer with a plain MLP."""
+    routed: Triple = NOTHING
+    """A mixture of experts: attention, router, dispatch and combine."""
+    expert: Triple = NOTHING
+    """Added by each expert that a rank holds."""
+
+    def layer(self, shape: ModelShape, *, routed: bool, experts: float) -> Triple:
+        """Return the seconds of a layer with this number of experts on the rank."""
+        if not routed:
+            return self.swiglu if shape.mlp == "swiglu" else self.gelu
+        a, b, c = (base + experts * each for base, each in zip(self.routed, self.expert, strict=True))
+        return a, b, c
+
+
+KINDS = tuple(kind.name for kind in fields(Host))
+
 
 NEWTON = 4
 """Newton steps towards the clock, from full speed. Four find it to a thousandth."""

@@ -5,7 +5,7 @@
     [provenance]        machine, date, versions, command: for people
     [stack]             costs of Meshwright's own software there: fields of planner.cost.stack.Stack
     [speeds.2]          for 2 ranks at once: scalars of planner.cost.speeds.Speeds, and grids of measured rates
-    [speeds.2.host]     seconds of a layer beside its kernels, if the host is the device: planner.cost.host_time.Host
+    [speeds.2.host]     seconds of a layer beside its kernels, if the host is the device: planner.cost.speeds.Host
     [serving]           rates of the serving engine: planner.serving.engine_rates.EngineRates
     [links.2.ranks_2]   seconds of an exchange between 2 of them
 
@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
-from meshwright.planner.cost.host_time import KINDS, Host
 from meshwright.planner.cost.links import Links, links_of
-from meshwright.planner.cost.speeds import Speeds, speeds_of
+from meshwright.planner.cost.speeds import KINDS, Host, Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
