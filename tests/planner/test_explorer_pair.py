@@ -106,7 +106,7 @@ def test_memory_of_both_halves_is_the_planners(opened: Browser, answer: ExploreA
         recipe = replace(half.plan.recipe, **state["recipe"])
         counted = {"compile": "on", "cuda_graphs": "off"} if half.estimator.stack.is_meshwright else {}
         plan = replace(half.plan, layout=Layout(**state["layout"], **counted), recipe=recipe)
-        expected = [rank.total_bytes for rank in replace(half.estimator, recipe=recipe).predict(plan).memory]
+        expected = [rank.total_bytes for rank in half.estimator.with_recipe(recipe).predict(plan).memory]
         assert counted_bytes == pytest.approx(expected, rel=1e-6)
     options = text(opened, "#options-2 pre")
     assert "parallelism.pipeline_parallel_degree=2" in options

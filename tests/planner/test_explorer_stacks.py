@@ -47,7 +47,7 @@ def test_memory_is_the_planners(word: str) -> None:
     question = "GIVEN.plans.map(({recipe, layout}) => memoryOf(GIVEN.facts, recipe, layout))"
     answers = javascript(question, {"facts": told, "plans": [words(answer) for answer in plans]})
     for plan, ranks in zip(plans, answers, strict=True):
-        expected = replace(of_software(word), recipe=plan.recipe).predict(plan)
+        expected = of_software(word).with_recipe(plan.recipe).predict(plan)
         for memory, rank in zip(expected.memory, ranks, strict=True):
             kinds = {kind: size for kind, size in rank["kinds"].items() if size}
             assert rank["when"] == memory.when, plan.layout

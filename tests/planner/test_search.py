@@ -242,7 +242,8 @@ def test_no_layout_is_below_what_its_family_and_split_take_with_data_parallelism
     89 % of the truth, that of their family above 70 %."""
     asked, stack, ranks_per_core = BOUNDED[case]
     estimator = build_estimator(asked, stack)
-    estimator = replace(estimator, speeds=replace(estimator.speeds, ranks_per_core=ranks_per_core))
+    speeds = replace(estimator.speeds, ranks_per_core=ranks_per_core)
+    estimator = replace(estimator, costs=replace(estimator.costs, speeds=speeds))
     dice = Random(7)
     shares: list[tuple[float, float]] = []
     every = list(families(estimator, search_base(asked, {}), {}))

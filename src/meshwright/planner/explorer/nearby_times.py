@@ -55,7 +55,7 @@ def nearby_times(
     for other in others:
         changed = replace(plan, recipe=other)
         legal = [layout for layout in neighbours if not replace(changed, layout=layout).violations()]
-        seconds[_recipe_key(changed)] = _seconds(replace(estimator, recipe=other), legal, values)
+        seconds[_recipe_key(changed)] = _seconds(estimator.with_recipe(other), legal, values)
     return {"axes": AXES, "values": values, "seconds": seconds}
 
 

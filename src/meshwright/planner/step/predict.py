@@ -224,9 +224,13 @@ class Estimator:
         staging = written_bytes(self.shape, layout, recipe.precision, first, storage=recipe.storage) if copied else 0
         return {"tokens": float(tokens), "staging": float(staging)}
 
+    def with_recipe(self, recipe: Recipe) -> "Estimator":
+        """Return an estimator of another recipe. It shares no answers, since any of them may depend on the recipe."""
+        return replace(self, costs=replace(self.costs, recipe=recipe))
+
     @cached_property
     def _largest(self) -> "Estimator":
-        return replace(self, costs=replace(self.costs, recipe=self.recipe.largest))
+        return self.with_recipe(self.recipe.largest)
 
     def likely_fullest(self, layout: Layout) -> list[int]:
         """Return the ranks among which the highest peak is likely.
