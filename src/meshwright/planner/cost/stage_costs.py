@@ -129,22 +129,21 @@ class BlockCosts:
     def __init__(self, speeds: Speeds, links: Links) -> None:
         self.speeds, self.links = speeds, links
         # a memo per part, since the ends read less of a shape than blocks do, and dense blocks less than routed ones
-        self._parts = {part: Memo(self._policies) for part in ("embedding", "head", "dense", "windowed")}
+        self._parts = {part: Memo(self._policies) for part in ("embedding", "head", "dense", "windowed", "routed")}
         self._halves = Memo(self._first_half, most=HALVES)
 
     def by_policy(self, local: LocalShape) -> CostsByPolicy:
         """Return the costs of every part of a shape, by recompute policy."""
-        shape = local.shape
-        shared: list[str] = ["embedding", "head"]
-        single: list[str] = []
+        shape, parts = local.shape, ["embedding", "head"]
         if shape.routed_layers < shape.layers:
-            # the blocks that read most differ with nearly every shape: a memo would only cost time
-            parts = shared if shape.routed_layers else single
             parts += ["dense", "windowed"] if shape.mixed_windows else ["dense"]
         if shape.routed_layers:
-            single.append("routed")
-        policies = {part: self._parts[part](local, part) for part in shared}
-        return CostsByPolicy(policies | {part: self._policies(local, part) for part in single})
+            parts.append("routed")
+        # without experts, blocks differ with nearly every local shape: a memo of them would only cost time
+        memoised = parts if shape.moe else parts[:2]
+        return CostsByPolicy({
+            part: self._parts[part](local, part) if part in memoised else self._policies(local, part) for part in parts
+        })  # fmt: skip
 
     def _time(self, block: LayerWork, local: LocalShape, timed: Mapping[int, Alone] = MappingProxyType({})) -> Policies:
         return policy_costs(block, block_time(block, local, self.speeds, self.links, timed), local)
@@ -160,7 +159,8 @@ class BlockCosts:
             # a multi-token predictor: join two hidden states, one more layer, and the head again
             joined = LayerWork(operations=(linear(local, "projection", local.tokens, 2 * shape.hidden, shape.hidden),))
             put = self._time(joined, local)["none"].plus(end)
-            blocks = self._policies(local, "routed" if shape.is_moe_layer(shape.layers - 1) else "dense")
+            last = "routed" if shape.is_moe_layer(shape.layers - 1) else "dense"
+            blocks = self._parts[last](local, last)
             return {policy: end.plus(put.plus(cost), further) for policy, cost in blocks.items()}
         # of two kinds of windows, "dense" stands for layers without one
         window = 0 if shape.mixed_windows and part == "dense" else shape.window
