@@ -50,7 +50,8 @@ def backward(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> 
         mlp = _experts(local, routed) + _rounded_experts(local, routed) + adapters.restored_bytes(local, "expert")
     else:
         mlp = max(_mlp(local), _rounded_mlp(local), local.gates * _gate(local) + adapters.restored_bytes(local, "mlp"))
-    weights = largest_weight(local.shape, local.tp, local.ep, routed is not None)
+    # a dense layer's key would have the expert parallelism that is read here
+    weights = largest_weight(local.shape, local.tp, local.ep if routed else 1, routed is not None)
     # the pass walks back: what the MLP kept is free by the time attention is reached
     released = _mlp_kept(local, routed)
     stream = local.hidden_bytes + 2 * local.between_bytes
