@@ -19,7 +19,7 @@ from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.loss import cross_entropy, linear_divergence
 from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergence, KnownTop, TeacherHead
-from meshwright.planner.step import teacher_costs
+from meshwright.planner.step import shared_costs
 from tests.counting import Alive, Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
 
@@ -281,7 +281,7 @@ def test_a_chunk_has_no_more_tensors_of_logits_than_are_planned(form: Divergence
         with torch.no_grad(), Alive([x, weight, *teacher]) as alive:
             FUNCTIONS["fast"](x, weight, teacher, torch.zeros(rows, dtype=torch.int64), form=form)
         assert alive.peak_bytes <= (linear_divergence.BUFFERS + 0.1) * 4 * rows * vocabulary
-    assert linear_divergence.BUFFERS == teacher_costs.BUFFERS, "what a plan counts"
+    assert linear_divergence.BUFFERS == shared_costs.BUFFERS, "what a plan counts"
 
 
 @pytest.mark.parametrize(
