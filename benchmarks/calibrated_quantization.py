@@ -33,12 +33,11 @@ from torch import Tensor
 
 import meshwright as mw
 from benchmarks.quantization_table import Decomposed, inject, layers, trained
-from meshwright.compress import gptq
+from meshwright.compress import calibrated_methods
 from meshwright.compress.bit_budget import choose_within, ladder
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.original import OriginalModel
-from meshwright.compress.quality import Quality, compare
-from meshwright.compress.sensitivity import measure_groups
+from meshwright.compress.quality import Quality, compare, measure_groups
 from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, nearest
 from meshwright.kernels.quantized.quantize import quantize_matrix
@@ -55,7 +54,7 @@ MIXED = "mixed gptq"
 """Bits chosen for each matrix, with the bytes of int4-gptq."""
 PEER = "llmcompressor"
 Columns = Callable[..., Tensor]
-"""As gptq.quantize_columns."""
+"""As calibrated_methods.quantize_columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,9 @@ class Row:
 def textbook(weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes by optimal brain quantization in the order of inputs' strength (arXiv:2210.17323, eq. 2 and 3)."""
     wide, damped = weight.double(), gram.double()
-    damped = damped + gptq.DAMPING * damped.diagonal().mean() * torch.eye(len(damped), dtype=torch.float64)
+    damped = damped + calibrated_methods.DAMPING * damped.diagonal().mean() * torch.eye(
+        len(damped), dtype=torch.float64
+    )
     remaining = gram.diagonal().argsort(descending=True, stable=True)
     group = scheme.group or weight.shape[1]
     rounded = torch.empty_like(wide)
@@ -181,7 +182,7 @@ def others(model: Transformer, batches: Sequence[Batch], scored: Sequence[Batch]
     rows = {}
     for name, columns in (("textbook", textbook), ("llm-compressor", peer())):
         if columns is not None:
-            with patch.object(gptq, "quantize_columns", columns):
+            with patch.object(calibrated_methods, "quantize_columns", columns):
                 rows[name] = measured(model, uniform(model, SCHEMES["int4-gptq"]), batches, scored)
     return rows
 

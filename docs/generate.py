@@ -219,7 +219,7 @@ def gguf_schemes() -> str:
     """Those of GGUF files, with the bits that an 8B model has per weight, everything in it counted."""
     from math import prod
 
-    from meshwright.formats.gguf.names import architecture_of, gguf_bindings
+    from meshwright.formats.gguf.metadata import architecture_of, gguf_bindings
     from meshwright.spec.presets import model
     from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUF_SCHEMES
 

@@ -41,13 +41,13 @@ def code_of_this_cpu() -> None:
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Caches of a test session never meet those of the user. C loops are compiled here, so that no test meets the line
     that says so."""
-    from meshwright.kernels.c import serving_library, training_library
+    from meshwright.kernels.c import serving_library, training_rows
 
     patch = pytest.MonkeyPatch()
     cache = tmp_path_factory.mktemp("cache")
     patch.setenv("XDG_CACHE_HOME", str(cache))
     serving_library.compiled()
-    training_library.is_compiled()
+    training_rows.is_compiled()
     yield cache
     patch.undo()
 

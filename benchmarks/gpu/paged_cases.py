@@ -6,8 +6,15 @@ from torch import Tensor
 from benchmarks.gpu import exact_forms
 from benchmarks.gpu.case import ATTENTION, ROWS, Case, Count, Leaf, implementations, taken
 from meshwright import compat
-from meshwright.kernels.attention.paged import PagedCall, RowsCall, attend_paged, attend_rows
-from meshwright.kernels.attention.store import PagedStore, turn_and_keep, turn_and_keep_reference
+from meshwright.kernels.attention.paged import (
+    PagedCall,
+    PagedStore,
+    RowsCall,
+    attend_paged,
+    attend_rows,
+    turn_and_keep,
+    turn_and_keep_reference,
+)
 from meshwright.kernels.triton.likeliest import likeliest
 
 SIZE = 16

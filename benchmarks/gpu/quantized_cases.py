@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.case import EIGHT_BITS, ROWS, Case, Count, Leaf, Run, implementations, taken
 from meshwright.kernels.linear import fp8
 from meshwright.kernels.quantized import device_products
-from meshwright.kernels.quantized.contest import ProductWay
+from meshwright.kernels.quantized.device_products import ProductWay
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.quantized_linear import quantized_linears, quantized_linears_reference

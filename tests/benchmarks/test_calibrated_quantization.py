@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import calibrated_quantization as bench
-from meshwright.compress import gptq
+from meshwright.compress import calibrated_methods
 from meshwright.kernels.quantized.quantize import scales_of
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.verbs.main import main
@@ -38,4 +38,4 @@ def test_its_textbook_is_ours_in_fp64() -> None:
     scheme = SCHEMES["int4-gptq"]
     scales, zeros = scales_of(weight.float(), scheme)
     inputs = weight, x.t() @ x / 300, scheme, scales.float(), zeros
-    assert torch.equal(bench.textbook(*inputs), gptq.quantize_columns(*inputs))
+    assert torch.equal(bench.textbook(*inputs), calibrated_methods.quantize_columns(*inputs))

@@ -30,7 +30,7 @@ from benchmarks import (
     startup,
 )
 from meshwright import planfile
-from meshwright.kernels.c import sequence_attention, training_library
+from meshwright.kernels.c import sequence_attention, training_rows
 from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.weights.inventory import token_flop
 from tests.verbs.toy import write_texts
@@ -99,7 +99,7 @@ def test_a_step_is_exact_however_it_is_cut_or_recomputed(name: str) -> None:
     assert exactness.relative_difference(plain, exactness.step(shape, 1, "none")) <= 1e-6
 
 
-@pytest.mark.skipif(not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/c")
+@pytest.mark.skipif(not training_rows.is_compiled(), reason="no C compiler that takes the loops of kernels/c")
 def test_a_long_step_attends_in_loops_and_keeps_every_bit_when_made_again() -> None:
     shape = exactness.SHAPES["long"]
     with patch.object(sequence_attention, "gradients", wraps=sequence_attention.gradients) as gradients:

@@ -11,8 +11,7 @@ import torch
 
 import meshwright as mw
 from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, choose_within, ladder
-from meshwright.compress.quality import compare
-from meshwright.compress.sensitivity import measure_groups
+from meshwright.compress.quality import compare, measure_groups
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import build
 from meshwright.model.quantized_weights import quantizable

@@ -18,7 +18,7 @@ import meshwright as mw
 from meshwright.compress import calibrated_model as calibration
 from meshwright.compress.calibrated_block import BlockModel, quantize_block, restored_parts
 from meshwright.compress.calibrated_model import calibrate
-from meshwright.compress.input_folds import fold, input_groups, list_folds
+from meshwright.compress.input_scales import fold, input_groups, list_folds
 from meshwright.compress.layer_inputs import Inputs, observe_inputs
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.formats.hub import export_folder

@@ -15,8 +15,7 @@ from torch import Tensor
 import meshwright as mw
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import write_quantized
-from meshwright.formats.hub.transforms import ROTARY
-from meshwright.formats.hub.weight_names import bindings, tensor_sizes
+from meshwright.formats.hub.weight_names import ROTARY, bindings, tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.quantized.table import FORMATS
 from meshwright.formats.safetensors.files import stored_tensors

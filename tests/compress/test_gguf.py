@@ -18,10 +18,8 @@ from meshwright.compress.original import OriginalModel
 from meshwright.data import Tokenizer
 from meshwright.formats.gguf.header import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, read_gguf_header, read_gguf_parts
 from meshwright.formats.gguf.metadata import OURS
-from meshwright.formats.gguf.model import open_gguf
-from meshwright.formats.gguf.vocabulary import WHOLE
-from meshwright.formats.gguf.words import RULES, split_by
-from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks
+from meshwright.formats.gguf.model import GGUFWriter, PlannedBlocks, open_gguf
+from meshwright.formats.gguf.vocabulary import RULES, WHOLE, split_by
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.kernels.quantized.gguf_blocks import decode, encode
 from meshwright.spec import ModelShape, MoEShape

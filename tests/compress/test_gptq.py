@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.compress import gptq
-from meshwright.compress.gptq import DAMPING, quantize_columns
+from meshwright.compress import calibrated_methods
+from meshwright.compress.calibrated_methods import DAMPING, quantize_columns
 from meshwright.kernels.quantized.matrix import assembled, nearest
 from meshwright.kernels.quantized.quantize import scales_of
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
@@ -114,4 +114,4 @@ def test_fewer_rows_than_inputs_are_damped_and_what_is_not_positive_is_refused()
     assert restored(weight, few, WHOLE).isfinite().all()
     assert restored(weight.float(), few.float(), WHOLE).isfinite().all(), "a rank of 3 in fp32"
     with pytest.raises(ArithmeticError, match="not positive"):
-        gptq.order_columns(torch.full((4, 4), 1e30, dtype=torch.float64).fill_diagonal_(1.0))
+        calibrated_methods.order_columns(torch.full((4, 4), 1e30, dtype=torch.float64).fill_diagonal_(1.0))

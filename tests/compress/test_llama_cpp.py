@@ -20,7 +20,7 @@ from meshwright.compress.gguf_stream import plan_gguf
 from meshwright.data import Tokenizer
 from meshwright.data.tokens.tokenizer import SEPARATOR
 from meshwright.formats.gguf.header import read_gguf_header
-from meshwright.formats.gguf.words import RULES, SAMPLE, split_by
+from meshwright.formats.gguf.vocabulary import RULES, SAMPLE, split_by
 from meshwright.kernels.quantized.gguf_blocks import decode, encode
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, GGUF_SCHEMES, GGUFScheme

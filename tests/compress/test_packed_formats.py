@@ -13,8 +13,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.formats.hub.weight_names import bindings
-from meshwright.formats.quantized.gptq import GPTQFiles
-from meshwright.formats.quantized.packed_linears import Codes
+from meshwright.formats.quantized.packed_linears import Codes, GPTQFiles
 from meshwright.formats.quantized.table import FORMATS
 from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.kernels.quantized.quantize import quantize_matrix

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.attention.paged import PagedStore
 from meshwright.spec.plan.execution import CacheForm
 
 

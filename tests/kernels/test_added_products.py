@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import compat
 from meshwright.kernels import fast
-from meshwright.kernels.linear import cpu_product, gradient_sums
+from meshwright.kernels.linear import cpu_product, weight_gradients
 from meshwright.kernels.linear.fp8 import FP8_ALL
-from meshwright.kernels.linear.gradient_sums import GradientSum
 from meshwright.kernels.linear.linear import WeightProduct
-from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.weight_gradients import GradientSum, WeightGradients, splitting
 from tests.counting import Operations
 from tests.kernels.exactness import tensors
 
@@ -53,7 +52,7 @@ FUNCTIONS = (alone, together, gated, twice, again)
 
 @pytest.fixture(autouse=True)
 def sums_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_sums, "ADDING_DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(weight_gradients, "ADDING_DEVICES", {"cpu", "cuda"})
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:
@@ -106,7 +105,7 @@ def exact(function: Function) -> list[Tensor]:
 
 def rounded_first(function: Function, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(gradient_sums, "ADDING_DEVICES", {"cuda"})
+        patch.setattr(weight_gradients, "ADDING_DEVICES", {"cuda"})
         trained = parameters()
         sums = Sums(trained)
         actual = backward(function, trained)

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import fast, reference
 from meshwright.kernels.attention import attend as attention
-from meshwright.kernels.attention import tiles
+from meshwright.kernels.attention import blockwise
 from meshwright.kernels.attention.attend import Mask, causal_mask
 from tests.kernels.exactness import (
     BLOCKS_OF_16_BITS,
@@ -128,9 +128,9 @@ def test_16_bits_go_in_larger_blocks_few_rows_at_once(
     monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: True)
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
     rows, operands = documents(150) if packed else None, inputs(150, dtype=dtype)
-    whole = list(tiles.blocks(tiles.rows_of(rows, operands[0]), window, operands[0]))
-    monkeypatch.setattr(tiles, "AT_ONCE", 1)
-    parts = list(tiles.blocks(tiles.rows_of(rows, operands[0]), window, operands[0]))
+    whole = list(blockwise.blocks(blockwise.rows_of(rows, operands[0]), window, operands[0]))
+    monkeypatch.setattr(blockwise, "AT_ONCE", 1)
+    parts = list(blockwise.blocks(blockwise.rows_of(rows, operands[0]), window, operands[0]))
     assert len(parts) == (2 if dtype == torch.bfloat16 and not packed else 1) * len(whole)
     mask = causal_mask(150, 150, window=window, documents=rows)
     run, plain = partial(attention.attend, mask=mask, scale=SCALE), partial(by_hand, window=window, documents=rows)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.c import serving_library
 from meshwright.spec.plan.execution import CACHE_FORMS, CacheForm
 

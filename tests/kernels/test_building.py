@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.kernels.c import build, serving_library, training_library
+from meshwright.kernels.c import build, serving_library, training_rows
 from meshwright.kernels.c.panels import Panels
 from meshwright.kernels.c.serving_library import Loops
 
 SOURCES = ("rows.c", "block.c", "attention.c", "panels.c")
 ALL = """
 from meshwright.kernels.c import serving_library, training_library
-print(serving_library.compiled() is not None and training_library.is_compiled())"""
+print(serving_library.compiled() is not None and training_rows.is_compiled())"""
 ONE = """
 from meshwright.kernels.c import build
 print(build.load("rows.c") is not None)"""
@@ -55,7 +55,7 @@ def libraries(counted: Path) -> list[Path]:
 def test_the_second_process_starts_no_compiler(counted: Path) -> None:
     text, notes = process(ALL).communicate()
     assert text == "True\n" and notes.count("compiling C loops for this processor, once") == 1
-    count = len(serving_library.STEPS) + len(training_library.STEPS) + 2
+    count = len(serving_library.STEPS) + len(training_rows.STEPS) + 2
     assert starts(counted) == count, "each source, and the link of each library"
     assert process(ALL).communicate() == ("True\n", "")
     assert starts(counted) == count

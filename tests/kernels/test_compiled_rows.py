@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.attention import rope
-from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.attention.store import PagedStore
-from meshwright.kernels.c import build, serving_library, training_library
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.c import build, serving_library, training_rows
 from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.linear import swiglu
 from meshwright.kernels.norm import norms
@@ -242,5 +241,5 @@ def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: 
     single.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp\\ *) exit 1;; esac\nexec {named} "$@"\n')
     single.chmod(0o755)
     monkeypatch.setattr(build, "COMPILERS", (str(single),))
-    assert training_library._library.__wrapped__() is None
+    assert training_rows._library.__wrapped__() is None
     assert build.load(*serving_library.STEPS) is not None, "the loops of serving run on one thread too"

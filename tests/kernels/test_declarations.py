@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.kernels.c import build, serving_library
-from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.c.build import structure
 
 STRUCTS = {
     "rows.h": ("Panels", "Attention"),

@@ -3,9 +3,16 @@
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.linear.gradient_sums import GradientSum, add_into, gradient_dtype, sum_of, use_alias
 from meshwright.kernels.linear.linear import linear
-from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
+from meshwright.kernels.linear.weight_gradients import (
+    GradientSum,
+    WeightGradients,
+    add_into,
+    gradient_dtype,
+    splitting,
+    sum_of,
+    use_alias,
+)
 from meshwright.observe.profile.cpu_allocator import watching
 from tests.kernels.exactness import tensors
 

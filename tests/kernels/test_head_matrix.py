@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.kernels import fast, reference
 from meshwright.kernels.c import logit_rows
-from meshwright.kernels.loss import cross_entropy, head_matrix
-from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary
-from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
+from meshwright.kernels.loss import cross_entropy
+from meshwright.kernels.loss.cross_entropy import IGNORED, HeadMatrix, Vocabulary, scaled_gradient
 from meshwright.kernels.loss.linear_divergence import Divergence, TeacherHead
 from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
@@ -32,7 +31,7 @@ PRODUCTS = ("mm", "addmm", "addmm_")
 @pytest.fixture(autouse=True, params=["plain", "loops"])
 def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU pads as a GPU does, and takes eight rows a chunk; losses by plain code and by compiled loops."""
-    monkeypatch.setattr(head_matrix, "PADDING_DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(cross_entropy, "PADDING_DEVICES", {"cpu", "cuda"})
     monkeypatch.setattr(logit_rows, "LEAST", 0 if request.param == "loops" else 2**62)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
@@ -207,7 +206,7 @@ def test_a_model_learns_the_same_and_keeps_its_shape(tied: bool, monkeypatch: py
         return loss, {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
 
     loss, actual = gradients()
-    monkeypatch.setattr(head_matrix, "PADDING_DEVICES", {"cuda"})
+    monkeypatch.setattr(cross_entropy, "PADDING_DEVICES", {"cuda"})
     plain, right = gradients()
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
     assert actual.keys() == right.keys()

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.c import logit_rows, training_library
+from meshwright.kernels.c import logit_rows, training_rows
 from meshwright.kernels.loss.cross_entropy import IGNORED
 from tests.kernels.exactness import tensors
 
 pytestmark = pytest.mark.skipif(
-    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
+    not training_rows.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
 )
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 """Relative: of an element of a gradient that is written in the dtype of the logits."""

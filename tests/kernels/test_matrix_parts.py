@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.quantized import quantize
-from meshwright.kernels.quantized.parts import MatrixPart, part_of_rows
-from meshwright.kernels.quantized.quantize import coded
+from meshwright.kernels.quantized.quantize import MatrixPart, coded, part_of_rows
 from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.model.fake_quantized import straight_through
 from meshwright.spec import presets

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.optimizer.newton_schulz import COEFFICIENTS, orthogonalized, orthogonalized_reference
+from meshwright.kernels.optimizer.adamw import COEFFICIENTS, orthogonalized, orthogonalized_reference
 from meshwright.spec.memory.matrix_exchange import ITERATIONS
 from tests.operation_recorder import Recording
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.compat import integers
 from meshwright.kernels.quantized import device_products
-from meshwright.kernels.quantized.contest import CHECKED, CLASSES, ProductContest, ProductWay
+from meshwright.kernels.quantized.device_products import CHECKED, CLASSES, ProductContest, ProductWay
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.serving.engine import engine_start

@@ -12,11 +12,11 @@ from meshwright import compat
 from meshwright.kernels.attention import attend as attention
 from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import attend, backend, causal_mask
-from meshwright.kernels.c import build, sequence_attention, training_library
+from meshwright.kernels.c import build, sequence_attention, training_rows
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, errors, plain_attention, tensors
 
 pytestmark = pytest.mark.skipif(
-    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
+    not training_rows.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
 )
 SCALE = 0.2
 FORMS = {  # rows, positions, query heads, key heads, widths of keys and values, window, mean share of borders
@@ -187,7 +187,7 @@ def test_weights_are_made_again_of_the_same_scores(size: float, dtype: torch.dty
 @pytest.mark.parametrize("name", ["plain", "odd vectors", "documents and a window"])
 def test_vectors_of_other_processors(name: str, narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *narrow))
-    made = training_library._library.__wrapped__()
+    made = training_rows._library.__wrapped__()
     assert made is not None
     monkeypatch.setattr(sequence_attention, "library", lambda: made)
     inputs, mask, seen = case(name)
@@ -290,7 +290,7 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> No
     inputs, mask, seen = case("documents")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert build.load("sequence_attention.c") is None
-    monkeypatch.setattr(training_library, "is_compiled", lambda: False)
+    monkeypatch.setattr(training_rows, "is_compiled", lambda: False)
     q, k, v = inputs
     assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")
     plain = partial(plain_attention, seen=seen, scale=SCALE)

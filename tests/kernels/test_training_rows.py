@@ -8,14 +8,14 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.attention import rope
-from meshwright.kernels.c import training_library, training_rows
+from meshwright.kernels.c import training_rows
 from meshwright.kernels.linear import swiglu
 from meshwright.kernels.linear.linear import linear_reference
 from meshwright.kernels.norm import norms
 from tests.kernels.exactness import Function, assert_not_worse, assert_single, tensors
 
 pytestmark = pytest.mark.skipif(
-    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
+    not training_rows.is_compiled(), reason="no C compiler that takes the loops of kernels/c"
 )
 EPS = 1e-5
 SIZES = [(3, 16), (2, 5, 48), (70, 384), (1, 1008)]

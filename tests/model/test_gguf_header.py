@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.formats.gguf.header import MOST_ITEMS, is_gguf, read_gguf_header
-from meshwright.formats.gguf.writer import PlannedBlocks, gguf_bytes, header_bytes
+from meshwright.formats.gguf.model import PlannedBlocks, gguf_bytes, header_bytes
 from meshwright.spec.errors import HubError
 from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES
 

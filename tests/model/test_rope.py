@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.model.rope import frequencies, softmax_factor, table_factor, tables
+from meshwright.model.attention import frequencies, softmax_factor, table_factor, tables
 from meshwright.spec import ModelShape, RopeScaling, presets
 
 

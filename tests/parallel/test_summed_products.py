@@ -1,4 +1,4 @@
-"""Sums of gradients that take products (kernels/linear/gradient_sums.py), in every layout.
+"""Sums of gradients that take products (kernels/linear/weight_gradients.py), in every layout.
 
 A CPU that is told to work as a GPU gives the bits of rounded gradients. The bytes moved for the sums are counted.
 """
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshwright import compat
-from meshwright.kernels.linear import cpu_product, gradient_sums
-from meshwright.kernels.linear.gradient_sums import GradientSum
+from meshwright.kernels.linear import cpu_product, weight_gradients
+from meshwright.kernels.linear.weight_gradients import GradientSum
 from meshwright.model import Transformer
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.oracle.feature_matrix import DENSE, EVERY_EXPERT
@@ -84,7 +84,7 @@ def _compared(options: list[Asked]) -> list[tuple[RankOutcome, RankOutcome, int]
             with (
                 changed(compat, "cpu_multiplies", lambda dtype: True),
                 changed(GradientSum, "add_product", counted),
-                changed(gradient_sums, "ADDING_DEVICES", devices),
+                changed(weight_gradients, "ADDING_DEVICES", devices),
             ):
                 both.append(outcome(CASES[case], layout, made=made))
         results.append((both[0], both[1], taken["products"]))
@@ -151,8 +151,8 @@ def test_bytes_and_kernels_of_a_step(
     micro_batches: int, devices: set[str], first: int, further: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernels of a GPU, of each element of a layer's matrices: of a step's first micro-batch and of others."""
-    monkeypatch.setattr(gradient_sums, "ADDING_DEVICES", devices)
-    monkeypatch.setattr(gradient_sums, "device_kind", lambda x: "cuda")
+    monkeypatch.setattr(weight_gradients, "ADDING_DEVICES", devices)
+    monkeypatch.setattr(weight_gradients, "device_kind", lambda x: "cuda")
     shape = shrink("llama-3.1-8b")
     engine = build_engine(
         shape, Layout(compile="off"), dtype=torch.bfloat16, reduce_dtype=torch.float32, micro_batches=micro_batches

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.kernels import chooser
-from meshwright.kernels.c import training_library
+from meshwright.kernels.c import training_rows
 from meshwright.spec import Cluster, Device, Layout, Plan, Recipe, presets
 from meshwright.spec.model.shape import LoRAShape
 from meshwright.training import device, records
@@ -220,10 +220,10 @@ def test_a_run_says_what_triton_does_not_know_of_its_attention(monkeypatch: pyte
 def test_a_cpu_without_a_compiler_says_what_it_is_slower_in(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = replace(presets.model("llama-tiny"), heads=2, kv_heads=1, head_dim=64)
     plan = Plan(model=wide, recipe=Recipe(sequence=256), layout=Layout())
-    monkeypatch.setattr(training_library, "is_compiled", lambda: True)
+    monkeypatch.setattr(training_rows, "is_compiled", lambda: True)
     assert device.kernel_notes(plan, CPU, compiled=False) == []
     assert device.attention_kernel(plan, CPU) == "compiled loops"
-    monkeypatch.setattr(training_library, "is_compiled", lambda: False)
+    monkeypatch.setattr(training_rows, "is_compiled", lambda: False)
     [note] = device.kernel_notes(plan, CPU, compiled=False)
     assert "no C compiler" in note and device.attention_kernel(plan, CPU) != "compiled loops"
     short = replace(plan, recipe=Recipe(sequence=128))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright import compat
 from meshwright.compat import fake_tensors
-from meshwright.kernels.optimizer.newton_schulz import COEFFICIENTS
+from meshwright.kernels.optimizer.adamw import COEFFICIENTS
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.spec import Layout, ModelShape, MoEShape, Recipe
 from meshwright.spec.memory.matrix_exchange import ITERATIONS

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compress.calibrated_methods import has_enough_rows, output_error, quantize_calibrated
-from meshwright.compress.input_folds import Fold, fold, input_groups, list_folds
-from meshwright.compress.input_scales import awq_scales, smooth_scales
+from meshwright.compress.input_scales import Fold, awq_scales, fold, input_groups, list_folds, smooth_scales
 from meshwright.compress.layer_inputs import Inputs, Wanted, observe_inputs
 from meshwright.compress.stream import QuantizedLayer, layer_of
 from meshwright.kernels.experts.experts import Counts
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import relative_error
-from meshwright.model.rope import frequencies
+from meshwright.model.attention import frequencies
 from meshwright.model.transformer import Block, shrink, skeleton
 from meshwright.spec.model.quantization_schemes import Scheme
 from meshwright.spec.model.shape import ModelShape

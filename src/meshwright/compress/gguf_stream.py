@@ -11,11 +11,18 @@ from torch import Tensor
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
 from meshwright.formats.gguf.header import Value
-from meshwright.formats.gguf.metadata import frequency_factors
-from meshwright.formats.gguf.model import FILE_TYPES, general_keys, planned_tensors, stays_wide
-from meshwright.formats.gguf.names import FREQUENCIES, architecture_of, gguf_bindings, ungguffable
+from meshwright.formats.gguf.metadata import FREQUENCIES, architecture_of, frequency_factors, gguf_bindings, ungguffable
+from meshwright.formats.gguf.model import (
+    FILE_TYPES,
+    GGUFWriter,
+    PlannedBlocks,
+    fresh_file,
+    general_keys,
+    gguf_bytes,
+    planned_tensors,
+    stays_wide,
+)
 from meshwright.formats.gguf.vocabulary import vocabulary_keys
-from meshwright.formats.gguf.writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
 from meshwright.formats.hub.weight_names import Binding
 from meshwright.kernels.quantized.gguf_blocks import FLOAT_DTYPES, decode, encode
 from meshwright.spec.errors import HubError, PlanError, argument

@@ -1,24 +1,74 @@
-"""The model to be compressed: a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file."""
+"""The model to be compressed: a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file.
+
+A GGUF file brings its tokenizer and generation settings.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from meshwright.compress.gguf_reading import gguf_generation, gguf_tokenizer, is_gguf_path
 from meshwright.data import Tokenizer
+from meshwright.data.corpus.corpus import lock, new_folder
+from meshwright.formats.gguf.header import is_gguf
 from meshwright.formats.gguf.model import open_gguf
 from meshwright.formats.hub.adapter import is_adapter
-from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
+from meshwright.formats.hub.config import GENERATION, TEMPLATE, read_json
 from meshwright.formats.hub.weights import stored_weights
 from meshwright.formats.quantized.folder import open_numbers
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import DataError, HubError, PlanError
 from meshwright.spec.model.shape import ModelShape
+from meshwright.spec.user_cache import default_root
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import final_weights, locate
 from meshwright.store.run_folder import no_model
+
+if TYPE_CHECKING:
+    from meshwright.formats.gguf.model import GGUFModel
+
+
+def gguf_tokenizer(model: "GGUFModel") -> Tokenizer | None:
+    """Return the tokenizer of a GGUF file, or None if it has no supported one.
+
+    Raises HubError when it is damaged or larger than the model's vocabulary.
+    """
+    vocabulary = model.vocabulary
+    if vocabulary is None:
+        return None
+    try:
+        templates = {"template": model.chat_template, "tool_template": model.tool_template}
+        tokenizer = Tokenizer(vocabulary.text, bos=vocabulary.bos, eos=vocabulary.eos, **templates)
+    except DataError as error:
+        raise HubError(f"{model.path}: {error}") from error
+    except Exception as error:  # the library raises bare Exception
+        raise HubError(f"{model.path}: its tokenizer is damaged: {' '.join(str(error).split())}") from error
+    if tokenizer.vocab > model.shape.vocab:
+        raise HubError(f"{model.path}: its tokenizer has {tokenizer.vocab} tokens, its model {model.shape.vocab}")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer) -> str:
+    """Write a tokenizer.json into the user's cache and return its path."""
+    folder = default_root() / "tokenizers" / f"gguf-{tokenizer.fingerprint}"
+    with lock(folder):
+        if not (folder / "tokenizer.json").is_file():
+            with new_folder(folder) as new:
+                tokenizer.save(new)
+    return str(folder / "tokenizer.json")
+
+
+def gguf_generation(model: "GGUFModel") -> dict[str, object] | None:
+    """Return the end-of-text ids in the form of generation_config.json, or None."""
+    ends = model.vocabulary.stop_ids if model.vocabulary else ()
+    return {"eos_token_id": list(ends)} if ends else None
+
+
+def is_gguf_path(path: Path) -> bool:
+    """Return whether a path is a GGUF file or is named like one."""
+    return path.suffix == ".gguf" or is_gguf(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

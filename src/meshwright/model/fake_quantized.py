@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.linear.weight_gradients import stand_for
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
-from meshwright.kernels.quantized.parts import Largest, MatrixPart, part_of_rows
-from meshwright.kernels.quantized.quantize import coded
+from meshwright.kernels.quantized.quantize import Largest, MatrixPart, coded, part_of_rows
 from meshwright.kernels.quantized.quantized_linear import row_codes
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.linear.linear import product_dtype
-from meshwright.kernels.norm.dropout import dropout
+from meshwright.kernels.norm.norms import dropout
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts.experts import Counts, combine, keeps_counts, spread
-from meshwright.kernels.norm.dropout import dropout
+from meshwright.kernels.norm.norms import dropout
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, experts
 from meshwright.kernels.quantized.quantized_linear import quantized_expert_linear
 from meshwright.model.linear import Weight

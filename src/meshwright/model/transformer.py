@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose, in_form
 from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans
-from meshwright.kernels.linear.gradient_sums import use_alias
 from meshwright.kernels.linear.linear import SAME
-from meshwright.kernels.norm.dropout import dropout
-from meshwright.model.attention import Attention, AttentionMetadata, LatentAttention
+from meshwright.kernels.linear.weight_gradients import use_alias
+from meshwright.kernels.norm.norms import dropout
+from meshwright.model.attention import Attention, AttentionMetadata, LatentAttention, frequencies, table_factor, tables
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past
 from meshwright.model.linear import Head
@@ -25,7 +25,6 @@ from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
 from meshwright.model.predictions import Output, Predictions
 from meshwright.model.quantized_weights import put_quantized
-from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.model.seams import Seams
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.quantization_schemes import Scheme

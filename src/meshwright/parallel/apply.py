@@ -9,8 +9,7 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.linear.linear import SAME
-from meshwright.kernels.quantized.parts import MatrixPart
-from meshwright.kernels.quantized.quantize import quantize_matrix
+from meshwright.kernels.quantized.quantize import MatrixPart, quantize_matrix
 from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.model.fake_quantized import FakeQuantized, put_fake_quantization

@@ -20,7 +20,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.linear.gradient_sums import GradientSum, gradient_dtype
+from meshwright.kernels.linear.weight_gradients import GradientSum, gradient_dtype
 from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import is_run

@@ -21,7 +21,7 @@ from meshwright import planfile
 from meshwright.data import Tokenizer
 from meshwright.formats.gguf.header import is_gguf
 from meshwright.formats.hub import adapter_config
-from meshwright.formats.hub.json_files import GENERATION, read_json
+from meshwright.formats.hub.config import GENERATION, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError, PlanError, RunError, argument
 from meshwright.spec.hub_names import explain_missing

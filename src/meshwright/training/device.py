@@ -17,7 +17,7 @@ from meshwright.kernels import chooser
 from meshwright.kernels.attention import gpu
 from meshwright.kernels.attention.attend import Mask, backend, causal_mask, triton_obstacle, wants_loops
 from meshwright.kernels.attention.partial import can_fuse
-from meshwright.kernels.c import training_library
+from meshwright.kernels.c import training_rows
 from meshwright.kernels.linear import fp8
 from meshwright.kernels.linear.linear import SAME
 from meshwright.spec import Plan
@@ -176,7 +176,7 @@ def _loop_notes(plan: Plan, device: torch.device) -> list[str]:
     """Return what is slower on a CPU without a C compiler."""
     q, k, v, _ = _attention_inputs(plan, device)
     wanted = plan.layout.cp == 1 and not plan.recipe.dropout and wants_loops(q, k, v)
-    if not wanted or training_library.is_compiled():
+    if not wanted or training_rows.is_compiled():
         return []
     return [
         "attention takes 2 to 3 times as long as in compiled loops: no C compiler with OpenMP is here (gcc, or clang "

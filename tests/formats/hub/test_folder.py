@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from meshwright.data import Tokenizer
-from meshwright.formats.gguf.writer import fresh_file
+from meshwright.formats.gguf.model import fresh_file
 from meshwright.formats.hub import export_folder, import_folder
 from meshwright.formats.safetensors.files import stored_tensors
 from meshwright.spec import ModelShape

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from meshwright.kernels.attention.store import PagedStore, turn_and_keep, turn_and_keep_reference
+from meshwright.kernels.attention.paged import PagedStore, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.triton import cache_write, paged
 from meshwright.spec.plan.execution import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
 from meshwright.model import build
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention.paged import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.triton import paged
 from meshwright.model import build
 from meshwright.model.generate import generate

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
-from meshwright.kernels.attention.paged import RowsCall, attend_rows_reference
-from meshwright.kernels.attention.store import PagedStore
+from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows_reference
 from meshwright.kernels.experts import experts
 from meshwright.kernels.target import simulate_device
 from meshwright.model import Transformer

@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright import planfile
 from meshwright.data import Tokenizer
 from meshwright.data.chat.rendering import named_template
-from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
+from meshwright.formats.hub.config import GENERATION, TEMPLATE, read_json
 from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.step.state import keep_extra_files

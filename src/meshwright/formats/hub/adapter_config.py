@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.formats.hub.json_files import read_json
+from meshwright.formats.hub.config import read_json
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.shape import LoRAShape
 

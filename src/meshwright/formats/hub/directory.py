@@ -13,16 +13,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.formats.hub.config import CODED, config_from_shape, unwritable
-from meshwright.formats.hub.json_files import (
+from meshwright.formats.hub.config import (
+    CODED,
     CONFIG,
     GENERATION,
     QUANTIZATION,
     TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    config_from_shape,
     read_config,
     read_json,
+    unwritable,
 )
 from meshwright.formats.hub.weights import load_weights, save_weights
 from meshwright.formats.safetensors.files import Stored, read_header

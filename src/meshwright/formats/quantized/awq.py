@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.formats.hub.entries import Entries
-from meshwright.formats.quantized.interface import QuantizedModel
+from meshwright.formats.quantized.interface import QuantizedModel, skipped_modules
 from meshwright.formats.quantized.packed_linears import (
     ORIGINAL,
     Codes,
@@ -22,7 +22,6 @@ from meshwright.formats.quantized.packed_linears import (
     read_scheme,
     words,
 )
-from meshwright.formats.quantized.tensors import skipped_modules
 from meshwright.formats.safetensors.files import Stored
 from meshwright.spec.model.quantization_schemes import Scheme
 

@@ -19,11 +19,16 @@ import torch
 from torch import Tensor
 
 from meshwright.formats.hub.entries import Entries
-from meshwright.formats.hub.transforms import CONV1D, JOINED, TURNED
-from meshwright.formats.hub.weight_names import Binding, bindings
-from meshwright.formats.quantized.interface import NATIVE, QuantizedModel
+from meshwright.formats.hub.weight_names import CONV1D, JOINED, TURNED, Binding, bindings
+from meshwright.formats.quantized.interface import (
+    NATIVE,
+    MatrixFormat,
+    QuantizedModel,
+    planned_tensors,
+    skipped_modules,
+    tensors_of_model,
+)
 from meshwright.formats.quantized.native import check_tensors
-from meshwright.formats.quantized.tensors import MatrixFormat, planned_tensors, skipped_modules, tensors_of_model
 from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import pack, unpack

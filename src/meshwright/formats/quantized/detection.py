@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.formats.hub.json_files import CONFIG, QUANTIZATION, read_json
+from meshwright.formats.hub.config import CONFIG, QUANTIZATION, read_json
 from meshwright.spec.model.quantization_schemes import FOLDER_FORMATS
 
 BESIDE: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

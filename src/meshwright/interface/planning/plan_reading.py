@@ -70,7 +70,7 @@ def read_folder(folder: Path) -> FolderModel:
     Raises HubError or PlanError for a folder that is neither, that is damaged, or that cannot be trained, except for
     models that can only be planned.
     """
-    from meshwright.formats.hub.json_files import CONFIG, read_config
+    from meshwright.formats.hub.config import CONFIG, read_config
     from meshwright.formats.quantized.detection import quantization
     from meshwright.store.run_folder import RunFolder
 
@@ -107,8 +107,8 @@ def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
 
 def _planned(config: Path, name: str, *, strictly: bool) -> ModelShape | None:
     """Return the shape, or None if the engine trains the family and nothing has to be read strictly."""
-    from meshwright.formats.hub.json_files import QUANTIZATION, read_json
-    from meshwright.formats.hub.planned_config import is_planned, planned_shape
+    from meshwright.formats.hub.config import QUANTIZATION, read_json
+    from meshwright.formats.hub.planned_families import is_planned, planned_shape
 
     config_entries = read_json(config)
     if config_entries is None or not (strictly or is_planned(config_entries)):

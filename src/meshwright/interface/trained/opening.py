@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, save_tokenizer
+from meshwright.compress.original import gguf_tokenizer, is_gguf_path, save_tokenizer
 from meshwright.data import Tokenizer
 from meshwright.formats.hub import HubFolder, import_folder
 from meshwright.formats.hub.adapter import base_folder, load_adapter

@@ -13,7 +13,7 @@ from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.gpu import attend_past, chosen_kernel, past_kernel
 from meshwright.kernels.attention.partial import WIDEST, can_fuse
 from meshwright.kernels.attention.varlen import borders_of
-from meshwright.kernels.c import sequence_attention, training_library
+from meshwright.kernels.c import sequence_attention, training_rows
 from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
 from meshwright.kernels.target import device_kind, simulated_kind
@@ -242,7 +242,7 @@ def _is_banded(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> b
 
 def _loops_pay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
     # The library is asked last: the first answer on a machine starts the C compiler.
-    return not dropout and wants_loops(q, k, v) and training_library.is_compiled()
+    return not dropout and wants_loops(q, k, v) and training_rows.is_compiled()
 
 
 def _blocks_pay(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:

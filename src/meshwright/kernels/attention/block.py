@@ -11,9 +11,8 @@ from typing import final
 
 from torch import Tensor
 
-from meshwright.kernels.attention.paged import RowsCall
-from meshwright.kernels.attention.store import PagedStore
-from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.attention.paged import PagedStore, RowsCall
+from meshwright.kernels.c.build import structure
 from meshwright.kernels.c.panels import Panels, pointer
 from meshwright.kernels.c.serving_library import Loops
 

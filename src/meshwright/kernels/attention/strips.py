@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.attention.blockwise import RowTile
 from meshwright.kernels.attention.partial import fused_width, padded
-from meshwright.kernels.attention.tiles import RowTile
 
 QUERIES = 512
 """Queries of a strip: few enough that hidden pairs cost little, enough to fill a GPU."""

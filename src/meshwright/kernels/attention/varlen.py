@@ -20,9 +20,8 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.kernels.attention import blockwise, strips
-from meshwright.kernels.attention.blockwise import AttentionDropout, random_state
+from meshwright.kernels.attention.blockwise import AttentionDropout, RowTile, blocks, random_state, rows_of, stretches
 from meshwright.kernels.attention.partial import fused_width, padded
-from meshwright.kernels.attention.tiles import RowTile, blocks, rows_of, stretches
 from meshwright.kernels.c import sequence_attention
 from meshwright.kernels.linear.linear import needs_wide
 from meshwright.kernels.target import device_kind, simulated_kind

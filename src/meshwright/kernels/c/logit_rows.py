@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.c import training_library
-from meshwright.kernels.c.training_library import DTYPES, library
-from meshwright.kernels.c.training_rows import LEAST
+from meshwright.kernels.c import training_rows
+from meshwright.kernels.c.training_rows import DTYPES, LEAST, library
 from meshwright.kernels.target import device_kind
 
 
@@ -21,7 +20,7 @@ def takes(logits: Tensor) -> bool:
     if logits.numel() < LEAST or logits.dtype not in DTYPES or torch.is_grad_enabled():
         return False
     plain = not torch.compiler.is_compiling() and device_kind(logits) == "cpu" and logits.stride(-1) == 1
-    return plain and compat.lies_in_memory(logits) and training_library.is_compiled()
+    return plain and compat.lies_in_memory(logits) and training_rows.is_compiled()
 
 
 def losses(

@@ -16,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.c.build import structure
 
 LANES, FOUR = 16, 4
 """Rows of a panel, and inputs of 8 bits that a lane adds up at once."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.c.declarations import structure
-from meshwright.kernels.c.training_library import DTYPES, VECTOR, library
+from meshwright.kernels.c.build import structure
+from meshwright.kernels.c.training_rows import DTYPES, VECTOR, library
 
 TILE = 64
 """Queries and keys of a tile, as in sequence_attention.c."""

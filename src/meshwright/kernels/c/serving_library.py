@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.c import build
-from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.c.build import structure
 from meshwright.kernels.c.panels import Panels, pointer
 
 STEPS = ("attention.c", "block.c", "panels.c", "rows.c")

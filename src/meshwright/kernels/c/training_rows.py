@@ -3,13 +3,43 @@
 Rows of D numbers in fp32 or bf16. x (..., D) is contiguous, except for rotation.
 """
 
+import ctypes
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.c import training_library
-from meshwright.kernels.c.training_library import DTYPES, VECTOR, library
+from meshwright.kernels.c import build
 from meshwright.kernels.target import device_kind
+
+STEPS = ("sequence_attention.c", "training_rows.c", "logit_rows.c")
+"""C sources of a training step."""
+VECTOR = 16
+"""Numbers of a vector. Widths of rows and heads must be multiples of it."""
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return build.load(*STEPS, threads=build.THREADS[:1])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def is_compiled() -> bool:
+    """Return whether a C compiler for this processor supports OpenMP: one thread would be slower than all of torch's.
+
+    The first answer on a machine compiles the library: one to two seconds of processor time.
+    """
+    return _library() is not None
+
+
+def library() -> ctypes.CDLL:
+    """Return the library, where it `is_compiled`."""
+    loaded = _library()
+    assert loaded is not None, "a loop was chosen without a library"
+    return loaded
+
 
 LEAST = 2**17
 """Least numbers of a tensor for which the loops pay off: below, a process would rather not wait for the C compiler."""
@@ -29,7 +59,7 @@ def takes(x: Tensor, *others: Tensor, width: int = 0) -> bool:
     fit = (
         alike and device_kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and compat.lies_in_memory(x, *others)
     )
-    return fit and training_library.is_compiled()
+    return fit and is_compiled()
 
 
 def takes_tables(x: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -27,8 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.linear.linear import product_dtype
-from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary, chunk_rows, counted_rows
-from meshwright.kernels.loss.head_matrix import HeadMatrix, scaled_gradient
+from meshwright.kernels.loss.cross_entropy import (
+    IGNORED,
+    HeadMatrix,
+    Vocabulary,
+    chunk_rows,
+    counted_rows,
+    scaled_gradient,
+)
 from meshwright.kernels.target import device_kind
 from meshwright.spec.memory.held import takes
 

@@ -49,7 +49,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
-from meshwright.kernels.linear.gradient_sums import GradientSum, sum_of
+from meshwright.kernels.linear.weight_gradients import GradientSum, sum_of
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model import Transformer
 from meshwright.model.linear import Linear

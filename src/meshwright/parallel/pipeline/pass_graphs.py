@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
 from meshwright.kernels.experts.experts import keeps_counts
-from meshwright.kernels.linear.gradient_sums import gradient_dtype, sum_of
+from meshwright.kernels.linear.weight_gradients import gradient_dtype, sum_of
 from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.parallel.axes.data import Bucket, Replicas

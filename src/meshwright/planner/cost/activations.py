@@ -127,7 +127,7 @@ def _chunk_bytes(local: "LocalShape", logits: float, matrix: float) -> tuple[flo
 def head_columns(local: "LocalShape") -> float:
     """Return the logits of a token on a rank as stored.
 
-    Meshwright pads those of a GPU (kernels/loss/head_matrix.py).
+    Meshwright pads those of a GPU (kernels/loss/cross_entropy.py).
     """
     vocab = local.shape.vocab / local.tp
     return float(padded_columns(ceil(vocab), local.width)) if local.stack.pads_head and local.gpu else vocab

@@ -76,9 +76,9 @@ class Stack:
     updates_at_once: bool = False
     """AdamW with fp32 states reads 16-bit gradients and writes masters and weights in one pass (GPU)."""
     sums_products: bool = False
-    """Products that are gradients of 16-bit weights accumulate in fp32 (kernels/linear/gradient_sums.py, GPU)."""
+    """Products that are gradients of 16-bit weights accumulate in fp32 (kernels/linear/weight_gradients.py, GPU)."""
     pads_head: bool = False
-    """Logits whose rows would not start at 16 bytes lie in wider rows (kernels/loss/head_matrix.py)."""
+    """Logits whose rows would not start at 16 bytes lie in wider rows (kernels/loss/cross_entropy.py)."""
     rounds_in_place: bool = False
     """Operands are rounded to 8 bits without a scaled copy, in uncompiled code too."""
     gradient_bytes: float = 2.0

@@ -79,7 +79,7 @@ class SharedCosts:
         return self.stack.sums_products and self.gpu and wider and recipe.products != "fp8-all"
 
     def sums_products(self, layout: Layout, m: int) -> bool:
-        """Return True if gradient products of dense weights add to sums (kernels/linear/gradient_sums.py).
+        """Return True if gradient products of dense weights add to sums (kernels/linear/weight_gradients.py).
 
         `m` counts micro-batches of a step. They do not if each micro-batch's gradients are reduced separately, if
         replicas put a step's only gradients into buckets (parallel/axes/data.py), or if compiled blocks compute

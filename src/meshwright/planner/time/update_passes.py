@@ -64,7 +64,7 @@ def update_seconds(
 
 
 class GradientSums(NamedTuple):
-    """Summation of a rank's 16-bit gradients in fp32 (kernels/linear/gradient_sums.py)."""
+    """Summation of a rank's 16-bit gradients in fp32 (kernels/linear/weight_gradients.py)."""
 
     learned: float
     """Trained elements of its parameters."""

@@ -18,8 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from meshwright.kernels.optimizer.adamw import random_bits, read, write, write_weight
-from meshwright.kernels.optimizer.newton_schulz import orthogonalized
+from meshwright.kernels.optimizer.adamw import orthogonalized, random_bits, read, write, write_weight
 from meshwright.kernels.triton.narrow_piece import NarrowPiece
 from meshwright.parallel import Engine
 from meshwright.parallel.groups.group import Group

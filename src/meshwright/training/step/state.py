@@ -25,7 +25,7 @@ from torch import Tensor
 from meshwright.data import Tokenizer
 from meshwright.data.chat.rendering import turn_end_ids
 from meshwright.formats.hub import HubFolder
-from meshwright.formats.hub.json_files import GENERATION, TEMPLATE
+from meshwright.formats.hub.config import GENERATION, TEMPLATE
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.formats.quantized.detection import is_quantized
 from meshwright.kernels.quantized.matrix import QuantizedMatrix

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.kernels.c import training_library
+from meshwright.kernels.c import training_rows
 from meshwright.training.device import known_device
 from meshwright.verbs.doctor.findings import Finding, failure, ok, skipped, warning
 
@@ -82,7 +82,7 @@ def check_compiler(
         tuple(name for name in ("cc", "gcc", "clang", "g++") if shutil.which(name)) if compilers is None else compilers
     )
     if not gpu:
-        return _check_loops(installed, training_library.is_compiled() if loops is None else loops)
+        return _check_loops(installed, training_rows.is_compiled() if loops is None else loops)
     triton = find_spec("triton") is not None if triton is None else triton
     missing = [*([] if installed else ["a C compiler"]), *([] if triton else ["Triton"])]
     if not missing:

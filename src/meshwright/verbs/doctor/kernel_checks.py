@@ -17,7 +17,7 @@ from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans, Mask, at
 from meshwright.kernels.experts.experts import expert_linear_reference, groups_on_device
 from meshwright.kernels.loss.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.quantized import device_products
-from meshwright.kernels.quantized.contest import ProductContest
+from meshwright.kernels.quantized.device_products import ProductContest
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.observe.rates import synchronize
 from meshwright.spec.model.quantization_schemes import SCHEMES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from meshwright.compress.gguf_reading import is_gguf_path
+from meshwright.compress.original import is_gguf_path
 from meshwright.data import Tokenizer
 from meshwright.data.chat.rendering import ROLES
 from meshwright.formats.hub.adapter import base_folder, is_adapter

@@ -71,8 +71,8 @@ def write_directory(
 
     from meshwright.formats.hub import export_folder
     from meshwright.formats.hub.adapter import export_adapter
+    from meshwright.formats.hub.config import GENERATION, TEMPLATE, read_json
     from meshwright.formats.hub.directory import PromptFiles
-    from meshwright.formats.hub.json_files import GENERATION, TEMPLATE, read_json
     from meshwright.store.durable import report_in_one_line
     from meshwright.store.model_weights import final_weights, locate, weights
     from meshwright.store.run_folder import check_dtype

@@ -45,7 +45,7 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     and checked before the folder is made. Raises HubError, DataError, and PlanError when `run` is taken.
     """
     from meshwright.data import Tokenizer
-    from meshwright.formats.hub.json_files import read_config
+    from meshwright.formats.hub.config import read_config
     from meshwright.formats.quantized.detection import quantization
     from meshwright.store.durable import refuse_taken, refuse_unwritable
 

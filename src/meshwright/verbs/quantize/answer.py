@@ -12,8 +12,7 @@ from meshwright.compress.bit_budget import bits_of, choose_within, ladder
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import open_original
-from meshwright.compress.quality import Quality
-from meshwright.compress.sensitivity import measure_groups
+from meshwright.compress.quality import Quality, measure_groups
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
 from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel
 from meshwright.formats.quantized.table import DEFAULT, FORMATS, FP16_SCALES

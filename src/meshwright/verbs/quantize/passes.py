@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.compress.calibrated_model import calibrate
-from meshwright.compress.finished_blocks import FinishedBlocks
+from meshwright.compress.calibrated_model import FinishedBlocks, calibrate
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized

@@ -14,14 +14,15 @@ from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.attention.paged import (
     DenseCall,
     PagedCall,
+    PagedStore,
     RowsCall,
     attend_dense,
     attend_paged,
     attend_rows,
     prompt_kernel,
     row_kernel,
+    turn_and_keep,
 )
-from meshwright.kernels.attention.store import PagedStore, turn_and_keep
 from meshwright.kernels.c.serving_library import Loops, takes
 from meshwright.kernels.chooser import uses_triton
 from meshwright.model.attention import LatentAttention

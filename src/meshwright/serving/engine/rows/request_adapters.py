@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.c import serving_library
-from meshwright.kernels.c.declarations import structure
+from meshwright.kernels.c.build import structure
 from meshwright.kernels.c.panels import LANES, Panels
 from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.experts.experts import Counts
