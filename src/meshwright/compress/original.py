@@ -14,7 +14,6 @@ from torch import Tensor
 from meshwright.data import Tokenizer
 from meshwright.data.corpus.corpus import lock, new_folder
 from meshwright.formats.gguf.header import is_gguf
-from meshwright.formats.gguf.model import open_gguf
 from meshwright.formats.hub.adapter import is_adapter
 from meshwright.formats.hub.config import GENERATION, TEMPLATE, read_json
 from meshwright.formats.hub.weights import stored_weights
@@ -119,6 +118,9 @@ def _open_run(path: Path, which: str) -> OriginalModel:
 
 
 def _open_gguf(path: Path) -> OriginalModel:
+    # Loaded here: verbs of other formats import this module too, and the blocks of GGUF take time to load.
+    from meshwright.formats.gguf.model import open_gguf
+
     model = open_gguf(path)
     return OriginalModel(
         shape=model.shape, dtype=model.dtype, weights=model.weights, tokenizer=gguf_tokenizer(model),
