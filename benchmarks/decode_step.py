@@ -31,9 +31,8 @@ from meshwright.kernels import chooser
 from meshwright.kernels.attention.paged import RowsCall
 from meshwright.model.quantized_weights import put_quantized, quantizable
 from meshwright.model.transformer import Transformer, shrink, skeleton
+from meshwright.planner.serving.deployment import BF16, LAUNCH_US, formats_of
 from meshwright.planner.serving.device_kernels import DeviceKernels
-from meshwright.planner.serving.frameworks import LAUNCH_US
-from meshwright.planner.serving.number_formats import BF16, formats_of
 from meshwright.serving.engine.cache.paged_cache import PagedCache, StepPlaces
 from meshwright.serving.engine.rows.prepared_layers import PreparedLayers
 from meshwright.spec import presets

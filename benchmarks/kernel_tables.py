@@ -14,7 +14,7 @@ from meshwright.planner.kernels import expert_times as experts
 from meshwright.planner.kernels import node_collective_times as collective
 from meshwright.planner.kernels import one_kernel as times
 from meshwright.planner.kernels import product_times as product
-from meshwright.planner.kernels.chips import Chip, chip_of
+from meshwright.planner.kernels.fitted_kernel import Chip, chip_of
 from meshwright.spec import presets
 
 Array = np.ndarray

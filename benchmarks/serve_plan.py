@@ -23,9 +23,7 @@ from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment, EngineDegrees
-from meshwright.planner.serving.frameworks import MESHWRIGHT
-from meshwright.planner.serving.number_formats import formats_of
+from meshwright.planner.serving.deployment import MESHWRIGHT, Deployment, EngineDegrees, formats_of
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, presets
 from meshwright.verbs.calibrate.engine_rates import QUICK, engine_rates

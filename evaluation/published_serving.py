@@ -14,9 +14,7 @@ from pathlib import Path
 
 from meshwright.planner.serving.cached_layers import CachedLayers, ServedModel, served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment, EngineDegrees
-from meshwright.planner.serving.frameworks import FRAMEWORKS, Framework
-from meshwright.planner.serving.number_formats import formats_of
+from meshwright.planner.serving.deployment import FRAMEWORKS, Deployment, EngineDegrees, Framework, formats_of
 from meshwright.spec import presets
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape

@@ -10,10 +10,9 @@ from statistics import median
 
 from evaluation.published_serving import ACCEPTED, ServingRow, UnknownRow
 from meshwright.planner.accuracy.score import quantile, spearman
-from meshwright.planner.serving.closed_loop import Served, serve
+from meshwright.planner.serving.closed_loop import Served, serve, serve_apart
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.device_kernels import DeviceKernels
-from meshwright.planner.serving.disaggregated import serve_apart
 from meshwright.planner.serving.serving_memory import serving_memory
 from meshwright.planner.serving.step_times import StepTimes
 

@@ -21,8 +21,8 @@ from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend_refe
 from meshwright.kernels.attention.paged import prompt_kernel
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.dryrun.workspaces import workspace_bytes
-from meshwright.planner.caveats import caveats
 from meshwright.planner.cost import engine_speeds
+from meshwright.planner.plan_document import caveats
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.extras import install

@@ -10,10 +10,10 @@ from meshwright.kernels.linear.linear import WeightProduct
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.planner.cost.adapters import queued
 from meshwright.planner.cost.block import _widths
 from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.cost.weight_product import queued
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.model.shape import LoRAShape

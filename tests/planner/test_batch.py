@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.planner.step.budget import budget, critical, expected_loss
+from meshwright.planner.step.prediction import budget, critical, expected_loss
 from meshwright.spec import presets
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
-from meshwright.planner.caveats import caveats
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.local_shape import local_shape
@@ -14,6 +13,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
+from meshwright.planner.plan_document import caveats
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import Layout

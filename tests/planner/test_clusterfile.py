@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from meshwright.observe.timed_steps import threads_of, tiny_plans, with_floors
-from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.speeds import Host, Speeds
+from meshwright.planner.cost.speeds import DeviceCurves, Host, LinkCurves, Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
-from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates, is_file, load, load_named, text
 from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe

@@ -18,9 +18,8 @@ from meshwright.planner.plan_document import document
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.ranking import ranking_key, search
 from meshwright.planner.search.regions import search_base
-from meshwright.planner.step.execution import COMPILE_S, GRAPHS_GAIN, Execution
 from meshwright.planner.step.predict import build_estimator, predict
-from meshwright.planner.step.prediction import usable_bytes
+from meshwright.planner.step.prediction import COMPILE_S, GRAPHS_GAIN, Execution, usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout.layout import RECOMPUTE
 from meshwright.spec.model.shape import LoRAShape

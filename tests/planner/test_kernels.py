@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.kernels import Collective, Decode, FusedExperts, Operation, Prefill, kernel_seconds
-from meshwright.planner.kernels.chips import chip_of
+from meshwright.planner.kernels.fitted_kernel import chip_of
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.spec import presets
 from meshwright.spec.layout.cluster import Device

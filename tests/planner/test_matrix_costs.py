@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from meshwright.planner.cost.speeds import speeds_of
-from meshwright.planner.time.matrix_costs import _layer_matrices, layer_matrices, moved, spread
+from meshwright.planner.time.update_passes import _layer_matrices, layer_matrices, moved, spread
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.memory.matrix_exchange import deal_matrices, flop
 from meshwright.spec.weights.inventory import parameters

@@ -9,14 +9,13 @@ from typing import Literal
 import pytest
 
 from benchmarks.measured_steps import MEASURED_STACK, TABLE, MeasuredStep, left_out, read
-from meshwright.planner.caveats import BEST_MFU, caveats
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
 from meshwright.planner.cost.speeds import ARCHITECTURES, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
-from meshwright.planner.plan_document import document
+from meshwright.planner.plan_document import BEST_MFU, caveats, document
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.plan.plan import Cluster

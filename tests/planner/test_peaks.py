@@ -19,8 +19,7 @@ from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.planner.memory.engine_peak import fullest_moments
-from meshwright.planner.memory.instants import schedule_moments
+from meshwright.planner.memory.engine_peak import fullest_moments, schedule_moments
 from meshwright.planner.memory.rank_memory import in_flight
 from meshwright.planner.step import shared_costs as of_estimator
 from meshwright.planner.step.predict import build_estimator, predict

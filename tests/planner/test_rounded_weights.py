@@ -12,8 +12,8 @@ from meshwright.model import build, fake_quantized
 from meshwright.model.fake_quantized import put_fake_quantization, rounded_rows, straight_through
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.local_shape import local_shape
-from meshwright.planner.cost.rounded_weights import PASSES, ROWS
 from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.cost.weight_product import PASSES, ROWS
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.memory.engine_peak import enough
-from meshwright.planner.memory.instants import schedule_moments
+from meshwright.planner.memory.engine_peak import enough, schedule_moments
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
-from meshwright.planner.search.bounds import CellBounds, families
-from meshwright.planner.search.memory_bounds import CellTerms
+from meshwright.planner.search.bounds import CellBounds, CellTerms, families
 from meshwright.planner.search.ranking import Ranking, fullest_rank, search
 from meshwright.planner.search.regions import Fixed, search_base
 from meshwright.planner.step.predict import Estimator, build_estimator

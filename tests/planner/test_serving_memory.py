@@ -8,7 +8,7 @@ import torch
 import meshwright as mw
 from meshwright import compat
 from meshwright.model import build
-from meshwright.planner.kernels.chips import silicon_of
+from meshwright.planner.kernels.fitted_kernel import silicon_of
 from meshwright.planner.serving import serving_memory as serving_memory_module
 from meshwright.planner.serving.cached_layers import (
     CachedLayers,
@@ -17,9 +17,15 @@ from meshwright.planner.serving.cached_layers import (
     sequence_bytes,
     served,
 )
-from meshwright.planner.serving.deployment import Deployment, EngineDegrees
-from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM, meshwright_on
-from meshwright.planner.serving.number_formats import BF16, formats_of
+from meshwright.planner.serving.deployment import (
+    BF16,
+    MESHWRIGHT,
+    VLLM,
+    Deployment,
+    EngineDegrees,
+    formats_of,
+    meshwright_on,
+)
 from meshwright.planner.serving.serving_memory import (
     BLOCK,
     adapters_bytes,

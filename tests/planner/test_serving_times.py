@@ -7,10 +7,8 @@ import pytest
 
 from meshwright.planner.cost import engine_speeds
 from meshwright.planner.serving.cached_layers import served
-from meshwright.planner.serving.closed_loop import Load, serve
-from meshwright.planner.serving.deployment import Deployment, EngineDegrees
-from meshwright.planner.serving.disaggregated import serve_apart
-from meshwright.planner.serving.frameworks import MESHWRIGHT, SGLANG, VLLM, Framework
+from meshwright.planner.serving.closed_loop import Load, serve, serve_apart
+from meshwright.planner.serving.deployment import MESHWRIGHT, SGLANG, VLLM, Deployment, EngineDegrees, Framework
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import presets
 from meshwright.spec.plan.execution import FLASH_4_GAIN
@@ -70,7 +68,7 @@ def test_looking_for_requests_seldom_makes_them_wait() -> None:
 
 @pytest.mark.parametrize("framework", ["vllm", "sglang", "trtllm"])
 def test_more_in_flight_gives_more_tokens_later(framework: str) -> None:
-    from meshwright.planner.serving.frameworks import FRAMEWORKS
+    from meshwright.planner.serving.deployment import FRAMEWORKS
 
     times = StepTimes(replace(deployment("llama-3.1-8b"), framework=FRAMEWORKS[framework]))
     outcomes = [serve(times, Load(input_tokens=512, output_tokens=128, concurrency=c, spread=0.2)) for c in (1, 8, 64)]

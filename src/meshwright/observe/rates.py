@@ -27,10 +27,10 @@ from meshwright.kernels import fast
 from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.linear import cpu_product
 from meshwright.parallel.groups.group import Group
-from meshwright.planner.cost.curves import DeviceCurves
+from meshwright.planner.cost.speeds import DeviceCurves
 from meshwright.planner.cost.work import MemoryPass
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.planner.kernels.rate_grid import RateGrid
 
 Case = Callable[[], Any]
 DTYPES = {4.0: torch.float32, 2.0: torch.bfloat16}

@@ -13,10 +13,9 @@ from meshwright.planner.search.changes import (
 from meshwright.planner.search.ranking import Ranking, search
 from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.search.regions import Fixed
-from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.error_ranges import LIKELY, ranges, relative_range
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.planner.step.prediction import Prediction, budget, critical, usable_bytes
 from meshwright.spec.errors import argument
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.model.shape import ModelShape

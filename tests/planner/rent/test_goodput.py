@@ -6,9 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.rent.failures import BLOOM, LLAMA_3, OPT, Conditions, Saves, erlang_b, saves_of
-from meshwright.planner.rent.goodput import BUSY, best_interval, daly, expected_wall_s, time_run, young
-from meshwright.planner.rent.simulation import simulate
+from meshwright.planner.rent.goodput import (
+    BLOOM,
+    BUSY,
+    LLAMA_3,
+    OPT,
+    Conditions,
+    Saves,
+    best_interval,
+    daly,
+    erlang_b,
+    expected_wall_s,
+    saves_of,
+    simulate,
+    time_run,
+    young,
+)
 
 DAY_S = 86_400.0
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.planner.rent import prices
 from meshwright.planner.rent.clusters import left_out
-from meshwright.planner.rent.tables import rows
+from meshwright.planner.rent.prices import rows
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 

@@ -6,11 +6,10 @@ from math import log
 import pytest
 
 from meshwright.planner.rent.clusters import offers_of
-from meshwright.planner.rent.failures import Conditions
+from meshwright.planner.rent.goodput import Conditions
 from meshwright.planner.rent.prices import shipped
-from meshwright.planner.rent.run_on import RentedRun, rent_run
+from meshwright.planner.rent.run_on import RentedRun, below, digits, normal, rent_run, rounded, time_error
 from meshwright.planner.rent.sweep import WORTH, RentRequest, fastest, front, least_device_s, sweep
-from meshwright.planner.rent.uncertainty import below, digits, normal, rounded, time_error
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import fit_probability, relative_range

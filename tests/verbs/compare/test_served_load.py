@@ -14,15 +14,13 @@ from meshwright.model import build
 from meshwright.observe.compare.served_load import columns, dry
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
-from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.machine import clusterfile
 from meshwright.planner.machine.clusterfile import text
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment, EngineDegrees
+from meshwright.planner.serving.deployment import MESHWRIGHT, Deployment, EngineDegrees, formats_of
 from meshwright.planner.serving.engine_rates import EngineRates
-from meshwright.planner.serving.frameworks import MESHWRIGHT
-from meshwright.planner.serving.number_formats import formats_of
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.serving.engine.cache.paged_cache import PagedCache
 from meshwright.spec import Cluster, presets

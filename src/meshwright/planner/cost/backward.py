@@ -7,7 +7,7 @@ block.py.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost import adapters, attention_core, state_layers
+from meshwright.planner.cost import attention_core, state_layers, weight_product
 from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.cost.states import largest_weight
@@ -47,9 +47,11 @@ PIECE = 2**26
 def backward(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> Backward:
     """Return the bytes inside a layer's backward pass."""
     if routed:
-        mlp = _experts(local, routed) + _rounded_experts(local, routed) + adapters.restored_bytes(local, "expert")
+        mlp = _experts(local, routed) + _rounded_experts(local, routed) + weight_product.restored_bytes(local, "expert")
     else:
-        mlp = max(_mlp(local), _rounded_mlp(local), local.gates * _gate(local) + adapters.restored_bytes(local, "mlp"))
+        mlp = max(
+            _mlp(local), _rounded_mlp(local), local.gates * _gate(local) + weight_product.restored_bytes(local, "mlp")
+        )
     # a dense layer's key would have the expert parallelism that is read here
     weights = largest_weight(local.shape, local.tp, local.ep if routed else 1, routed is not None)
     # the pass walks back: what the MLP kept is free by the time attention is reached
@@ -73,7 +75,7 @@ def backward(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> 
         + stream,
         after=(_left_experts(local, routed) if routed else local.gates * _gate(local)) - released + stream,
         weights=weights,
-        queued=adapters.queued(local, widths, routed) if local.shape.lora else queued(local, widths, routed),
+        queued=weight_product.queued(local, widths, routed) if local.shape.lora else queued(local, widths, routed),
     )
 
 
@@ -151,7 +153,7 @@ def _rounded_attention(local: "LocalShape", widths: HeadWidths) -> float:
 def _restored_attention(local: "LocalShape", widths: HeadWidths) -> float:
     """Return the bytes where the query matrix is dequantized, beside gradients of queries, keys and values."""
     gradients = local.tokens * (widths.queries + widths.keys_values) * local.width
-    return gradients + adapters.restored_bytes(local, "attention") if local.shape.lora else 0.0
+    return gradients + weight_product.restored_bytes(local, "attention") if local.shape.lora else 0.0
 
 
 def _experts(local: "LocalShape", routed: Routed) -> float:

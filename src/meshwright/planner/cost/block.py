@@ -9,7 +9,7 @@ Kept bytes follow Korthikanti et al. 2022 (arXiv:2205.05198) section 4, which te
 from collections.abc import Iterator
 from math import ceil
 
-from meshwright.planner.cost import activations, adapters, exchanges, rounded_weights, state_layers
+from meshwright.planner.cost import activations, exchanges, state_layers, weight_product
 from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.attention_core import without_weights
 from meshwright.planner.cost.backward import NONE as NOTHING
@@ -59,8 +59,8 @@ def layer(
         operations += [_norm(local, "attention_norm"), _norm(local, "mlp_norm")]
     sizes, widths = _routed(local) if routed else None, _widths(local)
     tensors = activations.kept_tensors(local, widths, sizes)
-    tensors = adapters.with_adapters(local, widths, sizes, tensors)
-    tensors = rounded_weights.with_rounded_activations(local, widths, routed, tensors)
+    tensors = weight_product.with_adapters(local, widths, sizes, tensors)
+    tensors = weight_product.with_rounded_activations(local, widths, routed, tensors)
     if local.stack.drops_scores_alone:
         tensors = tuple(
             tensor if tensor.part == "scores" else tensor._replace(selective=tensor.none) for tensor in tensors
@@ -69,7 +69,7 @@ def layer(
     if local.compiled and routed and local.ep > 1:
         tensors = tuple(tensor._replace(part="") for tensor in tensors)
     return LayerWork(
-        operations=rounded_weights.rounding(local, operations),
+        operations=weight_product.rounding(local, operations),
         tensors=tensors,
         boundary_bytes=local.between_bytes,
         transient_bytes=activations.layer_transient(local, sizes),
@@ -276,7 +276,7 @@ def _mlp(
 
 
 def _leave(local: LocalShape, name: str, written: LayerOperation) -> LayerOperation:
-    alone = adapters.adapted(local, written.name) > 0
+    alone = weight_product.adapted(local, written.name) > 0
     put = () if local.sp or alone else exchanges.together(local, local.shape.hidden)
     return LayerOperation(name=name, forward=put, exchanges=exchanges.leave(local, None if alone else written))
 

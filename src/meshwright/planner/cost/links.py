@@ -11,7 +11,7 @@ Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-test
 from dataclasses import dataclass
 from math import comb, log2
 
-from meshwright.planner.cost.curves import LinkCurves
+from meshwright.planner.cost.speeds import LinkCurves
 from meshwright.spec.layout.cluster import Cluster
 
 

@@ -17,7 +17,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import CostsByPolicy
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.time.matrix_costs import UPDATED_AT_ONCE_BYTES
+from meshwright.planner.time.update_passes import UPDATED_AT_ONCE_BYTES
 from meshwright.spec.layout.layout import RECOMPUTE, Layout
 from meshwright.spec.memory.matrix_exchange import ROUND_ELEMENTS
 from meshwright.spec.rules.legal import divisors, layout_violations

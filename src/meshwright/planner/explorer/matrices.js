@@ -1,4 +1,4 @@
-// Muon's matrices: planner/time/matrix_costs.py, ported. Elements of a layer of each kind come from Python in DATA.muon.
+// Muon's matrices: planner/time/update_passes.py, ported. Elements of a layer of each kind come from Python in DATA.muon.
 
 // [owned, gathered, scattered, updated, copies] of a rank with so many layers of each kind.
 function movedOf({moved}, layout, dense, routed) {

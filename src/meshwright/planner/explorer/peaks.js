@@ -1,4 +1,4 @@
-// The moments of a step at which a rank may hold most, and what each needs: planner/memory/instants.py and planner/memory/engine_peak.py,
+// The moments of a step at which a rank may hold most, and what each needs: planner/memory/engine_peak.py and planner/memory/engine_peak.py,
 // ported. A moment is [what, place of its stage, alive, queued, graded, reduced].
 
 const ENOUGH = 3; // rounds of the pipeline beyond which no more micro-batches are in flight (all but afab)

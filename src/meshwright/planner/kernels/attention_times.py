@@ -3,7 +3,7 @@
 Formulas are arithmetic only, as in product_times.py.
 """
 
-from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.fitted_kernel import Chip
 from meshwright.planner.kernels.product_times import Figures, least, most
 
 ROWS = 128

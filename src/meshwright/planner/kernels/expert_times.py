@@ -3,7 +3,7 @@
 The rank holds experts / ep experts, each cut tp ways. Formulas are arithmetic only, as in product_times.py.
 """
 
-from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.fitted_kernel import Chip
 from meshwright.planner.kernels.product_times import Figures, least, most
 
 COLUMNS = 128

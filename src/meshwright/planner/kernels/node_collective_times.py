@@ -3,7 +3,7 @@
 Formulas are arithmetic only, as in product_times.py.
 """
 
-from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.fitted_kernel import Chip
 from meshwright.planner.kernels.product_times import Figures
 
 ROUNDS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}

@@ -11,7 +11,7 @@ The formulas are arithmetic only, so they also work on arrays of shapes: the fit
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from meshwright.planner.kernels.chips import Chip
+from meshwright.planner.kernels.fitted_kernel import Chip
 
 Figures = Mapping[str, float]
 TILES = (

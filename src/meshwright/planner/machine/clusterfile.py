@@ -20,11 +20,10 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.links import Links, links_of
-from meshwright.planner.cost.speeds import KINDS, Host, Speeds, speeds_of
+from meshwright.planner.cost.speeds import KINDS, DeviceCurves, Host, LinkCurves, Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import presets

@@ -5,18 +5,182 @@ run.
 
 FSDP's buffers (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a forward gather keeps its buffer until the
 next one is complete. A reduction copies a unit's gradients into one, which lives until the next reduction.
+
+Units that fully_shard gathers and reduces together on a rank (parallel/axes/data.py).
+
+The embedding, a block, in it experts that are spread over ranks, and the norm with the head.
+
+Moments of a step at which a rank of Meshwright's engine may hold most.
+
+Each says what the schedule has in flight, and what the current pass needs beside it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from operator import mul
-from typing import NamedTuple
+from functools import cache
+from operator import le, mul, sub
+from typing import Literal, NamedTuple
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.memory.gather_units import GatherUnit, GatherUnits
-from meshwright.planner.memory.instants import Instant, What, schedule_moments
+from meshwright.planner.cost.states import ElementCounts, counts, expert_counts, largest_cut_stack
 from meshwright.spec.layout.layout import Layout
-from meshwright.spec.layout.schedule import KINDS
+from meshwright.spec.layout.schedule import KINDS, last_of, schedule
+from meshwright.spec.model.shape import ModelShape
+
+What = Literal["loss", "pass", "sums", "inputs", "split", "embedding", "end", "weights", "reduce"]
+
+
+class Instant(NamedTuple):
+    """Moment in a rank's schedule. Tuples are indexed by the rank's stages, ascending.
+
+    loss       head and loss are computed
+    pass       a backward pass begins
+    sums       a stage's last backward pass begins, in which its gradients are reduced
+    inputs     a backward pass that defers weight gradients begins
+    split      such a pass reaches its last layer
+    embedding  a pass ends with the gradient of the embedding
+    end        a stage's last pass does
+    weights    deferred weight gradients are computed
+    reduce     with them all gradients of a stage exist, and are reduced next
+    """
+
+    what: What
+    stage: int
+    """Index of the stage among the rank's."""
+    alive: tuple[int, ...]
+    """Micro-batches between their forward and their backward pass."""
+    queued: tuple[int, ...]
+    """Micro-batches between their backward pass and its deferred weight gradients."""
+    graded: tuple[int, ...]
+    """1 = gradients of earlier micro-batches exist, deferred ones included."""
+    reduced: tuple[int, ...]
+    """1 = all gradients are complete and reduced, and only ZeRO's share is left."""
+
+
+@cache
+def schedule_moments(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> tuple[Instant, ...]:
+    """Return the instants of a pipeline rank in a step that can be its fullest."""
+    kinds: dict[tuple[What, int], set[Instant]] = {}
+    for instant in _walk(name, ranks, micro_batches, virtual, rank):
+        kinds.setdefault((instant.what, instant.stage), set()).add(instant)
+    return tuple(sorted(instant for instants in kinds.values() for instant in _highest(instants)))
+
+
+def _highest(instants: Collection[Instant]) -> Iterator[Instant]:
+    """Yield the instants of one kind that no other exceeds. Reduced gradients are fewer with ZeRO, else as many."""
+    flat = {i: (*i.alive, *i.queued, *i.graded, *(-done for done in i.reduced)) for i in instants}
+    for instant, numbers in flat.items():
+        if not any(other is not instant and all(map(le, numbers, others)) for other, others in flat.items()):
+            yield instant
+
+
+def _walk(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) -> Iterator[Instant]:
+    actions = schedule(name, ranks, micro_batches, virtual)[rank]
+    stages = {stage: index for index, stage in enumerate(sorted({action.stage for action in actions}))}
+    alive, queued, graded, reduced = ([0] * len(stages) for _ in range(4))
+    last = last_of(actions, ("W", "BW"))
+
+    def now(what: What) -> Instant:
+        return Instant(what, stage, tuple(alive), tuple(queued), tuple(graded), tuple(reduced))
+
+    for action in actions:
+        stage = stages[action.stage]
+        if action.kind == "F":
+            alive[stage] += 1
+            if action.stage == ranks * virtual - 1:
+                yield now("loss")
+        elif action.kind == "W":
+            yield now("weights")
+            queued[stage] -= 1
+            graded[stage] = 1
+            if action == last[action.stage]:
+                yield now("reduce")
+        else:
+            final = action == last[action.stage]
+            yield now("inputs" if action.kind == "B" else "sums" if final else "pass")
+            # only after the pass: at its worst place its own activations still count
+            alive[stage] -= 1
+            if action.kind == "B":
+                queued[stage] += 1
+                yield now("split")
+            # only the first stage goes on into the embedding, whose gradient is made last
+            if action.stage == 0:
+                yield now("end" if final else "embedding")
+            if action.kind == "BW":
+                graded[stage] = 1
+        if action == last[action.stage]:
+            # a stage reduces once, after its last weight gradient
+            reduced[stage] = 1
+
+
+class GatherUnit(NamedTuple):
+    """Bytes of a unit: parameters, gradients as summed and as computed."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    made: float = 0.0
+    share: float = 0.0
+    """Bytes of gradients left after the reduction."""
+
+
+NO_UNIT = GatherUnit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherUnits:
+    """Units of a model: the embedding, a block, norm with head. A tied matrix is in both ends."""
+
+    first: GatherUnit
+    block: GatherUnit
+    last: GatherUnit
+    summed: bool
+    """True if other ranks have gradients to be summed with these."""
+    tied: bool
+    """Both ends are one unit."""
+    dense: GatherUnit
+    """A block without experts that are a separate unit."""
+    experts: GatherUnit = NO_UNIT
+    """A block's experts on this rank, if other ranks have other ones."""
+    stack: float = 0.0
+    """Bytes of the largest stack of experts as its gradient is computed, if ZeRO cuts inside experts.
+
+    Stacks are then copied as they are gathered, and one by one before they are reduced.
+    """
+    alone: bool = False
+    """No other rank has these experts, so nothing of them is gathered."""
+
+
+def widest_layer(shape: ModelShape) -> int:
+    """Return the last layer, or the last of linear attention if that has more parameters."""
+    ends = {bool(shape.linear_of(layer)): layer for layer in range(shape.layers)}.values()
+    return max(ends, key=lambda layer: counts(shape, Layout(), (layer,), first=False, last=False).whole)
+
+
+def gather_units(shape: ModelShape, layout: Layout, width: float, gradient: float) -> GatherUnits:
+    """Return the units of a shape. `width` and `gradient`: bytes of an element."""
+    tied, layer = shape.tied, widest_layer(shape)
+
+    def unit(elements: ElementCounts) -> GatherUnit:
+        learned = elements.learned_gathered
+        parameters = elements.gathered * width + elements.codes_gathered
+        return GatherUnit(parameters, learned * gradient, learned * width, elements.updated * gradient)
+
+    # experts spread over ranks are sharded over fewer ranks than the rest of their block
+    apart = layout.ep > 1 and shape.is_moe_layer(layer)
+    block = unit(counts(shape, layout, (layer,), first=False, last=False))
+    experts = unit(expert_counts(shape, layout, layer)) if apart else NO_UNIT
+    return GatherUnits(
+        first=unit(counts(shape, layout, (), first=True, last=tied)),
+        block=block,
+        last=unit(counts(shape, layout, (), first=tied, last=True)),
+        summed=layout.sums_gradients,
+        tied=tied,
+        dense=GatherUnit(*map(sub, block, experts)),
+        experts=experts,
+        stack=largest_cut_stack(shape, layout, layer) * width if apart else 0.0,
+        alone=apart and layout.zero_ranks[1] == 1,
+    )
+
 
 Kinds = dict[str, float]
 WORDS = {

@@ -6,9 +6,7 @@ from operator import add
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import MomentBytes, PipelineRank, moments
-from meshwright.planner.memory.gather_units import GatherUnits
-from meshwright.planner.memory.instants import Instant, What
+from meshwright.planner.memory.engine_peak import GatherUnits, Instant, MomentBytes, PipelineRank, What, moments
 from meshwright.spec.layout.layout import Layout, own_stages
 from meshwright.spec.layout.schedule import KINDS, SPLIT_ALWAYS, V_PLACED, Rounds
 from meshwright.spec.memory.held import PLANNED

@@ -7,12 +7,107 @@ which lasting steps are done. Failures are a Poisson process: they come at any t
     restart_s   R       time between a failure and the next step
     mtbf_s      M       mean time between failures of all devices together
     interval_s  tau     work between two saves
+
+Simulation of a run of weeks, failure by failure: saves, restarts, repairs, spare nodes. Seeded.
+
+Between failures nothing is simulated: the progress of a run follows from the time. So a run of months with a thousand
+failures takes a millisecond.
+
+Published failure rates of devices, and the cost of a failure with this engine.
+
+A rate is unexpected interruptions per device-hour. Llama 3's is the default: it is the largest count, and the only one
+that lists the causes.
 """
 
 from dataclasses import dataclass
-from math import exp, expm1, sqrt
+from heapq import heappop, heappush
+from math import exp, expm1, floor, sqrt
+from random import Random
+from statistics import fmean
 
-from meshwright.planner.rent.failures import HOUR_S, Conditions, Saves, erlang_b
+HOUR_S, DAY_S = 3600.0, 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRecord:
+    """Report of one run."""
+
+    name: str
+    interruptions: float
+    devices: int
+    days: float
+    source: str
+
+    @property
+    def mtbf_device_hours(self) -> float:
+        """Mean hours of one device between interruptions."""
+        return self.devices * self.days * 24 / self.interruptions
+
+
+LLAMA_3 = FailureRecord(
+    name="Llama 3 405B", interruptions=419, devices=16_384, days=54,
+    source="arXiv:2407.21783, section 3.3.4 and table 5: 419 unexpected interruptions in 54 days",
+)  # fmt: skip
+OPT = FailureRecord(
+    name="OPT-175B", interruptions=105, devices=992, days=60,
+    source="arXiv:2205.01068: 35 manual restarts and an estimated 70 automatic ones in two months (recalled)",
+)  # fmt: skip
+BLOOM = FailureRecord(
+    name="BLOOM 176B", interruptions=1.5, devices=384, days=7,
+    source="arXiv:2211.05100: one or two GPU failures a week on 384 GPUs (recalled)",
+)  # fmt: skip
+RECORDS = (LLAMA_3, OPT, BLOOM)
+HARDWARE = 0.78
+"""Share of interruptions after which a node is replaced: confirmed or suspected hardware (Llama 3, section 3.3.4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Conditions of a run of weeks. Answers name the defaults."""
+
+    mtbf_device_hours: float = LLAMA_3.mtbf_device_hours
+    hardware: float = HARDWARE
+    restart_s: float = 180.0
+    """Time from a failure to the first step, without reading the checkpoint. Also the time before the first step.
+
+    A death is detected within a second and a hang within 5 minutes (docs/failures.md). Ranks start and compile for 20
+    to 90 s.
+    """
+    repair_s: float = DAY_S
+    """Time until a failed node comes back."""
+    storage_bytes_per_s: float = 2e9
+    """Bandwidth of each node to and from the storage of checkpoints."""
+    evaluation: float = 0.01
+    """Share of the steps' time that evaluations take."""
+    spares: int | None = None
+    """Nodes beyond those that train. None = as many as make the run cheapest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saves:
+    """Cost of a checkpoint."""
+
+    total_bytes: float
+    stall_s: float
+    """Time that training waits: until the fullest rank's part is copied to its host."""
+    write_s: float
+    """Time that a thread then writes. The checkpoint counts only afterwards."""
+
+
+def saves_of(rank_bytes: float, total_bytes: float, nodes: int, host_bytes_per_s: float, storage: float) -> Saves:
+    """Return the cost of a checkpoint. If the bandwidth to the host is unknown, training waits for the write."""
+    write_s = total_bytes / (nodes * storage)
+    stall_s = rank_bytes / host_bytes_per_s if host_bytes_per_s else write_s
+    return Saves(total_bytes=total_bytes, stall_s=stall_s, write_s=write_s)
+
+
+def erlang_b(places: int, load: float) -> float:
+    """Return the share of the time in which all places are taken under a mean load (A. K. Erlang 1917)."""
+    share = 1.0
+    for number in range(1, places + 1):
+        share = load * share / (number + load * share)
+    return share
+
 
 MOST_SPARES = 64
 MOST_SHARE = 8
@@ -152,3 +247,98 @@ def time_run(
         return with_spares(conditions.spares)
     most = min(MOST_SPARES, max(1, nodes // MOST_SHARE))
     return min(map(with_spares, range(most + 1)), key=lambda timing: timing.wall_s * (nodes + timing.spares))
+
+
+RUNS = 200
+MOST_EVENTS = 40_000
+"""Failures that are simulated for one answer. A long run is simulated less often, at least FEWEST times."""
+FEWEST = 20
+ENDLESS = 1e6
+"""Failures of a run beyond which it is taken to make no progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRuns:
+    """Statistics over all simulated runs."""
+
+    wall_s: tuple[float, ...]
+    """Seconds of each run, sorted."""
+    failures: float
+    """Mean number of failures."""
+    steps_s: float
+
+    @property
+    def mean_s(self) -> float:
+        """Mean time."""
+        return fmean(self.wall_s)
+
+    def quantile_s(self, share: float) -> float:
+        """Return the time that this share of the runs does not exceed."""
+        return self.wall_s[min(len(self.wall_s) - 1, floor(share * len(self.wall_s)))]
+
+    @property
+    def goodput(self) -> float:
+        """Share of the mean time in which lasting steps are done."""
+        return self.steps_s / self.mean_s
+
+    def within(self, limit_s: float, factor: float = 1.0) -> float:
+        """Return the share of the runs that end in time, if each took `factor` times as long."""
+        return sum(wall_s * factor <= limit_s for wall_s in self.wall_s) / len(self.wall_s)
+
+
+def simulate(timing: RunTiming, *, seed: int = 0, runs: int = 0) -> SimulatedRuns:
+    """Simulate `runs` runs (0 = RUNS, fewer of a run with many failures)."""
+    runs = runs or max(FEWEST, min(RUNS, int(MOST_EVENTS / max(1.0, timing.failures))))
+    random = Random(seed)
+    outcomes = [_Run(timing, random).play() for _ in range(runs)]
+    return SimulatedRuns(
+        wall_s=tuple(sorted(wall_s for wall_s, _ in outcomes)), failures=fmean(number for _, number in outcomes),
+        steps_s=timing.steps_s,
+    )  # fmt: skip
+
+
+class _Run:
+    def __init__(self, timing: RunTiming, random: Random) -> None:
+        self.timing, self.random = timing, random
+        self.now, self.done, self.failures = timing.start_s, 0.0, 0
+        self.back: list[float] = []
+        """Times at which nodes under repair come back."""
+        self.spares = timing.spares
+
+    def play(self) -> tuple[float, int]:
+        while self.failures < ENDLESS:
+            needed_s, until_s = self._needed(), self.random.expovariate(1 / self.timing.mtbf_s)
+            if until_s >= needed_s:
+                return self.now + needed_s, self.failures
+            self.now += until_s
+            self.done += self._committed(until_s)
+            self._fail()
+            while (until_s := self.random.expovariate(1 / self.timing.mtbf_s)) < self.timing.restart_s:
+                self.now += until_s
+                self._fail()
+            self.now += self.timing.restart_s
+        return float("inf"), self.failures
+
+    def _needed(self) -> float:
+        """Return the time until the end without failures. Each interval ends with a save."""
+        left_s = max(0.0, self.timing.work_s - self.done)
+        return left_s + self.timing.save_s * left_s / self.timing.interval_s
+
+    def _committed(self, running_s: float) -> float:
+        """Return the work that a checkpoint holds after `running_s`."""
+        length = self.timing.interval_s + self.timing.save_s
+        return max(0, floor((running_s - self.timing.write_s) / length)) * self.timing.interval_s
+
+    def _fail(self) -> None:
+        """Handle one failure: a spare takes over, or the first node that is repaired."""
+        self.failures += 1
+        if self.random.random() >= self.timing.hardware:
+            return
+        while self.back and self.back[0] <= self.now:
+            heappop(self.back)
+            self.spares += 1
+        heappush(self.back, self.now + self.random.expovariate(1 / self.timing.repair_s))
+        if self.spares:
+            self.spares -= 1
+        else:
+            self.now = max(self.now, heappop(self.back))

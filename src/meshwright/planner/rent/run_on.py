@@ -1,20 +1,94 @@
-"""A run on a rented cluster: its layout, timing, bill, energy, and what limits the gain from more devices."""
+"""A run on a rented cluster: its layout, timing, bill, energy, and what limits the gain from more devices.
+
+Uncertainty of a bill: the planner's ranges (planner/step/error_ranges.py) as one deviation, and printed digits.
+
+Errors are standard deviations of the logarithm.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import erf, log, sqrt
 
-from meshwright.planner.rent import uncertainty
 from meshwright.planner.rent.clusters import Offer
-from meshwright.planner.rent.failures import Conditions, Saves, saves_of
-from meshwright.planner.rent.goodput import RunTiming, time_run
-from meshwright.planner.rent.simulation import SimulatedRuns, simulate
-from meshwright.planner.step.budget import critical
-from meshwright.planner.step.error_ranges import fit_probability
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.rent.goodput import (
+    DAY_S,
+    Conditions,
+    RunTiming,
+    Saves,
+    SimulatedRuns,
+    saves_of,
+    simulate,
+    time_run,
+)
+from meshwright.planner.step.error_ranges import fit_probability, relative_range
+from meshwright.planner.step.prediction import Prediction, critical
 from meshwright.spec.memory.held import written_bytes
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.units import count, many
+
+WIDTH = 2 * 1.6449
+"""Deviations of a normal distribution between the ends of a 90 % range."""
+
+
+def time_error(prediction: Prediction) -> float:
+    """Return the error of a predicted step time."""
+    low, high, _ = relative_range(prediction.plan, prediction.stack)
+    return log(high / low) / WIDTH
+
+
+def middle_ratio(prediction: Prediction) -> float:
+    """Return measured over predicted in the middle of the range: printed ranges are the planner's."""
+    low, high, _ = relative_range(prediction.plan, prediction.stack)
+    return sqrt(low * high)
+
+
+def below(value: float, limit: float, error: float) -> float:
+    """Return the probability that a quantity predicted as `value` is at most `limit`."""
+    if value <= 0 or limit <= 0:
+        return 1.0 if value <= limit else 0.0
+    return normal(log(limit / value) / error) if error else float(value <= limit)
+
+
+def normal(deviations: float) -> float:
+    """Return the cumulative distribution of a standard normal variable."""
+    return 0.5 * (1 + erf(deviations / sqrt(2)))
+
+
+def digits(error: float) -> int:
+    """Return the significant digits worth printing: three below 1 %, two below 30 %, else one."""
+    return 3 if error < 0.01 else 2 if error < 0.3 else 1
+
+
+def rounded(value: float, error: float) -> float:
+    """Round a number to its significant digits."""
+    return float(f"{value:.{digits(error)}g}")
+
+
+def plain(value: float, error: float) -> str:
+    """Format a number with its significant digits."""
+    value = rounded(value, error)
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
+
+
+def three(value: float) -> str:
+    """Format a number with three digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def days(seconds: float, error: float = 0.0) -> str:
+    """Format a time with its significant digits: 16 d, 7.2 h, 12 min."""
+    for unit, size in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{plain(seconds / size, error)} {unit}"
+    return f"{plain(seconds, error)} s"
+
+
+def dollars(usd: float, error: float) -> str:
+    """Format a bill with its significant digits."""
+    value = rounded(usd, error)
+    return f"${plain(value / 1e6, error)}M" if value >= 1e6 else f"${plain(value, error)}"
+
 
 SHOWN = 0.05
 """Share of a step from which a limit is named."""
@@ -55,12 +129,12 @@ class RentedRun:
     @property
     def days(self) -> str:
         """Its mean time with its significant digits, in print."""
-        return uncertainty.days(self.wall_s, self.error)
+        return days(self.wall_s, self.error)
 
     @property
     def dollars(self) -> str:
         """Its mean bill with its significant digits, in print."""
-        return uncertainty.dollars(self.usd, self.error)
+        return dollars(self.usd, self.error)
 
     @property
     def kwh(self) -> float | None:
@@ -77,7 +151,7 @@ class RentedRun:
     @property
     def error(self) -> float:
         """Error of its step time, as a standard deviation of the logarithm."""
-        return uncertainty.time_error(self.prediction)
+        return time_error(self.prediction)
 
     @cached_property
     def range_s(self) -> tuple[float, float]:
@@ -101,8 +175,8 @@ class RentedRun:
 
     def ends_within(self, limit_s: float) -> float:
         """Return the probability to end in time, from all simulated runs and the planner's error."""
-        runs, middle, error = self.simulated.wall_s, uncertainty.middle(self.prediction), self.error
-        return sum(uncertainty.below(wall_s * middle, limit_s, error) for wall_s in runs) / len(runs)
+        runs, middle, error = self.simulated.wall_s, middle_ratio(self.prediction), self.error
+        return sum(below(wall_s * middle, limit_s, error) for wall_s in runs) / len(runs)
 
     def costs_at_most(self, usd: float) -> float:
         """Return the probability of a bill of at most `usd`."""

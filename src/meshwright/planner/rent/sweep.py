@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.planner.rent.clusters import Offer, offers_of
-from meshwright.planner.rent.failures import DAY_S, Conditions
+from meshwright.planner.rent.goodput import DAY_S, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RentedRun, rent_run, steps_of
-from meshwright.planner.search.bounds import CellBounds
-from meshwright.planner.search.fewest_layers import refine
-from meshwright.planner.search.memory_bounds import CellTerms
+from meshwright.planner.search.bounds import CellBounds, CellTerms
 from meshwright.planner.search.ranking import search
+from meshwright.planner.search.recommend import refine
 from meshwright.planner.search.regions import Cell, Fixed, RegionFamily
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes

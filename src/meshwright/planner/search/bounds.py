@@ -3,22 +3,32 @@
 A bound counts the work of a rank, the waiting that its schedule cannot avoid, and the data parallelism that no pass can
 hide. It needs only the costs of a cell's blocks and plays no schedule. Tests check that it never exceeds the exact
 time. The bounds of memory are in memory_bounds.py.
+
+Lower bounds of the peak memory of whole groups of layouts.
+
+States are shared as far as any split of data parallelism shares them. Activations are those that the first ranks keep
+when their first backward pass begins. Tests check that a bound never exceeds the exact peak.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from operator import le, mul
+from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.search.memory_bounds import BlockPasses, CellTerms, MemoryBounds, Split, StageLayers, Wait
+from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy
+from meshwright.planner.cost.states import ElementCounts, counts
+from meshwright.planner.memory.engine_peak import enough
+from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import (
     Cell,
     Fixed,
     Region,
     RegionFamily,
     allowed,
+    batches,
     cells,
     micro_batches,
     offered_splits,
@@ -26,10 +36,338 @@ from meshwright.planner.search.regions import (
 )
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.timeline import Unhidden
-from meshwright.spec.layout.layout import Recompute
-from meshwright.spec.layout.schedule import SPLIT, stages_of_ranks
+from meshwright.spec.layout.layout import Layout, Recompute
+from meshwright.spec.layout.schedule import SPLIT, ranges, stage_layers, stages_of_ranks
+from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.rules.compilation import keeps_no_norms
+from meshwright.spec.rules.compilation import compiles_blocks, keeps_no_norms
+from meshwright.spec.rules.quantized_weights import shares_codes
+
+Split = tuple[int, int, int]
+FIRST = 2
+"""Pipeline ranks examined for activations: the second has a full share of layers, the first also the embedding."""
+
+
+class RankLayers(NamedTuple):
+    """Layers (dense, routed) that a pipeline rank holds, and those in flight, counted once per micro-batch."""
+
+    held: tuple[int, int]
+    alive: tuple[int, int]
+    first: int
+    """1 = the rank also holds the embedding."""
+
+    def bytes_of(self, held: "HeldBytes") -> tuple[float, float]:
+        """Return (bytes of all states of the rank, bytes of its gradients among them)."""
+        dense, routed, ends = held.gradients
+        return (
+            self.held[0] * held.dense + self.held[1] * held.routed + self.first * held.ends,
+            self.held[0] * dense + self.held[1] * routed + self.first * ends,
+        )
+
+
+class HeldBytes(NamedTuple):
+    """Bytes that stay through a step under one ZeRO stage: of a dense layer, a routed layer and the embedding."""
+
+    dense: float
+    routed: float
+    ends: float
+    largest: str
+    """Largest kind of memory of a layer."""
+    gradients: tuple[float, float, float]
+    """Bytes of gradients among each of the three. They appear one by one in the first backward pass."""
+
+
+class PipelineTerms(NamedTuple):
+    """Terms shared by consecutive families that differ in recomputation only."""
+
+    names: tuple[tuple[str, int], ...]
+    micro_batch: int
+    ranks: "list[Idle]"
+    idle_bytes: float
+    """Most bytes of any rank, without gradients."""
+    stays: bool
+    """True if all gradients exist at the peak."""
+
+
+class Idle(NamedTuple):
+    """A rank's in-flight layers, dense and routed, and the bytes it holds without their activations."""
+
+    dense: int
+    routed: int
+    idle_bytes: float
+    gradient_bytes: float
+    """Gradients among `idle_bytes`."""
+
+
+StageLayers = tuple[tuple[int, int], ...]
+"""(dense, routed) layers of each stage."""
+Wait = tuple[int, int, int, int, int, int, int, int]
+"""Executions and waits of a rank in one step, counted for each of eight terms.
+
+Forward and backward passes of a dense layer, of a routed layer and of the embedding, both passes of the head, sends.
+"""
+
+
+class BlockPasses(NamedTuple):
+    """Seconds of one micro-batch."""
+
+    whole_s: float
+    """Forward and backward through all layers."""
+    through_s: float
+    """The same without weight gradients, which can be computed later."""
+    each_s: tuple[float, ...]
+    """Seconds of each term of a Wait except sends."""
+
+
+@dataclass(slots=True)
+class BlockTerms:
+    """Terms shared by cells whose ranks compute the same blocks."""
+
+    costs: dict[int, CostsByPolicy] = field(default_factory=dict)
+    """Micro-batch -> costs by recompute policy."""
+    between: dict[int, float] = field(default_factory=dict)
+    """Micro-batch -> bytes that a stage sends to the next."""
+    kept_by_policy: dict[tuple[str, bool], tuple[float, float, float]] = field(default_factory=dict)
+    passes: dict[tuple[int, str], BlockPasses] = field(default_factory=dict)
+
+
+ALONE = (0,)
+
+
+@dataclass(slots=True)
+class CellTerms:
+    """Terms shared by cells, so that each is computed once per search."""
+
+    blocks: dict[tuple[int | bool, ...], BlockTerms] = field(default_factory=dict)
+    """Keyed by the degrees within a stage. `ALONE`: a rank that shares neither blocks nor a pipeline."""
+
+    stages: dict[tuple[int, int], StageLayers] = field(default_factory=dict)
+    """(pipeline ranks, stages per rank) -> layers of each stage."""
+    layers: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[RankLayers, ...]] = field(default_factory=dict)
+    """(pipeline ranks, micro-batches, pipelines) -> `least_layers` over the pipelines."""
+    stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
+    """Same key -> True if all gradients exist when as much is in flight as before the first backward pass."""
+    waits: dict[tuple[int, int, tuple[tuple[str, int], ...]], list[Wait]] = field(default_factory=dict)
+    """Same key -> waits of the pipelines that can be the fastest."""
+    states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
+    counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
+    """The degrees that share a layer, and the layer -> its elements on a rank."""
+    sharing: dict[tuple[object, ...], list[Unhidden]] = field(default_factory=dict)
+    """(cell, splits, layers of a rank, micro-batches) -> the least that each split adds to a step."""
+
+
+def least_layers(pipelines: list[tuple[RankLayers, ...]]) -> tuple[RankLayers, ...]:
+    """Return, rank by rank, the fewest layers over these pipelines."""
+    return tuple(
+        RankLayers(
+            (min(layers.held[0] for layers in candidates), min(layers.held[1] for layers in candidates)),
+            (min(layers.alive[0] for layers in candidates), min(layers.alive[1] for layers in candidates)),
+            candidates[0].first,
+        )
+        for candidates in zip(*pipelines, strict=True)
+    )
+
+
+@cache
+def rank_layers(stages: StageLayers, name: str, ranks: int, virtual: int, m: int) -> tuple[RankLayers, ...]:
+    """Return the layers held and in flight on the first ranks of a pipeline with these stages."""
+    layers = []
+    few = enough(name, ranks, m, virtual)
+    for rank, rank_stages in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):
+        alive = leading(name, ranks, few, virtual, rank)
+        dense, routed = ([stages[stage][kind] for stage in rank_stages] for kind in (0, 1))
+        in_flight = sum(map(mul, alive, dense)), sum(map(mul, alive, routed))
+        layers.append(RankLayers((sum(dense), sum(routed)), in_flight, int(rank == 0)))
+    return tuple(layers)
+
+
+class MemoryBounds:
+    """Lower bounds of the peak memory of one cell's layouts."""
+
+    def __init__(self, estimator: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
+        self.estimator, self.cell, self.base, self.known = estimator, cell, plan.layout, known
+        self.splits = sorted(splits, key=sharing_degree, reverse=True)
+        self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
+        self.dense = estimator.shape.layers - estimator.shape.routed_layers
+        self._states: dict[bool, list[HeldBytes]] = {}
+        self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
+        self._pipelines = PipelineTerms((), 0, [], 0.0, False)
+        self._blocks = known.blocks.setdefault(
+            cell[:4] if cell.pp > 1 or max(cell.tp, cell.cp, cell.ep) > 1 else ALONE, BlockTerms()
+        )
+
+    def m(self, micro_batch: int, batch: int) -> int:
+        """Return the number of micro-batches of a step."""
+        per_rank = batch // self.cell.dp
+        return per_rank // min(per_rank, micro_batch)
+
+    def costs(self, micro_batch: int, recompute: str) -> Costs:
+        """Return the costs of the cell's blocks."""
+        known = self._blocks.costs
+        if micro_batch not in known:
+            layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
+            block, known[micro_batch] = self.estimator.costs.blocks(layout)
+            self._blocks.between[micro_batch] = block.between_bytes
+        return known[micro_batch][recompute]
+
+    def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
+        """Return a lower bound of the peak over the family. Beyond `room`, activations are not counted."""
+        return self._least_bytes(family.pipelines, family.micro_batch, family.recompute, room)
+
+    def region_bytes(self, region: Region) -> float:
+        """Return a lower bound of the peak over the region."""
+        return self._least_bytes(((region.schedule, region.vp),), region.micro_batch, region.recompute)
+
+    def _least_bytes(
+        self, pipelines: tuple[tuple[str, int], ...], micro_batch: int, recompute: str, room: float = float("inf")
+    ) -> float:
+        if self._pipelines.names is not pipelines or self._pipelines.micro_batch != micro_batch:
+            m = self.m(micro_batch, self.largest)
+            ranks = self._idle(pipelines, m)
+            idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
+            # other software allocates all gradients from the start
+            stays = self._stays(pipelines, m) or not self.estimator.stack.is_meshwright
+            self._pipelines = PipelineTerms(pipelines, micro_batch, ranks, idle_bytes, stays)
+        if self._pipelines.idle_bytes > room:
+            return self._pipelines.idle_bytes
+        return self._bytes(self._pipelines.ranks, micro_batch, recompute, self._pipelines.stays)
+
+    def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
+        """Return True if all gradients exist at the peak under each of these pipelines."""
+        key = self.cell.pp, m, pipelines
+        if key not in self.known.stays:
+            self.known.stays[key] = all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
+        return self.known.stays[key]
+
+    def kind(self, family: RegionFamily, peak_bytes: float) -> str:
+        """Return the largest kind of memory of a family whose lower bound is `peak_bytes`."""
+        m = self.m(family.micro_batch, self.largest)
+        if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._idle(family.pipelines, m)):
+            return "activations"
+        return self.states(m > 1)[0].largest
+
+    def _bytes(self, ranks: list[Idle], micro_batch: int, recompute: str, stays: bool) -> float:
+        (dense, routed, inside), peak = self.kept_bytes(recompute), 0.0
+        for rank in ranks:
+            rank_bytes = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
+            if not stays:
+                rank_bytes -= rank.gradient_bytes  # with one micro-batch they are reduced as they arise
+            if rank_bytes > peak:
+                peak = rank_bytes
+        return peak + self.estimator.stack.reserve_bytes
+
+    def _idle(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Idle]:
+        """Return, rank by rank, the least that any of these pipelines holds."""
+        if (pipelines, m) not in self._ranks:
+            held = self.states(m > 1)
+            ranks = self.least_layers(pipelines, m)
+            self._ranks[pipelines, m] = [Idle(*rank.alive, *min(map(rank.bytes_of, held))) for rank in ranks]
+        return self._ranks[pipelines, m]
+
+    def least_layers(self, pipelines: tuple[tuple[str, int], ...], m: int) -> tuple[RankLayers, ...]:
+        """Return, rank by rank, the fewest layers that any of these pipelines holds."""
+        pp = self.cell.pp
+        key = pp, m, pipelines
+        if key not in self.known.layers:
+            each = [rank_layers(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines]
+            self.known.layers[key] = least_layers(each) if len(each) > 1 else each[0]
+        return self.known.layers[key]
+
+    def stage_layers(self, vp: int) -> StageLayers:
+        """Return the layers of each stage of the cell's pipelines with `vp` stages per rank."""
+        key = self.cell.pp, vp
+        if key not in self.known.stages:
+            shape = self.estimator.shape
+            stages = ranges(stage_sizes(self.estimator, *key, self.base))
+            in_front = [*accumulate(map(shape.is_moe_layer, range(shape.layers)), initial=0)]
+            routed = [in_front[layers.stop] - in_front[layers.start] for layers in stages]
+            self.known.stages[key] = tuple(
+                (len(layers) - routed_layers, routed_layers)
+                for layers, routed_layers in zip(stages, routed, strict=True)
+            )
+        return self.known.stages[key]
+
+    def kept_bytes(self, recompute: str) -> tuple[float, float, float]:
+        """Return bytes that one sequence keeps of a dense and a routed layer, and those inside one backward pass.
+
+        More sequences keep at least as much each. The third term leaves out weight gradients where products are summed
+        in place, since these do not grow with sequences.
+        """
+        known, key = self._blocks.kept_by_policy, (recompute, self.cell.pp > 1)
+        if key not in known:
+            costs = self.costs(1, recompute)
+            parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
+            # where weight gradients may add to sums, their bytes are no part of a lower bound
+            compiled = compiles_blocks(self.base, self.estimator.shape, "cuda", self.estimator.recipe.fake_quantize)
+            summed = self.estimator.costs.may_sum_products and (self.cell.pp > 1 or not compiled)
+            inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
+            on_device = (
+                self.base.offload == "off"
+            )  # offloaded activations leave the device, but for each stage's last block
+            dense, routed = (costs.dense.kept_bytes, costs.routed.kept_bytes) if on_device else (0.0, 0.0)
+            known[key] = dense, routed, min(inside, default=0.0)
+        return known[key]
+
+    def states(self, sums: bool) -> list[HeldBytes]:
+        """Return the states under the widest sharing of each ZeRO stage. `sums`: a step has several micro-batches."""
+        if sums not in self._states:
+            most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
+            self._states[sums] = [self._split_states(split, sums) for split in most.values()][::-1]
+        return self._states[sums]
+
+    def _split_states(self, split: Split, sums: bool) -> HeldBytes:
+        (tp, _, cp, ep, pp, dp), (_, shard, zero) = self.cell, split
+        key = tp, ep, shard * cp, zero, pp > 1, sums, dp * cp == 1
+        if key not in self.known.states:
+            layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
+            self.known.states[key] = self._held_bytes(layout, 2 if sums else 1)
+        return self.known.states[key]
+
+    def _held_bytes(self, layout: Layout, m: int) -> HeldBytes:
+        shape, recipe = self.estimator.shape, self.estimator.recipe
+        parts = []
+        examples = [_smallest_layer(shape, routed) for routed in (False, True)]
+        ranks = layout.dp_shard * layout.cp if layout.zero else 1
+        # the smallest layer of each kind bounds every rank that holds as many
+        for layers, first in ((examples[0], False), (examples[1], False), ((), True)):
+            key = layout.tp, layout.ep, ranks, shares_codes(layout), layers
+            if key not in self.known.counts:
+                count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
+                self.known.counts[key] = replace(count, gathered=count.whole)  # sharing adds only padding
+            parts.append(self.estimator.states(layout, self.known.counts[key], m).step)
+        dense, routed, ends = (sum(part.values()) for part in parts)
+        gradients = tuple(part["gradients"] for part in parts)
+        return HeldBytes(
+            dense, routed, ends, max(parts[1], key=parts[1].__getitem__), (gradients[0], gradients[1], gradients[2])
+        )
+
+
+@cache
+def _smallest_layer(shape: ModelShape, routed: bool) -> tuple[int, ...]:
+    """Return the layer with the fewest parameters among linear-attention layers and others, if the shape has both."""
+    kinds = {bool(shape.linear_of(n)): n for n in range(shape.layers) if shape.is_moe_layer(n) == routed}
+    if len(kinds) < 2:
+        return (shape.layers - 1 if routed else 0,)
+    return (min(kinds.values(), key=lambda n: counts(shape, Layout(), (n,), first=False, last=False).whole),)
+
+
+@cache
+def _even_sizes(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(map(len, stage_layers(layers, stages)))
+
+
+def stage_sizes(estimator: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
+    """Return the number of layers of each stage."""
+    by_hand = pp > 1 and len(base.stages) == pp * vp
+    if estimator.stack.split == "cost" or by_hand:
+        layout = Layout(pp=pp, vp=vp, stages=base.stages if by_hand else ())
+        return tuple(map(len, estimator.costs.split(layout)))
+    return _even_sizes(estimator.shape.layers, pp * vp)
+
+
+def sharing_degree(split: Split) -> tuple[int, int]:
+    """Return how far a split (dp_replicate, dp_shard, zero) shares the states, as a sort key."""
+    return (split[1] if split[2] else 0, split[2])
 
 
 @cache

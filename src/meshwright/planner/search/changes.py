@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
-from meshwright.planner.search.fewest_layers import fewest_layers
 from meshwright.planner.search.ranking import Ranking, fullest_rank, search
+from meshwright.planner.search.recommend import fewest_layers
 from meshwright.planner.search.regions import Fixed, batches
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes

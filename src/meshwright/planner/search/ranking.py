@@ -14,7 +14,7 @@ smaller ones with tighter bounds:
 The search ends when the next part cannot be faster than the slowest listed layout.
 
 On a GPU a plan may leave open how its passes run. Every layout is first queued compiled and without CUDA graphs, and
-again with graphs where these are possible. The rule of planner/step/execution.py then decides for each listed layout,
+again with graphs where these are possible. The rule of planner/step/prediction.py then decides for each listed layout,
 and the decided time ranks it.
 """
 
@@ -28,8 +28,7 @@ from itertools import count
 from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import RankMemory
-from meshwright.planner.search.bounds import CellBounds, families, offered_policies
-from meshwright.planner.search.memory_bounds import Split
+from meshwright.planner.search.bounds import CellBounds, Split, families, offered_policies
 from meshwright.planner.search.regions import (
     Fixed,
     Region,

@@ -106,7 +106,7 @@ def search_base(plan: Plan, fixed: Fixed) -> Plan:
     """Return the plan whose layout is the base of every searched one.
 
     All layers recompute unless their number is fixed, and activations stay on the device unless offload is fixed. CUDA
-    graphs are used if they are fixed, else the listed layouts may use them (planner/step/execution.py).
+    graphs are used if they are fixed, else the listed layouts may use them (planner/step/prediction.py).
     """
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
     graphs = fixed.get("cuda_graphs", ("off" if plan.layout.cuda_graphs == "off" else "auto",))[0]

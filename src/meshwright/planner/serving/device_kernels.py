@@ -8,7 +8,7 @@ from meshwright.planner.kernels import expert_times as experts
 from meshwright.planner.kernels.fitted_kernel import kernel_of
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.kernels.one_kernel import decode_place, experts_place, product_us
-from meshwright.planner.serving.number_formats import NumberFormat
+from meshwright.planner.serving.deployment import NumberFormat
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.shape import MLAShape
 from meshwright.spec.plan.execution import AttentionRates

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ from math import floor
 
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.serving.cached_layers import sequence_bytes
-from meshwright.planner.serving.deployment import Deployment
-from meshwright.planner.serving.frameworks import MESHWRIGHT
+from meshwright.planner.serving.deployment import MESHWRIGHT, Deployment
 from meshwright.spec.plan.execution import GPU_SEQUENCES, GRAPH_POOLS, SPLIT, WIDEST, position_numbers
 from meshwright.spec.weights.inventory import Parameter, parameters
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.serving.cached_layers import ServedModel
 from meshwright.planner.serving.closed_loop import Load, Served, serve
-from meshwright.planner.serving.deployment import Deployment, EngineDegrees
-from meshwright.planner.serving.frameworks import Framework
-from meshwright.planner.serving.number_formats import WeightFormats
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees, Framework, WeightFormats
 from meshwright.planner.serving.serving_memory import ServingMemory, serving_memory
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec.errors import IllegalLayout

@@ -9,13 +9,12 @@ from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
 from meshwright.planner.cost.states import ElementCounts, States, states
-from meshwright.planner.memory.gather_units import GatherUnits
+from meshwright.planner.memory.engine_peak import GatherUnits
 from meshwright.planner.memory.rank_memory import RankMemory, rank_memory
 from meshwright.planner.step.error_ranges import likely_share
-from meshwright.planner.step.execution import executions, uncompiled_because
-from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.planner.step.shared_costs import SharedCosts
-from meshwright.planner.step.teacher_costs import (
+from meshwright.planner.step.prediction import Prediction, executions, uncompiled_because, usable_bytes
+from meshwright.planner.step.shared_costs import (
+    SharedCosts,
     before_step,
     held_bytes,
     least_ahead_s,
@@ -24,9 +23,8 @@ from meshwright.planner.step.teacher_costs import (
     with_states,
 )
 from meshwright.planner.time.collectives import Sharing, StageContents
-from meshwright.planner.time.matrix_costs import MatrixCosts, layer_matrices
 from meshwright.planner.time.timeline import StepTime, Unhidden, shared_links, step_time, unhidden
-from meshwright.planner.time.update_passes import optimizer_seconds
+from meshwright.planner.time.update_passes import MatrixCosts, layer_matrices, optimizer_seconds
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import V_PLACED

@@ -1,14 +1,188 @@
-"""Predicted memory, traffic and time of a plan, and the figures that follow from them."""
+"""Predicted memory, traffic and time of a plan, and the figures that follow from them.
 
+Execution of a step's passes on a GPU: kernel by kernel, by compiled blocks, or as a CUDA graph of either.
+
+This is the rule of layout.compile=auto and layout.cuda_graphs=auto. Among the choices that a plan leaves open, those
+likely to fit are compared by their step time plus their start-up time, spread over the steps of the run. Graphs must
+gain GRAPHS_GAIN, since host times were measured on another machine. Without a gain kernels run one by one: the start is
+quick, and errors name their operation.
+
+Time and money of a token budget, and the global batch compared with the critical one.
+
+Beyond the critical batch size, twice the batch no longer halves the steps (McCandlish et al. 2018, arXiv:1812.06162).
+Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3: B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats per token.
+The loss that a model reaches: Hoffmann et al. 2022 (arXiv:2203.15556), eq. 10: L = 1.69 + 406.4 / N^0.34 + 410.7 /
+D^0.28. Both are fits on other texts and tokenizers, so they give an order of magnitude.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
-from meshwright.planner.step.execution import Executions
 from meshwright.planner.time.collectives import SentCalls, traffic
 from meshwright.planner.time.timeline import StepTime
+from meshwright.spec.layout.layout import Layout
+from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.plan.plan import Plan
-from meshwright.spec.weights.inventory import token_flop
+from meshwright.spec.rules.compilation import can_be_compiled, explain_auto_off, hindrances, leaves_compiler_out
+from meshwright.spec.units import short_gib, step_time
+from meshwright.spec.weights.inventory import num_active_parameters, token_flop
+
+COMPILE_S = 40.0
+"""Seconds at start-up for each kind of block.
+
+20 to 60 s of Llama-3.2-1B and GPT-2 124M on one H200 (2026-11-27). A later start finds the code on disk, if the disk
+still exists.
+"""
+GRAPHS_GAIN = 0.05
+"""Least share of a step that graphs must gain."""
+
+Measure = Callable[[Layout], tuple[StepTime, tuple[RankMemory, ...]]]
+"""Layout -> time of its step, and memory of each pipeline rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """One way to run the passes of a layout."""
+
+    layout: Layout
+    """Layout with `on` or `off` for compile and cuda_graphs."""
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Memory of each pipeline rank."""
+    start_s: float = 0.0
+    """Seconds before the first step."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak of the fullest rank."""
+        return max(rank.total_bytes for rank in self.memory)
+
+    @property
+    def captured(self) -> bool:
+        """True if passes are CUDA graphs."""
+        return self.layout.cuda_graphs == "on"
+
+    @property
+    def plain(self) -> bool:
+        """True if the host launches each kernel and nothing is compiled."""
+        return not self.captured and self.layout.compile != "on"
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        blocks = "compiled" if self.layout.compile == "on" else "uncompiled"
+        return f"{blocks} in CUDA graphs" if self.captured else blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executions:
+    """Executions that a plan's layout leaves open."""
+
+    best: Execution
+    others: tuple[Execution, ...] = ()
+    room_bytes: float = float("inf")
+    """Usable memory of a device."""
+    likely_bytes: float = float("inf")
+    """Most bytes that are likely to fit (planner/step/error_ranges.py)."""
+    uncompiled: str = ""
+    """Reason why compile=auto does not compile, whatever the gain."""
+    uncaptured: str = ""
+    """Property of graphs that clashes with the plan, so that cuda_graphs=auto is off."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return {"compile": self.best.layout.compile, "cuda_graphs": self.best.layout.cuda_graphs, "why": list(self.why)}
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """Sentences that say what runs, and what each alternative would take."""
+        sentences = [f"Blocks run {self._words(self.best)}."]
+        sentences += [f"As {self._words(way)}." for way in self.others]
+        sentences += [f"No blocks are compiled: {self.uncompiled}."] if self.uncompiled else []
+        sentences += [f"No CUDA graphs: a graph {self.uncaptured}."] if self.uncaptured else []
+        return tuple(sentences)
+
+    def _words(self, way: Execution) -> str:
+        start = f", and about {way.start_s:.0f} s at the start" if way.start_s else ""
+        over = way.peak_bytes > self.likely_bytes
+        memory = f", with {short_gib(way.peak_bytes)} of {short_gib(self.room_bytes)}" if over else ""
+        return f"{way.name}: {step_time(way.time.total_s)} per step{start}{memory}"
+
+
+def executions(
+    plan: Plan, measure: Measure, room_bytes: float, share: float, run_steps: int = 0
+) -> Executions:  # fmt: skip
+    """Return the executions that a plan for a GPU leaves open, and the best of them.
+
+    Args:
+        room_bytes: Usable memory of a device. Up to `share` of it is likely to fit.
+        run_steps: Steps of the whole run. 0 = as the recipe says. If it counts epochs, start-up time is ignored.
+    """
+    run_steps = run_steps or (0 if plan.recipe.epochs else plan.recipe.steps)
+    uncompiled = uncompiled_because(plan)
+    ways = list(_ways(plan, measure, compiles=not uncompiled))
+    # the best is sought among what likely fits, else what just fits, else what needs least
+    limits = share * room_bytes, room_bytes, min(way.peak_bytes for way in ways)
+    fitting = next(fit for limit in limits if (fit := [way for way in ways if way.peak_bytes <= limit]))
+    best, *later = fitting
+    # start-up is paid once, and graphs must gain more than GRAPHS_GAIN to be worth it
+    for way in later:
+        lost_s = (way.start_s - best.start_s) / run_steps if run_steps else 0.0
+        lost_s += GRAPHS_GAIN * best.time.total_s if way.captured and not best.captured else 0.0
+        if way.time.total_s + lost_s < best.time.total_s:
+            best = way
+    uncaptured = ""
+    if plan.layout.cuda_graphs == "auto" and not best.captured:
+        uncaptured = next(explain_auto_off(plan.model, plan.recipe, best.layout), "")
+    return Executions(
+        best=best, others=tuple(way for way in ways if way is not best), room_bytes=room_bytes,
+        likely_bytes=share * room_bytes, uncompiled=uncompiled, uncaptured=uncaptured,
+    )  # fmt: skip
+
+
+def uncompiled_because(plan: Plan) -> str:
+    """Return why compile=auto compiles nothing. Empty if it may compile."""
+    if plan.layout.compile != "auto":
+        return ""
+    if not can_be_compiled(plan.model, plan.recipe.fake_quantize):
+        return "matrices are restored or rounded in each product"
+    if not plan.cluster.device.runs_triton:
+        return f"{plan.cluster.device.name} is not known to run Triton"
+    return "recipe.deterministic has it try no kernels" if leaves_compiler_out(plan.recipe) else ""
+
+
+def _ways(plan: Plan, measure: Measure, *, compiles: bool) -> Iterator[Execution]:
+    """Yield each execution with its time and memory, the plainest first."""
+    asked = plan.layout
+    choices = {"auto": ("off", "on") if compiles else ("off",)}
+    for graphs in ("off", "on") if asked.cuda_graphs == "auto" else (asked.cuda_graphs,):
+        for compiled in choices.get(asked.compile, (asked.compile,)):
+            layout = replace(asked, compile=compiled, cuda_graphs=graphs)  # type: ignore[arg-type]  # two of its words
+            if graphs == "on" and _is_left_out(plan, layout):
+                continue
+            time, memory = measure(layout)
+            start_s = COMPILE_S * _compiled_kinds(plan) if compiled == "on" else 0.0
+            yield Execution(layout=layout, time=time, memory=memory, start_s=start_s)
+
+
+def _is_left_out(plan: Plan, layout: Layout) -> bool:
+    """Return True if a layout with graphs is not considered.
+
+    Explicit graphs are tried with compiled blocks and without, and one of both is legal.
+    """
+    if plan.layout.cuda_graphs == "auto":
+        return any(explain_auto_off(plan.model, plan.recipe, layout))
+    return plan.layout.compile == "auto" and layout.compile == "on" and any(
+        hindrances(plan.model, plan.recipe, layout))  # fmt: skip
+
+
+def _compiled_kinds(plan: Plan) -> int:
+    """Return the number of kinds of blocks to compile: dense and routed, with and without recomputation."""
+    routed = plan.model.routed_layers
+    return (2 if 0 < routed < plan.model.layers else 1) * (2 if 0 < plan.recomputed_share < 1 else 1)
 
 
 def usable_bytes(plan: Plan) -> float:
@@ -112,3 +286,50 @@ class Prediction:
         """(pipeline - work of the busiest rank) / that work."""
         busy = self.time.compute_s + self.time.exchange_s + self.time.offload_s
         return self.time.bubble_s / busy if busy else 0.0
+
+
+TOKENS_PER_PARAMETER = 20.0
+"""Default budget (Hoffmann et al. 2022)."""
+SECONDS_PER_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critical:
+    """Critical batch at the end of training."""
+
+    loss_nats: float
+    batch_tokens: float
+
+
+def expected_loss(parameters: float, tokens: float) -> float:
+    """Return nats per token after training on this number of tokens (Hoffmann et al. 2022)."""
+    return float(1.69 + 406.4 / parameters**0.34 + 410.7 / tokens**0.28)
+
+
+def critical(shape: ModelShape, tokens: float = 0.0) -> Critical:
+    """Return the critical batch at the end of training on `tokens`, by default 20 per parameter.
+
+    Of a mixture of experts the active parameters count.
+    """
+    parameters = num_active_parameters(shape)
+    loss = expected_loss(parameters, tokens or TOKENS_PER_PARAMETER * parameters)
+    return Critical(loss_nats=loss, batch_tokens=2e8 / loss ** (1 / 0.21))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Steps, time and money for a number of tokens."""
+
+    steps: int
+    days: float
+    device_hours: float
+    price: float
+    """Price in the currency of a device hour. 0 = no price known."""
+
+
+def budget(tokens: float, tokens_per_step: int, step_s: float, devices: int, price_per_hour: float = 0.0) -> Budget:
+    """Return steps, days, device hours and money, without checkpoints, evaluation and failures."""
+    steps = -(-int(tokens) // tokens_per_step)
+    seconds = steps * step_s
+    hours = seconds / 3600 * devices
+    return Budget(steps=steps, days=seconds / SECONDS_PER_DAY, device_hours=hours, price=hours * price_per_hour)

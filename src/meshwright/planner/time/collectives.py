@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from meshwright.planner.cost import adapters
+from meshwright.planner.cost import weight_product
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.block_time import ranks_of
 from meshwright.planner.cost.layer_work import LayerWork
@@ -21,7 +21,7 @@ from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces
 from meshwright.planner.cost.work import Exchange
-from meshwright.planner.time.matrix_costs import matrix_traffic
+from meshwright.planner.time.update_passes import matrix_traffic
 from meshwright.spec.layout.layout import Layout, layers_of_stages, own_stages, pipeline_ranks
 from meshwright.spec.layout.schedule import stage_rank
 from meshwright.spec.memory.buffers import bucket_counts
@@ -201,7 +201,7 @@ def _block_calls(local: LocalShape, layout: Layout, m: int, held: StageContents,
 
 def _entered(block: LayerWork, entered: bool) -> LayerWork:
     """Return the block. `entered`: its input comes from no trained weight."""
-    return replace(block, operations=adapters.behind_frozen(block.operations)) if entered else block
+    return replace(block, operations=weight_product.behind_frozen(block.operations)) if entered else block
 
 
 def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:

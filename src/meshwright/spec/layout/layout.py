@@ -153,7 +153,7 @@ class Layout:
     def compiles(self, device: str) -> bool:
         """Return whether blocks are compiled on a kind of device (cpu, cuda).
 
-        auto belongs to a search, which tries the variant that stores least (planner/step/execution.py). An engine
+        auto belongs to a search, which tries the variant that stores least (planner/step/prediction.py). An engine
         treats it as given here.
         """
         return self.compile == "on" or (self.compile == "auto" and device == "cuda")

@@ -29,11 +29,10 @@ from meshwright.observe.rates import (
     processor,
 )
 from meshwright.observe.timed_steps import Timing, measure_floors, measure_steps, threads_of, with_floors
-from meshwright.planner.cost.curves import DeviceCurves, LinkCurves
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.speeds import DeviceCurves, LinkCurves, Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, MeasuredRates
 from meshwright.planner.machine.overheads import fit_overheads
 from meshwright.spec.layout.cluster import CORES, Device

@@ -19,7 +19,7 @@ from meshwright.kernels.linear.linear import linear
 from meshwright.kernels.quantized.prepared_product import PreparedProduct, prepared_product
 from meshwright.model import build
 from meshwright.observe.compare.served_load import Clock
-from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions

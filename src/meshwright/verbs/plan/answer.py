@@ -27,10 +27,9 @@ from meshwright.planner.plan_document import document, ranked
 from meshwright.planner.search.changes import enough_nodes
 from meshwright.planner.search.ranking import LISTED as LISTED_LAYOUTS
 from meshwright.planner.search.ranking import Ranking, search
-from meshwright.planner.search.recommend import recommend
-from meshwright.planner.search.refused import rank_candidates
-from meshwright.planner.step.budget import Budget, budget
+from meshwright.planner.search.recommend import rank_candidates, recommend
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.step.prediction import Budget, budget
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError, argument
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from meshwright.interface.terminal.screen_text import marked, width, wrapped
 from meshwright.interface.terminal.verdict import caution_lines, headline, size_number, size_unit, verdict
 from meshwright.planner import explain
-from meshwright.planner.caveats import caveats
+from meshwright.planner.plan_document import caveats
 from meshwright.planner.search.ranking import Ranking
 from meshwright.planner.search.recommend import is_bold, merge_alike
 from meshwright.planner.search.regions import Fixed

@@ -15,12 +15,18 @@ from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.machine.clusterfile import is_file, load_named
 from meshwright.planner.serving.cached_layers import elements_per_position, served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment
-from meshwright.planner.serving.engine_kernels import EngineKernels
+from meshwright.planner.serving.deployment import (
+    FORMATS,
+    FRAMEWORKS,
+    MESHWRIGHT,
+    VLLM,
+    Deployment,
+    Framework,
+    formats_of,
+    meshwright_on,
+)
 from meshwright.planner.serving.engine_rates import EngineRates
-from meshwright.planner.serving.frameworks import FRAMEWORKS, MESHWRIGHT, VLLM, Framework, meshwright_on
-from meshwright.planner.serving.measured_kernels import MeasuredKernels
-from meshwright.planner.serving.number_formats import FORMATS, formats_of
+from meshwright.planner.serving.measured_kernels import EngineKernels, MeasuredKernels
 from meshwright.planner.serving.serving_memory import weights_bytes
 from meshwright.planner.serving.serving_plan import (
     CurvePoint,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from meshwright.interface.terminal.screen_text import dot, marked, width, wrapped
-from meshwright.planner.serving.engine_kernels import EngineKernels
+from meshwright.planner.serving.measured_kernels import EngineKernels
 from meshwright.planner.serving.serving_memory import quantized
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
 from meshwright.planner.serving.step_times import prompt_kernel_of

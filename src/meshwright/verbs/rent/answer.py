@@ -15,11 +15,10 @@ from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
 from meshwright.planner.rent.clusters import NODES, lacks, left_out
-from meshwright.planner.rent.failures import LLAMA_3, Conditions
+from meshwright.planner.rent.goodput import LLAMA_3, Conditions
 from meshwright.planner.rent.prices import Prices
-from meshwright.planner.rent.run_on import RentedRun
+from meshwright.planner.rent.run_on import RentedRun, days, plain
 from meshwright.planner.rent.sweep import LONGEST_S, RentRequest, Swept, sweep
-from meshwright.planner.rent.uncertainty import days, plain
 from meshwright.spec import Plan, presets
 from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
 from meshwright.spec.units import count, many

@@ -6,14 +6,13 @@ from math import log
 from typing import TypeVar
 
 from meshwright.interface.terminal.screen_text import continued, dot, width, wrapped
-from meshwright.planner.caveats import rate_caveats
 from meshwright.planner.explain import probability
+from meshwright.planner.plan_document import rate_caveats
 from meshwright.planner.rent.clusters import Offer
-from meshwright.planner.rent.failures import LLAMA_3
-from meshwright.planner.rent.run_on import RentedRun
+from meshwright.planner.rent.goodput import LLAMA_3
+from meshwright.planner.rent.run_on import RentedRun, days, digits, dollars, plain, three
 from meshwright.planner.rent.served_on import RentedServing
 from meshwright.planner.rent.sweep import LONGEST_S
-from meshwright.planner.rent.uncertainty import days, digits, dollars, plain, three
 from meshwright.spec.units import count, duration, many, short_gib, step_time
 from meshwright.verbs.rent.answer import RentAnswer
 from meshwright.verbs.rent.serving import ServeRentAnswer

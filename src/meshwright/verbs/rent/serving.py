@@ -12,8 +12,8 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.rent.clusters import left_out
 from meshwright.planner.rent.prices import Prices
+from meshwright.planner.rent.run_on import three
 from meshwright.planner.rent.served_on import RentedServing, SweptServing, sweep_serving
-from meshwright.planner.rent.uncertainty import three
 from meshwright.planner.serving.serving_plan import ServingRequest
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, argument
