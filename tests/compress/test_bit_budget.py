@@ -90,7 +90,7 @@ def test_the_files_stay_within_the_budget(scheme: str, folder: Path, capsys: pyt
     assert main(["generate", str(folder / "q"), "--prompt", "def", "--greedy", "--max-new-tokens", "2"]) == 0
     assert main([*words, "--budget", "100KiB", "-o", str(folder / "small")]) == 2
     printed = capsys.readouterr().err
-    assert "--budget 0.1 MiB is too small: with 3 bits for every matrix the files take" in printed.replace("\n", " ")
+    assert "--budget '0.1 MiB' is too small: with 3 bits for every matrix the files take" in printed.replace("\n", " ")
     assert not (folder / "small").exists()
 
 

@@ -185,7 +185,7 @@ def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(fold
 
 
 def test_names_of_gguf_files_are_for_their_schemes(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"small.gguf names a GGUF file, which has schemes of its own: q8_0"):
+    with pytest.raises(ArgumentError, match=r"small.gguf' names a GGUF file, which has schemes of its own: q8_0"):
         mw.quantize(folder / "hf", "int8", folder / "small.gguf", quality=False)
     (folder / "taken.gguf").write_bytes(b"GGUF")
     with pytest.raises(PlanError, match=r"taken.gguf is there already"):

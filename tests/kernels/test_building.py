@@ -19,7 +19,7 @@ from meshwright.kernels.c.serving_library import Loops
 
 SOURCES = ("rows.c", "block.c", "attention.c", "panels.c")
 ALL = """
-from meshwright.kernels.c import serving_library, training_library
+from meshwright.kernels.c import serving_library, training_rows
 print(serving_library.compiled() is not None and training_rows.is_compiled())"""
 ONE = """
 from meshwright.kernels.c import build

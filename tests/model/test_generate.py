@@ -180,11 +180,11 @@ def test_top_p_counts_among_the_top_k() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": -1.0}, "temperature=-1 "),
         ({"temperature": math.nan}, "temperature=nan"),
         ({"temperature": math.inf}, "temperature=inf"),
         ({"top_k": -1}, "top_k=-1"),
-        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 0.0}, "top_p=0 "),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"top_p": math.nan}, "top_p=nan"),
         ({"seed": -1}, "seed=-1"),

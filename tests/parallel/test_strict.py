@@ -244,5 +244,5 @@ def test_an_engine_that_reads_what_has_not_arrived() -> None:
 
 @pytest.mark.parametrize(("plant", "word"), [(_frees_at_once, "freed"), (_changes_at_once, "changed")])
 def test_an_engine_that_does_not_keep_what_it_sends(plant: Callable[..., None], word: str) -> None:
-    with pytest.raises(RankError, match=f"StrictError: send of .*p2p.py.*: what it sends was {word} before"):
+    with pytest.raises(RankError, match=f"StrictError: send of .*executor.py.*: what it sends was {word} before"):
         on_ranks(2, _engine_with_a_fault, plant)

@@ -426,13 +426,14 @@ NAMES: dict[Kind, str] = {"folder": "a Hugging Face directory", "gguf": "a GGUF 
 def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST, named: str = "") -> Kind:
     """Return the kind of the model at `path`: a run or its checkpoint, a Hugging Face directory, GGUF, or PEFT adapter.
 
-    `named` is the argument that named it, such as `against=`. Raises RunError when there is no model, ArgumentError
+    `named` is the argument that named it, such as `against`. Raises RunError when there is no model, ArgumentError
     for an unknown dtype or checkpoint.
     """
     check_dtype(dtype, AUTO)
     kind = _kind(path)
     if kind is None:
-        raise RunError(f"{named}{no_model(path)}")
+        sentence = str(no_model(path))
+        raise RunError(sentence.replace(str(path), argument(named, path), 1) if named else sentence)
     if kind == "run":
         check_checkpoint(checkpoint)
     elif checkpoint != LAST:

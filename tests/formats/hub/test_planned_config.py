@@ -392,7 +392,7 @@ def test_a_hub_that_is_not_reached_is_one_sentence_with_the_command(
     )  # fmt: skip
     assert ended.returncode == 2
     assert ended.stderr == (
-        "meshwright: MODEL 'google/gemma-9' is no preset, no folder here and not in the Hugging Face cache, "
+        "meshwright: MODEL google/gemma-9 is no preset, no folder here and not in the Hugging Face cache, "
         f"{reason}where there is a network, run `hf download google/gemma-9 config.json --local-dir gemma-9`, "
         "and give gemma-9\n"
     )

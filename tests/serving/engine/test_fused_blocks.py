@@ -179,7 +179,7 @@ def test_steps_of_two_engines_on_one_model_may_overlap() -> None:
     """The one that began first is the one that ends first, and nothing of either stays on the model."""
     network = wide("llama-3.1-8b")
     layers, other = (PreparedLayers(network, packed=True, head="model", loops=compiled_loops()) for _ in range(2))
-    first, second = layers.use(), other.used()
+    first, second = layers.use(), other.use()
     threads = copy_context(), copy_context()
     threads[0].run(first.__enter__)
     threads[1].run(second.__enter__)

@@ -369,4 +369,4 @@ def test_masks_agree_with_the_library_and_cover_padding() -> None:
     assert "a" in spelled and all(re.fullmatch("ab*", word) for word in spelled)
     twin = state.copy()
     state.take(int(tokenizer.encode("a")[0]))
-    assert state.find_allowed()[tokenizer.eos] and torch.equal(twin.allowed(), first), "a copy goes its own way"
+    assert state.find_allowed()[tokenizer.eos] and torch.equal(twin.find_allowed(), first), "a copy goes its own way"

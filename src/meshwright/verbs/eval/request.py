@@ -30,7 +30,7 @@ def check_request(
             raise ArgumentError(name, number, f"must be {least} or more")
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     if against is not None:
-        check_model(against, named="against=")
+        check_model(against, named="against")
         if adapters:
             raise ArgumentError(
                 "against",

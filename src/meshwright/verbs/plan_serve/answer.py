@@ -372,12 +372,15 @@ def _does_not_fit(answer: ServingAnswer) -> DoesNotFit:
     memory = best.memory
     needed = memory.held_bytes + memory.sequence_bytes
     others = [
-        (f"quantization={name}", formats_of(name, experts=load.model.shape.moe is not None))
+        (argument("quantization", name), formats_of(name, experts=load.model.shape.moe is not None))
         for name in NARROWER if FORMATS[name].width < load.formats.experts.width
     ]  # fmt: skip
     smaller = smallest_format(load, others)
     more = Cluster(device=load.cluster.device, devices_per_node=2 * load.cluster.devices_per_node)
-    hint = smaller or f"cluster={more.device.name} with more than {load.cluster.devices_per_node} devices in a node"
+    hint = (
+        smaller
+        or f"{argument('cluster', more.device.name)} with more than {load.cluster.devices_per_node} devices in a node"
+    )
     error = DoesNotFit(
         f"{load.model.shape.name} with one sequence of {load.length:,} tokens needs {gib(needed)} per GPU with "
         f"{best.words}, and {gib(memory.usable_bytes)} are usable: take {hint}"

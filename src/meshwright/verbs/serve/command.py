@@ -116,7 +116,7 @@ def serve(
     require("serve", "serve")
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     if draft is not None:
-        check_model(draft, dtype=dtype, named="draft=")
+        check_model(draft, dtype=dtype, named="draft")
     called = name or served_name(model)
     adapters = named_adapters(adapter, called)
     options.listener().close()
