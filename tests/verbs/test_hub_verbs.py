@@ -147,14 +147,14 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
         ("mute", "run", HubError, "has no tokenizer.json"),
         ("small", "run", HubError, "has 2048 tokens, config.json only 100"),
         ("torn", "run", HubError, "truncated"),
-        ("hf", "taken", PlanError, "taken is not empty: take another folder"),
+        ("hf", "taken", PlanError, "taken' is not empty: take another folder"),
     ):
         with pytest.raises(kind, match=words):
             import_hf(tmp_path / folder, tmp_path / run)
     import_hf(tmp_path / "hf", tmp_path / "run")
     for source, out, dtype, kind, words in (
-        (tmp_path / "run", "taken", None, HubError, "taken is not empty"),
-        (tmp_path / "run", "out", "fp8", PlanError, "dtype=fp8"),
+        (tmp_path / "run", "taken", None, HubError, "taken.? is not empty"),
+        (tmp_path / "run", "out", "fp8", PlanError, "dtype='fp8'"),
         (tmp_path / "hf", "out", None, RunError, "has no plan.yaml: give a run folder"),
     ):
         with pytest.raises(kind, match=words):
