@@ -188,7 +188,7 @@ def test_names_of_gguf_files_are_for_their_schemes(folder: Path) -> None:
     with pytest.raises(ArgumentError, match=r"small.gguf' names a GGUF file, which has schemes of its own: q8_0"):
         mw.quantize(folder / "hf", "int8", folder / "small.gguf", quality=False)
     (folder / "taken.gguf").write_bytes(b"GGUF")
-    with pytest.raises(PlanError, match=r"taken.gguf is there already"):
+    with pytest.raises(PlanError, match=r"taken.gguf' is there already"):
         mw.quantize(folder / "hf", "q8_0", folder / "taken.gguf", quality=False)
 
 
