@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"meshwright": ROOT / "src", "tests": ROOT, "benchmarks": ROOT, "evaluation": ROOT, "docs": ROOT}
 READERS = ("tests", "benchmarks", "claims", "docs", "evaluation", "examples")
 DOTTED = re.compile(r"(?<![\w./-])meshwright(?:\.[A-Za-z_]\w*)+")
+IMPORTED = re.compile(r"from (meshwright[\w.]*) import ([\w, ]+)")
 ABSENT = ("meshwright.toml", "meshwright.yaml", "meshwright.nothing")
 """Dotted words that are names of files, or stand for a name that does not exist."""
 
@@ -81,6 +82,10 @@ def missing_names(source: str) -> Iterator[str]:
                     modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (dotted for dotted in DOTTED.findall(node.value) if not known(dotted))
+            # Programs for other processes are written as strings.
+            for module, names in IMPORTED.findall(node.value):
+                words = (word.partition(" as ")[0].strip() for word in names.split(","))
+                yield from (f"{module}.{word}" for word in words if word.isidentifier() and not exists(module, word))
     assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     assigned |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     modules = {name: dotted for name, dotted in modules.items() if name not in assigned}
@@ -132,6 +137,7 @@ def test_a_name_that_does_not_exist_is_seen() -> None:
         "from meshwright.spec.plan import plan\nm.setattr(plan, 'CHAT', 1)": ["meshwright.spec.plan.plan.CHAT"],
         "m.setattr('meshwright.spec.plan.plan.Plans', 1)": ["meshwright.spec.plan.plan.Plans"],
         "import meshwright.specs": ["meshwright.specs"],
+        "run('from meshwright.spec import units, unit as u')": ["meshwright.spec.unit"],
     }
     assert {source: list(missing_names(source)) for source in wrong} == wrong
     assert not list(missing_names("from meshwright import spec\nimport meshwright as mw\nmw.load"))

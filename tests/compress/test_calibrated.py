@@ -257,7 +257,7 @@ def test_memory_holds_one_block(tmp_path: Path) -> None:
 def run(folder: Path, out: str, *, fail_after: int = 0, scheme: str = "int4-awq") -> subprocess.Popen[bytes]:
     """`quantize` in a process of its own, which stops for good after so many blocks."""
     code = (
-        "import time, meshwright as mw\nfrom meshwright.compress import finished_blocks as f\n"
+        "import time, meshwright as mw\nfrom meshwright.compress import calibrated_model as f\n"
         "plain, count = f.FinishedBlocks.save, 0\n"
         "def save(*given):\n    global count\n    plain(*given)\n    count += 1\n"
         f"    if count == {fail_after}:\n        print('x', flush=True)\n        time.sleep(100)\n"
