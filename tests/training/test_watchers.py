@@ -163,7 +163,7 @@ def test_a_service_that_breaks_off_ends_no_run(caplog: pytest.LogCaptureFixture)
     watched.tell(Forgiving(service), watched.info(steps=10))
     assert service.steps == 3
     [record] = caplog.records
-    assert record.message == "Outage is told nothing more, training goes on: ConnectionError('no route')"
+    assert record.message == "Outage failed and gets no more records; training continues: ConnectionError('no route')"
     with pytest.raises(ConnectionError):
         watched.tell(Forgiving(Outage()), watched.info(steps=1))
 

@@ -1,8 +1,6 @@
-"""A prediction as the shared JSON document of `plan` (docs/planner.md).
+"""A prediction and its caveats as the shared JSON document of `plan` (docs/planner.md).
 
-Caveats of a prediction.
-
-They name unmeasured assumptions behind it: parts of a model that exist in plans only, rates of a device, lengths of
+Caveats name unmeasured assumptions behind it: parts of a model that exist in plans only, rates of a device, lengths of
 documents. They also say if it is above everything published.
 """
 

@@ -264,7 +264,7 @@ class _SampleWriter:
         """Append a group of samples made of one row of the file."""
         self.pairs |= len(group) == 2
         self.singles |= len(group) == 1
-        # Equal answers teach a preference nothing; the user is told their number.
+        # Equal answers teach a preference nothing. Their number is reported to the user.
         self.same += len(group) == 2 and group[0].ids == group[1].ids
         for sample in group:
             ids, marks = np.frombuffer(sample.ids, self._dtype), np.frombuffer(sample.marks, np.uint8)

@@ -300,7 +300,7 @@ class RankZero:
             except MeshwrightError as error:
                 failure = error
         if self.world.size > 1:
-            # None is told as well: this broadcast is where the other ranks wait for rank 0.
+            # Success is broadcast too, as None: here is where the other ranks wait for rank 0.
             failure = broadcast_object(0, failure, self.world.process_group)
         if failure is not None:
             # One message is enough: the other ranks exit silently.

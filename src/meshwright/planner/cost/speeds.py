@@ -3,9 +3,8 @@
 A product takes the time of its kernel alone (kernels/: tiles in waves, bytes, curves fitted to measured kernels) at
 `product_share` of the rate.
 
-Measured rates by size, interpolated between measured points, instead of a model of the device.
-
-A GPU's products follow from tiles and waves. A CPU's are measured.
+A machine that `calibrate` measured has curves of rates by size instead, interpolated between points. A GPU's products
+follow from tiles and waves. A CPU's are measured.
 """
 
 from collections.abc import Mapping, Sequence

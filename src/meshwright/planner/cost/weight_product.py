@@ -1,14 +1,11 @@
-"""Products of activations with weight matrices, their gradients, and the memory passes around them.
+"""Products with weight matrices, their gradients and memory passes, with adapters or rounded weights beside them.
 
-Effect of adapters on a layer.
+Adapters add thin products beside the matrices. Frozen matrices have no gradient, and tensors that only such gradients
+read are not kept. Without adapters nothing here changes a figure.
 
-They add thin products beside the matrices. Frozen matrices have no gradient, and tensors that only such gradients read
-are not kept. Without adapters nothing here changes a figure.
-
-Cost of weights that are rounded in every product (recipe.fake_quantize).
-
-A rounded copy of each matrix is kept from forward to backward. Layers that are recomputed round theirs again, all of
-one layer at once. Each forward pass adds rounding passes over memory, and tensor-parallel ranks share some scales.
+Weights may be rounded in every product (recipe.fake_quantize). A rounded copy of each matrix is kept from forward to
+backward. Layers that are recomputed round theirs again, all of one layer at once. Each forward pass adds rounding
+passes over memory, and tensor-parallel ranks share some scales.
 """
 
 from collections.abc import Iterator, Sequence

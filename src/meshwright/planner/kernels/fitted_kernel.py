@@ -1,16 +1,12 @@
-"""Fits to measured kernels, as package data: constants of the formulas, and curves that correct them.
+"""Formulas of kernels, fitted to measurements: constants, curves that correct them, and the figures of each chip.
 
-`data/DEVICE.json` holds both for each operation. A curve is a grid of factors over the logarithms of a shape; it
-multiplies the formula. benchmarks/kernel_times.py writes the files. A device without a file uses the constants and
-curves of a stand-in of its generation, with its own peaks, bandwidths, processors and cache. Its latencies last as many
-cycles.
+`data/DEVICE.json` holds constants and curves for each operation. A curve is a grid of positive factors over the
+logarithms of a shape; it multiplies the formula. benchmarks/kernel_times.py writes the files. A device without a file
+uses the constants and curves of a stand-in of its generation, with its own peaks, bandwidths, processors and cache. Its
+latencies last as many cycles.
 
-Figures of a chip that decide the time of a kernel: processors, clock, cache, peaks.
-
-Device presets hold peaks and bandwidths. The counts below are from NVIDIA's and AMD's data sheets (hardware.csv of
-stas00/ml-engineering for most; clocks are the highest boost clocks, recalled).
-
-Positive values at the points of a grid, interpolated between them.
+Device presets hold peaks and bandwidths. Processors, clocks and caches stand here. They are from NVIDIA's and AMD's
+data sheets (hardware.csv of stas00/ml-engineering for most; clocks are the highest boost clocks, recalled).
 """
 
 import json

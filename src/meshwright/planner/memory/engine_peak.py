@@ -6,13 +6,10 @@ run.
 FSDP's buffers (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): a forward gather keeps its buffer until the
 next one is complete. A reduction copies a unit's gradients into one, which lives until the next reduction.
 
-Units that fully_shard gathers and reduces together on a rank (parallel/axes/data.py).
+fully_shard gathers and reduces units together (parallel/axes/data.py): the embedding, a block, in it experts that are
+spread over ranks, and the norm with the head.
 
-The embedding, a block, in it experts that are spread over ranks, and the norm with the head.
-
-Moments of a step at which a rank of Meshwright's engine may hold most.
-
-Each says what the schedule has in flight, and what the current pass needs beside it.
+Each moment says what the schedule has in flight, and what the current pass needs beside it.
 """
 
 from collections.abc import Collection, Iterator

@@ -1,22 +1,18 @@
-"""Time of a long run in closed form: steps, saves, failures, restarts, missing nodes, evaluation.
+"""Time of a long run: steps, saves, failures, restarts, missing nodes, evaluation; in closed form and simulated.
 
-`simulation.py` simulates the same, failure by failure; a test compares the two. Goodput is the share of the time in
-which lasting steps are done. Failures are a Poisson process: they come at any time, also during saves and restarts.
+`simulate` plays the same, failure by failure; a test compares the two. Goodput is the share of the time in which
+lasting steps are done. Failures are a Poisson process: they come at any time, also during saves and restarts.
 
     save_s      delta   time that a save takes from training
     restart_s   R       time between a failure and the next step
     mtbf_s      M       mean time between failures of all devices together
     interval_s  tau     work between two saves
 
-Simulation of a run of weeks, failure by failure: saves, restarts, repairs, spare nodes. Seeded.
+The simulation is seeded and knows repairs and spare nodes. Between failures nothing is simulated: the progress of a run
+follows from the time. So a run of months with a thousand failures takes a millisecond.
 
-Between failures nothing is simulated: the progress of a run follows from the time. So a run of months with a thousand
-failures takes a millisecond.
-
-Published failure rates of devices, and the cost of a failure with this engine.
-
-A rate is unexpected interruptions per device-hour. Llama 3's is the default: it is the largest count, and the only one
-that lists the causes.
+A failure rate is unexpected interruptions per device-hour. Llama 3's is the default: it is the largest count, and the
+only one that lists the causes.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Prices of devices per hour: public list prices, or a user's own.
+"""Prices of devices per hour: public list prices, or a user's own CSV file.
 
 The shipped table (data/prices.csv) holds on-demand list prices with the page and the day on which each was read.
 Nothing is derived: a device that nobody lists has no price. `nodes` says how far an offer reaches. `many`: nodes are
 joined by a network for training (InfiniBand, RoCE, EFA). `one`: each node stands alone.
 
-Rows of a CSV file by column. Errors name the file, line and column of a bad cell.
+Errors of a file name the file, line and column of a bad cell.
 """
 
 import csv

@@ -1,8 +1,7 @@
-"""A run on a rented cluster: its layout, timing, bill, energy, and what limits the gain from more devices.
+"""A run on a rented cluster: its layout, timing, bill and energy with their uncertainty, and what limits more devices.
 
-Uncertainty of a bill: the planner's ranges (planner/step/error_ranges.py) as one deviation, and printed digits.
-
-Errors are standard deviations of the logarithm.
+The planner's ranges (planner/step/error_ranges.py) become one deviation of the bill, which also decides the printed
+digits. Errors are standard deviations of the logarithm.
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,11 @@
-"""Lower bounds of the step time of whole groups of layouts, with which the search discards most of them uncounted.
+"""Lower bounds of the step time and peak memory of whole groups of layouts, which the search then leaves uncounted.
 
-A bound counts the work of a rank, the waiting that its schedule cannot avoid, and the data parallelism that no pass can
-hide. It needs only the costs of a cell's blocks and plays no schedule. Tests check that it never exceeds the exact
-time. The bounds of memory are in memory_bounds.py.
+A bound of time counts the work of a rank, the waiting that its schedule cannot avoid, and the data parallelism that no
+pass can hide. It needs only the costs of a cell's blocks and plays no schedule. Tests check that it never exceeds the
+exact time.
 
-Lower bounds of the peak memory of whole groups of layouts.
-
-States are shared as far as any split of data parallelism shares them. Activations are those that the first ranks keep
-when their first backward pass begins. Tests check that a bound never exceeds the exact peak.
+A bound of memory shares states as far as any split of data parallelism shares them. Activations are those that the
+first ranks keep when their first backward pass begins. Tests check that a bound never exceeds the exact peak.
 """
 
 from collections.abc import Iterator, Sequence

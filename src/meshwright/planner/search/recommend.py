@@ -1,15 +1,15 @@
-"""Recommendation among the layouts that fit: the fastest that fits with a probability of at least 95 %.
+"""Recommendation among the layouts that fit, refined by layers that recompute, and advice about layouts outside.
 
-Predictions err by several percent, and fragmentation takes some memory. A run that ends out of memory after an hour
-costs more than a few percent of speed. Bolder layouts stay listed. A layout that recomputes does so on the fewest
-layers that suffice, unless the policy is fixed.
+The fastest layout that fits with a probability of at least 95 % is taken. Predictions err by several percent, and
+fragmentation takes some memory. A run that ends out of memory after an hour costs more than a few percent of speed.
+Bolder layouts stay listed. A layout that recomputes does so on the fewest layers that suffice, unless the policy is
+fixed.
 
-Fewest layers that must recompute for a layout to fit.
+The search knows only all layers or none. `fewest_layers` refines the layouts that it lists: with each layer that
+recomputes, the peak falls and the time grows.
 
-The search knows only all layers or none. This refines the layouts that it lists: with each layer that recomputes, the
-peak falls and the time grows.
-
-Layouts outside the search that have the requested degrees, or the rule that the nearest of them breaks.
+Requested degrees that the search does not list get the layouts outside it that have them, or the rule that the nearest
+breaks.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,9 +1,10 @@
-"""Simulation of a benchmark with so many requests in flight, step by step, by the rules of the scheduler.
+"""Simulation of a benchmark with so many requests in flight, on one engine or on separate ones for prompts.
 
 The load is a closed loop, as in vLLM's benchmark_serving and its descendants: `concurrency` requests are sent at once,
 and each one that ends is followed by the next. Steps in which nothing begins or ends are taken together.
 
-Prompts and decoding on separate engines: the rate of each, and the resulting split of the requests in flight.
+The scheduler's rules decide each step. With prompts and decoding on separate engines, the rates of both decide how the
+requests in flight split.
 """
 
 from dataclasses import dataclass

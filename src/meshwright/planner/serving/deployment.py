@@ -1,8 +1,7 @@
-"""A deployment: a model in some format on the GPUs of one engine, and the split of its layers over them.
+"""A deployment: a model in some format on the GPUs of one engine, with the rules of its serving framework.
 
-Formats of weights in serving: bytes of an element with its scales, and the precision of a product.
-
-Properties of serving frameworks that are not arithmetic: their schedulers' rules, and time beside the kernels.
+A format gives the bytes of an element with its scales, and the precision of a product. A framework gives what is not
+arithmetic: the rules of its scheduler, and time beside the kernels.
 """
 
 from dataclasses import dataclass, field

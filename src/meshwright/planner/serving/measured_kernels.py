@@ -1,6 +1,6 @@
-"""Kernel times for Meshwright's own engine on a machine that `calibrate` measured: rates come from its curves.
+"""Kernel times for Meshwright's serving engine on a machine that `calibrate` measured.
 
-Times of operations in Meshwright's serving engine, from measurements of `calibrate`.
+Rates of products and attention come from the machine's curves, and times of the engine's own operations from its rows.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Seconds of one step of an engine: chunks of prompts, and one token for each sequence that decodes.
 
-Seconds of the layers of a served model for so many tokens: products, experts, small kernels, exchanges.
-
-Interface of the kernel times of which those of a served layer are made.
+A step is made of layers (products, experts, small kernels, exchanges), and a layer of kernel times. `KernelTimes` is
+their interface: curves of a data sheet, or a machine that `calibrate` measured.
 """
 
 from bisect import bisect_left

@@ -1,18 +1,16 @@
-"""Predicted memory, traffic and time of a plan, and the figures that follow from them.
+"""Predicted memory, traffic and time of a plan; what a plan leaves open on a GPU; and the price of a token budget.
 
-Execution of a step's passes on a GPU: kernel by kernel, by compiled blocks, or as a CUDA graph of either.
+Passes of a step run on a GPU kernel by kernel, by compiled blocks, or as a CUDA graph of either. The rule here is that
+of layout.compile=auto and layout.cuda_graphs=auto. Among the choices that a plan leaves open, those likely to fit are
+compared by their step time plus their start-up time, spread over the steps of the run. Graphs must gain GRAPHS_GAIN,
+since host times were measured on another machine. Without a gain kernels run one by one: the start is quick, and errors
+name their operation.
 
-This is the rule of layout.compile=auto and layout.cuda_graphs=auto. Among the choices that a plan leaves open, those
-likely to fit are compared by their step time plus their start-up time, spread over the steps of the run. Graphs must
-gain GRAPHS_GAIN, since host times were measured on another machine. Without a gain kernels run one by one: the start is
-quick, and errors name their operation.
-
-Time and money of a token budget, and the global batch compared with the critical one.
-
-Beyond the critical batch size, twice the batch no longer halves the steps (McCandlish et al. 2018, arXiv:1812.06162).
-Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3: B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats per token.
-The loss that a model reaches: Hoffmann et al. 2022 (arXiv:2203.15556), eq. 10: L = 1.69 + 406.4 / N^0.34 + 410.7 /
-D^0.28. Both are fits on other texts and tokenizers, so they give an order of magnitude.
+A budget is given with the global batch beside the critical one. Beyond the critical batch size, twice the batch no
+longer halves the steps (McCandlish et al. 2018, arXiv:1812.06162). Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3:
+B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats per token. The loss that a model reaches: Hoffmann et al.
+2022 (arXiv:2203.15556), eq. 10: L = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28. Both are fits on other texts and
+tokenizers, so they give an order of magnitude.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,8 @@
-"""Costs shared by the layouts of one model, recipe and device, each counted once.
+"""Costs shared by the layouts of one model, recipe and device, each counted once; also those of a teacher.
 
-Cost of a teacher beside the student: frozen weights, forward passes, and the logits of both at the student's loss.
-
-Under a pipeline its passes precede the student's, and hidden states wait for those. Its gathers under ZeRO-3 are
-counted in bytes and not in time.
+A teacher costs frozen weights, forward passes, and the logits of both models at the student's loss. Under a pipeline
+its passes precede the student's, and hidden states wait for those. Its gathers under ZeRO-3 are counted in bytes and
+not in time.
 """
 
 from dataclasses import dataclass, replace

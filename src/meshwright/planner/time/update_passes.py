@@ -1,9 +1,7 @@
-"""Kernels of an optimizer step, and the bytes that each moves (training/optimizer/optimizer.py).
+"""Kernels of an optimizer step, and the bytes that each moves (training/optimizer/optimizer.py); Muon's products.
 
-Cost of Muon in a step beside reading and writing its states: products, traffic, buffers.
-
-In closed form, since the search needs thousands of layouts. spec/memory/matrix_exchange.py distributes the matrices
-themselves, and tests compare both.
+Muon's products, traffic and buffers are counted in closed form, since the search needs thousands of layouts.
+spec/memory/matrix_exchange.py distributes the matrices themselves, and tests compare both.
 """
 
 from collections.abc import Iterator

@@ -262,7 +262,9 @@ class Forgiving:
             call()
         except Exception as error:  # a service may raise anything
             self.failed = True
-            log.warning("%s is told nothing more, training goes on: %r", type(self.watcher).__name__, error)
+            log.warning(
+                "%s failed and gets no more records; training continues: %r", type(self.watcher).__name__, error
+            )
 
 
 class Scalars(Watcher):

@@ -49,7 +49,7 @@ class Dialogue:
         adapters, options = named_folder(adapter), options or RequestOptions()
         self._model, self._options = model, replace(options, adapter=next(iter(adapters), options.adapter))
         if self._options.n > 1:
-            raise ArgumentError("n", self._options.n, "must be 1", "a conversation goes on with one answer")
+            raise ArgumentError("n", self._options.n, "must be 1", "a conversation continues from one answer")
         model.chat_template()
         self._engine = model.engine(engine or EngineOptions(most_sequences=1, warm_start=False), adapters=adapters)
         self._begin = [{"role": "system", "content": system}] if system else []
