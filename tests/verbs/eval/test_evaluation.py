@@ -51,7 +51,7 @@ def test_losses_of_other_tokens_are_not_compared(files: Path) -> None:
     directory(files / "other", SHAPES["llama"], Tokenizer.bytes())
     with pytest.raises(ArgumentError, match="another tokenizer than"):
         mw.evaluate(files / "run", against=files / "other")
-    with pytest.raises(RunError, match=r"against=.*none does not exist"):
+    with pytest.raises(RunError, match=r"against=.*none' does not exist"):
         mw.evaluate(files / "run", against=files / "none")
 
 
