@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.allocations import again_counted, counter, missing
-from meshwright.model.moe import Router
+from meshwright.model.feed_forward import Router
 from meshwright.observe.dryrun.simulate import DryRun, dry_run
 from meshwright.observe.profile.cpu_allocator import patient, watching
 from meshwright.observe.program import TrainingProgram

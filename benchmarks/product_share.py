@@ -35,7 +35,7 @@ PRODUCTS = {
 }
 """The operators that multiply matrices outside of attention."""
 SETTING = torch.backends.mkldnn.matmul
-"""What chooses the library of torch's own products in fp32 (compat/onednn.py)."""
+"""What chooses the library of torch's own products in fp32 (compat/cpu.py)."""
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...], str]
 

@@ -33,7 +33,7 @@ from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.rounding import Quantized, Share, absmax, product, zero_point
 from meshwright.model import Transformer
-from meshwright.model.linear import Linear, Matrix
+from meshwright.model.layers import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.step.batches import Batch
@@ -51,7 +51,7 @@ Round = Callable[[Tensor], Quantized]
 
 @dataclass(slots=True)
 class Rounded:
-    """A Weight (model/linear.py): the product of activations and weights that were both rounded."""
+    """A Weight (model/layers.py): the product of activations and weights that were both rounded."""
 
     weight: Quantized
     of_x: Round

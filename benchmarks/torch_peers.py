@@ -29,7 +29,7 @@ from meshwright.kernels import Kernels
 from meshwright.kernels.linear.linear import SummedProduct, linear_reference, linears_reference
 from meshwright.kernels.loss.cross_entropy import linear_cross_entropy_reference
 from meshwright.model import Transformer, build
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.parallel.pipeline.passes import cut
 from meshwright.spec import Layout
 from meshwright.spec.layout.layout import own_stages

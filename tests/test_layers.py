@@ -42,9 +42,8 @@ MOST_MODULES = 22
 """Most modules of a folder, beside its __init__."""
 
 READS_ENVIRONMENT: dict[str, str] = {
-    "compat/cpu.py": "oneDNN takes its instructions, and glibc a threshold, from the environment alone",
+    "compat/cpu.py": "oneDNN takes its instructions and cache size, and glibc a threshold, from the environment alone",
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
-    "compat/onednn.py": "oneDNN takes the size of its cache from the environment alone",
     "spec/user_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }
 """Modules below verbs and interface that read the environment, each with the standard that demands it."""

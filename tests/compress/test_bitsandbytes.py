@@ -13,7 +13,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.formats.hub.weight_names import bindings
-from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.formats.safetensors import stored_tensors
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.rounding import DYNAMIC, doubled, dynamic_table, undoubled
 from meshwright.model.quantized_weights import quantizable

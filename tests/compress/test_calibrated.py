@@ -23,7 +23,7 @@ from meshwright.compress.layer_inputs import Inputs, observe_inputs
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.formats.hub import export_folder
 from meshwright.formats.quantized.interface import QuantizedModel
-from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.formats.safetensors import stored_tensors
 from meshwright.kernels.quantized import matrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer, build

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.formats.hub.weight_names import bindings
-from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.formats.safetensors import stored_tensors
 from meshwright.interface.planning.plan_reading import read_folder
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape

@@ -18,7 +18,7 @@ from meshwright.compress.stream import write_quantized
 from meshwright.formats.hub.weight_names import ROTARY, bindings, tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel
 from meshwright.formats.quantized.table import FORMATS
-from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.formats.safetensors import stored_tensors
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape, MoEShape

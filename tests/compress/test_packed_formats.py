@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.formats.hub.weight_names import bindings
 from meshwright.formats.quantized.packed_linears import Codes, GPTQFiles
 from meshwright.formats.quantized.table import FORMATS
-from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.formats.safetensors import stored_tensors
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError, PlanError
@@ -130,7 +130,7 @@ class Read:
 
 
 def Entries(values: dict[str, object]) -> Any:
-    from meshwright.formats.hub.entries import Entries as Plain
+    from meshwright.formats.hub.families import Entries as Plain
 
     return Plain(values, "config")
 

@@ -20,7 +20,7 @@ from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.quality import compare
 from meshwright.kernels import reference
 from meshwright.model import Transformer, build
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.low_rank import LoRA
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.formats.hub.entries import Entries
+from meshwright.formats.hub.families import Entries
 from meshwright.formats.quantized.compressed_tensors import group_schemes
 from meshwright.spec.errors import HubError
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import compat
-from meshwright.compat import onednn
+from meshwright.compat import cpu
 from meshwright.kernels import fast
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import linears_reference
@@ -29,7 +29,7 @@ from tests.counting import Operations
 def slow_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    if not onednn.are_exact():
+    if not cpu.fp32_products_are_exact():
         pytest.skip("oneDNN rounds fp32 products on this CPU")
     monkeypatch.setattr(compat, "blas_is_slow", lambda: True)
 
@@ -206,16 +206,16 @@ def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
 
 @pytest.fixture
 def not_tried() -> Iterator[None]:
-    onednn._are_exact.cache_clear()
+    cpu._fp32_products_are_exact.cache_clear()
     yield
-    onednn._are_exact.cache_clear()
+    cpu._fp32_products_are_exact.cache_clear()
 
 
 @pytest.mark.usefixtures("not_tried")
 def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one with AMX would."""
-    monkeypatch.setattr(onednn, "multiply", lambda a, b: (a.bfloat16() @ b.bfloat16()).float())
-    assert not onednn.are_exact() and not cpu_product.pays(torch.randn(128, 128), 128)
+    monkeypatch.setattr(cpu, "multiply_fp32", lambda a, b: (a.bfloat16() @ b.bfloat16()).float())
+    assert not cpu.fp32_products_are_exact() and not cpu_product.pays(torch.randn(128, 128), 128)
 
 
 @pytest.mark.parametrize("before", ["none", "ieee"])
@@ -238,7 +238,7 @@ def test_autocast_changes_none_of_them(count: int) -> None:
     """Not in the backward pass either, nor what is known of the processor."""
     x, *weights = (torch.randn(128, 128, requires_grad=True) for _ in range(1 + count))
     with torch.autocast("cpu", torch.bfloat16):
-        assert onednn.are_exact()
+        assert cpu.fp32_products_are_exact()
         torch.stack([tensor.sum() for tensor in fast().linears(x, weights, [None] * count)]).sum().backward()
     exact = x.detach().double().sum(0).expand(128, 128)
     for weight in weights:
@@ -248,7 +248,7 @@ def test_autocast_changes_none_of_them(count: int) -> None:
 def test_a_product_may_be_asked_for_inside_of_another() -> None:
     """As a handler of a signal does, or a mode that sees the first."""
     a, b, before = torch.randn(128, 128).t(), torch.randn(128, 128), setting()
-    with onednn._use_onednn():
+    with cpu._use_onednn():
         assert error(cpu_product.multiply(a, b), a.double() @ b.double()) < 1e-6
         assert setting() == "bf16"
     assert setting() == before
@@ -259,7 +259,7 @@ def test_a_forked_process_has_neither_the_lock_nor_the_setting_of_a_thread() -> 
     entered = Event()
 
     def multiply_long() -> None:
-        with onednn._use_onednn():
+        with cpu._use_onednn():
             entered.set()
             time.sleep(0.2)
 
@@ -268,7 +268,7 @@ def test_a_forked_process_has_neither_the_lock_nor_the_setting_of_a_thread() -> 
         entered.wait()
         child = os.fork()
         if not child:
-            free = onednn._ONE_CALL.acquire(timeout=2)
+            free = cpu._ONE_CALL.acquire(timeout=2)
             os._exit(0 if free and setting() != "bf16" else 1)
     assert os.waitpid(child, 0)[1] == 0
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.model import Cache, Generation, Sampling, Transformer
+from meshwright.model.attention import LayerCache, Past
 from meshwright.model.generate import generate, pick
-from meshwright.model.kv_cache import LayerCache, Past
 from meshwright.spec.errors import PlanError, RunError
 from tests.model.shrunk import KINDS, VOCAB, model, tokens
 from tests.operation_recorder import Recording

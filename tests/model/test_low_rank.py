@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.low_rank import LoRA, merge_adapter
 from meshwright.spec.errors import PlanError
 from meshwright.spec.model.shape import LoRAShape

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.kernels import choose
-from meshwright.model.moe import MoE
+from meshwright.model.feed_forward import MoE
 from meshwright.spec import ModelShape
 from tests.model.shrunk import model, shrink, tokens
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import fast
 from meshwright.kernels.loss.cross_entropy import linear_cross_entropy
-from meshwright.model.linear import Linear, read
+from meshwright.model.layers import Linear, read
 from meshwright.model.seams import Border
 from meshwright.spec.errors import IllegalLayout
 from tests.model.shrunk import model, tokens

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.kernels import fast
 from meshwright.model import Transformer
-from meshwright.model.moe import Experts, MoE
+from meshwright.model.feed_forward import Experts, MoE
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes.expert import apply_expert_parallel, apply_sequence_groups, sort_runs
 from meshwright.parallel.blocks.recompute import block_call

@@ -16,7 +16,7 @@ from meshwright.kernels.linear.weight_gradients import WeightGradients, splittin
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import build_quantized
 from meshwright.observe.dryrun.simulate import dry_run

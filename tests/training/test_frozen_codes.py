@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.formats.hub import export_folder, import_folder
-from meshwright.formats.hub.weights import stored_weights
+from meshwright.formats.hub.directory import stored_weights
 from meshwright.interface.trained.opening import load
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model.quantized_weights import frozen_codes, frozen_schemes

@@ -28,7 +28,7 @@ from meshwright.formats.hub.config import read_json
 from meshwright.formats.hub.directory import fresh_folder
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel, Weights
-from meshwright.formats.safetensors.files import SINGLE, Planned, ShardWriter, pieces, stored_tensors
+from meshwright.formats.safetensors import SINGLE, Planned, ShardWriter, pieces, stored_tensors
 from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import DataError, HubError, MeshwrightError, argument

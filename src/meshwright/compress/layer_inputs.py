@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.experts.experts import Counts
 from meshwright.model import Transformer
-from meshwright.model.linear import Linear
-from meshwright.model.moe import Experts
+from meshwright.model.feed_forward import Experts
+from meshwright.model.layers import Linear
 from meshwright.spec.errors import PlanError
 from meshwright.training.step.batches import Batch
 

@@ -16,7 +16,7 @@ from meshwright.data.corpus.corpus import lock, new_folder
 from meshwright.formats.gguf.header import is_gguf
 from meshwright.formats.hub.adapter import is_adapter
 from meshwright.formats.hub.config import GENERATION, TEMPLATE, read_json
-from meshwright.formats.hub.weights import stored_weights
+from meshwright.formats.hub.directory import stored_weights
 from meshwright.formats.quantized.folder import open_numbers
 from meshwright.spec.errors import DataError, HubError, PlanError
 from meshwright.spec.model.shape import ModelShape

@@ -20,7 +20,7 @@ from meshwright.compress.layer_inputs import observe_inputs, run
 from meshwright.kernels.experts.experts import Counts
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.model import Transformer
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.quantized_weights import quantizable
 from meshwright.model.transformer import skeleton
 from meshwright.spec.model.quantization_schemes import Scheme

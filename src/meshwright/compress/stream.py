@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.compress.original import OriginalModel
 from meshwright.formats.hub.directory import fresh_folder, write_beside_weights
 from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel, Weights
-from meshwright.formats.safetensors.files import ShardWriter, file_bytes
+from meshwright.formats.safetensors import ShardWriter, file_bytes
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix, relative_error
 from meshwright.spec.errors import PlanError

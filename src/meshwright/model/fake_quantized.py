@@ -17,8 +17,8 @@ from meshwright.kernels.linear.weight_gradients import stand_for
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import Largest, MatrixPart, coded, part_of_rows
 from meshwright.kernels.quantized.quantized_linear import row_codes
-from meshwright.model.linear import Linear, Matrix
-from meshwright.model.moe import Experts
+from meshwright.model.feed_forward import Experts
+from meshwright.model.layers import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.model.shape import ModelShape

@@ -14,7 +14,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from meshwright.model.kv_cache import Cache
+from meshwright.model.attention import Cache
 from meshwright.model.transformer import Transformer
 from meshwright.spec.errors import PlanError, RunError, argument
 

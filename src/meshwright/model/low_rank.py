@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from meshwright.kernels.linear.linear import product_dtype
 from meshwright.kernels.norm.norms import dropout
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
-from meshwright.model.linear import Linear, Matrix
-from meshwright.model.moe import Experts
+from meshwright.model.feed_forward import Experts
+from meshwright.model.layers import Linear, Matrix
 from meshwright.model.quantized_weights import frozen_schemes, put_quantized
 from meshwright.model.seams import same
 from meshwright.spec.model.shape import LoRAShape, ModelShape

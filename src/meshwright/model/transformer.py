@@ -15,14 +15,20 @@ from meshwright.kernels.attention.attend import UNKNOWN, DocumentSpans
 from meshwright.kernels.linear.linear import SAME
 from meshwright.kernels.linear.weight_gradients import use_alias
 from meshwright.kernels.norm.norms import dropout
-from meshwright.model.attention import Attention, AttentionMetadata, LatentAttention, frequencies, table_factor, tables
+from meshwright.model.attention import (
+    Attention,
+    AttentionMetadata,
+    Cache,
+    LatentAttention,
+    Past,
+    frequencies,
+    table_factor,
+    tables,
+)
+from meshwright.model.feed_forward import MoE, make_mlp
 from meshwright.model.init import fill_initial
-from meshwright.model.kv_cache import Cache, Past
-from meshwright.model.linear import Head
+from meshwright.model.layers import Head, make_norm
 from meshwright.model.low_rank import add_adapters
-from meshwright.model.mlp import make_mlp
-from meshwright.model.moe import MoE
-from meshwright.model.norm import make_norm
 from meshwright.model.predictions import Output, Predictions
 from meshwright.model.quantized_weights import put_quantized
 from meshwright.model.seams import Seams

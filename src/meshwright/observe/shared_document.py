@@ -62,7 +62,7 @@ class LargeTensor:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     line: str = ""
-    """Source line that made it: `meshwright/model/mlp.py:40 forward`."""
+    """Source line that made it: `meshwright/model/feed_forward.py:40 forward`."""
     operation: str = ""
     module: str = ""
     phase: str = ""

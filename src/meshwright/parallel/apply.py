@@ -14,7 +14,7 @@ from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.model.fake_quantized import FakeQuantized, put_fake_quantization
 from meshwright.model.init import fill_initial
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.low_rank import LoRA
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall

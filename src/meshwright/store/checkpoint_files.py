@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from meshwright.formats.safetensors.files import CODES, Planned, header, pieces
+from meshwright.formats.safetensors import CODES, Planned, header, pieces
 from meshwright.spec.errors import CheckpointError
 from meshwright.store import commit as commits
 from meshwright.store.commit import FileRecord, new_hash

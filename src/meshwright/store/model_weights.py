@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from meshwright.formats.hub import HubFolder
+from meshwright.formats.hub.directory import check_weights, stored_weights
 from meshwright.formats.hub.weight_names import tensor_sizes
-from meshwright.formats.hub.weights import check_weights, stored_weights
 from meshwright.formats.quantized.detection import is_quantized
 from meshwright.formats.quantized.folder import base_of, decoded_weights, open_folder, open_quantized
 from meshwright.formats.quantized.interface import QuantizedModel, every

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import torch_compile
-from meshwright.compat.onednn import keep_few_products
+from meshwright.compat.cpu import keep_few_products
 from meshwright.kernels import chooser
 from meshwright.kernels.attention import gpu
 from meshwright.kernels.attention.attend import Mask, backend, causal_mask, triton_obstacle, wants_loops

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from meshwright.data import Tokenizer
 from meshwright.formats.gguf.model import fresh_file
 from meshwright.formats.hub import export_folder, import_folder
-from meshwright.formats.safetensors.files import stored_tensors
+from meshwright.formats.safetensors import stored_tensors
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError
 from tests.formats.hub.test_weights import assert_same, random_tensors

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.formats.safetensors.files import read_header
+from meshwright.formats.safetensors import read_header
 from meshwright.spec.errors import DataError, HubError, MeshwrightError
 from meshwright.verbs.import_.command import import_hf
 from tests.formats.hub.test_folder import SHAPE, exported

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.formats.hub.config import canonical, config_from_shape, unwritable
-from meshwright.formats.hub.parts import FAMILIES
+from meshwright.formats.hub.families import FAMILIES
 from meshwright.formats.hub.planned_families import HARMLESS, HARMLESS_PATTERN, PLANNED, is_planned, planned_shape
 from meshwright.interface.planning import hub_configs
 from meshwright.interface.planning.hub_configs import config_folder, is_hub_name

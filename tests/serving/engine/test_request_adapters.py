@@ -15,10 +15,10 @@ from benchmarks.serve_quantized import quantized
 from meshwright import compat
 from meshwright.kernels.experts.experts import expert_linear_reference
 from meshwright.model import Transformer
+from meshwright.model.feed_forward import ExpertStack
 from meshwright.model.generate import generate
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.low_rank import LoRA, merge_adapter
-from meshwright.model.moe import ExpertStack
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.rows.request_adapters import (

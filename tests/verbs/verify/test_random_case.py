@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.model.moe import Router
+from meshwright.model.feed_forward import Router
 from meshwright.observe.oracle.one_device import case_batch, margin
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.schedule import NAMES

@@ -65,7 +65,7 @@ class StoredBlocks:
 
     def read(self) -> "Tensor":
         """Read the bytes (..., bytes of a row) uint8. Raises HubError when the file was truncated."""
-        from meshwright.formats.safetensors.files import read_bytes  # loads torch, which a header needs not
+        from meshwright.formats.safetensors import read_bytes  # loads torch, which a header needs not
 
         return read_bytes(self.file, self.start, self.num_bytes).view(*self.size[:-1], -1)
 

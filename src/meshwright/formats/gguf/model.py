@@ -41,7 +41,7 @@ from meshwright.formats.gguf.metadata import (
 from meshwright.formats.gguf.vocabulary import TEMPLATE_KEY, TOOL_TEMPLATE_KEY, GGUFVocabulary, read_vocabulary
 from meshwright.formats.hub.directory import partial_of, sync
 from meshwright.formats.hub.weight_names import Binding
-from meshwright.formats.safetensors.files import pieces
+from meshwright.formats.safetensors import pieces
 from meshwright.kernels.quantized.gguf_blocks import FLOAT_DTYPES, decode
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.shape import ModelShape

@@ -6,8 +6,7 @@ from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.formats.hub.config import canonical, config_from_shape, shape_from_config, unwritable
-    from meshwright.formats.hub.directory import HubFolder, export_folder, import_folder
-    from meshwright.formats.hub.weights import load_weights, save_weights
+    from meshwright.formats.hub.directory import HubFolder, export_folder, import_folder, load_weights, save_weights
 
 __all__ = [
     "HubFolder",
@@ -24,6 +23,6 @@ __all__ = [
 # Loaded on first use: configs are read without torch.
 __getattr__ = lazy_names(__name__, {
     "HubFolder": "directory", "canonical": "config", "config_from_shape": "config", "export_folder": "directory",
-    "import_folder": "directory", "load_weights": "weights", "save_weights": "weights",
+    "import_folder": "directory", "load_weights": "directory", "save_weights": "directory",
     "shape_from_config": "config", "unwritable": "config",
 })  # fmt: skip

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from meshwright.formats.hub.adapter_config import CONFIG, WEIGHTS, adapter_config, adapter_scale, lora_shape
-from meshwright.formats.hub.directory import PromptFiles, fresh_folder
+from meshwright.formats.hub.directory import TOO_MANY, PromptFiles, fresh_folder
 from meshwright.formats.hub.weight_names import CONV1D, JOINED, STACKED, Binding, bindings
-from meshwright.formats.hub.weights import TOO_MANY
-from meshwright.formats.safetensors.files import Stored, read_header, write_file
+from meshwright.formats.safetensors import Stored, read_header, write_file
 from meshwright.spec.errors import HubError
 from meshwright.spec.model.shape import LoRAShape, ModelShape
 from meshwright.spec.weights.inventory import adapter_parts, adapter_prefix, parameters

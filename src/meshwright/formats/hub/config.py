@@ -6,8 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.formats.hub.entries import Entries
-from meshwright.formats.hub.parts import FAMILIES, HubFamily
+from meshwright.formats.hub.families import FAMILIES, Entries, HubFamily
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.hub_names import explain_missing
 from meshwright.spec.model.shape import MOST_LAYERS, ModelShape, RopeScaling

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.formats.hub.config import CODED, shape_from_config, written_keys
-from meshwright.formats.hub.entries import Entries
-from meshwright.formats.hub.parts import FAMILIES
+from meshwright.formats.hub.families import FAMILIES, Entries
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.model.shape import MOST_LAYERS, ModelShape, MoEShape
 from meshwright.spec.model.unbuilt_parts import LinearAttention, UnbuiltParts

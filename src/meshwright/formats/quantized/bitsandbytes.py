@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.formats.hub.entries import Entries
+from meshwright.formats.hub.families import Entries
 from meshwright.formats.hub.weight_names import CONV1D, FUSED, JOINED, ROTARY, Binding, bindings
 from meshwright.formats.quantized.interface import (
     NATIVE,
@@ -30,7 +30,7 @@ from meshwright.formats.quantized.interface import (
     tensors_of_model,
 )
 from meshwright.formats.quantized.native import check_tensors
-from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
+from meshwright.formats.safetensors import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import DYNAMIC, dynamic_table, undoubled
 from meshwright.model.quantized_weights import quantizable

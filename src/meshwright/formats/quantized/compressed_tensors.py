@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.formats.hub.entries import Entries
+from meshwright.formats.hub.families import Entries
 from meshwright.formats.hub.weight_names import CONV1D, JOINED, TURNED, Binding, bindings
 from meshwright.formats.quantized.interface import (
     NATIVE,
@@ -29,7 +29,7 @@ from meshwright.formats.quantized.interface import (
     tensors_of_model,
 )
 from meshwright.formats.quantized.native import check_tensors
-from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
+from meshwright.formats.safetensors import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import pack, unpack
 from meshwright.model.quantized_weights import quantizable

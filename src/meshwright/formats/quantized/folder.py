@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.formats.hub.directory import HubFolder, import_folder
-from meshwright.formats.hub.weights import check_numbers
+from meshwright.formats.hub.directory import HubFolder, check_numbers, import_folder
 from meshwright.formats.quantized.detection import NUMBERS, is_quantized, quant_method, quantization
 from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel, Wanted, every
 from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from meshwright.formats.hub.directory import HEAD, check_tied
 from meshwright.formats.hub.weight_names import IGNORED, SAME, STACKED, Binding, bindings
-from meshwright.formats.hub.weights import HEAD, check_tied
-from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
+from meshwright.formats.safetensors import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable, quantized_name
 from meshwright.model.transformer import Transformer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.formats.quantized.interface import QuantizedModel, Wanted, Weights, every
-from meshwright.formats.safetensors.files import Planned, Stored, stored_tensors
+from meshwright.formats.safetensors import Planned, Stored, stored_tensors
 from meshwright.kernels.quantized.matrix import PARTS, QuantizedMatrix
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 
-from meshwright.formats.quantized.awq import AWQFiles
 from meshwright.formats.quantized.bitsandbytes import BitsAndBytes
 from meshwright.formats.quantized.compressed_tensors import CompressedTensors
 from meshwright.formats.quantized.interface import QuantizedFormat
 from meshwright.formats.quantized.native import NativeFormat
-from meshwright.formats.quantized.packed_linears import GPTQFiles
+from meshwright.formats.quantized.packed_linears import AWQFiles, GPTQFiles
 
 FORMATS: Mapping[str, QuantizedFormat] = {
     format_.name: format_ for format_ in (NativeFormat(), CompressedTensors(), GPTQFiles(), AWQFiles(), BitsAndBytes())

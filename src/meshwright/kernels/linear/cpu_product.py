@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.compat import onednn
+from meshwright.compat import cpu
 from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.spec.memory.buffers import ADDED_AT_ONCE
 
@@ -34,7 +34,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     has_gaps = not b.is_contiguous() and not b.t().is_contiguous()  # oneDNN's linear product has plain loops for them
     if not has_gaps and (a.is_contiguous() or a.dim() > 2):
         return compat.onednn_product(a.contiguous(), b, bias)
-    product = onednn.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
+    product = cpu.multiply_fp32(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
     return product if bias is None else product.add_(bias)
 
 
@@ -46,7 +46,7 @@ def pays(a: Tensor, columns: int) -> bool:
     """Return whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
     if a.dtype != torch.float32 or not compat.blas_is_slow() or device_kind(a) != "cpu":
         return False
-    return a.numel() * columns >= LEAST and compat.lies_in_memory(a) and onednn.are_exact()
+    return a.numel() * columns >= LEAST and compat.lies_in_memory(a) and cpu.fp32_products_are_exact()
 
 
 def _is_recorded(*operands: Tensor | None) -> bool:
@@ -93,7 +93,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
         return total
     if not pays(a, b.shape[1]):
         return total.addmm_(a, b, beta=beta)
-    return onednn.add_product(total if beta else total.zero_(), a, b)
+    return cpu.add_fp32_product(total if beta else total.zero_(), a, b)
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.linear.linear import SAME
+from meshwright.model.feed_forward import Router
 from meshwright.model.init import fill_initial, width_deviation
-from meshwright.model.moe import Router
 from meshwright.observe.oracle.drawn_teacher import DrawnTeacher, case_objective
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights

@@ -52,8 +52,8 @@ from meshwright import compat
 from meshwright.kernels.linear.weight_gradients import GradientSum, sum_of
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model import Transformer
-from meshwright.model.linear import Linear
-from meshwright.model.moe import MoE
+from meshwright.model.feed_forward import MoE
+from meshwright.model.layers import Linear
 from meshwright.model.quantized_weights import QuantizedWeight, is_run
 from meshwright.parallel.groups.group import Group, Pending
 from meshwright.parallel.groups.mesh import Mesh, device_mesh

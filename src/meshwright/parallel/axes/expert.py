@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels.experts.experts import Counts, groups_on_device
-from meshwright.model.moe import Experts, MoE
+from meshwright.model.feed_forward import Experts, MoE
 from meshwright.model.seams import Dispatch
 from meshwright.parallel.groups.group import Group, Pending, find_group
 from meshwright.spec.memory.held import takes

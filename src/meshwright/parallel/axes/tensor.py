@@ -61,7 +61,7 @@ from meshwright.kernels.linear.weight_gradients import Leaf, as_leaf, leaf_at, w
 from meshwright.kernels.loss.cross_entropy import Vocabulary, linear_cross_entropy, linear_log_probabilities
 from meshwright.kernels.loss.linear_divergence import linear_divergence, linear_top
 from meshwright.model import Transformer
-from meshwright.model.linear import Linear
+from meshwright.model.layers import Linear
 from meshwright.model.low_rank import LoRA
 from meshwright.parallel.axes.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, gather, resize, scatter
 from meshwright.parallel.groups.group import Group, Pending, find_group

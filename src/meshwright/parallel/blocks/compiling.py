@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from meshwright.compat import torch_compile
 from meshwright.kernels.linear.weight_gradients import splits, traced
 from meshwright.kernels.target import simulated_kind
-from meshwright.model.attention import AttentionMetadata
-from meshwright.model.kv_cache import Past
-from meshwright.model.moe import MoE, RoutedTokens, begin, finish
+from meshwright.model.attention import AttentionMetadata, Past
+from meshwright.model.feed_forward import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
 from meshwright.parallel.blocks.recompute import block_call

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright import compat
-from meshwright.model.attention import AttentionMetadata
-from meshwright.model.kv_cache import Past
+from meshwright.model.attention import AttentionMetadata, Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
 from meshwright.parallel.blocks.recompute import SavedTensorHooks, save_with

@@ -25,9 +25,8 @@ from meshwright.compat.fakes import storage_key
 from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.attention.blockwise import random_state
 from meshwright.kernels.linear.weight_gradients import same_split
-from meshwright.model.attention import AttentionMetadata
-from meshwright.model.kv_cache import Past
-from meshwright.model.norm import LayerNorm, RMSNorm
+from meshwright.model.attention import AttentionMetadata, Past
+from meshwright.model.layers import LayerNorm, RMSNorm
 from meshwright.model.seams import BlockCall, compute, same
 from meshwright.model.transformer import Block
 

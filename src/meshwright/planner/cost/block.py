@@ -320,7 +320,7 @@ def _experts(local: LocalShape) -> Iterator[LayerOperation]:
     enter, leave = (NO_EXCHANGES,) * 2 if local.ep > 1 else (exchanges.enter(local, alone=True), exchanges.leave(local))
     yield LayerOperation(name="enter experts", exchanges=enter)
     router = linear(local, "router", tokens, shape.hidden, moe.experts)
-    # the engine scores experts in fp32 (model/moe.py)
+    # the engine scores experts in fp32 (model/feed_forward.py)
     if local.stack.is_meshwright:
         router = in_fp32(router)
     yield router._replace(exchanges=Exchanges(exchanges.balance(local)))

@@ -25,8 +25,7 @@ from meshwright.kernels.attention.paged import (
 )
 from meshwright.kernels.c.serving_library import Loops, takes
 from meshwright.kernels.chooser import uses_triton
-from meshwright.model.attention import LatentAttention
-from meshwright.model.kv_cache import Cache, Norms
+from meshwright.model.attention import Cache, LatentAttention, Norms
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serving.engine.cache.blocks import Move
 from meshwright.serving.engine.cache.host_copies import HostCopies, group_moves, to_device

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention.attend import Mask
-from meshwright.model.kv_cache import Cache
-from meshwright.model.moe import Experts
+from meshwright.model.attention import Cache
+from meshwright.model.feed_forward import Experts
 from meshwright.model.transformer import Transformer
 
 TILE = 16

@@ -31,11 +31,9 @@ from meshwright.kernels.quantized.prepared_product import (
     joined_product,
     prepared_product,
 )
-from meshwright.model.attention import Attention, AttentionMetadata
-from meshwright.model.kv_cache import Past
-from meshwright.model.linear import Linear, held_rows, is_ours
-from meshwright.model.mlp import GatedMLP
-from meshwright.model.norm import RMSNorm
+from meshwright.model.attention import Attention, AttentionMetadata, Past
+from meshwright.model.feed_forward import GatedMLP
+from meshwright.model.layers import Linear, RMSNorm, held_rows, is_ours
 from meshwright.model.seams import Border, compute, same
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serving.engine.cache.paged_cache import PagedLayer, StepPlaces

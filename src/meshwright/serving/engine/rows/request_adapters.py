@@ -1,6 +1,6 @@
 """Low-rank adapters that may differ from request to request: their rows get (x A^T) (s B)^T beside x W^T.
 
-They take the place of an adapter in training, as the layer's Weight (model/linear.py), while a pass has rows of theirs.
+They take the place of an adapter in training, as the layer's Weight (model/layers.py), while a pass has rows of theirs.
 Prepared products give x W^T as usual, and adapters are added after that. Rows of one adapter are one product, so a pass
 may mix adapters and rows without one. In exact mode a row's bits do not depend on how many rows its adapter has.
 Compiled loops sum in one order for any number; otherwise products have TILE rows, which are compared in several orders.
@@ -29,9 +29,9 @@ from meshwright.kernels.c.serving_library import Loops
 from meshwright.kernels.experts.experts import Counts
 from meshwright.kernels.linear.linear import product_dtype
 from meshwright.model.attention import LatentAttention
-from meshwright.model.linear import Linear, Matrix
+from meshwright.model.feed_forward import Experts, ExpertStack
+from meshwright.model.layers import Linear, Matrix
 from meshwright.model.low_rank import LoRA
-from meshwright.model.moe import Experts, ExpertStack
 from meshwright.model.transformer import Transformer
 from meshwright.serving.engine.cache.host_copies import to_device
 from meshwright.serving.engine.rows.exact_rows import ORDERS, TILE

@@ -1,9 +1,10 @@
-"""Linear layer whose product is a kernel, and products of several layers with one input."""
+"""Layers that every part of a block uses: linear ones, products of several with one input, and the two norms."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Protocol, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from meshwright import compat
@@ -12,6 +13,7 @@ from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.model.seams import Border
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.model.shape import ModelShape
 
 Matrix = Tensor | QuantizedMatrix
 """Matrix of a layer: (out, in), or the codes and scales that stand for it."""
@@ -166,3 +168,53 @@ def _multiply_each(
             products = multiply(x, [matrices[index] for index in indices], [biases[index] for index in indices])
             outputs.update(zip(indices, products, strict=True))
     return [outputs[index] for index in range(len(matrices))]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: x / rms(x) * weight."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x (..., size)."""
+        normed: Tensor = self.kernels.rms_norm(x, self.weight, self.eps)
+        return normed
+
+    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + added, and x + added. All are (..., size)."""
+        if self._forward_hooks:  # hooks expect the output of `forward`
+            total = x + added
+            return self(total), total
+        return self.kernels.add_rms_norm(x, added, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm: (x - mean) / std * weight + bias."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x (..., size)."""
+        normed: Tensor = self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
+        return normed
+
+    def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of x + added, and x + added. All are (..., size)."""
+        total = x + added
+        return self(total), total
+
+
+def make_norm(shape: ModelShape, kernels: Kernels) -> RMSNorm | LayerNorm:
+    """Build the norm of a shape over the hidden dim."""
+    if shape.norm == "layernorm":
+        return LayerNorm(shape.hidden, shape.norm_eps, kernels)
+    return RMSNorm(shape.hidden, shape.norm_eps, kernels)

@@ -1,7 +1,8 @@
-"""Mixture of experts: a router, stacked experts, shared experts and the balance loss.
+"""Feed-forward half of a block: gated (SwiGLU), plain (GELU), or a mixture of experts.
 
-Dropless: every token reaches its top_k experts, however uneven the load.
-Letters: B batch, S sequence, N = B S tokens, D hidden, k experts per token, X experts, R rows.
+A mixture has a router, stacked experts, shared experts and the balance loss. It is dropless: every token reaches its
+top_k experts, however uneven the load.
+Letters: B batch, S sequence, N = B S tokens, D hidden, F width, k experts per token, X experts, R rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +17,77 @@ from meshwright.kernels.experts.experts import Counts, combine, keeps_counts, sp
 from meshwright.kernels.norm.norms import dropout
 from meshwright.kernels.quantized.matrix import QuantizedMatrix, experts
 from meshwright.kernels.quantized.quantized_linear import quantized_expert_linear
-from meshwright.model.linear import Weight
-from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
-from meshwright.model.seams import Seams, same
+from meshwright.model.layers import Linear, Weight, read, sole_matrix, write
+from meshwright.model.seams import Border, Seams, same
 from meshwright.spec.model.shape import ModelShape, MoEShape
+
+TINY = 1e-9
+"""Least number of positions in a row, for rows that are all padding."""
+Half = Callable[..., Any]
+"""Function (shared experts, ...) that runs their `begin` or `finish`."""
+
+
+class GatedMLP(nn.Module):
+    """Gated feed-forward: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, ffn: int, kernels: Kernels, border: Border, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = Linear(hidden, ffn, kernels, bias)
+        self.up = Linear(hidden, ffn, kernels, bias)
+        self.down = Linear(ffn, hidden, kernels, bias)
+        self.kernels, self.border = kernels, border
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., D) to (..., D)."""
+        return self.finish(*self.begin(x))
+
+    def begin(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the arguments of `finish`: gate and up, (..., F) each."""
+        return read(self.border, x, self.gate, self.up)
+
+    def finish(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Map gate and up to the output (..., D)."""
+        # If the down product is more than one matrix, it cannot be fused with the gate.
+        weight = None if self.border.prepared is not None else sole_matrix(self.down)
+        if weight is None:
+            return write(self.border, self.kernels.swiglu(gate, up), self.down)
+        summed = self.border.write
+        down: Tensor = self.kernels.swiglu_linear(gate, up, weight, self.down.local_bias, summed)
+        return down if summed else self.border.leave(down)
+
+
+class PlainMLP(nn.Module):
+    """Feed-forward without a gate: down(gelu(up(x)))."""
+
+    def __init__(self, hidden: int, ffn: int, kernels: Kernels, border: Border, bias: bool, approximate: str) -> None:
+        super().__init__()
+        self.up = Linear(hidden, ffn, kernels, bias)
+        self.down = Linear(ffn, hidden, kernels, bias)
+        self.kernels, self.border, self.approximate = kernels, border, approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (..., D) to (..., D)."""
+        return self.finish(*self.begin(x))
+
+    def begin(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the argument of `finish`, (..., F)."""
+        return read(self.border, x, self.up)
+
+    def finish(self, up: Tensor) -> Tensor:
+        """Map up to the output (..., D)."""
+        return write(self.border, self.kernels.gelu(up, self.approximate), self.down)
+
+
+def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> GatedMLP | PlainMLP:
+    """Build the dense feed-forward of a shape, `ffn` wide."""
+    if shape.mlp == "swiglu":
+        return GatedMLP(shape.hidden, ffn, kernels, border, bias)
+    return PlainMLP(shape.hidden, ffn, kernels, border, bias, gelu_form(shape))
+
+
+def gelu_form(shape: ModelShape) -> str:
+    """Return F.gelu's `approximate` for a shape without a gate."""
+    return "tanh" if shape.mlp == "gelu_tanh" else "none"
 
 
 class Router(nn.Module):
@@ -180,12 +248,6 @@ class BesideStacks(Protocol):
 
     def __call__(self, experts: Experts, rows: Tensor, counts: Counts) -> tuple[Tensor, AddedProducts]:
         """Return the rows (R, D) of what was sent, and what is added to their products."""
-
-
-TINY = 1e-9
-"""Least number of positions in a row, for rows that are all padding."""
-Half = Callable[..., Any]
-"""Function (shared experts, ...) that runs their `begin` or `finish`."""
 
 
 def begin(shared: GatedMLP | PlainMLP, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,1 +1,0 @@
-"""Safetensors files, read tensor by tensor."""
