@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright import planfile
-from meshwright.interface.process.accelerate import MARK, number_ranks, unread
+from meshwright.interface.process.environment import ACCELERATE_MARK, number_mpi_ranks, unread_accelerate_settings
 from tests.training.test_tuning import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,42 +52,47 @@ def test_ranks_that_mpirun_numbered_are_those_of_torchrun() -> None:
     openmpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     intel = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
     for variables in (openmpi, intel):
-        environ = {**variables, MARK: "no"}
-        number_ranks(environ)
+        environ = {**variables, ACCELERATE_MARK: "no"}
+        number_mpi_ranks(environ)
         assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("1", "2", "1")
         before = dict(variables)
-        number_ranks(variables)
+        number_mpi_ranks(variables)
         assert variables == before
-    launched = {**openmpi, MARK: "no", "RANK": "0", "WORLD_SIZE": "4"}
-    number_ranks(launched)
+    launched = {**openmpi, ACCELERATE_MARK: "no", "RANK": "0", "WORLD_SIZE": "4"}
+    number_mpi_ranks(launched)
     assert launched["RANK"] == "0" and launched["WORLD_SIZE"] == "4"
 
 
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({MARK: "bf16"}, "--mixed_precision bf16 of accelerate is not read: the plan has recipe.precision=fp32"),
         (
-            {MARK: "no", "ACCELERATE_USE_FSDP": "true"},
+            {ACCELERATE_MARK: "bf16"},
+            "--mixed_precision bf16 of accelerate is not read: the plan has recipe.precision=fp32",
+        ),
+        (
+            {ACCELERATE_MARK: "no", "ACCELERATE_USE_FSDP": "true"},
             "FSDP settings of accelerate are not read: the keys of layout say how ranks share the model",
         ),
         (
-            {MARK: "no", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+            {ACCELERATE_MARK: "no", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
             "--dynamo_backend inductor of accelerate is not read: layout.compile says what is compiled",
         ),
     ],
 )
 def test_what_is_not_read_is_said(environ: dict[str, str], sentence: str) -> None:
     plan = planfile.read(None, ["recipe.precision=fp32"])
-    assert list(unread({"WORLD_SIZE": "2", **environ}, plan)) == [sentence]
-    environ.pop(MARK)
-    assert not list(unread({"WORLD_SIZE": "2", **environ}, plan))
+    assert list(unread_accelerate_settings({"WORLD_SIZE": "2", **environ}, plan)) == [sentence]
+    environ.pop(ACCELERATE_MARK)
+    assert not list(unread_accelerate_settings({"WORLD_SIZE": "2", **environ}, plan))
 
 
 def test_one_process_in_place_of_several_is_said() -> None:
     """`accelerate launch --cpu --num_processes 2` starts one, and sets an address that nobody needs."""
     plan = planfile.read(None, [])
-    [note] = unread({MARK: "no", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, plan)
+    [note] = unread_accelerate_settings(
+        {ACCELERATE_MARK: "no", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"}, plan
+    )
     assert note.startswith("accelerate launch started one process, whatever --num_processes says")
-    assert not list(unread({MARK: "no", "ACCELERATE_USE_CPU": "True"}, plan))
-    assert not list(unread({"MASTER_ADDR": "127.0.0.1"}, plan))
+    assert not list(unread_accelerate_settings({ACCELERATE_MARK: "no", "ACCELERATE_USE_CPU": "True"}, plan))
+    assert not list(unread_accelerate_settings({"MASTER_ADDR": "127.0.0.1"}, plan))

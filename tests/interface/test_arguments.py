@@ -10,7 +10,7 @@ import pytest
 import typer
 
 import meshwright as mw
-from meshwright.interface.answers.arguments import checked
+from meshwright.interface.answers.answer import checked
 from meshwright.interface.terminal.help import VERBS
 from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.spec.errors import ArgumentError, PlanError, argument

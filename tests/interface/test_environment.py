@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.interface.process.environment import DEFAULTS, described, set_defaults
+from meshwright.interface.process.environment import DEFAULTS, describe_defaults, set_defaults
 from meshwright.verbs.main import main
 
 
@@ -24,7 +24,7 @@ def test_an_empty_value_leaves_the_librarys_own() -> None:
     environ = dict.fromkeys((default.name for default in DEFAULTS), "")
     set_defaults(environ)
     assert not environ
-    assert all(line.endswith("=: the library's own") for line in described(environ))
+    assert all(line.endswith("=: the library's own") for line in describe_defaults(environ))
 
 
 def test_debug_shows_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

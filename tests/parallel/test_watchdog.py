@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from meshwright.interface.process.launch import PHASES, READS
 from meshwright.parallel.health import heartbeat as pulses
 from meshwright.parallel.health import watchdog
 from meshwright.parallel.health.heartbeat import BACKWARD, Beat, Heartbeat, HeartbeatWatch
@@ -29,7 +30,6 @@ from meshwright.parallel.health.watchdog import (
     name_ranks,
 )
 from meshwright.spec.errors import RunError
-from meshwright.training.phases import PHASES, READS
 from meshwright.training.step.interrupt import Interrupt
 
 MOVES = Beat(step=7, phase="forward", slow=False, calls=50, last="all_reduce on data", where="a.py:1 in f")

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from meshwright.training.phases import PHASES, READS
+from meshwright.interface.process.launch import PHASES, READS
 
 
 @pytest.mark.parametrize("name", sorted({*PHASES, *READS}))

@@ -15,7 +15,7 @@ import pytest
 
 from meshwright import __version__
 from meshwright.interface.process import failure
-from meshwright.interface.terminal import output
+from meshwright.interface.terminal import screen_text
 from meshwright.spec.errors import DoesNotFit, OutsideTolerance, PlanError
 from meshwright.verbs import main as entry
 from meshwright.verbs.main import main
@@ -306,7 +306,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_numbers_that_are_none_and_paths_are_json(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_json({"a": float("nan"), "b": [Path("x/y"), float("inf"), 1.5], "c": {"d": None}})
+    screen_text.print_json({"a": float("nan"), "b": [Path("x/y"), float("inf"), 1.5], "c": {"d": None}})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": ["x/y", None, 1.5], "c": {"d": None}}
 
 

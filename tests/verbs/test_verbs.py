@@ -18,8 +18,8 @@ import torch
 from meshwright.data import Tokenizer
 from meshwright.data.tokens.text_stream import TextStream
 from meshwright.interface.planning.plan_reading import sort_words
-from meshwright.interface.process.determinism import set_environment
-from meshwright.interface.process.invocation import command
+from meshwright.interface.process.environment import fix_cublas_workspace
+from meshwright.interface.process.launch import command
 from meshwright.interface.terminal.screen_text import printable
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
@@ -398,7 +398,7 @@ def test_a_deterministic_plan_sets_what_cublas_needs(
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(environment))
     plan = Plan(model=presets.model("llama-tiny"))
-    set_environment(plan)
+    fix_cublas_workspace(plan)
     assert os.environ == environment
-    set_environment(replace(plan, recipe=Recipe(deterministic=True)))
+    fix_cublas_workspace(replace(plan, recipe=Recipe(deterministic=True)))
     assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": expected}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from meshwright.interface.options.plan import Words
+from meshwright.interface.options import Words
 from meshwright.interface.terminal import help
 from meshwright.interface.terminal.screen_text import WIDEST
 from meshwright.spec.errors import Writer

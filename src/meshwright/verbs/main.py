@@ -19,17 +19,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"] or ["--help"]
     if words[0] in ("-h", "--help", "--version"):
         return _print_overview(words[0])
-    from meshwright.interface.process.accelerate import number_ranks
-    from meshwright.interface.process.environment import described, set_defaults
+    from meshwright.interface.process.environment import describe_defaults, number_mpi_ranks, set_defaults
     from meshwright.interface.process.launch import processes, rank
 
     # Before any verb is imported: torch reads the environment when it is loaded.
-    number_ranks(os.environ)
+    number_mpi_ranks(os.environ)
     if not debug:
         warnings.simplefilter("ignore")
     set_defaults(os.environ)
     if debug and rank() == 0:
-        print("\n".join(f"meshwright: environment: {line}" for line in described(os.environ)), file=sys.stderr)
+        print("\n".join(f"meshwright: environment: {line}" for line in describe_defaults(os.environ)), file=sys.stderr)
     if processes() > 1 and not debug:
         # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.formats.hub.adapter import save_adapter
-from meshwright.interface.trained.adapters import peft_adapter
+from meshwright.interface.trained.trained_model import peft_adapter
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.http.server_options import ServerLimits

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.interface.terminal import output
+from meshwright.interface.terminal import screen_text
 from meshwright.verbs.explore import command as verb
 from meshwright.verbs.main import main
 
@@ -26,7 +26,7 @@ def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_wait_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(screen_text, "PATIENCE_S", 0.0)
     assert main([*SMALL, "--out", str(tmp_path / "page.html")]) == 0
     assert capsys.readouterr().err == f"{verb.COUNTING}\n"
 

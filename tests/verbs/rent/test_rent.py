@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import meshwright as mw
-from meshwright.interface.planning.amounts import tokens_of, tokens_word
-from meshwright.interface.terminal import output
+from meshwright.interface.planning.plan_reading import tokens_of, tokens_word
+from meshwright.interface.terminal import screen_text
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 from meshwright.verbs.main import main
 from meshwright.verbs.rent import command as verb
@@ -288,6 +288,6 @@ def test_clusters_that_are_too_slow_are_not_said_to_be_too_small(capsys: Capture
 
 
 def test_whoever_waits_is_told_why(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(screen_text, "PATIENCE_S", 0.0)
     main(ASKED)
     assert capsys.readouterr().err == f"{verb.SEARCHING}\n"

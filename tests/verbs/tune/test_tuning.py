@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.interface.planning.tuning_defaults import DEFAULTS
+from meshwright.interface.planning.plan_reading import TUNING_DEFAULTS
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from meshwright.verbs.main import main
 from meshwright.verbs.tune.plan import tuning_plan
@@ -25,7 +25,7 @@ def test_defaults_are_said_and_give_way(files: Path) -> None:
     assert plan.recipe.sequence == plan.model.max_positions == 64, "a model of 64 positions is given no 1024"
     [defaults] = [note for note in notes if note.startswith("tuning defaults: ")]
     assert "recipe.sequence=64" in defaults and "learning_rate" not in defaults
-    assert set(DEFAULTS) - {"recipe.learning_rate"} <= {word.partition("=")[0] for word in defaults.split()}
+    assert set(TUNING_DEFAULTS) - {"recipe.learning_rate"} <= {word.partition("=")[0] for word in defaults.split()}
 
 
 def test_steps_stand_in_place_of_epochs(files: Path) -> None:

@@ -2,14 +2,33 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import wraps
 from importlib import import_module
+from inspect import Parameter, Signature, signature
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.extras import require
+from meshwright.spec.presets import suggest
 from meshwright.store.durable import refuse_unwritable, replace_file, report_in_one_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+LONGEST = 60
+"""Most letters of a value in an error."""
+WIDER: dict[Any, type] = {int: Integral, float: Real, Path: PathLike, Sequence: Iterable}
+"""Annotated type -> wider type that is accepted too, as for numpy's numbers."""
+WORDS = {
+    int: "a whole number", float: "a number", str: "text", bool: "True or False", Path: "a path", NoneType: "None",
+    Sequence: "a list", Mapping: "a dictionary", Callable: "a function", "HasPlan": "an answer about a plan",
+    "HasRun": "an answer about a run", "Plan": "a plan", "Layout": "a layout",
+}  # fmt: skip
 
 
 class Answer(ABC):
@@ -79,3 +98,89 @@ def write_page(file: Path, page: str, key: str = "html") -> None:
     """Write a page whole or not at all. Names that are no valid text get question marks. Raises RunError."""
     with report_in_one_line(file, argument(key)):
         replace_file(file, page.encode(errors="replace"))
+
+
+@runtime_checkable
+class HasRun(Protocol):
+    """An answer about a run."""
+
+    @property
+    def run(self) -> Path:
+        """Its folder."""
+        ...
+
+
+@runtime_checkable
+class HasPlan(Protocol):
+    """An answer about a plan."""
+
+    @property
+    def plan(self) -> Any:
+        """Its plan."""
+        ...
+
+
+Place = str | Path | HasRun
+"""A run: its folder, or an answer about it."""
+
+
+def folder_of(run: Place) -> Path:
+    """Return the folder of a run."""
+    return Path(run.run if isinstance(run, HasRun) else run)
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function to raise ArgumentError for arguments of other types than annotated."""
+    names = signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            bound = names.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _misnamed(function.__name__, str(error), names, len(args), list(kwargs)) from None
+        for name, setting in bound.arguments.items():
+            parameter = names.parameters[name]
+            for passed in setting if parameter.kind is Parameter.VAR_POSITIONAL else (setting,):
+                if parameter.kind is not Parameter.VAR_KEYWORD and not _fits(passed, parameter.annotation):
+                    rule = f"must be {_words(parameter.annotation)}"
+                    sentence = f"{name}={repr(passed)[:LONGEST]} {rule}"
+                    raise ArgumentError(name, passed, rule, sentence=sentence)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _misnamed(function: str, error: str, names: Signature, positional: int, keywords: list[str]) -> ArgumentError:
+    """Return the error about an unknown keyword, else about the call in Python's own words."""
+    known = [name for name in names.parameters if name != "self"]
+    for name in keywords:
+        if name not in known:
+            near = suggest(name, [f"{parameter}=" for parameter in known], 1)
+            return ArgumentError(name, rule=f"is not known to {function}; {near}")
+    missing = [name for name in list(names.parameters)[positional:] if name not in keywords]
+    name = missing[0] if missing else known[-1]
+    return ArgumentError(name, sentence=f"{function}: {error}; it takes {', '.join(known)}")
+
+
+def _fits(argument: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:
+        return any(_fits(argument, part) for part in parts)
+    if kind in (Any, Parameter.empty) or not isinstance(kind, type):  # or a name that only a type checker resolves
+        return True
+    if (isinstance(argument, bool) and kind in (int, float)) or (
+        isinstance(argument, str | Mapping) and kind is Sequence
+    ):
+        return False
+    every = argument if kind is Sequence and isinstance(argument, list | tuple) else ()
+    return isinstance(argument, WIDER.get(kind, kind)) and all(_fits(item, parts[0]) for item in every)
+
+
+def _words(hint: Any) -> str:
+    kind = get_origin(hint) or hint
+    if kind is UnionType:
+        return " or ".join(dict.fromkeys(map(_words, get_args(hint))))
+    part = next(iter(get_args(hint)), Any)
+    entries = f" of {_words(part) if get_origin(part) else part.__name__}" if kind is Sequence else ""
+    return (WORDS.get(kind) or WORDS.get(kind.__name__, kind.__name__)) + entries

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
+from importlib.resources import files
 
 from meshwright.spec.units import duration, gib
 
@@ -34,6 +35,16 @@ RULES = """
 .meshwright .prompt { opacity: .7; }
 .meshwright pre { white-space: pre-wrap; margin: .3em 0; background: none; color: inherit; }
 .meshwright svg { display: block; max-width: 100%; }
+"""
+HEAD = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
 """
 
 
@@ -143,3 +154,13 @@ def _colour(name: str) -> str:
 
 def _kind(kind: str) -> str:
     return f' class="{kind}"' if kind else ""
+
+
+def report_style() -> str:
+    """Return the style of all pages about runs."""
+    return (files("meshwright.interface.answers") / "page.css").read_text(encoding="utf-8")
+
+
+def section(title: str, inner: str) -> str:
+    """Return a titled section of a page."""
+    return f"<section><h2>{escape(title)}</h2>{inner}</section>"

@@ -1,26 +1,30 @@
-"""Layouts of a plan: the fields that --layout fixes, and the layouts answered."""
+"""Layouts of a plan: the fields that --layout and --for fix, and the layouts answered."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright import planfile
-from meshwright.interface.answers.arguments import checked
+from meshwright.interface.answers.answer import checked
 from meshwright.interface.answers.markup import line, memory_bar, step_length, time_bar, whole
 from meshwright.planner.explain import layout_words, range_words
 from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import Ranges, fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
-from meshwright.spec.errors import ArgumentError, argument
+from meshwright.spec.errors import ArgumentError, IllegalLayout, argument
 from meshwright.spec.layout.layout import RECOMPUTE, check_word
 from meshwright.spec.layout.schedule import NAMES
 from meshwright.spec.presets import suggest
 from meshwright.spec.rules.compilation import CAPTURED, policies
 from meshwright.spec.units import count, gib, many
+
+if TYPE_CHECKING:
+    from meshwright.planner.step.predict import Estimator
+    from meshwright.stacks.declaration.software import TrainingSoftware
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
 WORDS = ("recompute", "schedule", "sp", "offload", "cuda_graphs")
@@ -59,10 +63,12 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
                     rule=f"has {key}={_shown(fixed[key][0])} and {key}={_shown(setting)}",
                     remedy="take one of them",
                 )
+    # Before the product is checked, since capturing fixes further degrees.
     if fixed.get("cuda_graphs") == ("on",):
         _fix_capturable(asked, fixed)
     _check_product(asked, fixed)
     if layers := fixed.get("recompute_layers", (0,))[0]:
+        # A number of layers without a policy leaves the search the choice among those that recompute.
         fixed.setdefault("recompute", RECOMPUTE[1:])
         if fixed["recompute"] == ("none",):
             raise ArgumentError(
@@ -78,6 +84,7 @@ def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:
 def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
     if not part:
         return []
+    # The word `plan` fixes every searched field, so that --layout plan scores the plan's layout alone.
     if part == "plan":
         _check_world(asked)
         return [(name, getattr(asked.layout, name)) for name in SEARCHED]
@@ -87,6 +94,7 @@ def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
         return [("sp", True)]
     if not equals and key in NAMES:
         return [("schedule", key)]
+    # dp=2x4 is how `plan` prints replicas times shards: its lines can be pasted back.
     replicate, x, shard = text.partition("x")
     if key == "dp" and x and replicate.isdecimal() and shard.isdecimal() and int(replicate) and int(shard):
         return [("dp_replicate", int(replicate)), ("dp_shard", int(shard))]
@@ -144,6 +152,7 @@ def _check_product(asked: Plan, fixed: Fixed) -> None:
     dp = 1
     for axis in ("dp_replicate", "dp_shard"):
         dp *= fixed.get(axis, (1,))[0]
+    # `dp` alone fixes a product whose factors stay open, so the factors may not contradict it.
     whole = fixed.get("dp", (dp,))[0]
     if whole % dp:
         raise ArgumentError(
@@ -268,6 +277,7 @@ class PlannedLayout:
         """Write the plan for `train`, with as many steps as the token budget gives."""
         best, recipe = self.plan, self.plan.recipe
         if self.tokens and not recipe.batch_ramp:
+            # Rounded up: a run may exceed its budget by a part of a step, and never falls short of it.
             steps = -(-int(self.tokens) // (recipe.global_batch * recipe.sequence))
             follows = recipe == replace(recipe, warmup_steps=-1)
             if steps >= 2**31:
@@ -277,6 +287,7 @@ class PlannedLayout:
                     f"are {steps:,} steps, more than a recipe can have",
                     "take a larger global_batch",
                 )
+            # -1 follows the number of steps. A warm-up of its own must not exceed a short run.
             warmup = -1 if follows else min(recipe.warmup_steps, steps)
             best = replace(best, recipe=replace(recipe, steps=steps, warmup_steps=warmup))
         best.check()
@@ -334,4 +345,61 @@ def layout_cells(planned: PlannedLayout) -> tuple[str, ...]:
         f"{planned.mfu_full:.1%}",
         gib(planned.peak_bytes) + (" (tight)" if planned.tight else ""),
         f"{planned.bubble_fraction:.1%}",
+    )
+
+
+def chosen_software(word: str) -> "TrainingSoftware | None":
+    """Return the software of a word, None for this package's own engine. Raises PlanError for an unknown word."""
+    if word in ("", "meshwright"):
+        return None
+    # Most plans are for this engine, and need no knowledge of other software.
+    from meshwright.stacks.trainer_table import software
+
+    return software(word)
+
+
+def check_model_offered(trainer: "TrainingSoftware", plan: Plan) -> None:
+    """Raise PlanError, before the search, if the software lacks the model or the recipe."""
+    if plan.model.lora is not None:
+        raise ArgumentError("stack", trainer.word, "writes full training", f"leave {argument('tune', 'lora')} out")
+    if plan.recipe.precision != "bf16":
+        device = plan.cluster.device
+        has = device.bf16_matmul_flop_per_s or device.bf16_flop_per_s
+        way = f"leave precision={plan.recipe.precision} out" if has else f"{device.name} has none, take another device"
+        raise ArgumentError("stack", trainer.word, "is counted in bf16", way)
+    if plan.teacher is not None:
+        raise ArgumentError(
+            "stack", trainer.word, "writes training without a teacher", f"leave {argument('teacher')} out"
+        )
+    # The facts refuse models and recipes. No layout is chosen yet, so a legal one stands in for it.
+    trainer.facts(replace(plan, layout=replace(plan.layout, dp_replicate=1, micro_batch=1)))
+
+
+def restricted(trainer: "TrainingSoftware", fixed: Fixed) -> Fixed:
+    """Return the fixed fields, restricted to what the software offers. Raises ArgumentError if nothing is left."""
+    restrictions = trainer.fixed()
+    for key, values in fixed.items():
+        offered = trainer.offered.get(key, values)
+        allowed = tuple(value for value in values if value in offered)
+        if not allowed:
+            why = f" ({trainer.reasons[key]})" if key in trainer.reasons else ""
+            words = " or ".join(str(value).lower() for value in offered)
+            raise ArgumentError(
+                "layout", rule=f"has {key}={str(values[0]).lower()}, and {trainer.word} has {words}{why}"
+            )
+        restrictions[key] = allowed
+    return restrictions
+
+
+def none_offered(trainer: "TrainingSoftware", estimator: "Estimator", plan: Plan, fixed: Fixed) -> Exception:
+    """Return the error that no layout of the software exists for these devices, with its refusal of the nearest."""
+    from meshwright.planner.search.ranking import search
+
+    # Searched without the software's own limits, so that its refusal of the best layout names what it lacks.
+    other = search(estimator, plan, fixed=fixed, listed=1)
+    near = other.best[0] if other.best else other.nearest
+    why = trainer.plan_refusal(near.plan) if near else ""
+    devices = f"{plan.cluster.devices} devices"
+    return IllegalLayout(
+        f"{trainer.word} has no layout of {plan.model.name} on {devices} with these degrees: {why}".rstrip(": ")
     )

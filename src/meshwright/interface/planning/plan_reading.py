@@ -1,7 +1,10 @@
-"""Words, keywords and plans as one Plan: all that a command line or a call in Python may give."""
+"""Words, keywords and plans as one Plan: all that a command line or a call in Python may give.
+
+Also amounts as people write them (15T tokens, 30 days), and the defaults of `tune` and `plan --tune`.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from numbers import Real
@@ -18,6 +21,43 @@ TEXTS = (".jsonl", ".parquet", ".txt")
 """Endings of files of training text. A plan is YAML, which includes .json."""
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
+SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+"""Letters behind a number of tokens."""
+SECONDS_OF_UNIT = {"d": 86_400.0, "h": 3600.0, "min": 60.0, "w": 604_800.0}
+MOST_S = 1e10
+"""Longest time that is accepted, some 300 years."""
+SAMPLES_WORD = "data.form=samples"
+TUNED_RANK = 16
+"""Rank of adapters."""
+QLORA_BASE = "nf4-double"
+"""Format of frozen matrices when `plan` is asked for qlora (arXiv:2305.14314)."""
+TUNING_DEFAULTS: Mapping[str, str] = {
+    "recipe.epochs": "3",
+    "recipe.sequence": "1024",
+    "recipe.global_batch": "16",
+    "recipe.learning_rate": "2e-5",
+    "recipe.weight_decay": "0",
+}
+"""Defaults for all weights. TRL's SFTConfig has the same, except for a batch of 8 and a linear decay to 0."""
+ADAPTER_FACTOR = 10
+"""Factor on learning rates when only adapters are trained (Thinking Machines 2025, "LoRA Without Regret")."""
+PREFERENCE_DEFAULTS: Mapping[str, str] = {
+    **TUNING_DEFAULTS,
+    "recipe.objective": "dpo",
+    "recipe.epochs": "1",
+    "recipe.sequence": "2048",
+    "recipe.learning_rate": "1e-6",
+}
+"""Defaults for files of chosen and rejected answers, two of which share a row. TRL's DPOConfig has this rate."""
+OBJECTIVE_RATES = {"orpo": "8e-6"}
+"""Learning rates of objectives with one of their own (arXiv:2403.07691, appendix C)."""
+SHARDED_DEFAULTS: Mapping[str, str] = {"layout.dp_shard": "auto", "layout.zero": "1"}
+"""Defaults on several processes without a given layout. Each reads other rows, and they share the optimizer's states.
+
+That sends as much as if each held all states.
+"""
+REPLACED_BY = {"recipe.epochs": ("recipe.steps", "recipe.tokens")}
+"""Default -> keys that replace it."""
 
 
 def read_plan(
@@ -37,6 +77,7 @@ def read_plan(
     plans = [plan for _, plan in sorted_words if plan is not None]
     if len(plans) > 1 or (plans and path is not None):
         raise PlanError("two plans: give one, and changes as KEY=VALUE")
+    # In this order later words win: the plan first, then overrides, then keywords.
     base = base_words(plans[0]) if plans else []
     changes = [*base, *overrides, *(word for key, value in keys.items() for word in words_of(key, value))]
 
@@ -45,6 +86,7 @@ def read_plan(
 
     if processes is not None:
         return read(processes), resume
+    # The cluster may come from the file itself, so a degree `auto` is known only after a first reading.
     plan = read(1)
     return (read(plan.cluster.devices) if plan.cluster.devices > 1 else plan), resume
 
@@ -74,6 +116,7 @@ def read_folder(folder: Path) -> FolderModel:
     from meshwright.formats.quantized.detection import quantization
     from meshwright.store.run_folder import RunFolder
 
+    # From cheap to dear: only a folder of quantized weights needs torch.
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
     if planned := _planned(folder / "config.json", folder.resolve().name, strictly=False):
@@ -129,6 +172,7 @@ def words_of(key: str, setting: Any) -> list[str]:
         return [word for name, entry in setting.items() for word in words_of(f"{key}.{name}", entry)]
     if isinstance(setting, bool):
         return [f"{key}={str(setting).lower()}"]
+    # A list is one setting, and KEY=VALUE has no other way to write it than JSON, which is YAML.
     if isinstance(setting, list | tuple):
         return [f"{key}={json.dumps(setting, default=asdict)}"]
     return [f"{key}={'' if setting is None else setting}"]
@@ -154,7 +198,59 @@ def plan_of(word: Any) -> Plan | None:
 def base_words(plan: Plan) -> list[str]:
     """Return the words that rebuild a plan, one per section. A warm-up that follows recipe.steps keeps following."""
     sections = planfile.dump(plan)
+    # A plan holds the number that -1 became. Written out, it would stay when recipe.steps changes.
     if plan.recipe == replace(plan.recipe, warmup_steps=-1):
         sections["recipe"]["warmup_steps"] = -1
     write = partial(json.dumps, ensure_ascii=False)
     return [f"{key}={write(setting) if isinstance(setting, dict) else setting}" for key, setting in sections.items()]
+
+
+def tokens_of(amount: str | float | None, name: str = "tokens") -> float:
+    """Return the number of 15T, 300B or a plain number; None gives 0. Raises ArgumentError for anything else."""
+    if amount is None:
+        return 0.0
+    text = str(amount)
+    scale = SCALES.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = -1.0
+    if not 1 <= number < 1e18:
+        raise ArgumentError(name, amount, "must be a number of 1 or more and below 10**18, as 15T or 300B")
+    return number
+
+
+def tokens_word(tokens: float) -> str:
+    """Return the shortest word that `tokens_of` reads as this number: 1T, 1.5B, 1234567."""
+    # 17 digits reproduce every double, so at least the plain number reads back as the same.
+    words = [f"{tokens:.17g}", *(f"{tokens / scale:.9g}{letter}" for letter, scale in SCALES.items())]
+    return min((word for word in words if float(word.rstrip("KMBT")) >= 0.1 and tokens_of(word) == tokens), key=len)
+
+
+def seconds_of(amount: str | float | None, name: str = "deadline") -> float:
+    """Return the seconds of 30d, 2w, 12h, 90min, or a number of days; None gives infinity.
+
+    Raises ArgumentError for anything else.
+    """
+    if amount is None:
+        return float("inf")
+    text = str(amount).strip().lower()
+    unit = next((unit for unit in sorted(SECONDS_OF_UNIT, key=len, reverse=True) if text.endswith(unit)), "")
+    try:
+        number = float(text.removesuffix(unit)) * SECONDS_OF_UNIT[unit or "d"]
+    except ValueError:
+        number = -1.0
+    if not 0 < number < MOST_S:
+        raise ArgumentError(name, amount, "must be a time above 0, as 30d, 2w, 12h or 90min")
+    return number
+
+
+def defaults_of(defaults: Mapping[str, str], keys: Container[str]) -> dict[str, str]:
+    """Return the defaults for which nothing is given."""
+    taken = {key: value for key, value in defaults.items() if key not in keys}
+    return {key: value for key, value in taken.items() if not any(other in keys for other in REPLACED_BY.get(key, ()))}
+
+
+def rate_of_adapters(rate: str) -> str:
+    """Return the learning rate of adapters, for that of all weights."""
+    return f"{ADAPTER_FACTOR * float(rate):g}"

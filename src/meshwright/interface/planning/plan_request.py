@@ -1,22 +1,28 @@
-"""Model, cluster and recipe as the plan whose layout is searched, for `plan` and `explore`."""
+"""Model, cluster and recipe as the plan whose layout is searched, for `plan` and `explore`.
+
+A model of the Hugging Face Hub is read from its config.json, in the cache or over the network.
+"""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log2
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from meshwright import planfile
-from meshwright.interface.planning.hub_configs import CONFIG, config_folder, is_hub_name
-from meshwright.interface.planning.plan_reading import base_words, plan_of, read_folder, read_to_plan
-from meshwright.interface.planning.tuning_defaults import (
-    CODED_BASE,
-    DEFAULTS,
-    SAMPLES,
+from meshwright.interface.planning.plan_reading import (
+    QLORA_BASE,
+    SAMPLES_WORD,
     TUNED_RANK,
+    TUNING_DEFAULTS,
+    base_words,
     defaults_of,
+    plan_of,
     rate_of_adapters,
+    read_folder,
+    read_to_plan,
 )
 from meshwright.planfile.reading import ReadFolder
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
@@ -26,19 +32,96 @@ from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError, argument
+from meshwright.spec.hub_names import download_command, looks_like_hub_name
 from meshwright.spec.recipe.recipe import DISTILL
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.spec.units import GIB
 
+CONFIG = "config.json"
+HUB_ANSWER_S = 2.0
+"""Seconds for the hub to answer at all, unless HF_HUB_ETAG_TIMEOUT is set."""
 SEQUENCE = 8192
 """Sequence of a recipe that names none: that of today's models, if the model has as many positions."""
 BATCH_TOKENS = 4_000_000
 """Tokens of a step of a recipe that names no batch (Llama-1's)."""
-
 MOST_NODES = 2**17
 LARGEST_RANK = 2**16 - 1
 FULL, LORA, QLORA = "full", "lora", "qlora"
 RATE = "recipe.learning_rate"
+
+
+def is_hub_name(model: str) -> bool:
+    """Return if this is `ORG/NAME`, and neither an existing path nor a preset."""
+    if not looks_like_hub_name(model) or Path(model).exists():
+        return False
+    try:
+        presets.published(model)
+    except PlanError:
+        return True
+    return False
+
+
+def config_folder(name: str) -> Path:
+    """Return a folder with the config.json of a model: the copy in the hub's cache, or else a download.
+
+    Raises ArgumentError, with the command to run instead, without a copy and a network.
+    """
+    instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {name.rpartition('/')[2]}"
+    try:
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    except ImportError:
+        raise ArgumentError(
+            "model",
+            name,
+            "is no preset and no folder here, and huggingface_hub is not installed",
+            f"run `pip install huggingface_hub`; or {instead}",
+        ) from None
+    # The cache first, which needs no network. Then one quick request, since a download retries for 23 seconds.
+    cached = try_to_load_from_cache(name, CONFIG)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    absent = f"{argument('model', name)} is no preset, no folder here and not in the Hugging Face cache"
+    if constants.HF_HUB_OFFLINE:
+        raise ArgumentError(
+            "model", name, sentence=f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}"
+        )
+    if not _hub_answers():
+        raise ArgumentError("model", name, sentence=f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
+    try:
+        return Path(hf_hub_download(name, CONFIG)).parent
+    except GatedRepoError:
+        raise ArgumentError(
+            "model", name, "is gated", f"accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        near = presets.suggest(name.rpartition("/")[2].lower(), presets.model_names())
+        raise ArgumentError("model", name, f"is not on the Hugging Face Hub; presets {near}") from None
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        raise ArgumentError(
+            "model", name, sentence=f"{absent}, and {constants.ENDPOINT} did not send it: {instead}"
+        ) from None
+
+
+def _hub_answers() -> bool:
+    """Return if the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
+    from huggingface_hub import constants, get_session
+
+    chosen = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
+    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if chosen else HUB_ANSWER_S
+    answers: list[object] = []
+
+    def ask() -> None:
+        try:
+            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds))
+        except Exception:  # each version of huggingface_hub has another client with errors of its own
+            return
+
+    # No timeout of a client covers the search for an address, which a silent name server holds for up to a minute.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return bool(answers)
 
 
 def asked_plan(
@@ -66,11 +149,13 @@ def asked_plan(
         else:
             words.insert(0, f"model={model}")
     words += _adapters(tune, coded=not names_plan and _holds_codes(path))
+    # Defaults are added only for keys that no word names, so after all other words.
     named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
     if tune and not names_plan:
         words += _tuned(named, adapters=not tune.startswith(FULL))
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if names_plan and plan is None else None
+    # This list takes the notes on keys of other tools. Without one they become warnings.
     requested = planfile.read(file, words, read_folder=reader, notes=[])
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ArgumentError("nodes", nodes, f"must be at least 1 and at most {MOST_NODES:,}")
@@ -82,7 +167,8 @@ def asked_plan(
         raise _missing_cluster(str("the plan" if plan else model) if names_plan else "")
     elif nodes is not None:
         requested = replace(requested, cluster=replace(requested.cluster, nodes=nodes))
-    if cluster is None or not is_file(cluster):  # a measured machine has curves in place of data sheets
+    # A measured machine has curves in place of data sheets.
+    if cluster is None or not is_file(cluster):
         _check_figures(
             requested, argument("cluster", cluster) if cluster else f"cluster.device {requested.cluster.device.name!r}"
         )
@@ -101,6 +187,7 @@ def within(plan: Plan, memory_gib: float) -> Plan:
             "memory", memory_gib, f"must be above 0 and at most {room:.1f}, the GiB of one {device.name}"
         )
     source = f"{device.source}; of its memory {memory_gib:g} GiB, as asked".removeprefix("; ")
+    # The driver's share comes on top: users ask about the memory that a program can use.
     smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES), source=source)
     return replace(plan, cluster=replace(plan.cluster, device=smaller))
 
@@ -153,6 +240,7 @@ def _words(recipe: Sequence[str]) -> list[str]:
     """Return KEY=VALUE words, one each, split at commas and spaces."""
     split: list[str] = []
     for word in recipe:
+        # A value may have commas of its own, so a word is split only where each part has a key.
         parts = re.split(r"[,\s]+", word.strip())
         split += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [word]
     for word in split:
@@ -191,7 +279,8 @@ def _adapters(tune: str, *, coded: bool) -> list[str]:
         raise ArgumentError(
             "tune", tune, remedy=f"the rank must be at least 1 and at most {LARGEST_RANK:,}, as lora:64"
         )
-    base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA and not coded else []
+    # A quantized folder has codes already, and training beside them must not code the weights anew.
+    base = [f"model.lora.base={QLORA_BASE}"] if kind == QLORA and not coded else []
     return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
 
 
@@ -207,30 +296,38 @@ def _holds_codes(path: Path) -> bool:
 
 def _tuned(named: set[str], *, adapters: bool) -> list[str]:
     """Return plan words for the defaults of `tune`. `_recipe` decides on its sequence and batch."""
-    added = defaults_of(DEFAULTS, {f"recipe.{key}" for key in named} | {"recipe.sequence", "recipe.global_batch"})
+    added = defaults_of(
+        TUNING_DEFAULTS, {f"recipe.{key}" for key in named} | {"recipe.sequence", "recipe.global_batch"}
+    )
     if adapters and RATE in added:
         added[RATE] = rate_of_adapters(added[RATE])
-    return [SAMPLES, *(f"{key}={value}" for key, value in added.items())]
+    return [SAMPLES_WORD, *(f"{key}={value}" for key, value in added.items())]
 
 
 def _recipe(plan: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
     """Fill in a recipe for real training: bf16, a long sequence, millions of tokens per step; or for fine-tuning."""
     changes: dict[str, Any] = {}
     if not named & {"precision", "mixed_precision", "dtype"}:
+        # A recipe's own default is fp32, which suits a first run on a CPU. A cluster is planned for half precision.
         changes["precision"] = "fp16" if plan.cluster.device.without("bf16") else "bf16"
     sequence = plan.recipe.sequence
     if not any("seq" in name or "context" in name for name in named):
         sequence = changes["sequence"] = min(
-            int(DEFAULTS["recipe.sequence"]) if tuned else SEQUENCE, plan.model.max_positions
+            int(TUNING_DEFAULTS["recipe.sequence"]) if tuned else SEQUENCE, plan.model.max_positions
         )
     if not any("batch" in name for name in named):
-        wanted = max(int(DEFAULTS["recipe.global_batch"]), plan.cluster.devices) if tuned else BATCH_TOKENS // sequence
+        wanted = (
+            max(int(TUNING_DEFAULTS["recipe.global_batch"]), plan.cluster.devices)
+            if tuned
+            else BATCH_TOKENS // sequence
+        )
         changes["global_batch"] = _batch(wanted, plan.cluster.devices)
     return replace(plan, recipe=replace(plan.recipe, **changes))
 
 
 def _batch(wanted: int, devices: int) -> int:
     """Return the sequences of a step: a power of 2, times the odd factor of the devices (3 nodes: 3)."""
+    # Data parallelism must divide the batch, whatever its degree: so the odd factor of the devices must, too.
     odd = devices
     while odd % 2 == 0:
         odd //= 2

@@ -9,6 +9,17 @@ from meshwright.interface.terminal.help import VERBS
 from meshwright.spec.errors import MeshwrightError, Writer, is_out_of_memory, write_in_python
 
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
+KINDS = (
+    (r"valid int", "a whole number"),
+    (r"valid (?:number|float)", "a number"),
+    (r"(?:greater than or equal to |x>=)([-\d.]+)", r"at least \1"),
+)
+"""Complaint of typer or click about a value -> what the value must be."""
+SUGGESTIONS = (
+    (r"\. Did you mean ('[^']+')\?$", r". Did you mean \1?"),
+    (r" \(Possible options: ([^)]+)\)$", r". Did you mean \1?"),
+)
+"""Suggestions of typer and click -> one wording."""
 
 
 def explain(error: BaseException, write: Writer = write_in_python) -> tuple[str, int]:
@@ -34,19 +45,6 @@ def explain(error: BaseException, write: Writer = write_in_python) -> tuple[str,
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-KINDS = (
-    (r"valid int", "a whole number"),
-    (r"valid (?:number|float)", "a number"),
-    (r"(?:greater than or equal to |x>=)([-\d.]+)", r"at least \1"),
-)
-"""Complaint of typer or click about a value -> what the value must be."""
-SUGGESTIONS = (
-    (r"\. Did you mean ('[^']+')\?$", r". Did you mean \1?"),
-    (r" \(Possible options: ([^)]+)\)$", r". Did you mean \1?"),
-)
-"""Suggestions of typer and click -> one wording."""
 
 
 def explain_usage(error: Any, words: Sequence[str]) -> str:

@@ -1,16 +1,22 @@
-"""Launch under torchrun: join the other processes of a run, or fail with one sentence from one of them."""
+"""Launch under torchrun: join the other processes of a run, or fail with one sentence from one of them.
+
+Also the commands that a message tells users to run: the program by the name or path that starts it.
+"""
 
 import json
 import os
 import queue
+import shlex
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
@@ -20,6 +26,49 @@ if TYPE_CHECKING:
 
     from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.parallel.health.watchdog import Watchdog
+
+
+PHASES = {
+    "meshwright.data.preparation:prepare": "prepare the text",
+    "meshwright.training.loop:find_checkpoint": "verify the checkpoint",
+    "meshwright.training.loop:new_state": "build the model",
+    "meshwright.training.loop:load_checkpoint": "load",
+    "meshwright.training.step.batches:Feed.take": "data",
+    "meshwright.training.step.step:MicroPass.__call__": "forward",
+    "meshwright.parallel.pipeline.executor:Passes._forward": "forward",
+    "meshwright.parallel.pipeline.executor:Passes._backward": "backward",
+    "meshwright.kernels.linear.weight_gradients:WeightGradients.run": "backward",
+    "torch._tensor:Tensor.backward": "backward",
+    "meshwright.parallel.engine:Engine.finish_gradients": "gradients",
+    "meshwright.parallel.engine:Engine.gradient_norm": "gradients",
+    "meshwright.training.optimizer.optimizer:Optimizer.step": "optimizer",
+    "meshwright.training.trainer:Trainer._read_numbers": "loss",
+    "meshwright.training.trainer:Trainer._evaluate": "evaluate",
+    "meshwright.training.objectives.reference:log_probabilities": "reference",
+    "meshwright.training.run_samples:RunSamples.take": "sample",
+    "meshwright.training.trainer:Trainer._save": "save",
+    "meshwright.training.trainer:Trainer._notify": "report",
+    "meshwright.training.trainer:Trainer._finish": "finish",
+}
+"""module:function -> phase. The outermost on a stack counts: a forward pass within an evaluation is "evaluate"."""
+
+READS = frozenset(
+    {
+        "meshwright.model.seams:counts_on_host",
+        "meshwright.kernels.experts.experts:_on_host",
+        "meshwright.training.step.evaluate:evaluate",
+        "meshwright.training.objectives.reference:_add_to_table",
+        "meshwright.training.run_samples:RunSamples._answer_over_ranks",
+        "meshwright.training.records:Readback.read",
+        "meshwright.training.step.interrupt:StopAgreement.reached",
+        "meshwright.training.records:name_non_finite_rank",
+    }
+)
+"""Functions that read numbers off a device.
+
+A rank inside one of them waits for what the device has to compute first, and so for other ranks.
+"""
+
 
 REACH_S, MEET_S = 40.0, 600.0
 """Seconds to reach the launcher's store, which exists before any rank; for the slowest rank to import torch."""
@@ -31,6 +80,8 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 _watchdog: "Watchdog | None" = None
 """The watchdog of this process. Whatever ends a verb is reported through it."""
+TASK_COUNTS = {"SLURM_STEP_NUM_TASK_COUNTS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Variables with the process count of launchers that do not set torch's -> launcher."""
 
 
 class Unreachable(RunError):
@@ -51,10 +102,6 @@ def nodes() -> int:
     """Return the number of machines with equally many processes each, 1 if unknown."""
     launchers = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return launchers if processes() % launchers == 0 else 1
-
-
-TASK_COUNTS = {"SLURM_STEP_NUM_TASK_COUNTS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""Variables with the process count of launchers that do not set torch's -> launcher."""
 
 
 def refuse_unnumbered(environ: Mapping[str, str]) -> None:
@@ -100,6 +147,7 @@ def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
     except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"rank {rank()} cannot join the others: {_first_line(error)}") from None
     yield _watchdog.pulse
+    # Not in a `finally`: after an error the group may be blocked, and `fail` still needs the watchdog.
     dist.destroy_process_group()
     _watchdog.close()
     _watchdog = None
@@ -112,10 +160,12 @@ def fail(error: BaseException, line: str, code: int) -> None:
     """
     watchdog = _watchdog
     if watchdog is None and processes() > 1 and not isinstance(error, Unreachable):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another rank may have failed first: this one ends by itself
+        # Another rank may have failed first, and torchrun then sends SIGTERM: this rank ends by itself.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             watchdog = _meet(LAST_WORDS_S, None)
-        except Exception:  # no other rank can be reached: rank 0 prints, and the launcher ends the others
+        except Exception:
+            # No other rank can be reached. The launcher ends all once one has ended, so rank 0 gets time to print.
             if rank() > 0:
                 time.sleep(1)
     if watchdog is None:
@@ -123,6 +173,7 @@ def fail(error: BaseException, line: str, code: int) -> None:
         return
     from meshwright.parallel.groups.group import is_lost_connection
 
+    # A lost connection is the result of another rank's failure, which should be the one that is reported.
     if is_lost_connection(error):
         watchdog.lost(_first_line(error), error.__traceback__)
     if not isinstance(error, (MeshwrightError, KeyboardInterrupt)) and code == 1:
@@ -157,7 +208,6 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
 
     from meshwright.parallel.health.heartbeat import Heartbeat
     from meshwright.parallel.health.watchdog import Limits, RankPlace, Watchdog, meet
-    from meshwright.training.phases import PHASES, READS
 
     reach_s = min(REACH_S, limit_s)
     # torchrun hosts the store itself; in processes started by hand, the first rank does.
@@ -257,3 +307,43 @@ def _say(line: str) -> None:
         failure = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(began)}}
         with open(report, "w", encoding="utf-8") as file:
             json.dump({"message": failure}, file)
+
+
+def command(words: Sequence[str]) -> str:
+    """Return `meshwright WORDS`, with a path where the shell would not find this very `meshwright`."""
+    return " ".join([_program(), *map(shlex.quote, words)])
+
+
+def launched(words: Sequence[str], *, nodes: int, per_node: int, host: str = "") -> str:
+    """Return `torchrun ... -m meshwright WORDS` for all processes. `host`: the rendezvous host of several nodes."""
+    rendezvous = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host or 'HOST'}:29500"]
+    options = [*(rendezvous if nodes > 1 else []), "--nproc_per_node", str(per_node)]
+    return " ".join([_torchrun(), *map(shlex.quote, [*options, "-m", "meshwright", *words])])
+
+
+def _torchrun() -> str:
+    beside = Path(sys.executable).with_name("torchrun")
+    if not beside.exists():
+        return f"{shlex.quote(_short_path(Path(sys.executable)))} -m torch.distributed.run"
+    on_path = shutil.which("torchrun")
+    return "torchrun" if on_path and os.path.samefile(on_path, beside) else shlex.quote(_short_path(beside))
+
+
+def _program() -> str:
+    called = Path(sys.argv[0])
+    # `python -m meshwright` puts the path of __main__.py there, which cannot be run as a command.
+    if called.name == "__main__.py" or not called.exists():
+        return f"{shlex.quote(_short_path(Path(sys.executable)))} -m meshwright"
+    # A shell may find another installation of the same name first.
+    on_path = shutil.which(called.name)
+    if on_path and Path(on_path).resolve() == called.resolve():
+        return called.name
+    return shlex.quote(_short_path(called))
+
+
+def _short_path(path: Path) -> str:
+    """Return a path relative to the current folder if it lies below."""
+    # Not Path.resolve: an environment's python is a link, and its target would start without the environment.
+    absolute = Path(os.path.abspath(path))
+    here = Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

@@ -1,14 +1,26 @@
-"""Lines for a terminal of any width: whole words, colours for verdicts only, signs that the encoding has."""
+"""Text on a terminal and JSON on stdout.
+
+Lines fit any width and break between words. Only verdicts have colours, and signs are those that the encoding has. A
+program that asks for --json gets one document.
+"""
 
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 NARROWEST, WIDEST = 60, 200
 """Narrowest and widest layout in columns. A narrower terminal breaks lines itself."""
 COLOURS = {"green": "32", "yellow": "33", "red": "31"}
+PATIENCE_S = 2.0
+"""Seconds for which a verb may be silent. Errors come sooner, and then no line precedes them."""
 
 
 def width() -> int:
@@ -37,6 +49,7 @@ def wrapped(text: str | Sequence[str], columns: int, first: str = "", rest: str 
     """
     words, between = (text.split(), " ") if isinstance(text, str) else (text, "   ")
     lead, rest = first, " " * len(first) if rest is None else rest
+    # `used` is whether the line has a word yet. A word wider than the screen must not leave an empty line before it.
     line, used = lead, False
     for word in words:
         if used and len(line) + len(between) + len(word) > columns:
@@ -54,6 +67,7 @@ def continued(command: str, columns: int, lead: str) -> Iterator[str]:
     """
     parts: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
+        # An option that still lacks its value has no blank.
         if parts and parts[-1].startswith("-") and " " not in parts[-1] and not word.startswith("-"):
             parts[-1] += f" {word}"
         else:
@@ -84,6 +98,7 @@ def folded(lines: Iterable[str]) -> Iterator[str]:
 
 def bar(share: float, cells: int = 20) -> str:
     """Draw the used share of a whole."""
+    # An encoding without block characters would raise an error in the middle of an answer.
     full, empty = ("\u2588", "\u2591") if _unicode() else ("#", ".")
     used = min(cells, max(0, round(share * cells)))
     return full * used + empty * (cells - used)
@@ -114,3 +129,44 @@ def printable(text: str) -> str:
     from meshwright.data.tokens.text_stream import UNFINISHED
 
     return "".join(letter if letter.isprintable() or letter in "\n\t" else UNFINISHED for letter in text)
+
+
+def console(*, json: bool = False) -> "Console":
+    """Return the console for people: plain text on anything but a terminal, no colour with NO_COLOR.
+
+    With --json, stdout belongs to the document. The console then writes to stderr, and is silent unless that is a
+    terminal.
+    """
+    from rich.console import Console
+
+    quiet = json and not sys.stderr.isatty()
+    screen = Console(stderr=json, quiet=quiet, highlight=False)
+    # rich breaks lines at 80 columns in files too, where other programs read whole lines.
+    screen.soft_wrap = not screen.is_terminal
+    return screen
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document and a newline. Dataclasses become their fields, NaN and infinity null."""
+    # Imported here: the list of verbs needs lines alone, and should start at once.
+    import json
+
+    from meshwright.interface.answers.answer import plain
+
+    json.dump(plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+@contextmanager
+def explain_wait(line: str) -> Iterator[None]:
+    """Print `line` on stderr once the block has taken PATIENCE_S seconds, else people take it for hung."""
+    from threading import Timer
+
+    timer = Timer(PATIENCE_S, print, [line], {"file": sys.stderr, "flush": True})
+    # A verb that fails early must not wait for its own timer.
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -14,7 +14,7 @@ from meshwright.formats.hub.adapter import base_folder, load_adapter
 from meshwright.formats.quantized.detection import is_quantized
 from meshwright.formats.quantized.folder import decoded_parts, open_quantized
 from meshwright.formats.quantized.interface import fill
-from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.answer import Place, checked, folder_of
 from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.model import Transformer, build
 from meshwright.model.low_rank import merge_adapter

@@ -1,8 +1,8 @@
-"""A trained model: it answers prompts and scores texts. `opening` reads one."""
+"""A trained model: it answers prompts and scores texts, alone or with adapters beside it. `opening` reads one."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
@@ -10,18 +10,22 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus.corpus import MixedStream, TokenStream
 from meshwright.data.preparation import form_of
 from meshwright.data.sequences.numbered_rows import MixedRows, numbered_rows
-from meshwright.interface.answers.arguments import checked
+from meshwright.formats.hub import import_folder
+from meshwright.formats.hub.adapter import is_adapter, load_adapter
+from meshwright.interface.answers.answer import Place, checked, folder_of
 from meshwright.interface.answers.markup import whole
-from meshwright.interface.trained.adapters import beside, opened_adapter, opened_adapters, peft_adapter
 from meshwright.model import Sampling, Transformer
 from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
+from meshwright.serving.engine.rows.loaded_adapters import LoadedAdapters
 from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.rows.serving_ranks import ServingRanks
 from meshwright.serving.engine.served_request import ServedAnswer
@@ -30,10 +34,14 @@ from meshwright.serving.http.engine_thread import HostedModel
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, argument
+from meshwright.spec.model.shape import SAME_BASE
 from meshwright.spec.plan.execution import GPU_SEQUENCES
-from meshwright.spec.plan.plan import SAMPLES
+from meshwright.spec.plan.plan import RANDOM, SAMPLES
 from meshwright.spec.recipe.recipe import CROSS_ENTROPY
 from meshwright.spec.units import count, many
+from meshwright.store import checkpoint as checkpoints
+from meshwright.store import checkpoint_folder
+from meshwright.store.model_weights import base_fingerprint, locate, weights
 from meshwright.training.optimizer.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -45,6 +53,102 @@ LONGEST = 2048
 """Tokens of a scored window, for a Hugging Face directory, which does not record its training length."""
 ROWS_TOKENS = 8192
 """Tokens of one forward pass of an evaluation."""
+
+
+def opened_adapters(
+    locations: Mapping[str, Place] | None, model: Transformer, source: Path
+) -> dict[str, ServedAdapter]:
+    """Open adapters, by name, for requests to a model that was read from `source`.
+
+    Raises ArgumentError, HubError or CheckpointError when one cannot be opened or does not fit.
+    """
+    adapters = {
+        name: opened_adapter(name, folder_of(location), model, source) for name, location in (locations or {}).items()
+    }
+    for name, adapter in adapters.items():
+        adapter.check(name, model)
+    return adapters
+
+
+def named_folder(location: Place | None) -> dict[str, Path]:
+    """Return an adapter under the name of its folder, or nothing for None."""
+    if location is None:
+        return {}
+    folder = folder_of(location)
+    return {folder.resolve().name: folder}
+
+
+@contextmanager
+def beside(location: Place, model: Transformer, source: Path) -> Iterator[None]:
+    """Apply an adapter to all rows of a model within `with`. Raises as `opened_adapters`."""
+    folders = named_folder(location)
+    adapters = LoadedAdapters(model, exact=False)
+    for name, adapter in opened_adapters(folders, model, source).items():
+        adapters.load(name, adapter)
+    with adapters.by_number.apply_to({adapters.number(name): slice(None) for name in folders}):
+        yield
+
+
+def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
+    """Open one adapter of a model that was read from `source`. Raises as `opened_adapters`."""
+    if is_adapter(path):
+        return peft_adapter(model, path)
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_checkpoint(path):
+        return _adapter_of_run(name, path, source)
+    raise ArgumentError(
+        "adapter",
+        name,
+        remedy=(
+            f"{path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
+            "`meshwright export --adapter` has written, or a run with model.lora"
+        ),
+    )
+
+
+def peft_adapter(model: Transformer, path: Path, widest: int = 0) -> ServedAdapter:
+    """Open an adapter in PEFT's format, of at most rank `widest` (0 = any). Raises HubError."""
+    shape, tensors = load_adapter(path, model.shape.base, widest)
+    assert shape.lora is not None
+    return ServedAdapter(shape.lora, tensors)
+
+
+def _adapter_of_run(name: str, path: Path, source: Path) -> ServedAdapter:
+    """Open the adapter of a checkpoint, if `source` has the very weights that it was trained beside."""
+    run, checkpoint = locate(path)
+    lora, init = run.plan.model.lora, run.plan.init
+    if lora is None:
+        raise ArgumentError(
+            "adapter", name, remedy=f"{path} trained all weights and has no adapter: give it as the model"
+        )
+    if init == RANDOM:
+        raise ArgumentError(
+            "adapter",
+            name,
+            remedy=f"{path} began from random weights, which no folder holds: give the run as the model",
+        )
+    if lora.base != SAME_BASE:
+        raise ArgumentError(
+            "adapter",
+            name,
+            "needs its own codes",
+            (
+                f"{path} trained it beside {lora.base}. For other weights write it in PEFT's format "
+                "(`meshwright export --adapter`)"
+            ),
+        )
+    trained_beside = checkpoints.read_values(checkpoint).get("base")
+    fingerprint = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
+    if trained_beside != base_fingerprint(run.plan) or trained_beside != fingerprint:
+        raise ArgumentError(
+            "adapter",
+            name,
+            "does not fit",
+            (
+                f"{path} trained it beside the weights of {init}, and {source} has others. Give the folder "
+                "that model.init names as the model"
+            ),
+        )
+    return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

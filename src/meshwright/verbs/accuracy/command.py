@@ -26,7 +26,7 @@ def accuracy(
     """Score the planner on measured runs: step time, memory, out of memory, and the choice of layout, by source."""
     from dataclasses import asdict
 
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
     from meshwright.planner.accuracy.calibration import load
     from meshwright.planner.accuracy.published import read
     from meshwright.planner.accuracy.score import by_source, judge, score

@@ -60,7 +60,7 @@ def calibrate(
     if json:
         import tomllib
 
-        from meshwright.interface.terminal.output import print_json
+        from meshwright.interface.terminal.screen_text import print_json
 
         print_json(tomllib.loads(text(machine)))
     elif out is None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from meshwright.interface.trained.adapters import named_folder
-from meshwright.interface.trained.trained_model import TrainedModel
+from meshwright.interface.trained.trained_model import TrainedModel, named_folder
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.spec.errors import ArgumentError

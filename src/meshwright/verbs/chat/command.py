@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.options import model as asked
+from meshwright.interface import options as asked
 from meshwright.interface.terminal.screen_text import printable
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 

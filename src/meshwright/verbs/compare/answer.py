@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.answer import Answer, Place, checked, folder_of
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import check_cluster, planner_of
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown

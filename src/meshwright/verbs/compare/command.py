@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.plan import RunCluster
-from meshwright.interface.options.serve import ServedConcurrency, ServedInput, ServedOutput, refuse_load
+from meshwright.interface.options import RunCluster, ServedConcurrency, ServedInput, ServedOutput, refuse_load
 from meshwright.spec.errors import ArgumentError, argument
 
 
@@ -46,8 +45,7 @@ def compare(
         )
         return
     refuse_load(load)
-    from meshwright.interface.terminal.output import console, print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import console, print_json, show
     from meshwright.verbs.compare.answer import compare as compare_columns
     from meshwright.verbs.compare.screen import answer as in_words
 
@@ -63,8 +61,7 @@ def compare(
 
 
 def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
-    from meshwright.interface.terminal.output import console, print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import console, print_json, show
     from meshwright.verbs.compare.screen import served_load
     from meshwright.verbs.compare.serving import compare_serving
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.answer import Answer, Place, checked, folder_of
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.observe.compare.disagreement import TITLES, shown
 from meshwright.observe.compare.judge import ComparedRow

@@ -23,7 +23,7 @@ from meshwright.data.preparation import form_of
 from meshwright.data.report import DataView, SampleFigures, StreamFigures, Token, heading, named_columns, view
 from meshwright.interface.answers.answer import check_page, write_page
 from meshwright.interface.planning.plan_reading import read_folder
-from meshwright.interface.terminal.output import console, print_json
+from meshwright.interface.terminal.screen_text import console, print_json
 from meshwright.spec import Data
 from meshwright.spec.plan.plan import SAMPLES, STDLIB
 from meshwright.spec.units import count, many, text_size

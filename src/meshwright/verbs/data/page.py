@@ -11,7 +11,7 @@ from importlib.resources import files
 from itertools import groupby
 
 from meshwright.data.report import DataView, LengthBin, ShownRow, StreamFigures, Token, heading
-from meshwright.interface.answers.page import HEAD, report_style, section
+from meshwright.interface.answers.markup import HEAD, report_style, section
 from meshwright.planner.explorer.explorer_page import source
 from meshwright.spec.units import count, text_size
 

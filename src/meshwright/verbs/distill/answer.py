@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.interface.answers.answer import check_new_file
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import HasPlan, check_new_file, checked
 from meshwright.interface.planning.plan_reading import plan_of, read_plan, words_of
 from meshwright.planfile.keys import overridden_keys
 from meshwright.planfile.writing import dump

@@ -30,7 +30,7 @@ def doctor(
     from meshwright.interface.process.launch import joined, processes, rank
 
     with joined():
-        from meshwright.interface.terminal.output import print_json
+        from meshwright.interface.terminal.screen_text import print_json
         from meshwright.parallel.groups.group import Group
         from meshwright.verbs.doctor.answer import examine
 

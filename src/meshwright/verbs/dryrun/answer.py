@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import LISTED, line, memory_bar, table, whole
 from meshwright.interface.planning import plan_reading
 from meshwright.spec import Plan

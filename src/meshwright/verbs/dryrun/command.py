@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.options.plan import Words
+from meshwright.interface.options import Words
 from meshwright.spec.errors import UnsafeCommunication
 from meshwright.spec.layout.schedule import phase_words
 from meshwright.spec.memory.held import KINDS
@@ -48,7 +48,7 @@ def dryrun(
     It makes two optimizer steps, an evaluation and a checkpoint's reading, for one rank of each pipeline stage. Exit
     code 3 where it does not fit.
     """
-    from meshwright.interface.terminal.output import console, print_json
+    from meshwright.interface.terminal.screen_text import console, print_json
     from meshwright.verbs.dryrun.answer import dry_run, read_plan
 
     if check:
@@ -72,7 +72,7 @@ def dryrun(
 
 def _check_communication(plan: "Plan", *, device: str, load: float, whole: bool, json: bool) -> None:
     """Record the communication of all ranks, check it and print the answer. Raises UnsafeCommunication."""
-    from meshwright.interface.terminal.output import console, print_json
+    from meshwright.interface.terminal.screen_text import console, print_json
     from meshwright.observe.check import recording
     from meshwright.observe.check.rules import check
     from meshwright.observe.dryrun.simulate import device_of

@@ -14,12 +14,10 @@ from meshwright.compress.original import is_gguf_path
 from meshwright.data import Tokenizer
 from meshwright.data.chat.rendering import ROLES
 from meshwright.formats.hub.adapter import base_folder, is_adapter
-from meshwright.interface.answers.answer import Answer, plain
-from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.answer import Answer, Place, checked, folder_of, plain
 from meshwright.interface.answers.markup import line, table, whole
-from meshwright.interface.trained.adapters import opened_adapter
 from meshwright.interface.trained.opening import described, load
-from meshwright.interface.trained.trained_model import TrainedModel
+from meshwright.interface.trained.trained_model import TrainedModel, opened_adapter
 from meshwright.model.low_rank import merge_adapter
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, argument

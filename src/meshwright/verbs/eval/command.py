@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.model import Checkpoint, ModelPath, named_adapters
+from meshwright.interface.options import Checkpoint, ModelPath, named_adapters
 
 
 def evaluate(
@@ -43,7 +43,7 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Score a model on held-out text or tasks. With --against, say what changed, and whether beyond noise."""
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
     from meshwright.verbs.eval.request import check_request
 
     adapters = named_adapters(adapter, "")
@@ -74,7 +74,7 @@ def evaluate(
 def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
     """Score one model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
     from meshwright.interface.terminal import fields
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
     from meshwright.interface.trained.opening import load
 
     metrics = load(model, dtype, checkpoint=checkpoint).evaluate(data, sequences=sequences)
@@ -90,7 +90,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr, if that is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from meshwright.interface.terminal.output import console
+    from meshwright.interface.terminal.screen_text import console
 
     out = console(json=True)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -8,12 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer, check_page, write_page
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, check_page, checked, write_page
 from meshwright.interface.answers.markup import table, whole
+from meshwright.interface.planning.layouts import check_model_offered, chosen_software, none_offered
 from meshwright.interface.planning.plan_reading import Section, section_words
 from meshwright.interface.planning.plan_request import asked_estimator, asked_plan
-from meshwright.interface.planning.stack_choice import check_model_offered, chosen_software, none_offered
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import assemble, data

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.plan import AskedCluster, AskedModel, AskedNodes, AskedRecipe, AskedStack
+from meshwright.interface.options import AskedCluster, AskedModel, AskedNodes, AskedRecipe, AskedStack
 
 COUNTING = "explore: computing memory and time of every legal layout, ten seconds to a minute"
 
@@ -38,7 +38,7 @@ def explore(
 ) -> None:
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""
     from meshwright.interface.answers.answer import check_page
-    from meshwright.interface.terminal.output import explain_wait, print_json
+    from meshwright.interface.terminal.screen_text import explain_wait, print_json
     from meshwright.verbs.explore.answer import explore as explored
 
     check_page(out, "explorer.html")

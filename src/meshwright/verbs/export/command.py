@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.model import Checkpoint
+from meshwright.interface.options import Checkpoint
 from meshwright.verbs.export.answer import check_export, write_directory, write_gguf_file
 
 
@@ -25,7 +25,7 @@ def export(
 
     An adapter is merged into its base weights. An OUT that ends in .gguf is one file for llama.cpp.
     """
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
 
     check_export(run, out, dtype, checkpoint, adapter=adapter)
     if out.suffix == ".gguf":

@@ -53,7 +53,7 @@ def answer_prompts(
 
     `adapter`: folder of a LoRA adapter to apply. Raises ArgumentError, PlanError, DataError.
     """
-    from meshwright.interface.trained.adapters import named_folder  # imports torch
+    from meshwright.interface.trained.trained_model import named_folder  # imports torch
 
     adapters = named_folder(adapter)
     serving = model.engine(engine, adapters=adapters)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.options import model as asked
+from meshwright.interface import options as asked
 from meshwright.interface.terminal.screen_text import printable
 from meshwright.spec.errors import PlanError
 
@@ -67,14 +67,14 @@ def generate(
         if typed_ids is not None:
             raise PlanError("--samples and --prompt-ids contradict each other: give a text, as --prompt or --prompts")
         questions = questions_of([prompt or ""], chat=chat) if prompts is None else read_prompts(prompts, chat=chat)
-        from meshwright.interface.terminal.output import print_json
+        from meshwright.interface.terminal.screen_text import print_json
         from meshwright.interface.trained.opening import load
         from meshwright.verbs.generate.answer import answer_prompts
 
         for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), questions, options, adapter=adapter):
             print_json(row)
         return
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
     from meshwright.interface.trained.opening import load  # loads torch
 
     opened = load(model, dtype, checkpoint=checkpoint)
@@ -96,7 +96,7 @@ def generate(
 def stream_answer(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Generated]") -> None:
     """Print the prompt, dimmed on a terminal, and the answer as it comes."""
     from meshwright.data.tokens.text_stream import TextStream
-    from meshwright.interface.terminal.output import console
+    from meshwright.interface.terminal.screen_text import console
     from meshwright.model.generate import check_prompt
 
     check_prompt(opened.model, ids)

@@ -25,7 +25,7 @@ def import_(
     json: Annotated[bool, typer.Option("--json", help="Print what was made as one JSON document.")] = False,
 ) -> None:
     """Make a run folder from a Hugging Face directory: plan, tokenizer, and a checkpoint of step 0."""
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
 
     # Every other verb takes run=RUN: no command could name a folder called run=RUN again.
     word = run.removeprefix("run=")

@@ -6,10 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import LISTED, line, table, whole
-from meshwright.interface.planning.amounts import tokens_of
 from meshwright.interface.planning.layouts import (
     SEARCHED,
     Fixed,
@@ -19,7 +17,7 @@ from meshwright.interface.planning.layouts import (
     layout_cells,
     layout_html,
 )
-from meshwright.interface.planning.plan_reading import Section, section_words
+from meshwright.interface.planning.plan_reading import Section, section_words, tokens_of
 from meshwright.interface.planning.plan_request import asked_estimator, asked_plan, within
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
@@ -212,7 +210,7 @@ def plan(
     estimator = replace(estimator, run_steps=int(budget) // (asked.recipe.global_batch * asked.recipe.sequence))
     ranking = search(estimator, asked, fixed=fixed, listed=listed or LISTED_LAYOUTS)
     if not ranking.legal and software is not None:
-        from meshwright.interface.planning.stack_choice import none_offered
+        from meshwright.interface.planning.layouts import none_offered
 
         raise none_offered(software, estimator, asked, fixed_degrees)
     if not ranking.legal:
@@ -233,7 +231,7 @@ def plan(
 
 def _offered(stack: str, plan: Plan, fixed: Fixed) -> "tuple[TrainingSoftware, Fixed]":
     """Return the software of a word and the fields that it fixes. Raises PlanError if it lacks model or layout."""
-    from meshwright.interface.planning.stack_choice import check_model_offered, restricted
+    from meshwright.interface.planning.layouts import check_model_offered, restricted
     from meshwright.stacks.trainer_table import software
 
     trainer = software(stack)

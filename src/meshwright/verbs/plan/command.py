@@ -7,27 +7,25 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.plan import (
-    AskedCluster,
-    AskedFrom,
-    AskedNodes,
-    AskedOutputFolder,
-    AskedRecipe,
-    AskedStack,
-    ModelOrNone,
-)
-from meshwright.interface.options.serve import (
+from meshwright.interface.options import (
     AskedAdapterRank,
     AskedAdapters,
     AskedAdapterTargets,
+    AskedCluster,
     AskedConcurrency,
     AskedFramework,
+    AskedFrom,
     AskedInput,
     AskedKv,
     AskedMeasure,
+    AskedNodes,
     AskedOutput,
+    AskedOutputFolder,
     AskedQuantization,
+    AskedRecipe,
     AskedServe,
+    AskedStack,
+    ModelOrNone,
     refuse_load,
 )
 from meshwright.spec import Plan
@@ -152,8 +150,7 @@ def plan(
         )
         return
     from meshwright.interface.planning.layouts import PlannedLayout
-    from meshwright.interface.terminal.output import print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import print_json, show
     from meshwright.planner.search.ranking import LISTED
     from meshwright.verbs.plan.answer import plan as rank_layouts
     from meshwright.verbs.plan.screen import Asked, after_plan

@@ -6,13 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import checked
+from meshwright.interface.answers.answer import Answer, checked
 from meshwright.interface.answers.markup import line, table, whole
-from meshwright.interface.planning.hub_configs import config_folder, is_hub_name
 from meshwright.interface.planning.layouts import SEARCHED, PlannedLayout, layout_cells, layout_html
 from meshwright.interface.planning.plan_reading import Section, read_folder, section_words
-from meshwright.interface.planning.plan_request import MOST_NODES
+from meshwright.interface.planning.plan_request import MOST_NODES, config_folder, is_hub_name
 from meshwright.planner.plan_document import document
 from meshwright.planner.search.changes import LayoutChange, cheapest_fixes
 from meshwright.planner.search.ranking import search

@@ -8,8 +8,7 @@ if TYPE_CHECKING:
 
 def print_config(answer: "ConfigAnswer", *, details: bool, json: bool) -> None:
     """Print the answer to --from. Raises DoesNotFit, with its exit code, for a configuration that does not fit."""
-    from meshwright.interface.terminal.output import print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import print_json, show
     from meshwright.planner.step.prediction import usable_bytes
     from meshwright.spec.errors import DoesNotFit
     from meshwright.spec.units import short_gib

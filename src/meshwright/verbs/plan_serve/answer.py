@@ -6,8 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.cost.links import Links

@@ -16,8 +16,7 @@ def print_serving(
 
     `load`: options of the load, empty or None = not given. `training`: options of plans of training, which are refused.
     """
-    from meshwright.interface.terminal.output import print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import print_json, show
     from meshwright.planner.machine.clusterfile import is_file
     from meshwright.verbs.plan_serve.answer import plan_serving
     from meshwright.verbs.plan_serve.screen import serving_answer

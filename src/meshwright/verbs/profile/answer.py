@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import planfile
-from meshwright.interface.answers.answer import Answer, plain
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked, plain
 from meshwright.interface.answers.markup import LISTED, line, memory_bar, table, time_bar, whole
 from meshwright.interface.planning.plan_reading import read_plan
-from meshwright.interface.process.determinism import set_environment
+from meshwright.interface.process.environment import fix_cublas_workspace
 from meshwright.observe.compare.finished_run import refuse_other
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError
@@ -142,7 +141,7 @@ def profile(
     """
     check_steps(steps)
     parsed, _ = read_plan(plan, keys)
-    set_environment(parsed)
+    fix_cublas_workspace(parsed)
 
     def measure(plan: Plan) -> "Profile | None":
         from meshwright.observe.profile.local_run import profile as measure_locally  # loads torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.options.plan import Words
+from meshwright.interface.options import Words
 from meshwright.interface.process.launch import joined, nodes, processes, rank
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout
@@ -39,7 +39,7 @@ def profile(
     https://ui.perfetto.dev, and RUN/plan.yaml if there is none. `meshwright compare RUN` reads them.
     """
     from meshwright.interface.planning.plan_reading import read_plan
-    from meshwright.interface.process.determinism import set_environment
+    from meshwright.interface.process.environment import fix_cublas_workspace
     from meshwright.verbs.profile.answer import check_steps, measure_and_keep
 
     # Set before torch is imported, here and in the processes to start: else its profiler logs to stderr.
@@ -47,12 +47,12 @@ def profile(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes: list[str] = []
     plan, _ = read_plan(words or (), {}, processes=processes(), notes=notes)
-    set_environment(plan)
+    fix_cublas_workspace(plan)
     check_steps(steps)
     violation = world_violation(plan, processes(), nodes()) if processes() > 1 else None
     if violation:
         raise IllegalLayout(violation)
-    from meshwright.interface.terminal.output import console, print_json
+    from meshwright.interface.terminal.screen_text import console, print_json
 
     people = console(json=json)
     answer = measure_and_keep(plan, lambda plan: _measured(plan, steps, people))

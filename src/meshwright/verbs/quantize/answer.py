@@ -16,8 +16,7 @@ from meshwright.compress.quality import Quality, measure_groups
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
 from meshwright.formats.quantized.interface import QuantizedFormat, QuantizedModel
 from meshwright.formats.quantized.table import DEFAULT, FORMATS, FP16_SCALES
-from meshwright.interface.answers.answer import Answer, plain
-from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.answer import Answer, Place, checked, folder_of, plain
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.trained.opening import described
 from meshwright.model import Transformer

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.model import Checkpoint, ModelPath
+from meshwright.interface.options import Checkpoint, ModelPath
 from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.model.quantization_schemes import CALIBRATED, SCHEMES
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
@@ -84,8 +84,7 @@ def quantize(
     Exit code 4 where the predictions moved further than --max-kl; the folder is written all the same.
     """
     from meshwright.interface.answers.answer import check_page, write_page
-    from meshwright.interface.terminal.output import console, print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import console, print_json, show
     from meshwright.verbs.quantize.options import check_request
     from meshwright.verbs.quantize.screen import lines
 

@@ -12,7 +12,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.page import HEAD, report_style, section
+from meshwright.interface.answers.markup import HEAD, report_style, section
 from meshwright.planner.explorer.explorer_page import source
 from meshwright.spec.units import gib, many
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.process.invocation import command
+from meshwright.interface.process.launch import command
 from meshwright.interface.terminal.screen_text import printable
 from meshwright.spec import Plan
 from meshwright.spec.units import MIB, duration, many
@@ -58,7 +58,7 @@ def quickstart(
     check_sources(plan.data)
 
     from meshwright.interface.process.failure import INTERRUPTED
-    from meshwright.interface.terminal.output import console, print_json
+    from meshwright.interface.terminal.screen_text import console, print_json
 
     people = console(json=json)
     outcome = run(plan, people)

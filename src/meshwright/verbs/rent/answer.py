@@ -6,11 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
-from meshwright.interface.planning.amounts import seconds_of, tokens_of, tokens_word
-from meshwright.interface.planning.plan_reading import Section, section_words
+from meshwright.interface.planning.plan_reading import Section, seconds_of, section_words, tokens_of, tokens_word
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables

@@ -5,14 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from meshwright.interface.options.plan import AskedModel, AskedRecipe
-from meshwright.interface.options.serve import (
+from meshwright.interface.options import (
     AskedConcurrency,
     AskedFramework,
     AskedInput,
     AskedKv,
+    AskedModel,
     AskedOutput,
     AskedQuantization,
+    AskedRecipe,
 )
 from meshwright.spec.errors import ArgumentError, argument
 
@@ -111,8 +112,7 @@ def rent(
     asked = {name: setting for name, setting in wanted.items() if _is_set(setting)}
     asked |= {"prices": prices, "devices": _names(devices, "devices", "h100,mi300x"), "nodes": _numbers(nodes)}
     from meshwright.interface.answers.answer import check_page, write_page
-    from meshwright.interface.terminal.output import explain_wait, print_json
-    from meshwright.interface.terminal.screen_text import show
+    from meshwright.interface.terminal.screen_text import explain_wait, print_json, show
     from meshwright.planner.rent.page import page
     from meshwright.verbs.rent.answer import RentAnswer
     from meshwright.verbs.rent.answer import rent as rent_training

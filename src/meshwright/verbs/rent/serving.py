@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.rent.clusters import left_out

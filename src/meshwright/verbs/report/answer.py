@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.interface.answers.answer import check_page, write_page
-from meshwright.interface.answers.arguments import Place, checked, folder_of
+from meshwright.interface.answers.answer import Place, check_page, checked, folder_of, write_page
 from meshwright.interface.planning.plan_request import check_cluster, planner_of
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.spec.errors import PlanError

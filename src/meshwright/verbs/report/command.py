@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.interface.options.plan import RunCluster
+from meshwright.interface.options import RunCluster
 
 
 def report(

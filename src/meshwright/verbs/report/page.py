@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from meshwright import planfile
-from meshwright.interface.answers.page import report_style
+from meshwright.interface.answers.markup import report_style
 from meshwright.observe.compare.finished_run import FinishedRun
 from meshwright.observe.compare.judge import compare
 from meshwright.observe.compare.sources_of_columns import Column, columns

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from meshwright.interface.options.model import Checkpoint, ModelPath, ServedDtype, named_adapters
+from meshwright.interface.options import Checkpoint, ModelPath, ServedDtype, named_adapters
 from meshwright.spec.extras import require
 from meshwright.spec.plan.execution import MEMORY_SHARE, CacheForm, HeadForm
 from meshwright.verbs.serve import options as asked

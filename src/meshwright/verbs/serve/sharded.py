@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.formats.hub.adapter import base_folder, is_adapter
 from meshwright.formats.quantized.detection import is_quantized
-from meshwright.interface.answers.arguments import Place, folder_of
+from meshwright.interface.answers.answer import Place, folder_of
 from meshwright.interface.trained.opening import Allocate, Put, described, opened
 from meshwright.interface.trained.trained_model import TrainedModel
 from meshwright.model import Transformer

@@ -7,11 +7,10 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.interface.answers.answer import Answer
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import curve, line, whole
 from meshwright.interface.planning.plan_reading import read_plan
-from meshwright.interface.process.determinism import set_environment
+from meshwright.interface.process.environment import fix_cublas_workspace
 from meshwright.observe.compare.metric_records import Record, records
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, RunError
@@ -163,7 +162,7 @@ def run(
     from meshwright.training import loop
     from meshwright.verbs.train.preflight import preflight, settle
 
-    set_environment(plan)
+    fix_cublas_workspace(plan)
     folder_watcher = RunFolderWatcher(Path(plan.run))
     summary = loop.run(
         plan,

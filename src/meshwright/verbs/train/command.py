@@ -1,6 +1,6 @@
 """`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: train a plan, with a display."""
 
-from meshwright.interface.options.plan import Words
+from meshwright.interface.options import Words
 from meshwright.interface.process.launch import processes
 from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.interface.process.accelerate import unread
-from meshwright.interface.process.invocation import command, launched
-from meshwright.interface.process.launch import joined, nodes, processes, rank, refuse_unnumbered
+from meshwright.interface.process.environment import unread_accelerate_settings
+from meshwright.interface.process.launch import command, joined, launched, nodes, processes, rank, refuse_unnumbered
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.extras import require
 from meshwright.spec.plan.plan import SAMPLES, world_violation
@@ -90,12 +89,12 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     if rank() == 0:
         refuse_unwritable(Path(plan.run))
     check_sources(plan.data)
-    for note in (*notes, *unread(os.environ, plan)) if rank() == 0 else ():
+    for note in (*notes, *unread_accelerate_settings(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
     # The plan is checked: now import what takes seconds.
     from meshwright.interface.process.failure import INTERRUPTED
-    from meshwright.interface.terminal.output import console, print_json
+    from meshwright.interface.terminal.screen_text import console, print_json
     from meshwright.verbs.train.answer import run as run_plan
     from meshwright.verbs.train.display import choose
     from meshwright.verbs.train.preflight import memory_summary

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.interface.answers.arguments import HasPlan, checked
+from meshwright.interface.answers.answer import HasPlan, checked
 from meshwright.interface.planning.plan_reading import words_of
 from meshwright.spec import Plan
 from meshwright.training.step.watch import Watcher
@@ -24,7 +24,7 @@ def tune(
     """Fine-tune a model in this process: model="hf_folder", data="chat.jsonl".
 
     The data are conversations, or pairs of a better and a worse answer. Without a plan file, the defaults
-    of fine-tuning (`meshwright.interface.planning.tuning_defaults`) apply wherever nothing else is given, and weights
+    of fine-tuning (`meshwright.interface.planning.plan_reading`) apply wherever nothing else is given, and weights
     come from a Hugging Face folder. Arguments and errors are those of `train`.
     """
     parsed, word = tuning_plan([*plan, *(word for key, value in keys.items() for word in words_of(key, value))])

@@ -1,6 +1,6 @@
 """`meshwright tune model=DIR data=FILE [KEY=VALUE ...]`: train with the defaults of fine-tuning."""
 
-from meshwright.interface.options.plan import Words
+from meshwright.interface.options import Words
 from meshwright.interface.process.launch import processes
 from meshwright.verbs.train.start import Anyway, AsJson, HangAfter, NoDryRun, Options, TensorBoard, WandB, start
 

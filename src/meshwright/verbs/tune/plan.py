@@ -5,16 +5,17 @@ from typing import Any
 
 from meshwright.data.preparation import holds_pairs
 from meshwright.data.sequences.numbered_rows import check_objective
-from meshwright.interface.planning.plan_reading import plan_of, read_plan
-from meshwright.interface.planning.tuning_defaults import (
-    DEFAULTS,
-    INSTEAD,
+from meshwright.interface.planning.plan_reading import (
+    OBJECTIVE_RATES,
     PREFERENCE_DEFAULTS,
-    RATES,
-    SAMPLES,
-    SHARED,
+    REPLACED_BY,
+    SAMPLES_WORD,
+    SHARDED_DEFAULTS,
+    TUNING_DEFAULTS,
     defaults_of,
+    plan_of,
     rate_of_adapters,
+    read_plan,
 )
 from meshwright.planfile.keys import overridden_keys
 from meshwright.spec import Plan
@@ -28,12 +29,12 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     whole = len(typed) < len(words) or any("=" not in word for word in typed)
     keys = {key for word in typed if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
     is_laid_out = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
-    shared = {} if is_laid_out else SHARED
-    added = {} if whole else {**defaults_of(DEFAULTS, keys), **shared}
+    shared = {} if is_laid_out else SHARDED_DEFAULTS
+    added = {} if whole else {**defaults_of(TUNING_DEFAULTS, keys), **shared}
 
     def read(notes: list[str] | None) -> tuple[Plan, str]:
         more = [f"{key}={value}" for key, value in added.items()]
-        return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
+        return read_plan([*words, *more, SAMPLES_WORD], {}, processes=processes, notes=notes)
 
     # The data, the adapters and the positions of the plan decide on further defaults: read it, then read it again.
     plan, resume = read(notes)
@@ -42,7 +43,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
             f"tune needs a model: give its Hugging Face folder as {argument('model', 'DIR')} (`meshwright "
             "export` writes one from a run). For random weights give model.init=random"
         )
-    if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
+    if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(REPLACED_BY["recipe.epochs"]):
         raise PlanError("recipe.epochs=0 reads nothing: give a number of epochs, recipe.steps or recipe.tokens")
     if any(word == "data.form=text" for word in typed):
         raise PlanError("data.form=text has no answers to tune on: take meshwright train, which trains on all text")
@@ -50,7 +51,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     if not whole and pairs:
         added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}
         if "recipe.learning_rate" in added:
-            added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
+            added["recipe.learning_rate"] = OBJECTIVE_RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
         plan, resume = read([])
     if plan.model.lora is not None and "recipe.learning_rate" in added:
         added["recipe.learning_rate"] = rate_of_adapters(added["recipe.learning_rate"])

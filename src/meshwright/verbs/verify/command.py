@@ -40,7 +40,7 @@ def verify(
 
     It compares loss, every gradient, gradient norm, and the weights after two steps. Exit code 4 where any differs.
     """
-    from meshwright.interface.terminal.output import print_json
+    from meshwright.interface.terminal.screen_text import print_json
     from meshwright.observe.oracle.feature_names import ALL, FEATURES
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.interface.terminal.output import print_json
+from meshwright.interface.terminal.screen_text import print_json
 from meshwright.spec.errors import OutsideTolerance, PlanError
 from meshwright.spec.units import many
 from meshwright.verbs.verify import random_run

@@ -1,0 +1,199 @@
+"""A trained model on the command line: where it is, in which dtype, and how it samples."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.spec.errors import ArgumentError, PlanError
+
+DEFAULT_TEMPERATURE = 0.8
+
+ModelPath = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
+]
+Checkpoint = Annotated[
+    str,
+    typer.Option("--checkpoint", metavar="WHICH", help="Checkpoint of a run: last, best by held-out loss, or a step."),
+]
+ServedDtype = Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, as stored on a GPU.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature: above 1 bolder, below 1 safer.  [default: 0.8]")
+]
+TopK = Annotated[int, typer.Option(help="Sample from the k likeliest tokens only; 0 = all.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that together reach p only.")]
+Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter", metavar="DIR", help="LoRA adapter to apply: a PEFT folder, or a run with model.lora."
+    ),
+]  # fmt: skip
+AskedModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file."),
+]
+ModelOrNone = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|PLAN.yaml",
+        help="A preset, a Hugging Face folder or config.json, or a plan file; not needed with --from.",
+        show_default=False,
+    ),
+]
+AskedCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE.toml",
+        help="Device and number per node: h100x8; a machine: p5.48xlarge; or a file of calibrate.",
+    ),
+]
+RunCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE.toml",
+        help="Cluster of the planned column, as for plan. [default: that of the plan]",
+    ),
+]
+AskedNodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")]
+AskedRecipe = Annotated[
+    list[str] | None,
+    typer.Option("--recipe", metavar="KEY=VALUE,...", help="sequence=8192,global_batch=1024,precision=bf16 ..."),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PLAN.yaml|KEY=VALUE", help="A plan file, and changes to it.", show_default=False),
+]
+AskedStack = Annotated[
+    str,
+    typer.Option(
+        "--for", metavar="STACK", show_default=False,
+        help="Search layouts of this training software: torchtitan, megatron-lm, accelerate, "
+        "deepspeed, trl, axolotl, nanotron, nemo, maxtext.",
+    ),
+]  # fmt: skip
+AskedFrom = Annotated[
+    str,
+    typer.Option(
+        "--from", metavar="FILE|FOLDER", show_default=False,
+        help="Read a configuration of such software: does it fit, what makes it fit, what is faster.",
+    ),
+]  # fmt: skip
+AskedOutputFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--out", "--output", metavar="FOLDER", help="With --for: folder for its configuration and launch scripts."
+    ),
+]
+AskedServe = Annotated[
+    bool, typer.Option("--serve", help="Plan serving instead of training: memory, concurrency, tokens per second.")
+]
+INPUT = "--input-length", "tokens of a prompt"
+OUTPUT = "--output-length", "tokens of an answer"
+CONCURRENCY = "--concurrency", "requests in flight"
+AskedQuantization = Annotated[
+    str,
+    typer.Option(
+        "--quantization", metavar="NAME",
+        help="With --serve: weights as bf16, fp8, nvfp4, int4_wo, or a scheme of quantize. [default: bf16]",
+        show_default=False,
+    ),
+]  # fmt: skip
+AskedKv = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype", metavar="NAME", help="With --serve: keys and values as bf16, fp8, int8 or fp32. [default: bf16]",
+        show_default=False,
+    ),
+]  # fmt: skip
+AskedFramework = Annotated[
+    str,
+    typer.Option(
+        "--framework", metavar="NAME", help="With --serve: vllm, sglang, trtllm or meshwright. [default: vllm]",
+        show_default=False,
+    ),
+]  # fmt: skip
+AskedAdapters = Annotated[
+    int | None,
+    typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters beside the model. [default: 0]"),
+]
+AskedAdapterRank = Annotated[
+    int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: rank of each. [default: 16]")
+]
+AskedAdapterTargets = Annotated[
+    str,
+    typer.Option(
+        "--adapter-targets", metavar="NAMES", help="With --adapters: matrices, as model.lora.targets. [default: all]",
+        show_default=False,
+    ),
+]  # fmt: skip
+AskedMeasure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="With --serve and a file of calibrate: also run the load here, and print planned, dry run and measured.",
+    ),
+]
+
+
+def check_adapter(adapter: Path | None) -> None:
+    """Raise ArgumentError unless the folder exists."""
+    if adapter is not None and not adapter.is_dir():
+        raise ArgumentError(
+            "adapter",
+            adapter,
+            "does not exist",
+            "give a folder of PEFT or of `meshwright export --adapter`, or a run with model.lora",
+        )
+
+
+def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
+    """Return {name: folder} of NAME=DIR words.
+
+    Raises ArgumentError for a malformed word, a missing folder, or a name that is taken, as `model` is.
+    """
+    folders: dict[str, Path] = {}
+    for word in words or ():
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            raise ArgumentError("adapter", word, "must be NAME=DIR", "the name that requests use, and a folder")
+        if name in folders or name == model:
+            raise ArgumentError("adapter", word, remedy=f"the name {name} is taken; give each adapter its own")
+        if not Path(folder).is_dir():
+            raise ArgumentError("adapter", word, "does not exist", "give NAME=FOLDER")
+        folders[name] = Path(folder)
+    return folders
+
+
+def chosen_temperature(greedy: bool, temperature: float | None) -> float:
+    """Return the temperature that --greedy and --temperature ask for.
+
+    Raises PlanError when they contradict each other.
+    """
+    if greedy and temperature:
+        raise PlanError(f"--greedy and --temperature {temperature} contradict each other: give one")
+    return 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
+
+
+def _load_option(name: str, meaning: str, default: int) -> Any:
+    return typer.Option(name, metavar="INT", help=f"With --serve: {meaning}. [default: {default}]")
+
+
+AskedInput = Annotated[int | None, _load_option(*INPUT, 1024)]
+AskedOutput = Annotated[int | None, _load_option(*OUTPUT, 1024)]
+AskedConcurrency = Annotated[int | None, _load_option(*CONCURRENCY, 64)]
+ServedInput = Annotated[int | None, _load_option(*INPUT, 256)]
+"""The options of compare, which serves the load on this machine."""
+ServedOutput = Annotated[int | None, _load_option(*OUTPUT, 64)]
+ServedConcurrency = Annotated[int | None, _load_option(*CONCURRENCY, 8)]
+
+
+def refuse_load(load: Mapping[str, str | int | None]) -> None:
+    """Raise PlanError for options of a load without --serve."""
+    option = next((name for name, setting in load.items() if setting not in ("", None)), None)
+    if option:
+        raise PlanError(f"--{option.replace('_', '-')} is for serving: add --serve")
