@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
+from meshwright.planner.cost.speeds import attention_of, engine_speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, on_gpu
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets

@@ -19,7 +19,7 @@ import torch
 
 from meshwright.model import build
 from meshwright.observe.compare.served_load import LoadRun, ServingColumns, columns_of
-from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load

@@ -21,7 +21,7 @@ from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend_refe
 from meshwright.kernels.attention.paged import prompt_kernel
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.dryrun.workspaces import workspace_bytes
-from meshwright.planner.cost import engine_speeds
+from meshwright.planner.cost import speeds
 from meshwright.planner.plan_document import caveats
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
@@ -398,7 +398,7 @@ def test_plans_take_flash_4_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
             recipe=Recipe(**asked),
         )  # fmt: skip
         planned = predict(plan)
-        assert any("FlashAttention 4" in line for line in caveats(planned)) == engine_speeds.takes_flash_4(plan)
+        assert any("FlashAttention 4" in line for line in caveats(planned)) == speeds.takes_flash_4(plan)
         return planned.step_s
 
     asked: list[dict[str, Any]] = [
@@ -406,7 +406,7 @@ def test_plans_take_flash_4_where_it_is_installed(monkeypatch: pytest.MonkeyPatc
         {"document_mask": True, "deterministic": True}, {"document_mask": True, "cluster": "a100x1"},
     ]  # fmt: skip
     before = [step_s(**words) for words in asked]
-    monkeypatch.setattr(engine_speeds, "has_flash_4", lambda: True)
+    monkeypatch.setattr(speeds, "has_flash_4", lambda: True)
     faster = [step_s(**words) for words in asked]
     assert [new < old for old, new in zip(before, faster, strict=True)] == [True, True, False, False, False, False]
     assert faster[2:] == before[2:]

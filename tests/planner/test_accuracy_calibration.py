@@ -10,7 +10,7 @@ from meshwright.planner.accuracy import calibration as fit
 from meshwright.planner.accuracy.calibration import MOST_ROWS, Calibration, ClusterFit, load
 from meshwright.planner.accuracy.published import PublishedRow, cluster_of, read
 from meshwright.planner.accuracy.score import estimator_of, judge
-from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.machine.fitting import adjusted, solve
 from tests.planner.published_tables import ROOT, run, table, write

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
-from meshwright.planner.cost.block import embedding, head, layer
-from meshwright.planner.cost.layer_work import LayerWork
+from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore

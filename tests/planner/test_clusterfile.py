@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.observe.timed_steps import threads_of, tiny_plans, with_floors
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import DeviceCurves, Host, LinkCurves, Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass

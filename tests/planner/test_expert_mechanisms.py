@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.accuracy.published_stacks import COUNTS_S, MEGATRON_CORE, TORCHTITAN, as_recipe_ran
-from meshwright.planner.cost.links import nodes_reached
+from meshwright.planner.cost.exchanges import nodes_reached
 from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import mean_window

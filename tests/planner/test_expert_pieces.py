@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.block_time import block_time
-from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.cost.stage_costs import block_time
 from meshwright.planner.cost.work import LayerOperation
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets

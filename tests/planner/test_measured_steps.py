@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks.measured_steps import MEASURED_STACK, TABLE, MeasuredStep, left_out, read
 from meshwright.planner.cost.block import embedding, head, layer
-from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
-from meshwright.planner.cost.speeds import ARCHITECTURES, speeds_of
+from meshwright.planner.cost.speeds import ARCHITECTURES, attention_of, engine_speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product

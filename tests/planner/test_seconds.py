@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.cost.links import Links, links_of
+from meshwright.planner.cost.exchanges import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product

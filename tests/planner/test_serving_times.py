@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.cost import engine_speeds
+from meshwright.planner.cost import speeds
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load, serve, serve_apart
 from meshwright.planner.serving.deployment import MESHWRIGHT, SGLANG, VLLM, Deployment, EngineDegrees, Framework
@@ -140,7 +140,7 @@ def test_prompts_of_this_engine_take_the_kernel_that_attends_there(monkeypatch: 
     rate, peak = HOPPER_RATES["flash"], presets.device("h200").half_flop_per_s
     pairs = (16384.0**2 - 8192.0**2) / 2 + rate.half * 8192.0 / 2
     assert before[0] == pytest.approx(32 * 4 * 32 * 128 * pairs / (peak * rate.forward), rel=1e-3)
-    monkeypatch.setattr(engine_speeds, "has_flash_4", lambda: True)
+    monkeypatch.setattr(speeds, "has_flash_4", lambda: True)
     after = chunks_s()
     assert before[0] / after[0] == pytest.approx(FLASH_4_GAIN, rel=1e-3)
     assert after[1:] == before[1:], "heads of 256 are too wide for it"

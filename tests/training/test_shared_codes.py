@@ -17,7 +17,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.axes import data
 from meshwright.parallel.groups.mesh import Made
-from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, ModelShape, presets

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from meshwright.planner.cost.engine_speeds import takes_flash_4
+from meshwright.planner.cost.speeds import takes_flash_4
 from meshwright.planner.kernels.fitted_kernel import REACHED
 from meshwright.planner.search.ranking import Ranking
 from meshwright.planner.search.recommend import is_bold
@@ -32,7 +32,7 @@ FLOP of all keys, without recomputation.
 LEAST_SAVED = 2**20
 """Least bytes of a peak that a policy must save to be named."""
 MEASURED = "H200-SXM"
-"""Device on which steps of Meshwright's engine were measured (cost/engine_speeds.py)."""
+"""Device on which steps of Meshwright's engine were measured (cost/speeds.py)."""
 
 
 def caveats(prediction: Prediction) -> tuple[str, ...]:

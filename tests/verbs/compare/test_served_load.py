@@ -12,7 +12,7 @@ import meshwright as mw
 from meshwright.kernels.c import serving_library
 from meshwright.model import build
 from meshwright.observe.compare.served_load import columns, dry
-from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.kernels.fitted_kernel import RateGrid
 from meshwright.planner.machine import clusterfile

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.accuracy.published import PublishedRow, cluster_of
-from meshwright.planner.cost.links import Links, links_of
+from meshwright.planner.cost.exchanges import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.machine.fitting import Adjustment, Scalar, adjusted, changes_at, minimize

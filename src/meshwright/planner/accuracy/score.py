@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.accuracy.calibration import Calibration
 from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, duplicate_of
-from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.planner.cost import state_layers
+from meshwright.planner.cost import attention_core
 from meshwright.planner.cost.work import KeptBytes
 from meshwright.spec.memory.buffers import ADDED_AT_ONCE, padded_columns
 from meshwright.spec.rules.quantized_weights import holds_codes
@@ -163,7 +163,7 @@ def layer_transient(local: "LocalShape", routed: Routed | None) -> float:
     if local.stack.attention != "flash":
         word = 2 * local.width + (8 if local.stack.score_kept else 0)
         widest = max(widest, local.tokens * local.sequence * local.shape.heads / local.tp * word)
-    return max(widest, state_layers.inside_bytes(local)) + STREAMS * local.hidden_bytes
+    return max(widest, attention_core.linear_inside_bytes(local)) + STREAMS * local.hidden_bytes
 
 
 def _norm_kept(local: "LocalShape", name: str) -> tuple[KeptBytes, KeptBytes]:
@@ -209,7 +209,7 @@ def _attention_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptByt
         yield KeptBytes("gated attention output", gate, gate if local.stack.selective == "core" else 0.0)
     # linear attention has no S x S weights and no log-sum-exp
     if local.linear:
-        yield from state_layers.kept_tensors(local)
+        yield from attention_core.linear_kept_tensors(local)
         return
     read = _latent_kept(local, widths) if local.shape.mla else _heads_kept(local, widths)
     if local.stack.is_meshwright and local.stack.attention != "flash":

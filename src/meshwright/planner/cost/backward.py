@@ -7,7 +7,7 @@ block.py.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost import attention_core, state_layers, weight_product
+from meshwright.planner.cost import attention_core, weight_product
 from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.cost.states import largest_weight
@@ -186,7 +186,7 @@ def _attention(local: "LocalShape", widths: HeadWidths) -> float:
     once beside the reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
     """
     if local.linear:
-        return state_layers.inside_bytes(local)
+        return attention_core.linear_inside_bytes(local)
     queries, keys_values = local.tokens * widths.queries, local.tokens * widths.keys_values
     if local.stack.is_meshwright and local.stack.attention != "flash":
         return _plain_attention(local, widths)

@@ -1,30 +1,120 @@
-"""Operations of one layer, of the embedding and of the head, for one micro-batch on one rank.
+"""Operations and kept tensors of one layer, of the embedding and of the head, for one micro-batch on one rank.
 
 Letters as in docs/notation.md: N tokens of the rank (B S / cp), D hidden, H and K heads times head_dim, F ffn, V vocab,
 t the tensor-parallel degree. Sequence parallelism divides by t what lies between tensor-parallel regions: `between`.
 Kept bytes follow Korthikanti et al. 2022 (arXiv:2205.05198) section 4, which tests check against the closed forms
-34 S B D + 5 H S^2 B, and Meshwright's own model.
+34 S B D + 5 H S^2 B, and Meshwright's own model. LayerWork says what each recompute policy keeps and repeats.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
-from meshwright.planner.cost import activations, exchanges, state_layers, weight_product
-from meshwright.planner.cost.activations import HeadWidths, Routed
+from meshwright.planner.cost import activations, attention_core, exchanges, weight_product
+from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import without_weights
 from meshwright.planner.cost.backward import NONE as NOTHING
-from meshwright.planner.cost.backward import backward
-from meshwright.planner.cost.layer_work import LayerWork
+from meshwright.planner.cost.backward import Backward, backward
 from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.recorded import with_fields
 from meshwright.planner.cost.weight_product import accumulated, grouped, linear
-from meshwright.planner.cost.work import NO_EXCHANGES, Exchange, Exchanges, LayerOperation, MemoryPass, Work, in_fp32
+from meshwright.planner.cost.work import (
+    NO_EXCHANGES,
+    Exchange,
+    Exchanges,
+    KeptBytes,
+    LayerOperation,
+    MemoryPass,
+    Work,
+    in_fp32,
+)
 from meshwright.planner.kernels.kernel_operations import Product
 
 SUMMED_BYTES = 8.0
 """Bytes per element of an fp32 sum of gradients, read and written."""
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read the input of attention."""
+EXPERT_BIAS = ((28, 3), (44, 7))
+"""Cost of adding expert biases, forward and backward: (bytes moved per element of the output, launches per expert).
+
+Forward: a bias times probabilities in fp32 (4), the sum (10), all parts joined (8) and rounded (6). Backward: widened
+(6), the sum's gradient rounded (6) and cut (8), products with probabilities and with the bias summed (24).
+NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias.
+"""
+
+
+class PolicyBytes(NamedTuple):
+    """Bytes of a layer under a recompute policy."""
+
+    kept_bytes: float
+    """Bytes from the forward to the backward pass of a micro-batch."""
+    again_bytes: float
+    """Restored for the layer's backward pass, beside what was kept. Norms are restored one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """A layer (or the embedding, or the head) as operations and kept tensors.
+
+    `boundary_bytes`: its input, which is all that full recomputation keeps. `transient_bytes`: alive only inside its
+    backward pass. `backward`: the same for Meshwright's engine, moment by moment. `logits`: what head and loss keep.
+    """
+
+    operations: tuple[LayerOperation, ...]
+    tensors: tuple[KeptBytes, ...] = ()
+    boundary_bytes: float = 0.0
+    transient_bytes: float = 0.0
+    backward: Backward = NOTHING
+    logits: Logits = NONE
+    tail: int = 0
+    """Number of last operations whose outputs are not kept. Recomputation ends before them."""
+    keeps_norms: bool = True
+    """Outputs of norms are kept if nothing is recomputed.
+
+    Compiled code recomputes them (spec/rules/compilation.py).
+    """
+
+    @property
+    def keeps_core(self) -> bool:
+        """True if the core's output can be kept while everything else is recomputed.
+
+        The compiler does not recompute a part that it must leave alone (parallel/blocks/compiling.py): experts whose
+        rows travel.
+        """
+        return any(tensor.part == "core" for tensor in self.tensors)
+
+    def by_policy(self, *, alone: bool = True) -> dict[str, PolicyBytes]:
+        """Return the bytes under each recompute policy.
+
+        `alone`: tensors are restored one by one, as in Meshwright's engine. Otherwise everything that was not kept
+        exists beside what was.
+        """
+        none = norms = selective = core = dropped = widest = 0.0
+        # one walk over the tensors sums up all policies, since a search asks for each
+        for _, all_bytes, selective_bytes, part in self.tensors:
+            if part != "norm":
+                norms += all_bytes
+            if part != "norm" or self.keeps_norms:
+                none += all_bytes
+                selective += selective_bytes
+                dropped += max(0.0, all_bytes - selective_bytes)
+                if part == "norm":
+                    widest = max(widest, all_bytes)
+            if part in ("core", "scores"):
+                core += all_bytes
+        kept_by_policy = {"none": none, "norms": norms, "selective": selective,
+                "all-but-attention": self.boundary_bytes + core, "full": self.boundary_bytes}  # fmt: skip
+        # restored one by one, only the largest exists beside the others; "norms" needs one norm at a time
+        again_by_policy = {"norms": widest, "selective": dropped} if alone else {}
+        return {
+            policy: PolicyBytes(size, again_by_policy.get(policy, max(0.0, none - size)))
+            for policy, size in kept_by_policy.items()
+        }
+
+    def kept_bytes(self, recompute: str) -> float:
+        """Return the bytes from the forward to the backward pass of a micro-batch."""
+        return self.by_policy()[recompute].kept_bytes
 
 
 def with_attention_kind(local: LocalShape, window: int, *, state: bool) -> LocalShape:
@@ -190,7 +280,7 @@ def _attention(local: LocalShape) -> Iterator[LayerOperation]:
     put = exchanges.together(local, queries + keys_values) if local.sp else ()
     yield LayerOperation(name="enter attention", forward=put, exchanges=enter)
     yield from made
-    yield from state_layers.core(local) if local.linear else _heads(local, queries, keys_values)
+    yield from attention_core.linear_core(local) if local.linear else _heads(local, queries, keys_values)
     written = linear(local, "o", tokens, out, shape.hidden, shape.out_bias)
     yield written
     yield _leave(local, "leave attention", written)
@@ -209,7 +299,7 @@ def _heads(local: LocalShape, queries: float, keys_values: float) -> Iterator[La
         yield LayerOperation(name="rope", forward=turned, inputs=turned, again=True)
     yield _core(local, queries, keys_values)
     if activations.gate_dims(local, queries):
-        yield state_layers.gated(local, queries)
+        yield attention_core.gate_operation(local, queries)
 
 
 def _latent(local: LocalShape, queries: float, keys_values: float) -> Iterator[LayerOperation]:
@@ -295,15 +385,6 @@ def _routed(local: LocalShape) -> Routed:
     assert moe is not None
     tokens = local.between if local.ep > 1 else local.tokens
     return Routed(tokens, tokens * moe.top_k, moe.ffn if local.ep > 1 else moe.ffn / local.tp)
-
-
-EXPERT_BIAS = ((28, 3), (44, 7))
-"""Cost of adding expert biases, forward and backward: (bytes moved per element of the output, launches per expert).
-
-Forward: a bias times probabilities in fp32 (4), the sum (10), all parts joined (8) and rounded (6). Backward: widened
-(6), the sum's gradient rounded (6) and cut (8), products with probabilities and with the bias summed (24).
-NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias.
-"""
 
 
 def adds_expert_biases(local: LocalShape) -> bool:

@@ -1,17 +1,23 @@
 """Seconds of an operation in a training run: matrix products by shape, attention cores, memory passes.
 
 A product takes the time of its kernel alone (kernels/: tiles in waves, bytes, curves fitted to measured kernels) at
-`product_share` of the rate.
+`product_share` of the rate. A machine that `calibrate` measured has curves of rates by size instead, interpolated
+between points. A GPU's products follow from tiles and waves. A CPU's are measured.
 
-A machine that `calibrate` measured has curves of rates by size instead, interpolated between points. A GPU's products
-follow from tiles and waves. A CPU's are measured.
+`speeds_of` has the rates of published software. Meshwright's engine reaches others on Hopper (`engine_speeds`), where
+its own steps were measured kernel by kernel: one H200 of 700 W, torch 2.11, cuBLAS 13, 2026-11-27, by the profiler's
+times of whole steps (docs/accuracy.md). cuBLAS's kernels of 2025 multiply at 770 to 840 TFLOP/s there. The best product
+of older ones, alone on the device, reaches 794.5, and published software of Hopper is held to 0.82 of that. Other
+Hopper devices scale by their best product and memory rate. That is unmeasured, so their plans are predictions.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from math import log
+from typing import Literal
 
+from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.fitted_kernel import Kernel, RateGrid, kernel_of
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
@@ -19,7 +25,105 @@ from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.memory.buffers import is_aligned
 from meshwright.spec.model.shape import ModelShape
-from meshwright.spec.plan.execution import AttentionRates
+from meshwright.spec.plan.execution import HOPPER as ATTENTION
+from meshwright.spec.plan.execution import (
+    LEAST_CUDNN,
+    AttentionCall,
+    AttentionRates,
+    GpuLibraries,
+    KernelChoice,
+    attention_call,
+    attention_kernel,
+    has_flash_4,
+)
+from meshwright.spec.plan.plan import Plan
+
+Triple = tuple[float, float, float]
+"""Seconds (forward, backward, the most that selective recomputation adds where it repeats anything)."""
+NOTHING: Triple = (0.0, 0.0, 0.0)
+NEWTON = 4
+"""Newton steps towards the clock, from full speed. Four find it to a thousandth."""
+WIDE = 16
+"""Ratio of the bf16 to the fp32 peak, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
+ARCHITECTURES: dict[str, dict[str, float]] = {
+    "A100": {"product_share": 0.88, "wide_flop_per_s": 19.5e12},
+    "H100": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "H200": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "H800": {"product_share": 0.82, "wide_flop_per_s": 67e12},
+    "GH200": {"product_share": 0.85, "wide_flop_per_s": 67e12},
+    "B200": {"product_share": 0.86, "wide_flop_per_s": 75e12},
+    "GB200": {"product_share": 0.86, "wide_flop_per_s": 80e12},
+    "B300": {"product_share": 0.86},
+    "GB300": {"product_share": 1.0},
+}
+"""Shares of the best product, by prefix of a device's name.
+
+Since Hopper, power rather than the tensor cores bounds long runs of products. GB200 is taken as B200, whose chip it is.
+Of B300 in a rack no best product is known, so the share refers to four fifths of the data sheet. fp32: NVIDIA's data
+sheets, CUDA cores (HGX B200: 600e12 of 8 GPUs, GB200 NVL72: 5,760e12 of 72).
+"""
+HOPPER_SHARES = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
+BLACKWELL_SHARES = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
+BEFORE_AMPERE = {generation: (0.35, 0.32) for generation in (1, 2, 3)}
+"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md).
+
+The memory-efficient one is as fast as the first.
+"""
+FLASH: dict[str, dict[int, tuple[float, float]]] = {
+    "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
+    "V100": BEFORE_AMPERE,
+    "T4": BEFORE_AMPERE,
+    "H": HOPPER_SHARES,
+    "GH": HOPPER_SHARES,
+    "B": BLACKWELL_SHARES,
+    "GB": BLACKWELL_SHARES,
+}
+"""Prefix of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
+
+Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches half of it).
+Shah et al. 2024 (arXiv:2407.08608): the third; cuDNN's stands for it elsewhere. Since Hopper in sustained runs, as for
+products: 0.85 of what a kernel alone reaches.
+"""
+FP4_OVER_FP8 = 2.0
+"""Ratio of the data sheets (3 for Blackwell Ultra, which is unmeasured)."""
+REACHED = {"H": 0.803, "A100": 0.868, "GH": 0.0, "B": 0.0, "GB": 0.0}
+"""Share of the peak that the best product reaches at the data sheet's power. With less power everything is slower.
+
+0 = FLASH says what attention reaches there. A device without a line in FLASH is compared with A100, whose line it uses.
+"""
+FP8_SHARE = 0.9
+"""Share of bf16's share of the peak, where no fp8 product was measured.
+
+0.89 on H100, 0.95 to 0.99 on Blackwell.
+"""
+HOPPER_DEVICES = ("H100", "H200", "H800", "GH200")
+"""Prefixes of the names of Hopper devices."""
+ENGINE_PRODUCT_SHARE = 1.05
+"""Share of the best published product, for tiles with a long inner dim."""
+ENGINE_UNALIGNED_SHARE = 0.155
+"""Further factor.
+
+GPT-2's head of 50,257 words takes 4.96 ms for a chunk of 2,521 rows (kernels of an older generation).
+"""
+ENGINE_TF32_SHARE = 0.56
+"""Products and attention of an fp32 step with TF32, together."""
+ENGINE_POWER = (1.94, 1.0)
+"""Argument of Speeds.slowed."""
+ENGINE_GROUPED_SHARE = 0.76
+"""Further factor: CUTLASS's grouped kernel with experts' uneven rows."""
+ENGINE_MEMORY_SHARE = 0.84
+"""Fused kernels of SwiGLU, rotation and loss, alone: 0.84 to 0.99 of a copy at 4,134 GB/s."""
+ENGINE_PACKED_HALF = (900.0, 700.0)
+"""FlashAttention 2 over documents, measured with rows of 8 documents of 1,024 tokens only."""
+ENGINE_UPDATE_SHARES = {"adamw": 0.605, "widen": 0.408, "add": 0.6, "copy": 0.748, "norm": 0.50, "narrow": 0.30, "half": 0.82}
+"""Shares of the optimizer's kernels.
+
+torch's fused AdamW, gradients widened to fp32, new weights in 16 bits, the norm, Meshwright's kernels for 8-bit and
+16-bit moments. The kernel for fp32 states is assumed to be as fast as the last.
+"""
+WIDEST_FLASH = 256
+"""Widest head that FlashAttention 2 takes."""
+BLACKWELL_DEVICES = ("B200", "B300", "GB200", "GB300")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,11 +175,6 @@ class LinkCurves:
         return grid.at(size_bytes) * max(1.0, size_bytes / grid.axes[0][-1]) * travels
 
 
-Triple = tuple[float, float, float]
-"""Seconds (forward, backward, the most that selective recomputation adds where it repeats anything)."""
-NOTHING: Triple = (0.0, 0.0, 0.0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """Seconds of one layer and micro-batch beyond those of its kernels."""
@@ -98,12 +197,6 @@ class Host:
 
 
 KINDS = tuple(kind.name for kind in fields(Host))
-
-
-NEWTON = 4
-"""Newton steps towards the clock, from full speed. Four find it to a thousandth."""
-WIDE = 16
-"""Ratio of the bf16 to the fp32 peak, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,61 +418,6 @@ def _unaligned(work: Product) -> bool:
     return (k == int(k) and not is_aligned(k, width)) or (n == int(n) and not is_aligned(n, width))
 
 
-ARCHITECTURES: dict[str, dict[str, float]] = {
-    "A100": {"product_share": 0.88, "wide_flop_per_s": 19.5e12},
-    "H100": {"product_share": 0.82, "wide_flop_per_s": 67e12},
-    "H200": {"product_share": 0.82, "wide_flop_per_s": 67e12},
-    "H800": {"product_share": 0.82, "wide_flop_per_s": 67e12},
-    "GH200": {"product_share": 0.85, "wide_flop_per_s": 67e12},
-    "B200": {"product_share": 0.86, "wide_flop_per_s": 75e12},
-    "GB200": {"product_share": 0.86, "wide_flop_per_s": 80e12},
-    "B300": {"product_share": 0.86},
-    "GB300": {"product_share": 1.0},
-}
-"""Shares of the best product, by prefix of a device's name.
-
-Since Hopper, power rather than the tensor cores bounds long runs of products. GB200 is taken as B200, whose chip it is.
-Of B300 in a rack no best product is known, so the share refers to four fifths of the data sheet. fp32: NVIDIA's data
-sheets, CUDA cores (HGX B200: 600e12 of 8 GPUs, GB200 NVL72: 5,760e12 of 72).
-"""
-HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
-BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
-BEFORE_AMPERE = {generation: (0.35, 0.32) for generation in (1, 2, 3)}
-"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md).
-
-The memory-efficient one is as fast as the first.
-"""
-FLASH: dict[str, dict[int, tuple[float, float]]] = {
-    "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
-    "V100": BEFORE_AMPERE,
-    "T4": BEFORE_AMPERE,
-    "H": HOPPER,
-    "GH": HOPPER,
-    "B": BLACKWELL,
-    "GB": BLACKWELL,
-}
-"""Prefix of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
-
-Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches half of it).
-Shah et al. 2024 (arXiv:2407.08608): the third; cuDNN's stands for it elsewhere. Since Hopper in sustained runs, as for
-products: 0.85 of what a kernel alone reaches.
-"""
-
-
-FP4_OVER_FP8 = 2.0
-"""Ratio of the data sheets (3 for Blackwell Ultra, which is unmeasured)."""
-REACHED = {"H": 0.803, "A100": 0.868, "GH": 0.0, "B": 0.0, "GB": 0.0}
-"""Share of the peak that the best product reaches at the data sheet's power. With less power everything is slower.
-
-0 = FLASH says what attention reaches there. A device without a line in FLASH is compared with A100, whose line it uses.
-"""
-FP8_SHARE = 0.9
-"""Share of bf16's share of the peak, where no fp8 product was measured.
-
-0.89 on H100, 0.95 to 0.99 on Blackwell.
-"""
-
-
 @lru_cache(maxsize=16)
 def speeds_of(device: Device, flash: int = 2) -> Speeds:
     """Return the speeds from a device's figures. Unknown ones are guessed from the others.
@@ -411,3 +449,86 @@ def speeds_of(device: Device, flash: int = 2) -> Speeds:
         attention_alone=LONG.flop / core_us(core, LONG) * 1e6 / peak,
         **known,  # type: ignore[arg-type]  # fields that are numbers
     )
+
+
+def planned_speeds(stack: Stack, plan: Plan) -> Speeds:
+    """Return the speeds of a plan's device, with the attention kernels used there."""
+    device, flash = plan.cluster.device, attention_of(stack, plan)
+    return engine_speeds(device, flash, takes_flash_4(plan)) if stack.is_meshwright else speeds_of(device, flash)
+
+
+def attention_of(stack: Stack, plan: Plan) -> Literal[1, 2, 3]:
+    """Return the generation of the kernel that the engine chooses for whole rows of a plan."""
+    if not stack.is_meshwright or stack.flash < 3:
+        return stack.flash
+    call = attention_call(plan)._replace(case="rows")
+    return 3 if _planned_kernel(call, plan.cluster.device).kernel == "cudnn" else 2
+
+
+def takes_flash_4(plan: Plan) -> bool:
+    """Return True if documents and windows of a plan use FlashAttention 4."""
+    call = attention_call(plan)
+    return call.case != "rows" and _planned_kernel(call, plan.cluster.device).kernel == "flash-4"
+
+
+def prompt_kernel(device: Device, width: int, value_width: int) -> tuple[KernelChoice, AttentionRates] | None:
+    """Return the kernel for prompts in Meshwright's serving engine, for heads of two widths, and its rates.
+
+    Returns None where only published rates are known: on devices other than Hopper, and for heads wider than
+    FlashAttention's.
+    """
+    if not device.name.upper().startswith(HOPPER_DEVICES) or max(width, value_width) > WIDEST_FLASH:
+        return None
+    choice = _planned_kernel(AttentionCall("cache", 0, width, value_width, gradients=False), device)
+    return choice, _reached(device, choice.kernel)
+
+
+def _planned_kernel(call: AttentionCall, device: Device) -> KernelChoice:
+    """Return the attention kernel on a plan's device. FlashAttention 4 is assumed there if it is installed here."""
+    return attention_kernel(call, GpuLibraries(_major(device), LEAST_CUDNN, has_flash_4()))
+
+
+def _major(device: Device) -> int:
+    """Return the major compute capability of a device from Hopper on. 0 = older, or another maker's."""
+    name = device.name.upper()
+    return 9 if name.startswith(HOPPER_DEVICES) else 10 if name.startswith(BLACKWELL_DEVICES) else 0
+
+
+def _reached(device: Device, kernel: str) -> AttentionRates:
+    """Return the rates of a kernel on a Hopper device. With less power it is slower than its data sheet says."""
+    slow = min(1.0, device.half_matmul_flop_per_s / device.half_flop_per_s / 0.803)
+    rates = ATTENTION[kernel]
+    return rates._replace(forward=rates.forward * slow, backward=rates.backward * slow)
+
+
+@lru_cache(maxsize=16)
+def engine_speeds(device: Device, flash: int = 2, flash_4: bool = False) -> Speeds:
+    """Return the engine's speeds on a device.
+
+    Args:
+        flash: 2, or 3 for cuDNN's attention of whole rows.
+        flash_4: Documents and windows use FlashAttention 4 (spec/plan/execution.py).
+    """
+    published = speeds_of(device, flash)
+    if not device.name.upper().startswith(HOPPER_DEVICES) or not device.half_matmul_flop_per_s:
+        return published
+    assert published.kernel is not None, "a preset's products are modelled"
+    # rates of whole steps, which the engine reached, replace those of published software
+    measured = replace(
+        published,
+        product_share=ENGINE_PRODUCT_SHARE / published.kernel.figures["rate"],
+        unaligned_share=ENGINE_UNALIGNED_SHARE,
+        power=ENGINE_POWER,
+        tf32_share=ENGINE_TF32_SHARE,
+        grouped_share=ENGINE_GROUPED_SHARE,
+        memory_share=ENGINE_MEMORY_SHARE,
+        update_shares=ENGINE_UPDATE_SHARES,
+        packed_half=ENGINE_PACKED_HALF,
+    )
+    reached = {kernel: _reached(device, kernel) for kernel in ATTENTION}
+    rows = reached["flash" if flash == 2 else "cudnn"]
+    return replace(
+        measured, attention=None, parted=reached["flash"], bordered=reached["flash-4"] if flash_4 else None,
+        attention_forward=rows.forward, attention_backward=rows.backward,
+        attention_half=(rows.half, rows.half), narrow_heads=rows.narrow,
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.cost.links import Links, links_of
+from meshwright.planner.cost.exchanges import Links, links_of
 from meshwright.planner.cost.speeds import KINDS, DeviceCurves, Host, LinkCurves, Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.kernels.fitted_kernel import RateGrid

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import exp
 from typing import Any, NamedTuple
 
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
 

@@ -5,7 +5,7 @@ Rates of products and attention come from the machine's curves, and times of the
 
 from dataclasses import dataclass
 
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product

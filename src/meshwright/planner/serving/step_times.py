@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import log2
 from typing import Protocol
 
-from meshwright.planner.cost.engine_speeds import prompt_kernel
+from meshwright.planner.cost.speeds import prompt_kernel
 from meshwright.planner.serving.deployment import BF16, LATENT, MESHWRIGHT, Deployment, NumberFormat
 from meshwright.planner.serving.device_kernels import DeviceKernels
 from meshwright.spec.model.shape import MLAShape

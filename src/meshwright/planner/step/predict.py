@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from meshwright.planner.cost.engine_speeds import planned_speeds
-from meshwright.planner.cost.links import Links, links_of
-from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.exchanges import Links, links_of
+from meshwright.planner.cost.speeds import Speeds, planned_speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
 from meshwright.planner.cost.states import ElementCounts, States, states
 from meshwright.planner.memory.engine_peak import GatherUnits

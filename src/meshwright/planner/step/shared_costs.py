@@ -10,14 +10,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from meshwright.planner.cost import activations, weight_product
-from meshwright.planner.cost.block_time import ranks_of
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.recorded import recorded
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
-from meshwright.planner.cost.stage_costs import BlockCosts, Costs, CostsByPolicy, StageKind, split_by_cost
+from meshwright.planner.cost.stage_costs import BlockCosts, Costs, CostsByPolicy, StageKind, ranks_of, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, counts, layer_kinds, number_of_kinds
 from meshwright.planner.cost.weight_product import with_rounded_weights
 from meshwright.planner.memory.engine_peak import GatherUnits, MomentBytes, fullest_moments, gather_units, moments

@@ -13,12 +13,11 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.planner.cost import weight_product
-from meshwright.planner.cost.block import embedding, head, layer
-from meshwright.planner.cost.block_time import ranks_of
-from meshwright.planner.cost.layer_work import LayerWork
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.block import LayerWork, embedding, head, layer
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces
 from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.update_passes import matrix_traffic

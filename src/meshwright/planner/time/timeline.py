@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.time.collectives import Sharing

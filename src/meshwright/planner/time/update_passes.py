@@ -10,7 +10,7 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple
 
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import ElementCounts, States

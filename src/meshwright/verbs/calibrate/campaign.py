@@ -29,7 +29,7 @@ from meshwright.observe.rates import (
     processor,
 )
 from meshwright.observe.timed_steps import Timing, measure_floors, measure_steps, threads_of, with_floors
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import DeviceCurves, LinkCurves, Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.fitted_kernel import RateGrid

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.interface.answers.answer import Answer, HasPlan, checked
 from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.plan_request import asked_plan
-from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.exchanges import Links
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.machine.clusterfile import is_file, load_named
 from meshwright.planner.serving.cached_layers import elements_per_position, served

@@ -23,7 +23,7 @@ from meshwright.observe.compare.judge import compare
 from meshwright.observe.compare.sources_of_columns import Column, columns
 from meshwright.observe.compare.table import as_json, verdict
 from meshwright.observe.shared_document import PartPeak, Ran, RankRecord, SharedDocument
-from meshwright.planner.cost.block_time import ranks_of
+from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import schedules, source
 from meshwright.planner.step.predict import Estimator, build_estimator
