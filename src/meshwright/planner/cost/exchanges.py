@@ -2,7 +2,8 @@
 
 Seconds are latency by steps and bandwidth by span. A group's ring uses the fast links inside a node. Between nodes it
 uses as many network cards as it has ranks in a node, and the other groups of the node use the others. An all-reduce
-takes the fastest of a ring, a tree (few steps) and, within one node since Hopper, the switch that adds by itself (NVLS).
+takes the fastest of a ring, a tree (few steps) and, within one node since Hopper, the switch that adds by itself
+(NVLS).
 
 Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-tests of A100, H200 and B200 nodes
 (stas00/ml-engineering network/README.md; VIA-Research/vTrain trace/a100), reproduced within 25 % from 4 MiB on. Letters

@@ -115,7 +115,9 @@ ENGINE_MEMORY_SHARE = 0.84
 """Fused kernels of SwiGLU, rotation and loss, alone: 0.84 to 0.99 of a copy at 4,134 GB/s."""
 ENGINE_PACKED_HALF = (900.0, 700.0)
 """FlashAttention 2 over documents, measured with rows of 8 documents of 1,024 tokens only."""
-ENGINE_UPDATE_SHARES = {"adamw": 0.605, "widen": 0.408, "add": 0.6, "copy": 0.748, "norm": 0.50, "narrow": 0.30, "half": 0.82}
+ENGINE_UPDATE_SHARES = {
+    "adamw": 0.605, "widen": 0.408, "add": 0.6, "copy": 0.748, "norm": 0.50, "narrow": 0.30, "half": 0.82,
+}  # fmt: skip
 """Shares of the optimizer's kernels.
 
 torch's fused AdamW, gradients widened to fp32, new weights in 16 bits, the norm, Meshwright's kernels for 8-bit and
