@@ -46,7 +46,7 @@ from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.step.batches import Batch
 from meshwright.verbs.quantize.answer import first_batches
-from meshwright.verbs.quantize.text import quantization_text
+from meshwright.verbs.quantize.passes import quantization_text
 
 PLAIN = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int3", "int3-gptq", "int8", "int8-smooth")
 STRONG = ("int4-rtn", "int4-hqq", "int4-awq", "int4-gptq", "int4-awq-gptq", "int8", "int8-smooth")

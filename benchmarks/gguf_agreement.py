@@ -24,7 +24,7 @@ from meshwright.compress.quality import compare
 from meshwright.interface.trained.opening import described
 from meshwright.kernels.quantized.gguf_blocks import decode, encode
 from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
-from meshwright.verbs.quantize.text import quantization_text
+from meshwright.verbs.quantize.passes import quantization_text
 from tests.compress.test_gguf import SHAPES, model_of, written
 from tests.compress.test_llama_cpp import logits, opened, their_codes, their_file, tokens
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from meshwright.verbs.plan_serve.answer import plan_serving
     from meshwright.verbs.profile.answer import profile
     from meshwright.verbs.quantize.answer import quantize
-    from meshwright.verbs.rent.answer import rent
-    from meshwright.verbs.rent.serving import rent_serving
+    from meshwright.verbs.rent.answer import rent, rent_serving
     from meshwright.verbs.report.answer import report
     from meshwright.verbs.serve.sharded import sharded_engine
     from meshwright.verbs.train.answer import train
@@ -55,7 +54,7 @@ __getattr__ = lazy_names(__name__, {
     "compare": "verbs.compare.answer", "distill": "verbs.distill.answer", "dry_run": "verbs.dryrun.answer",
     "evaluate": "verbs.eval.answer", "explore": "verbs.explore.answer", "load": "interface.trained.opening",
     "plan": "verbs.plan.answer", "plan_from": "verbs.plan_from.answer", "plan_serving": "verbs.plan_serve.answer",
-    "compare_serving": "verbs.compare.serving", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.serving",
+    "compare_serving": "verbs.compare.serving", "rent": "verbs.rent.answer", "rent_serving": "verbs.rent.answer",
     "profile": "verbs.profile.answer", "quantize": "verbs.quantize.answer", "report": "verbs.report.answer",
     "sharded_engine": "verbs.serve.sharded", "train": "verbs.train.answer", "tune": "verbs.tune.answer",
     "EngineOptions": "serving.engine.engine_options", "RequestOptions": "serving.engine.answers.request_options",

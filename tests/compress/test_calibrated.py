@@ -33,7 +33,7 @@ from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.training.step.batches import Batch
 from meshwright.verbs.main import main
-from meshwright.verbs.quantize.text import quantization_text
+from meshwright.verbs.quantize.passes import quantization_text
 from tests.compress.test_formats import MOE, SHAPES, SIZES
 from tests.compress.test_quantize import batch
 from tests.counting import Alive

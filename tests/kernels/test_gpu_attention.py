@@ -37,7 +37,7 @@ from meshwright.spec.plan.execution import (
     attention_kernel,
 )
 from meshwright.training import device
-from meshwright.verbs.doctor import kernel_checks
+from meshwright.verbs.doctor import engine
 from tests.kernels.exactness import tensors
 
 EXTRA = install("gpu")
@@ -303,14 +303,14 @@ def test_a_run_says_which_library_attends_and_why(monkeypatch: pytest.MonkeyPatc
 def test_the_doctor_says_what_keeps_a_faster_kernel_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
     monkeypatch.setattr(gpu_attention, "installed", lambda device: ALL)
-    assert kernel_checks._flash_2_reasons(CUDA, torch.bfloat16) == ""
+    assert engine._flash_2_reasons(CUDA, torch.bfloat16) == ""
     forget()
     monkeypatch.setattr(gpu_attention, "installed", lambda device: ALL._replace(flash_4=False))
-    told = kernel_checks._flash_2_reasons(CUDA, torch.bfloat16)
+    told = engine._flash_2_reasons(CUDA, torch.bfloat16)
     assert told == f"; FlashAttention 2 for documents, window, cache: flash-attn-4 is not installed: {EXTRA}"
     forget()
     monkeypatch.setattr(gpu_attention, "installed", lambda device: GpuLibraries(8))
-    assert kernel_checks._flash_2_reasons(CUDA, torch.bfloat16) == ""
+    assert engine._flash_2_reasons(CUDA, torch.bfloat16) == ""
 
 
 @pytest.mark.parametrize("kernel", ["flash", "flash-4"])

@@ -18,7 +18,7 @@ from meshwright.serving.engine import engine_start
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.spec.model.quantization_schemes import SCHEMES
-from meshwright.verbs.doctor import kernel_checks
+from meshwright.verbs.doctor import engine
 from tests.model.shrunk import model
 
 FP32 = torch.float32
@@ -250,10 +250,10 @@ def test_doctor_holds_one_contest_and_names_who_was_there(wrong: bool) -> None:
     def make(say: Callable[[str], None]) -> ProductContest:
         return ProductContest(ways, lambda _: "inside", copies=True, seconds=clock, say=say)
 
-    finding = kernel_checks.check_quantized_products(torch.device("cpu"), make, size=128)
+    finding = engine.check_quantized_products(torch.device("cpu"), make, size=128)
     assert finding.state == ("failure" if wrong else "ok")
     assert (
         "slabs up to 2,048 rows" in finding.observation and "not gemlite: not installed" in finding.observation
     ) is not wrong
     assert "s for each size of matrix" in finding.observation and len(clock.timed) == (0 if wrong else 2 * len(CLASSES))
-    assert kernel_checks.check_quantized_products(torch.device("cpu")).state == "skipped"
+    assert engine.check_quantized_products(torch.device("cpu")).state == "skipped"

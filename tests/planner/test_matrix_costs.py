@@ -9,7 +9,7 @@ from meshwright.planner.time.update_passes import _layer_matrices, layer_matrice
 from meshwright.spec import Layout, ModelShape, presets
 from meshwright.spec.memory.matrix_exchange import deal_matrices, flop
 from meshwright.spec.weights.inventory import parameters
-from meshwright.verbs.verify.random_case import random_case
+from meshwright.verbs.verify.cases import random_case
 
 
 def spread_of(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:

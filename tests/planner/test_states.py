@@ -16,7 +16,7 @@ from meshwright.spec.memory.held import memory
 from meshwright.spec.model.shape import MLAShape, ModelShape, MoEShape
 from meshwright.spec.weights.boxes import FP32_STATES, StateStorage
 from meshwright.spec.weights.inventory import num_parameters
-from meshwright.verbs.verify.random_case import random_case
+from meshwright.verbs.verify.cases import random_case
 
 LLAMA = ModelShape(
     name="small", family="llama", vocab=320, layers=8, hidden=64, heads=8, kv_heads=4, ffn=176, norm="rmsnorm",

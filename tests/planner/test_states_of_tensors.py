@@ -17,7 +17,7 @@ from meshwright.spec import Plan
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import memory
 from meshwright.training.optimizer.optimizer import tensors_by_kind
-from meshwright.verbs.verify.random_case import random_case
+from meshwright.verbs.verify.cases import random_case
 from tests.planner.test_states import planned
 
 CASES = 8

@@ -9,7 +9,7 @@ from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import list_held, parameters_of
 from meshwright.spec.memory.matrix_exchange import ExchangeRound, deal_matrices, flop, rounds, stage_ranks
 from meshwright.spec.weights.inventory import num_parameters, parameters
-from meshwright.verbs.verify.random_case import random_case
+from meshwright.verbs.verify.cases import random_case
 
 SHAPE = ModelShape(vocab=64, layers=4, hidden=32, heads=4, kv_heads=2, ffn=48, max_positions=16)
 ROUTED = ModelShape(

@@ -15,7 +15,7 @@ from meshwright.spec import MLAShape, ModelShape, MoEShape
 from meshwright.spec.errors import CheckpointError, HubError, PlanError, RunError
 from meshwright.store.model_weights import MASTER
 from meshwright.verbs.export.answer import write_directory
-from meshwright.verbs.import_.command import import_hf
+from meshwright.verbs.import_.answer import import_hf
 from meshwright.verbs.main import main
 
 SIZES: dict[str, Any] = {"vocab": 2048, "layers": 2, "hidden": 16, "heads": 4, "ffn": 24, "max_positions": 64}

@@ -14,7 +14,7 @@ from meshwright.spec.weights.gguf_schemes import GGUF_SCHEMES
 from meshwright.verbs.compare.serving import compare_serving
 from meshwright.verbs.main import main
 from meshwright.verbs.plan_serve.answer import plan_serving
-from meshwright.verbs.rent.serving import rent_serving
+from meshwright.verbs.rent.answer import rent_serving
 
 Capture = pytest.CaptureFixture[str]
 MODEL = ["plan", "llama-3.2-1b", "--cluster", "h100x8"]

@@ -16,7 +16,7 @@ import pytest
 import meshwright as mw
 from meshwright.formats.safetensors import read_header
 from meshwright.spec.errors import DataError, HubError, MeshwrightError
-from meshwright.verbs.import_.command import import_hf
+from meshwright.verbs.import_.answer import import_hf
 from tests.formats.hub.test_folder import SHAPE, exported
 
 WEIGHTS = "model.safetensors"

@@ -21,7 +21,7 @@ from meshwright.parallel.groups.group import Group
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.layout.layout import Layout
 from meshwright.store import checkpoint
-from meshwright.verbs.doctor import accelerator, kernel_checks, network, system, training
+from meshwright.verbs.doctor import engine, machine, network
 from meshwright.verbs.doctor.answer import Examination, examine
 from meshwright.verbs.doctor.command import lines
 from meshwright.verbs.doctor.findings import Finding, failure, merge_ranks, ok, run_check, verdict, warning
@@ -43,18 +43,18 @@ def says(finding: Finding, state: str, *words: str) -> None:
 
 
 def test_versions() -> None:
-    says(system.check_versions(), "ok")
-    says(system.check_versions(python=(3, 10)), "failure", "Python 3.10", "use Python 3.11")
-    says(system.check_versions(torch_version="2.10.1+cu128"), "failure", "torch 2.10.1", "pip install 'torch>=2.11")
-    says(system.check_versions(torch_version="2.14.0"), "failure", "not supported")
+    says(machine.check_versions(), "ok")
+    says(machine.check_versions(python=(3, 10)), "failure", "Python 3.10", "use Python 3.11")
+    says(machine.check_versions(torch_version="2.10.1+cu128"), "failure", "torch 2.10.1", "pip install 'torch>=2.11")
+    says(machine.check_versions(torch_version="2.14.0"), "failure", "not supported")
 
 
 def test_a_quota_below_the_cores(tmp_path: Path) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text("50000 100000\n")
-    says(system.check_cores(quota), "warning", "the time of 0.5", "OMP_NUM_THREADS=1")
+    says(machine.check_cores(quota), "warning", "the time of 0.5", "OMP_NUM_THREADS=1")
     quota.write_text("max 100000\n")
-    says(system.check_cores(quota), "ok")
+    says(machine.check_cores(quota), "ok")
 
 
 def test_memory_that_is_taken(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
             f"SwapFree: {swap_free} kB",
         )
         (tmp_path / "proc/meminfo").write_text("\n".join(lines))
-        return system.check_memory(tmp_path)
+        return machine.check_memory(tmp_path)
 
     says(told(2**20, 2**22), "failure", "1.00 GiB of 16.00 GiB free", "end other programs")
     says(told(2**23, 0), "warning", "4.00 GiB swapped out")
@@ -83,27 +83,27 @@ def test_memory_that_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_container_with_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
-    says(system.check_shared_memory(tmp_path), "warning", "64.0 MiB", "--shm-size")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    says(machine.check_shared_memory(tmp_path), "warning", "64.0 MiB", "--shm-size")
 
 
 def test_few_open_files() -> None:
-    says(system.check_open_files(1024), "warning", "1024", "ulimit -n")
-    says(system.check_open_files(65536), "ok")
+    says(machine.check_open_files(1024), "warning", "1024", "ulimit -n")
+    says(machine.check_open_files(65536), "ok")
 
 
 def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
-        changed.setattr(system, "SLOW_DISK_BYTES_PER_S", 0)
-        says(system.check_disk(tmp_path / "not yet there", 2**20), "ok", "written at")
+        changed.setattr(machine, "SLOW_DISK_BYTES_PER_S", 0)
+        says(machine.check_disk(tmp_path / "not yet there", 2**20), "ok", "written at")
     with monkeypatch.context() as changed:
-        changed.setattr(system, "SLOW_DISK_BYTES_PER_S", 1e15)
-        says(system.check_disk(tmp_path, 2**20), "warning", "save less often")
+        changed.setattr(machine, "SLOW_DISK_BYTES_PER_S", 1e15)
+        says(machine.check_disk(tmp_path, 2**20), "warning", "save less often")
     with monkeypatch.context() as changed:
-        changed.setattr(system.tempfile, "TemporaryFile", _refuse)
-        says(system.check_disk(tmp_path, 2**20), "failure", "cannot be written: Read-only file system")
-    monkeypatch.setattr(system.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    says(system.check_disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
+        changed.setattr(machine.tempfile, "TemporaryFile", _refuse)
+        says(machine.check_disk(tmp_path, 2**20), "failure", "cannot be written: Read-only file system")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
+    says(machine.check_disk(tmp_path, 2**20), "warning", "1.0 MiB free", "free some space")
 
 
 def _refuse(**keywords: Any) -> None:
@@ -111,51 +111,49 @@ def _refuse(**keywords: Any) -> None:
 
 
 def test_other_programs() -> None:
-    says(system.check_other_programs(load=9.0, cores=4), "warning", "load 9.0 on 4 cores")
-    says(system.check_other_programs(load=0.1, cores=4), "ok")
+    says(machine.check_other_programs(load=9.0, cores=4), "warning", "load 9.0 on 4 cores")
+    says(machine.check_other_programs(load=0.1, cores=4), "ok")
 
 
 # accelerators
 
-BUILD = accelerator.Build(cuda="13.0", available=True, driver="580.1", names=("NVIDIA H100", "NVIDIA H100"))
+BUILD = machine.Build(cuda="13.0", available=True, driver="580.1", names=("NVIDIA H100", "NVIDIA H100"))
 
 
 def test_gpus() -> None:
-    says(accelerator.check_gpus(BUILD), "ok", "2 x NVIDIA H100")
-    says(accelerator.check_gpus(replace(BUILD, names=("A", "B"))), "warning", "equal GPUs")
+    says(machine.check_gpus(BUILD), "ok", "2 x NVIDIA H100")
+    says(machine.check_gpus(replace(BUILD, names=("A", "B"))), "warning", "equal GPUs")
     says(
-        accelerator.check_gpus(replace(BUILD, cuda=None, available=False)),
+        machine.check_gpus(replace(BUILD, cuda=None, available=False)),
         "failure",
         "CPU build",
         "install a CUDA build",
     )
     old = replace(BUILD, available=False, reason="The NVIDIA driver on your system is too old")
-    says(accelerator.check_gpus(old), "failure", "too old", "update the driver")
-    says(accelerator.check_gpus(replace(BUILD, driver="", available=False)), "ok", "the CPU is used")
+    says(machine.check_gpus(old), "failure", "too old", "update the driver")
+    says(machine.check_gpus(replace(BUILD, driver="", available=False)), "ok", "the CPU is used")
 
 
 def test_a_driver_is_found_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\nGCC version: 12\n")
-    assert accelerator.read_build(file).driver == "580.65.06"
-    assert accelerator.read_build(tmp_path / "none").driver == ""
+    assert machine.read_build(file).driver == "580.65.06"
+    assert machine.read_build(tmp_path / "none").driver == ""
 
 
 def test_libraries_and_compilers() -> None:
-    says(accelerator.check_libraries(False, gloo=False), "failure", "no Gloo")
-    says(accelerator.check_libraries(True, nccl=False, gloo=True), "failure", "no NCCL")
+    says(machine.check_libraries(False, gloo=False), "failure", "no Gloo")
+    says(machine.check_libraries(True, nccl=False, gloo=True), "failure", "no NCCL")
     says(
-        accelerator.check_compiler(True, triton=False, compilers=()),
+        machine.check_compiler(True, triton=False, compilers=()),
         "warning",
         "a C compiler and Triton",
         "pip install triton",
     )
-    says(accelerator.check_compiler(True, triton=True, compilers=("gcc",)), "ok")
-    says(accelerator.check_compiler(False, triton=False, compilers=("cc",), loops=True), "ok", "cc")
-    says(
-        accelerator.check_compiler(False, compilers=(), loops=False), "warning", "no C compiler", "2 to 3 times", "gcc"
-    )
-    says(accelerator.check_compiler(False, compilers=("clang",), loops=False), "warning", "clang", "OpenMP")
+    says(machine.check_compiler(True, triton=True, compilers=("gcc",)), "ok")
+    says(machine.check_compiler(False, triton=False, compilers=("cc",), loops=True), "ok", "cc")
+    says(machine.check_compiler(False, compilers=(), loops=False), "warning", "no C compiler", "2 to 3 times", "gcc")
+    says(machine.check_compiler(False, compilers=("clang",), loops=False), "warning", "clang", "OpenMP")
 
 
 # kernels
@@ -164,10 +162,10 @@ def test_libraries_and_compilers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_of_this_machine_are_right(dtype: torch.dtype) -> None:
     for check in (
-        kernel_checks.check_attention,
-        kernel_checks.check_flash_parts,
-        kernel_checks.check_experts,
-        kernel_checks.check_loss,
+        engine.check_attention,
+        engine.check_flash_parts,
+        engine.check_experts,
+        engine.check_loss,
     ):
         says(check(CPU, dtype), "ok")
 
@@ -181,7 +179,7 @@ def test_attention_that_forgets_its_mask() -> None:
         attended: Tensor = fast().attend(q, k, v, type(mask)(), **keywords)
         return attended
 
-    finding = kernel_checks.check_attention(CPU, torch.float32, broken(attend=blind))
+    finding = engine.check_attention(CPU, torch.float32, broken(attend=blind))
     says(finding, "failure", "(packed", "layout.kernels=reference")
 
 
@@ -190,18 +188,18 @@ def test_attention_that_gives_no_numbers() -> None:
         attended: Tensor = fast().attend(q, k, v, mask, **keywords) * float("nan")
         return attended
 
-    says(kernel_checks.check_attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
+    says(engine.check_attention(CPU, torch.float32, broken(attend=nothing)), "failure", "largest error inf")
 
 
 def test_a_log_sum_exp_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    flash = kernel_checks.compat.flash_attention
+    flash = engine.compat.flash_attention
 
     def base_two(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
         out, lse = flash(*arguments, **keywords)
         return out, lse / 0.6931
 
-    monkeypatch.setattr(kernel_checks.compat, "flash_attention", base_two)
-    says(kernel_checks.check_flash_parts(CPU, torch.float32), "failure", "largest error")
+    monkeypatch.setattr(engine.compat, "flash_attention", base_two)
+    says(engine.check_flash_parts(CPU, torch.float32), "failure", "largest error")
 
 
 def test_an_expert_without_tokens_that_learns() -> None:
@@ -224,14 +222,14 @@ def test_an_expert_without_tokens_that_learns() -> None:
             return *gradients, None
 
     made = broken(expert_linear=lambda rows, weights, counts: Garbage.apply(rows, weights, counts))
-    says(kernel_checks.check_experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
+    says(engine.check_experts(CPU, torch.float32, made), "failure", "experts [1] had no token", "172439")
 
 
 def test_experts_that_are_mixed_up() -> None:
     def shifted(rows: Tensor, weights: Tensor, counts: Any) -> Tensor:
         return expert_kernels.expert_linear(rows, weights.roll(1, 0), counts)
 
-    assert kernel_checks.check_experts(CPU, torch.float32, broken(expert_linear=shifted)).state == "failure"
+    assert engine.check_experts(CPU, torch.float32, broken(expert_linear=shifted)).state == "failure"
 
 
 def test_a_loss_over_all_targets() -> None:
@@ -240,7 +238,7 @@ def test_a_loss_over_all_targets() -> None:
         return loss
 
     says(
-        kernel_checks.check_loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)),
+        engine.check_loss(CPU, torch.float32, broken(linear_cross_entropy=all_count)),
         "failure",
         "(head and loss)",
     )
@@ -248,11 +246,9 @@ def test_a_loss_over_all_targets() -> None:
 
 def test_products_that_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Device(name="known", bf16_matmul_flop_per_s=800e12, bf16_flop_per_s=989e12)
-    monkeypatch.setattr(kernel_checks, "known_device", lambda device: known)
-    says(
-        kernel_checks.check_products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi"
-    )
-    says(kernel_checks.check_products(CPU, torch.bfloat16, 700e12), "ok")
+    monkeypatch.setattr(engine, "known_device", lambda device: known)
+    says(engine.check_products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi")
+    says(engine.check_products(CPU, torch.bfloat16, 700e12), "ok")
 
 
 # links
@@ -321,31 +317,31 @@ def test_a_schedule_that_hangs_and_one_that_is_wrong() -> None:
             rank[0] = replace(rank[0], losses=tuple(2 * loss for loss in rank[0].losses))
         return [rank, rank]
 
-    finding = training.check_schedules("cpu", 2, hangs)
+    finding = engine.check_schedules("cpu", 2, hangs)
     says(finding, "failure", "pp zb-h1", "hangs (no step in 60 s) (and 1 more)", "do not train with it")
     assert set(finding.figures["wrong"]) == {"pp zb-h1, micro-batches of 1", "pp zb-v, micro-batches of 1"}
-    says(training.check_schedules("cuda", 1), "skipped")
+    says(engine.check_schedules("cuda", 1), "skipped")
 
 
 @pytest.mark.slow
 def test_axes_of_this_machine() -> None:
-    says(training.check_axes("cpu", 2), "ok", "tp + sp")
+    says(engine.check_axes("cpu", 2), "ok", "tp + sp")
 
 
 def test_a_checkpoint_that_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    says(training.check_checkpoint(CPU, tmp_path), "ok")
+    says(engine.check_checkpoint(CPU, tmp_path), "ok")
     with monkeypatch.context() as changed:
-        load = training.checkpoint.load
+        load = engine.checkpoint.load
 
         def flipped(path: Path, tensors: dict[str, Tensor], **keywords: Any) -> Any:
             values = load(path, tensors, **keywords)
             tensors["weight"][0, 0] += 1
             return values
 
-        changed.setattr(training.checkpoint, "load", flipped)
-        says(training.check_checkpoint(CPU, tmp_path), "failure", "came back different: weight")
-    monkeypatch.setattr(training, "set_rng_state", lambda *arguments: checkpoint.set_rng_state({}, {}))
-    says(training.check_checkpoint(CPU, tmp_path), "failure", "what is drawn afterwards")
+        changed.setattr(engine.checkpoint, "load", flipped)
+        says(engine.check_checkpoint(CPU, tmp_path), "failure", "came back different: weight")
+    monkeypatch.setattr(engine, "set_rng_state", lambda *arguments: checkpoint.set_rng_state({}, {}))
+    says(engine.check_checkpoint(CPU, tmp_path), "failure", "what is drawn afterwards")
 
 
 def disturbed(check: str, bad: int, folder: str) -> Finding:
@@ -354,10 +350,10 @@ def disturbed(check: str, bad: int, folder: str) -> Finding:
 
     world = Group("world", (0, 1), dist.get_rank(), dist.group.WORLD)
     checks: dict[str, tuple[Callable[[], Finding], Any, str]] = {
-        "folder": (lambda: training.check_checkpoint(CPU, Path(folder), world), Path, "mkdir"),
-        "place": (lambda: training.check_checkpoint(CPU, Path(folder), world), training.tempfile, "mkdtemp"),
-        "states": (lambda: training.check_checkpoint(CPU, Path(folder), world), training, "rng_state"),
-        "looking": (lambda: training.check_checkpoint(CPU, Path(folder), world), Path, "is_dir"),
+        "folder": (lambda: engine.check_checkpoint(CPU, Path(folder), world), Path, "mkdir"),
+        "place": (lambda: engine.check_checkpoint(CPU, Path(folder), world), engine.tempfile, "mkdtemp"),
+        "states": (lambda: engine.check_checkpoint(CPU, Path(folder), world), engine, "rng_state"),
+        "looking": (lambda: engine.check_checkpoint(CPU, Path(folder), world), Path, "is_dir"),
         "collectives": (lambda: network.check_collectives(world, CPU), torch, "arange"),
         "links": (lambda: network.judge_links(network.measure_links(world, CPU), [0, 0]), torch, "empty_like"),
     }
@@ -385,9 +381,9 @@ def test_a_check_that_fails_on_one_rank_ends_on_all(check: str, bad: int, tmp_pa
 
 
 def test_a_step_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    says(training.check_step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
-    monkeypatch.setattr(training.train_device, "peak_flop_per_s", lambda *arguments: 1e15)
-    says(training.check_step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
+    says(engine.check_step_speed(CPU, seconds_of_step=1.0), "ok", "1,024 tokens/s")
+    monkeypatch.setattr(engine.train_device, "peak_flop_per_s", lambda *arguments: 1e15)
+    says(engine.check_step_speed(CPU, seconds_of_step=1.0), "warning", "MFU 0%", "see products")
 
 
 # together
@@ -427,7 +423,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     checks = {check["check"]: check for check in document["checks"]}
     assert document["verdict"] in ("ok", "warning") and checks["links"]["state"] == "ok"
     assert {"versions", "memory", "attention", "experts", "checkpoint"} <= checks.keys()
-    monkeypatch.setattr(system, "LEAST_FREE_BYTES", 2**60)
+    monkeypatch.setattr(machine, "LEAST_FREE_BYTES", 2**60)
     assert main(["doctor", "--quick", "--runs", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith("NOT fit to train: 1 failure")
 

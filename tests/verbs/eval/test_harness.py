@@ -131,7 +131,7 @@ def test_figures_and_errors_are_those_of_the_harness(folder: Path) -> None:
     from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
-    from meshwright.verbs.eval.task_files import task_configs
+    from meshwright.verbs.eval.request import task_configs
 
     scored = {(row.task, row.metric): row for row in score_on_tasks(folder / "llama", tasks=folder / "tasks").figures}
     paths = [folder / f"{config['task']}.json" for config in task_configs([str(folder / "tasks")])]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.verbs.train.panel import BLANK, Curve, braille, resample, span
+from meshwright.verbs.train.display import BLANK, Curve, braille, resample, span
 
 
 def dots(rows: list[str]) -> set[tuple[int, int]]:

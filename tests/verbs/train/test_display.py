@@ -13,8 +13,7 @@ from rich.console import Console
 from meshwright.interface.terminal import fields
 from meshwright.spec import Layout
 from meshwright.verbs.train import display
-from meshwright.verbs.train.display import LiveDisplay, PlainDisplay, choose
-from meshwright.verbs.train.panel import Panel
+from meshwright.verbs.train.display import LiveDisplay, Panel, PlainDisplay, choose
 from tests.verbs import watched
 
 

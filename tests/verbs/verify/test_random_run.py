@@ -26,8 +26,7 @@ from meshwright.spec.weights.boxes import Box
 from meshwright.training.step import batches
 from meshwright.verbs.main import main
 from meshwright.verbs.verify import random_run
-from meshwright.verbs.verify.case_text import DrawnCase, format_case, parse_case
-from meshwright.verbs.verify.random_case import random_case
+from meshwright.verbs.verify.cases import DrawnCase, format_case, parse_case, random_case
 from meshwright.verbs.verify.random_run import (
     ALONE,
     CaseVerdict,

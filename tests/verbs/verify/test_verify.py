@@ -21,7 +21,7 @@ from meshwright.observe.oracle.feature_matrix import (
 )
 from meshwright.spec import Layout
 from meshwright.verbs.main import main
-from meshwright.verbs.verify.support_page import support_page
+from meshwright.verbs.verify.command import support_page
 
 
 def test_every_pair_is_tried_refused_or_impossible() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshwright import __version__
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.groups.group import Group
-from meshwright.verbs.doctor import accelerator, kernel_checks, network, system, training
+from meshwright.verbs.doctor import engine, machine, network
 from meshwright.verbs.doctor.findings import Check, Finding, State, merge_ranks, run_check, verdict
 
 Say = Callable[[str], None]
@@ -72,7 +72,7 @@ def examine(
     checks: Checks = [
         *_machine_checks(folder, gpu),
         *_kernel_checks(device),
-        ("checkpoint", partial(training.check_checkpoint, device, folder, world)),
+        ("checkpoint", partial(engine.check_checkpoint, device, folder, world)),
     ]
     if world.index:
         say = _silent  # the first rank speaks for all
@@ -90,28 +90,28 @@ Checks = list[tuple[str, Check]]
 
 def _machine_checks(folder: Path, gpu: bool) -> Checks:
     return [
-        ("versions", system.check_versions),
-        ("cores", system.check_cores),
-        ("memory", system.check_memory),
-        ("shared memory", system.check_shared_memory),
-        ("open files", system.check_open_files),
-        ("disk", partial(system.check_disk, folder)),
-        ("other programs", system.check_other_programs),
-        ("GPUs", lambda: accelerator.check_gpus(accelerator.read_build())),
-        ("communication", partial(accelerator.check_libraries, gpu)),
-        ("compiler", partial(accelerator.check_compiler, gpu)),
-        ("device preset", partial(accelerator.check_preset, gpu)),
+        ("versions", machine.check_versions),
+        ("cores", machine.check_cores),
+        ("memory", machine.check_memory),
+        ("shared memory", machine.check_shared_memory),
+        ("open files", machine.check_open_files),
+        ("disk", partial(machine.check_disk, folder)),
+        ("other programs", machine.check_other_programs),
+        ("GPUs", lambda: machine.check_gpus(machine.read_build())),
+        ("communication", partial(machine.check_libraries, gpu)),
+        ("compiler", partial(machine.check_compiler, gpu)),
+        ("device preset", partial(machine.check_preset, gpu)),
     ]
 
 
 def _kernel_checks(device: torch.device) -> Checks:
     low = torch.bfloat16
     return [
-        ("attention", partial(kernel_checks.check_attention, device, low)),
-        ("attention by parts", partial(kernel_checks.check_flash_parts, device, low)),
-        ("experts", partial(kernel_checks.check_experts, device, low)),
-        ("loss", partial(kernel_checks.check_loss, device, low)),
-        ("products", partial(kernel_checks.check_products, device, low if device.type == "cuda" else torch.float32)),
+        ("attention", partial(engine.check_attention, device, low)),
+        ("attention by parts", partial(engine.check_flash_parts, device, low)),
+        ("experts", partial(engine.check_experts, device, low)),
+        ("loss", partial(engine.check_loss, device, low)),
+        ("products", partial(engine.check_products, device, low if device.type == "cuda" else torch.float32)),
     ]
 
 
@@ -122,10 +122,10 @@ def _check_locally(device: torch.device, quick: bool, say: Say) -> list[Finding]
     checks: Checks = [("links", partial(_check_local_links, kind, most))]
     if not quick:
         checks += [
-            ("schedules", partial(training.check_schedules, kind, most)),
-            ("axes", partial(training.check_axes, kind, most)),
-            ("step", partial(training.check_step_speed, device)),
-            ("4-bit products", partial(kernel_checks.check_quantized_products, device)),
+            ("schedules", partial(engine.check_schedules, kind, most)),
+            ("axes", partial(engine.check_axes, kind, most)),
+            ("step", partial(engine.check_step_speed, device)),
+            ("4-bit products", partial(engine.check_quantized_products, device)),
         ]
     return _run_checks(checks, say)
 

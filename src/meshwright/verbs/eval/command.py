@@ -3,11 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshwright.interface.options import Checkpoint, ModelPath, named_adapters
+from meshwright.interface.terminal.screen_text import coloured, plus_minus, show, width, wrapped
+
+if TYPE_CHECKING:
+    from meshwright.verbs.eval.answer import EvaluationAnswer
+
+COLOURS = {"better": "green", "worse": "red", "changed": "yellow"}
+GAP = "  "
 
 
 def evaluate(
@@ -55,9 +62,7 @@ def evaluate(
     if not tasks and against is None and not adapter:
         _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return
-    from meshwright.interface.terminal.screen_text import show
     from meshwright.verbs.eval.answer import evaluate as compare_models
-    from meshwright.verbs.eval.screen import lines
 
     with _progress() as progress:
         answer = compare_models(
@@ -68,7 +73,7 @@ def evaluate(
     if json:
         print_json(answer.to_dict())
     else:
-        show(lines(answer))
+        show(_lines(answer))
 
 
 def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
@@ -97,3 +102,38 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task("requests", total=None)
         yield lambda done, wanted: bar.update(task, completed=done, total=wanted)
+
+
+def _lines(answer: "EvaluationAnswer") -> Iterator[str]:
+    """Yield all lines for tasks or two models: what changed beyond noise, then every figure with its error."""
+    if answer.against is not None:
+        word = "BETTER" if answer.counted("better") else "NOT BETTER"
+        colour = "red" if answer.counted("worse") else "green" if answer.counted("better") else "yellow"
+        yield f"{coloured(word, colour)}  {answer.headline}"
+        alone = answer.run != answer.against
+        yield (
+            f"after {answer.run}, before {answer.against}" if alone else f"before {answer.run}, after with each adapter"
+        )
+        yield ""
+    yield from _table(answer)
+    yield ""
+    noise = "± is the standard error over items."
+    if answer.against is not None:
+        noise += " Differences are paired by item; one is within noise if its 95% interval contains 0."
+    yield from wrapped(plus_minus(noise), width())
+
+
+def _table(answer: "EvaluationAnswer") -> Iterator[str]:
+    from meshwright.verbs.eval.answer import cells
+
+    rows = [answer.head, *(tuple(cells(figure)) for figure in answer.figures)]
+    texts = rows[0].index("metric") + 1
+    rows = [tuple(map(plus_minus, row)) for row in rows]
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        left = [text.ljust(size) for text, size in zip(row[:texts], wide[:texts], strict=True)]
+        right = [text.rjust(size) for text, size in zip(row[texts:], wide[texts:], strict=True)]
+        line = GAP.join([*left, *right])
+        verdict = answer.figures[number - 1].verdict if number else None
+        colour = COLOURS.get(verdict or "")
+        yield line.replace(str(verdict), coloured(str(verdict), colour)) if colour else line

@@ -1,14 +1,113 @@
-"""Arguments of `evaluate`, checked before torch and the harness are imported."""
+"""Arguments of `evaluate` and its task files, read and checked before torch and the harness are imported.
 
+Tasks are YAML files of lm-evaluation-harness with data beside them: paths of data are relative to the file. Nothing is
+downloaded, so data of the hub is refused at the start.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import yaml
 
 from meshwright.data.preparation import check_text
-from meshwright.spec.errors import ArgumentError, argument
+from meshwright.spec.errors import ArgumentError, DataError, argument
 from meshwright.spec.extras import require
 from meshwright.store.run_folder import LAST, check_model
-from meshwright.verbs.eval.task_files import task_configs
+
+BUILDERS: Final = ("json", "csv", "parquet", "text", "arrow")
+"""Values of `dataset_path` besides a folder: formats whose files `dataset_kwargs.data_files` names."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
+    """YAML loader that allows `!function module.name` without following it."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, tag, node: f"{tag} {getattr(node, 'value', '')}")
+
+
+def task_configs(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Return `include`, `task` and the location of its data for each task in files and folders.
+
+    A folder means every task in it. Raises DataError: no such path, no task in it, two of one name, data that is not
+    local.
+    """
+    configs: dict[str, dict[str, Any]] = {}
+    for given_path in paths:
+        path = Path(given_path).expanduser()
+        if not path.exists():
+            raise DataError(f"--tasks {given_path} does not exist: name a task's YAML file, or a folder of them")
+        files = sorted(path.glob("**/*.yaml")) if path.is_dir() else [path]
+        tasks = [(file, content) for file in files if isinstance((content := _read(file)).get("task"), str)]
+        if not tasks:
+            what = "holds no task: no .yaml file there" if path.is_dir() else "is no task: it"
+            raise DataError(f"--tasks {given_path} {what} names one with 'task: NAME'")
+        for file, content in tasks:
+            name = content["task"]
+            if name in configs:
+                raise DataError(f"--tasks: two tasks are named {name}, in {configs[name]['include']} and in {file}")
+            configs[name] = {"include": str(file.resolve()), "task": name, **_data_location(file, content)}
+    return list(configs.values())
+
+
+def write_task(config: Mapping[str, Any], folder: Path) -> Path:
+    """Write a YAML file for the harness."""
+    path = folder / f"{len(list(folder.iterdir()))}.yaml"
+    path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
+    return path
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the content of a file and its includes, with absolute file names. Raises DataError."""
+    try:
+        content = _Loader(file.read_text(encoding="utf-8")).get_single_data()
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"--tasks {file} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"--tasks {file} is no task: a YAML mapping with 'task: NAME' is needed")
+    content = {**content, **_resolve_data_paths(file, content)}
+    included = content.pop("include", ())
+    for name in reversed([included] if isinstance(included, str) else list(included)):
+        content = {**_read(file.parent / name), **content}
+    return content
+
+
+def _resolve_data_paths(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return absolute paths of the data files, or of the data folder, that the file names."""
+    resolved: dict[str, Any] = {}
+    options = content.get("dataset_kwargs")
+    if isinstance(options, dict) and "data_files" in options:
+        resolved["dataset_kwargs"] = {**options, "data_files": _absolute(file, options["data_files"])}
+    data_path = content.get("dataset_path")
+    if isinstance(data_path, str) and (file.parent / data_path).is_dir():
+        resolved["dataset_path"] = str((file.parent / data_path).resolve())
+    return resolved
+
+
+def _absolute(file: Path, names: Any) -> Any:
+    """Make file names absolute: one, a list, or a table of splits."""
+    if isinstance(names, dict):
+        return {split: _absolute(file, part) for split, part in names.items()}
+    if isinstance(names, list):
+        return [_absolute(file, part) for part in names]
+    path = (file.parent / str(names)).resolve()
+    if "*" not in str(names) and not path.is_file():
+        raise DataError(f"--tasks {file}: data_files names {names}, and there is no {path}")
+    return str(path)
+
+
+def _data_location(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the location of the task's data. Raises DataError when it is not on this machine."""
+    data_path, options = content.get("dataset_path"), content.get("dataset_kwargs") or {}
+    makes_its_own = "class" in content or "custom_dataset" in content
+    named = data_path in BUILDERS and isinstance(options, dict) and options.get("data_files")
+    if not (makes_its_own or named or (isinstance(data_path, str) and Path(data_path).is_dir())):
+        raise DataError(
+            f"--tasks {file}: its data (dataset_path: {data_path}) is not on this machine: give a folder, or "
+            "dataset_path: json with dataset_kwargs.data_files. Nothing is downloaded"
+        )
+    return {name: content[name] for name in ("dataset_path", "dataset_kwargs") if name in content}
 
 
 def check_request(

@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.verbs.eval.harness_model import HarnessModel, TextModel
 from meshwright.verbs.eval.paired_statistics import Aggregate
-from meshwright.verbs.eval.task_files import write_task
+from meshwright.verbs.eval.request import write_task
 
 SEED = 1234
 """Seed of the examples in prompts; lm_eval's own."""

@@ -31,8 +31,13 @@ from meshwright.training.optimizer.precision import DTYPES
 from meshwright.training.step.batches import Batch
 from meshwright.verbs.quantize.options import bytes_of, check_request, check_room, matrices_to_quantize
 from meshwright.verbs.quantize.page import page
-from meshwright.verbs.quantize.passes import BeforeQuantized, QuantizedFolder, compute_dtype
-from meshwright.verbs.quantize.text import CALIBRATION_WINDOWS, quantization_text
+from meshwright.verbs.quantize.passes import (
+    CALIBRATION_WINDOWS,
+    BeforeQuantized,
+    QuantizedFolder,
+    compute_dtype,
+    quantization_text,
+)
 
 SEQUENCES = 64
 """Windows of held-out text that quality is measured on."""

@@ -114,10 +114,9 @@ def rent(
     from meshwright.interface.answers.answer import check_page, write_page
     from meshwright.interface.terminal.screen_text import explain_wait, print_json, show
     from meshwright.planner.rent.page import page
-    from meshwright.verbs.rent.answer import RentAnswer
+    from meshwright.verbs.rent.answer import RentAnswer, ServeRentAnswer, rent_serving
     from meshwright.verbs.rent.answer import rent as rent_training
     from meshwright.verbs.rent.screen import rent_answer, serve_rent_answer
-    from meshwright.verbs.rent.serving import ServeRentAnswer, rent_serving
 
     if html is not None:
         check_page(html, "rent.html", "html")

@@ -14,8 +14,7 @@ from meshwright.planner.rent.run_on import RentedRun, days, digits, dollars, pla
 from meshwright.planner.rent.served_on import RentedServing
 from meshwright.planner.rent.sweep import LONGEST_S
 from meshwright.spec.units import count, duration, many, short_gib, step_time
-from meshwright.verbs.rent.answer import RentAnswer
-from meshwright.verbs.rent.serving import ServeRentAnswer
+from meshwright.verbs.rent.answer import RentAnswer, ServeRentAnswer
 
 Row = TypeVar("Row", RentedRun, RentedServing)
 

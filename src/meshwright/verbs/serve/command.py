@@ -1,4 +1,4 @@
-"""`meshwright serve MODEL`: serve a model over HTTP."""
+"""`meshwright serve MODEL`: serve a model over HTTP. Options of the engine come first, then those of the server."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from meshwright.interface.options import Checkpoint, ModelPath, ServedDtype, named_adapters
+from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.extras import require
 from meshwright.spec.plan.execution import MEMORY_SHARE, CacheForm, HeadForm
-from meshwright.verbs.serve import options as asked
 from meshwright.verbs.serve.screen import in_full, in_short
 
 if TYPE_CHECKING:
@@ -22,7 +22,156 @@ if TYPE_CHECKING:
     from meshwright.serving.http.engine_thread import HostedModel
     from meshwright.serving.http.http_server import HttpServer
 
+
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+ENGINE = "Engine"
+"""Panel of the help that lists these options."""
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=DIR",
+        help="LoRA adapter that requests name as their model: a PEFT folder, or a run with model.lora. Repeatable.",
+    ),
+]
+AdapterFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter-dir",
+        metavar="DIR",
+        help="Let requests load PEFT adapters from this folder, and unload any, while the server runs.",
+    ),
+]
+
+
+def _option(name: str, help: str, **settings: Any) -> Any:
+    return typer.Option(name, help=help, rich_help_panel=ENGINE, **settings)
+
+
+Exact = Annotated[bool, _option("--exact", "Answers do not depend on other requests, to the last bit. On CPUs.")]
+Cache = Annotated[
+    int,
+    _option("--cache-mib", "Memory of the KV cache; 0 = 1024 on a CPU, --memory-share on a GPU.", metavar="INT", min=0),
+]
+MemoryShare = Annotated[
+    float,
+    _option(
+        "--memory-share",
+        "On a GPU: share of the memory left by weights, graphs and one step that the KV cache takes.",
+        metavar="SHARE",
+    ),
+]
+SecondLayouts = Annotated[
+    bool,
+    _option(
+        "--second-layouts/--no-second-layouts",
+        "On a GPU: also keep 4-bit codes in a second layout, or as 16-bit numbers, where that is faster.",
+    ),
+]
+CacheDtype = Annotated[
+    str, _option("--cache-dtype", "Dtype of the KV cache: that of the model (model), or 8 bits: int8, fp8.")
+]
+HostCache = Annotated[
+    int,
+    _option(
+        "--host-cache-mib",
+        "On a GPU: host memory for prefixes evicted from the KV cache; 0 = none.",
+        metavar="INT",
+        min=0,
+    ),
+]
+Copies = Annotated[
+    int | None,
+    _option(
+        "--copies-mib",
+        "Without a C compiler: memory for contiguous copies of keys and values; 0 = none. [default: 256]",
+        metavar="INT",
+        min=0,
+    ),
+]
+Block = Annotated[int, _option("--block", "Positions per block of the KV cache.")]
+MostTokens = Annotated[
+    int,
+    _option(
+        "--most-tokens",
+        "Tokens per step: new ones of all answers, and chunks of prompts; 0 = 512 on a CPU, by speed on a GPU.",
+    ),
+]
+PromptTokens = Annotated[
+    int,
+    _option(
+        "--prompt-tokens",
+        "Prompt tokens per step while answers grow; 0 = 128 on a CPU, the rest of --most-tokens on a GPU.",
+    ),
+]
+MostSequences = Annotated[int, _option("--most-sequences", "Answers generated at once; 0 = 64 on a CPU, 256 on a GPU.")]
+Longest = Annotated[int, _option("--longest", "Tokens of prompt and answer together; 0 = the model's positions.")]
+Packed = Annotated[
+    bool, _option("--packed/--no-packed", "On a CPU: copy matrices into the order that products of few rows read.")
+]
+Compiled = Annotated[bool, _option("--compiled/--no-compiled", "On a CPU with a C compiler: compiled loops in fp32.")]
+Head = Annotated[str, _option("--head", "Precision of the head: that of the model (model), or 8 bits: int8.")]
+GuessTokens = Annotated[
+    int | None,
+    _option("--guess-tokens", "Tokens guessed at once, looked up in the text so far.  [default: none; 8 with --draft]"),
+]
+GuessNgram = Annotated[
+    int | None, _option("--guess-ngram", "With --guess-tokens: longest run of tokens to look up.  [default: 4]")
+]
+Draft = Annotated[
+    Path | None,
+    _option(
+        "--draft", "Small model with the same tokenizer that guesses in place of the look-up.", metavar="RUN_OR_HF_DIR"
+    ),
+]
+CudaGraphs = Annotated[
+    str,
+    _option(
+        "--cuda-graphs",
+        "On a GPU: launch a step without prompt chunks as one CUDA graph; auto: where possible.",
+        metavar="auto|on|off",
+    ),
+]
+TensorRanks = Annotated[int, _option("--tp", "Processes on this machine that share every layer.")]
+ExpertRanks = Annotated[int, _option("--ep", "Processes among these that experts are spread over, each expert whole.")]
+
+
+def check_tensor_ranks(tp: int, ep: int) -> None:
+    """Raise ArgumentError unless `tp` processes can share a model and spread experts over `ep` of them."""
+    for name, ranks in (("tp", tp), ("ep", ep)):
+        if ranks < 1:
+            raise ArgumentError(name, ranks, "must be at least 1")
+    if ep > 1 and tp == 1:
+        raise ArgumentError(
+            "ep", ep, "spreads experts over the processes of tp, and there is one", f"add {argument('tp', ep)}"
+        )
+
+
+def check_guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> None:
+    """Raise ArgumentError for options of guesses that contradict each other or are out of range."""
+    for name, number, least in (("guess_tokens", tokens, 1), ("guess_ngram", ngram, 2)):
+        if number is not None and number < least:
+            raise ArgumentError(name, number, f"must be at least {least}")
+    if draft is not None and ngram is not None:
+        raise ArgumentError(
+            "guess_ngram",
+            ngram,
+            f"has no effect with {argument('draft', draft)}, which guesses instead of a look-up",
+            "leave one out",
+        )
+    if ngram is not None and tokens is None:
+        raise ArgumentError("guess_ngram", ngram, "has no effect without guesses", f"add {argument('guess_tokens', 8)}")
+
+
+def check_copies(mib: int | None, cache_dtype: str) -> None:
+    """Raise ArgumentError when copies are requested for an 8-bit cache, which has none."""
+    if mib and cache_dtype != "model":
+        raise ArgumentError(
+            "copies_mib",
+            mib,
+            f"has no effect with {argument('cache_dtype', cache_dtype)}",
+            f"leave copies_mib out, or take {argument('cache_dtype', 'model')}",
+        )
 
 
 def _limit(help: str) -> Any:
@@ -52,29 +201,29 @@ def serve(
             help="Take temperature, top_p and the like from generation_config.json, where a request gives none.",
         ),
     ] = True,
-    adapter: asked.Adapters = None,
-    adapter_dir: asked.AdapterFolder = None,
-    exact: asked.Exact = False,
-    cache_mib: asked.Cache = 0,
-    memory_share: asked.MemoryShare = MEMORY_SHARE,
-    second_layouts: asked.SecondLayouts = False,
-    cache_dtype: asked.CacheDtype = "model",
-    host_cache_mib: asked.HostCache = 0,
-    block: asked.Block = 16,
-    copies_mib: asked.Copies = None,
-    longest: asked.Longest = 0,
-    most_sequences: asked.MostSequences = 0,
-    most_tokens: asked.MostTokens = 0,
-    prompt_tokens: asked.PromptTokens = 0,
-    packed: asked.Packed = True,
-    compiled: asked.Compiled = True,
-    head: asked.Head = "model",
-    cuda_graphs: asked.CudaGraphs = "auto",
-    guess_tokens: asked.GuessTokens = None,
-    guess_ngram: asked.GuessNgram = None,
-    draft: asked.Draft = None,
-    tp: asked.TensorRanks = 1,
-    ep: asked.ExpertRanks = 1,
+    adapter: Adapters = None,
+    adapter_dir: AdapterFolder = None,
+    exact: Exact = False,
+    cache_mib: Cache = 0,
+    memory_share: MemoryShare = MEMORY_SHARE,
+    second_layouts: SecondLayouts = False,
+    cache_dtype: CacheDtype = "model",
+    host_cache_mib: HostCache = 0,
+    block: Block = 16,
+    copies_mib: Copies = None,
+    longest: Longest = 0,
+    most_sequences: MostSequences = 0,
+    most_tokens: MostTokens = 0,
+    prompt_tokens: PromptTokens = 0,
+    packed: Packed = True,
+    compiled: Compiled = True,
+    head: Head = "model",
+    cuda_graphs: CudaGraphs = "auto",
+    guess_tokens: GuessTokens = None,
+    guess_ngram: GuessNgram = None,
+    draft: Draft = None,
+    tp: TensorRanks = 1,
+    ep: ExpertRanks = 1,
     max_body_bytes: Annotated[int, _limit("Bytes of a request.")] = 2**20,
     max_prompt_tokens: Annotated[int, _limit("Tokens of a prompt; 0 = what the model takes.")] = 0,
     max_answer_tokens: Annotated[int, _limit("Tokens of a request: prompts x n x max_tokens.")] = 32_768,
@@ -105,9 +254,9 @@ def serve(
     if api_key_file is not None and api_key_file.stat().st_mode & 0o004:
         remedy = f"chmod 600 {api_key_file}"
         print(f"meshwright: {api_key_file} can be read by every user of this machine: {remedy}", file=sys.stderr)
-    asked.check_copies(copies_mib, cache_dtype)
-    asked.check_guesses(guess_tokens, guess_ngram, draft)
-    asked.check_tensor_ranks(tp, ep)
+    check_copies(copies_mib, cache_dtype)
+    check_guesses(guess_tokens, guess_ngram, draft)
+    check_tensor_ranks(tp, ep)
 
     from meshwright.interface.trained.serving import configuration, run, served_name, server_of
     from meshwright.serving.engine.engine_options import EngineOptions, Graphs

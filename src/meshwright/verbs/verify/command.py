@@ -1,6 +1,10 @@
 """`meshwright verify`: compare layouts of up to 8 processes, covering every pair of features, with one device."""
 
+import platform
 import sys
+from collections.abc import Mapping, Sequence
+from datetime import date
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +16,9 @@ from meshwright.spec.units import many
 
 if TYPE_CHECKING:
     from meshwright.observe.oracle.feature_matrix import Trial
+
+MARKS = {"equal": "yes", "different": "**no**", "refused": "refused", "alternatives": "-", "untried": ""}
+"""State of a pair of features -> its cell on the support page."""
 
 
 def verify(
@@ -58,8 +65,7 @@ def verify(
     if device not in ("cpu", "cuda"):
         raise PlanError(f"--device {device} is not known: take cpu or cuda")
     from meshwright.observe.oracle.feature_matrix import run, trials, trials_of_one_rank
-    from meshwright.verbs.verify.random_command import verify_case, verify_random  # loads torch
-    from meshwright.verbs.verify.support_page import support_page
+    from meshwright.verbs.verify.random_run import verify_case, verify_random  # loads torch
 
     allowed = _devices(device)
     processes = min(processes, allowed)
@@ -142,3 +148,53 @@ def _devices(device: str) -> int:
     if not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no GPU here; take --device cpu")
     return torch.cuda.device_count()
+
+
+def support_page(outcomes: Sequence[tuple["Trial", str | None]], refused: Mapping[frozenset[str], str]) -> str:
+    """Return the support matrix in Markdown: the table, reasons of refusals, every layout that was run."""
+    import torch
+
+    from meshwright.observe.oracle.feature_names import FEATURES
+
+    state: dict[frozenset[str], str] = dict.fromkeys(refused, "refused")
+    for ran, difference in outcomes:
+        for pair in combinations(sorted(ran.features), 2):
+            key = frozenset(pair)
+            if difference:
+                state[key] = "different"
+            else:
+                state.setdefault(key, "equal")
+    features = {name for ran, _ in outcomes for name in ran.features}
+    names = [name for name in FEATURES if name != "compiled" or name in features]
+    lines = [
+        "# Support",
+        "",
+        "Which features train the same model together, found by running them: a tiny model, two steps, on real",
+        "processes beside one device (loss, gradient norm, every gradient, every weight, within 1e-5; in bf16 and fp8:",
+        "beside one device, within the band of [decision 5](decisions/0005-gradient-precision.md)). **yes**: some",
+        "layout with both was equal. **refused**: with a sentence, below. **-**: alternatives, or more than 8 ranks.",
+        "Nothing, right of a row's own place: not run.",
+        f"Written by `meshwright verify --page docs/support.md` on {date.today()}, torch {torch.__version__}, Python",
+        f"{platform.python_version()}, {len(outcomes)} layouts.",
+        "",
+        "| | " + " | ".join(names[1:]) + " |",
+        "|---" * len(names) + "|",
+    ]
+    for row, name in enumerate(names[:-1]):
+        cells = []
+        for column in range(1, len(names)):
+            key = frozenset((name, names[column]))
+            cells.append("" if column <= row else MARKS[state.get(key) or _untried_state(*sorted(key))])
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "## Refused", ""]
+    lines += [f"- {' with '.join(sorted(pair))}: {reason}" for pair, reason in refused.items()]
+    lines += ["", "## Layouts that were run", "", "| ranks | features | outcome |", "|---|---|---|"]
+    lines += [f"| {ran.layout.world} | {ran.title} | {why or 'equal'} |" for ran, why in outcomes]
+    return "\n".join(lines) + "\n"
+
+
+def _untried_state(first: str, second: str) -> str:
+    """Return the state of a pair that no executed layout had."""
+    from meshwright.observe.oracle.feature_matrix import trial
+
+    return "alternatives" if trial((first, second)) is None else "untried"

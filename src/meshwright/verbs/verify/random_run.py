@@ -1,4 +1,4 @@
-"""Random cases beside one device: the cases that differ, and their first difference.
+"""`verify --random` and `--case`: cases beside one device, their first difference, and the smallest failing case.
 
 Processes are reused: one set runs a batch of cases of its world size. A batch in which a rank fails or does not answer
 is run again case by case.
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from time import monotonic
+from typing import Any
 
+from meshwright.interface.terminal.screen_text import print_json
 from meshwright.kernels.linear.linear import SAME
 from meshwright.observe.oracle.feature_matrix import BATCH, run_on_ranks
 from meshwright.observe.oracle.one_device import (
@@ -25,9 +27,18 @@ from meshwright.observe.oracle.one_device import (
     outcome,
 )
 from meshwright.observe.ranks import RankError
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import OutsideTolerance, PlanError
 from meshwright.spec.layout.layout import Layout
-from meshwright.verbs.verify.case_text import DrawnCase, Settings, build_case, settings_of
+from meshwright.spec.units import many
+from meshwright.verbs.verify.cases import (
+    DrawnCase,
+    Settings,
+    build_case,
+    format_case,
+    parse_case,
+    random_case,
+    settings_of,
+)
 
 NEAR_TIE = 1e-5
 """Near tie of scores that sum to 1. Layouts differ by less than a tenth of it in fp32."""
@@ -391,3 +402,75 @@ def _shorten(key: str, index: int) -> Change:
         return settings | {key: setting[:index] + setting[index + 1 :]}
 
     return change
+
+
+def verify_random(number: int, seed: int, *, processes: int, device: str, json: bool, compiled: bool) -> None:
+    """Try cases 0 .. number - 1 of a seed, and print a line each. Those that differ are shrunk."""
+    cases = [random_case(seed, index, processes, compiled=compiled) for index in range(number)]
+    verdicts = []
+    for verdict in judge_cases(cases, device):
+        verdicts.append(verdict)
+        if not json:
+            print(_line(verdict), flush=True)
+    _end(verdicts, device=device, json=json, seed=seed)
+
+
+def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
+    """Try one case, with exactly the tokens that it names."""
+    drawn = parse_case(text)
+    if drawn.layout.world > processes:
+        raise PlanError(f"--case: the layout has {drawn.layout.world} processes, and at most {processes} are allowed")
+    verdict = judge_case(drawn, device)
+    if not json:
+        print(_line(verdict), flush=True)
+    _end([verdict], device=device, json=json, seed=None)
+
+
+def _line(verdict: CaseVerdict) -> str:
+    ranks = many(verdict.drawn.layout.world, "rank")
+    return f"{verdict.index}  {ranks}  {format_case(verdict.drawn)}: {verdict.difference or 'equal'}"
+
+
+def _end(verdicts: Sequence[CaseVerdict], *, device: str, json: bool, seed: int | None) -> None:
+    """Shrink what differs, and print the document or the commands. Raises OutsideTolerance if anything differs."""
+    failed = [verdict for verdict in verdicts if verdict.difference]
+    commands: dict[int, str] = {}
+    for verdict in failed:
+        # Only random cases are shrunk: a case that was named is the one to look at.
+        small = smallest(verdict, device) if seed is not None else verdict
+        commands[verdict.index] = f"meshwright verify --case '{format_case(small.drawn)}'"
+        if not json and seed is not None:
+            print(f"case {verdict.index}, made small: {small.difference}\n    {commands[verdict.index]}", flush=True)
+    redrawn = sum(verdict.redrawn for verdict in verdicts)
+    if json:
+        print_json(
+            {
+                "layouts": len(verdicts),
+                "different": len(failed),
+                "seed": seed,
+                "redrawn": redrawn,
+                "results": [
+                    _as_json(verdict, commands) for verdict in sorted(verdicts, key=lambda verdict: verdict.index)
+                ],
+            }
+        )
+    if failed:
+        raise OutsideTolerance(
+            f"{len(failed)} of {many(len(verdicts), 'case')} differ from one device; {failed[0].difference}"
+        )
+    if not json:
+        redraws = (
+            f"; drawn again {many(redrawn, 'time')}, since rounding decided too much on one device" if redrawn else ""
+        )
+        print(f"{many(len(verdicts), 'case')} equal one device{redraws}")
+
+
+def _as_json(verdict: CaseVerdict, commands: dict[int, str]) -> dict[str, Any]:
+    return {
+        "index": verdict.index,
+        "case": format_case(verdict.drawn),
+        "ranks": verdict.drawn.layout.world,
+        "difference": verdict.difference,
+        "redrawn": verdict.redrawn,
+        "command": commands.get(verdict.index),
+    }
