@@ -9,11 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.kernels import attention_times as attention
-from meshwright.planner.kernels import expert_times as experts
-from meshwright.planner.kernels import node_collective_times as collective
-from meshwright.planner.kernels import one_kernel as times
-from meshwright.planner.kernels import product_times as product
+from meshwright.planner.kernels import fitted_kernel as times
 from meshwright.planner.kernels.fitted_kernel import Chip, chip_of
 from meshwright.spec import presets
 
@@ -79,7 +75,7 @@ def _number(kind: Kind, name: str, row: Mapping[str, str]) -> float:
     if name == "distribution":
         return SKEWS[row[name]]
     if name == "collective":
-        return times.KINDS.index(row[name].replace("_", "-").replace("alltoall", "all-to-all"))
+        return times.COLLECTIVES.index(row[name].replace("_", "-").replace("alltoall", "all-to-all"))
     return float(row[name])
 
 
@@ -88,20 +84,20 @@ def _product(width: float) -> Callable[[Mapping[str, float], Chip, Array], Array
         m, n, k = rows[:, 0], rows[:, 1], rows[:, 2]
         best = chip.best if width == 2 else chip.low_best
         least: Any = None
-        for tile in product.CHOICES:
-            time_us = product.tiled_us(fitted, chip, tile, m, n, k, width, 1.0, best)
+        for tile in times.CHOICES:
+            time_us = times.tiled_us(fitted, chip, tile, m, n, k, width, 1.0, best)
             if tile.parts > 1:
-                time_us = time_us + product.NEVER_US * (1 - product.allowed(fitted, chip, tile, m, n, k))
+                time_us = time_us + times.NEVER_US * (1 - times.allowed(fitted, chip, tile, m, n, k))
             least = time_us if least is None else np.minimum(least, time_us)
-        alone = product.blended_us(fitted, least, product.moved_us(fitted, chip, m, n, k, width))
-        return alone if width == 2 else alone + product.quantizing_us(fitted, chip, m, k)
+        alone = times.blended_us(fitted, least, times.moved_us(fitted, chip, m, n, k, width))
+        return alone if width == 2 else alone + times.quantizing_us(fitted, chip, m, k)
 
     return formula
 
 
 def _collective(fitted: Mapping[str, float], chip: Chip, rows: Array) -> Array:
-    rounds = np.array(list(collective.ROUNDS.values()))[rows[:, 0].astype(int)]
-    return collective.collective_us(fitted, chip, rounds, rows[:, 1], rows[:, 2])
+    rounds = np.array(list(times.ROUNDS.values()))[rows[:, 0].astype(int)]
+    return times.collective_us(fitted, chip, rounds, rows[:, 1], rows[:, 2])
 
 
 def _stacked(positions_of: Callable[..., tuple[Array, ...]], count: int) -> Callable[[Array], Array]:
@@ -116,18 +112,18 @@ PRODUCT: dict[str, Any] = dict(
 DIMS = (64, 128, 256, 512)
 HEADS = ("heads", "kv_heads", "head_dim")
 KINDS = (
-    Kind(name="product.bf16", dtype="bfloat16", formula=_product(2.0), start=product.START, **PRODUCT),
-    Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=product.START | product.QUANTIZING, **PRODUCT),
+    Kind(name="product.bf16", dtype="bfloat16", formula=_product(2.0), start=times.PRODUCT, **PRODUCT),
+    Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=times.PRODUCT | times.QUANTIZING, **PRODUCT),
     Kind(
         name="prefill", file="kernel_attention_forward.csv", columns=("batch", "seq_len", *HEADS),
-        formula=lambda fitted, chip, rows: attention.prefill_us(fitted, chip, *rows[:, :5].T), start=attention.PREFILL,
+        formula=lambda fitted, chip, rows: times.prefill_us(fitted, chip, *rows[:, :5].T), start=times.PREFILL,
         places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
               DIMS),
     ),
     Kind(
         name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
-        formula=lambda fitted, chip, rows: attention.decode_us(fitted, chip, *rows[:, :5].T), start=attention.DECODE,
+        formula=lambda fitted, chip, rows: times.decode_us(fitted, chip, *rows[:, :5].T), start=times.DECODE,
         places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
         axes=(tuple(2**power for power in range(14)),
               (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), DIMS),
@@ -135,14 +131,14 @@ KINDS = (
     Kind(
         name="experts", file="kernel_moe_forward.csv",
         columns=("tokens", "hidden", "ffn", "top_k", "experts", "tp", "ep", "distribution"),
-        formula=lambda fitted, chip, rows: experts.experts_us(fitted, chip, *rows[:, :8].T), start=experts.START,
+        formula=lambda fitted, chip, rows: times.experts_us(fitted, chip, *rows[:, :8].T), start=times.EXPERTS,
         places=_stacked(times.experts_place, 8), split=(1, 2, 3, 4, 5, 6), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384, 65536), (1, 4, 16, 64, 256, 512), (32, 256, 1024, 4096, 14336),
               (1, 16, 256), (1, 2.1)),
     ),
     Kind(
         name="collective", file="kernel_nccl.csv", columns=("collective", "size_bytes", "gpus"), formula=_collective,
-        start=collective.START, places=_stacked(times.collective_place, 3), split=(0, 2), smooth=1.0,
-        own_constants=collective.OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
+        start=times.COLLECTIVE, places=_stacked(times.collective_place, 3), split=(0, 2), smooth=1.0,
+        own_constants=times.COLLECTIVE_OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
     ),
 )  # fmt: skip

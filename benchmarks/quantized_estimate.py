@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from meshwright.kernels.quantized.device_products import E4M3_ROWS, FUSED_ROWS, slab_rows
 from meshwright.kernels.triton import few_rows, int8_product, packed_product
-from meshwright.planner.kernels import product_times
-from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
-from meshwright.planner.kernels.product_times import TileChoice
+from meshwright.planner.kernels import fitted_kernel
+from meshwright.planner.kernels.fitted_kernel import Kernel, TileChoice, kernel_of
 from meshwright.spec.model.quantization_schemes import SCHEMES
 from meshwright.spec.presets import device, model
 
@@ -76,7 +75,7 @@ def moved(kernel: Kernel, size: float) -> float:
 
 def bf16(kernel: Kernel, work: Sizes) -> float:
     """Microseconds, as the planner has it."""
-    return product_times.product_us(kernel.figures, kernel.chip, work.rows, work.columns, work.inner)
+    return fitted_kernel.fastest_tile_us(kernel.figures, kernel.chip, work.rows, work.columns, work.inner)
 
 
 def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
@@ -96,7 +95,7 @@ def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
     moving = moved(kernel, size + _around(work))
     # Without warp groups each warp waits for itself: those of a program take turns, too.
     computing = taking_turns(made, multiplied, tile.resident if warp_groups else 2 * tile.resident)
-    return product_times.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
+    return fitted_kernel.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
 
 
 def taking_turns(first_us: float, second_us: float, programs: int) -> float:
@@ -114,7 +113,7 @@ def _few(kernel: Kernel, work: Sizes, scheme: str) -> float:
     instructions = weights * FEW_INSTRUCTIONS[kind.codes][work.rows - 1]
     computing = instructions / (LANES * chip.processors * chip.clock_ghz * 1e3)
     moving = moved(kernel, kind.bits_per_weight(work.columns, work.inner) / 8 * weights + _around(work))
-    return product_times.blended_us(kernel.figures, computing, moving)
+    return fitted_kernel.blended_us(kernel.figures, computing, moving)
 
 
 def slabs(kernel: Kernel, work: Sizes, scheme: str) -> float:
@@ -140,7 +139,7 @@ def int8(kernel: Kernel, work: Sizes) -> float:
     parts = packed_product.parts_of(work.rows, work.columns, work.inner, tile, kernel.chip.processors)
     computing = _tiles(kernel, work, tile, parts, 1.0, 2 * kernel.chip.best)
     moving = moved(kernel, work.columns * work.inner + _around(work, 1.0))
-    product_us = product_times.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
+    product_us = fitted_kernel.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
     return product_us + (_rounding(kernel, work) if work.rounded else 0.0)
 
 
@@ -149,7 +148,7 @@ def fp8(kernel: Kernel, work: Sizes) -> float:
     chip = kernel.chip
     if work.rows <= few_rows.MOST_ROWS:
         return _few(kernel, work, "fp8") + (_rounding(kernel, work) if work.rounded else 0.0)
-    alone = product_times.product_us(
+    alone = fitted_kernel.fastest_tile_us(
         kernel.figures, chip, work.rows, work.columns, work.inner, width=1.0, best=chip.low_best
     )
     return alone + (_rounding(kernel, work) if work.rounded else 0.0)
@@ -178,7 +177,7 @@ def _tiles(
     shape = TileChoice(tile.rows, tile.columns, parts)
     figures = {**kernel.figures, "split_us": 0.0, "split_bytes": 0.0}
     figures["step_us"] /= tile.resident
-    return product_times.tiled_us(
+    return fitted_kernel.tiled_us(
         figures, kernel.chip, shape, work.rows, work.columns, work.inner, width=width, best=best * TRITON
     )
 

@@ -18,12 +18,12 @@ from typing import Literal, NamedTuple
 
 from evaluation.holdout import model_key
 from meshwright.planner.accuracy.published import JudgedRow
-from meshwright.planner.step.error_ranges import LEVEL, POOL, row_groups
+from meshwright.planner.step.prediction import POOLED_GROUP, RANGE_LEVEL, row_groups
 
 What = Literal["time", "memory"]
 STEPS = 40
 """Number of even steps between the quantiles."""
-EDGE = round((1 - LEVEL) / 2 * STEPS)
+EDGE = round((1 - RANGE_LEVEL) / 2 * STEPS)
 """The step at which a range begins, and the number of steps before the last at which it ends."""
 BUSY = "nanotron"
 """Software whose rows are excluded from the pool of all software.
@@ -56,7 +56,7 @@ def row_errors(judged: Iterable[object], what: What) -> list[RowError]:
         plan, stack = row.plan, row.stack.name
         groups = row_groups(stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
         if what == "time" and stack == BUSY and plan.cluster.nodes > 1:
-            groups = tuple(group for group in groups if not group.startswith(POOL))
+            groups = tuple(group for group in groups if not group.startswith(POOLED_GROUP))
         errors.append(RowError(groups, model_key(plan.model), -log(1 + error)))
     return errors
 
@@ -67,9 +67,9 @@ def distributions(rows: Sequence[RowError], wanted: Collection[str] = ()) -> dic
     parents: dict[str, tuple[str, ...]] = {}
     for row in rows:
         for number, group in enumerate(row.groups):
-            model = row.model if not group.startswith(POOL) else (row.groups[0].partition(",")[0], row.model)
+            model = row.model if not group.startswith(POOLED_GROUP) else (row.groups[0].partition(",")[0], row.model)
             members.setdefault(group, {}).setdefault(model, []).append(row.error)
-            parents[group] = (*row.groups[number + 1 :], *_pool(row)) if group != POOL else ()
+            parents[group] = (*row.groups[number + 1 :], *_pool(row)) if group != POOLED_GROUP else ()
     mixtures: dict[str, Weighted] = {}
 
     def mixture(group: str) -> Weighted:
@@ -102,9 +102,9 @@ def _scored_beside(group: str, pool: str) -> bool:
     nothing about others.
     """
     software, _, kind = group.partition(", ")
-    if not pool.startswith(POOL) or software in (POOL, BUSY):
+    if not pool.startswith(POOLED_GROUP) or software in (POOLED_GROUP, BUSY):
         return False
-    return kind == pool.partition(", ")[2] if pool != POOL else "," not in kind
+    return kind == pool.partition(", ")[2] if pool != POOLED_GROUP else "," not in kind
 
 
 def _width(weighted: Weighted) -> float:
@@ -116,13 +116,13 @@ def _sets(group: str, errors: dict[tuple[object, ...], list[float]]) -> list[lis
     """Group errors by what has one weight: a model, or in a pool, a software with its models."""
     sets: dict[object, list[list[float]]] = {}
     for model, of_model in errors.items():
-        sets.setdefault(model[0] if group.startswith(POOL) else model, []).append(of_model)
+        sets.setdefault(model[0] if group.startswith(POOLED_GROUP) else model, []).append(of_model)
     return list(sets.values())
 
 
 def _pool(row: RowError) -> tuple[str, ...]:
     """Return the groups that stand in for a row whose own groups have no rows."""
-    return row_groups(POOL, routed="experts" in row.groups[0], nodes=1)[-2:]
+    return row_groups(POOLED_GROUP, routed="experts" in row.groups[0], nodes=1)[-2:]
 
 
 def _widened(weighted: Weighted, times: float) -> Weighted:
@@ -142,7 +142,7 @@ def quantiles(weighted: Weighted, steps: int = STEPS) -> list[float]:
 
 
 def table(judged: Sequence[object]) -> dict[str, object]:
-    """Return the table that planner/step/error_ranges.py reads."""
+    """Return the table that planner/step/prediction.py reads."""
     tables: dict[str, object] = {}
     for what in ("time", "memory"):
         rows = row_errors(judged, what)
@@ -198,7 +198,7 @@ def _software(row: RowError) -> str:
 
 
 def _pooled(row: RowError) -> bool:
-    return any(group.startswith(POOL) for group in row.groups)
+    return any(group.startswith(POOLED_GROUP) for group in row.groups)
 
 
 def _marks(left: Sequence[RowError], others: Sequence[RowError]) -> Iterator[tuple[RowError, Mark]]:

@@ -27,12 +27,12 @@ from meshwright.planner.accuracy import score as accuracy
 from meshwright.planner.accuracy.flop_conventions import convention_of, figures
 from meshwright.planner.accuracy.published import JudgedRow, PublishedRow, Unreadable, read
 from meshwright.planner.accuracy.score import layout_grids
-from meshwright.planner.step.error_ranges import FILE, LEVEL
+from meshwright.planner.step.prediction import QUANTILES_FILE, RANGE_LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
 CALIBRATION = ROOT / "evaluation" / "calibration.json"
-RANGES = ROOT / "src" / "meshwright" / "planner" / "step" / FILE
+RANGES = ROOT / "src" / "meshwright" / "planner" / "step" / QUANTILES_FILE
 TABLES = ("training_throughput.csv", "peak_memory.csv")
 OWN = ROOT / "evaluation" / "published_runs.csv"
 """Rows of sources that may be redistributed, in this repository."""
@@ -199,7 +199,8 @@ def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
 def ranges_table(verdicts: Verdicts) -> list[str]:
     """Rows within the printed ranges, each row's range made without its model."""
     lines = [
-        f"| software, kind of model | rows timed | within the {100 * LEVEL:.0f} % range | typical range, high over low "
+        f"| software, kind of model | rows timed | within the {100 * RANGE_LEVEL:.0f} % range "
+        "| typical range, high over low "
         "| peaks | within | high over low |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]

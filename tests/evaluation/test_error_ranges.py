@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from evaluation.error_table import EDGE, STEPS, RowError, distributions, quantiles
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.step.error_ranges import (
+from meshwright.planner.step.predict import predict
+from meshwright.planner.step.prediction import (
     POOL,
     fit_probability,
     memory_range,
@@ -19,7 +20,6 @@ from meshwright.planner.step.error_ranges import (
     row_groups,
     share_below,
 )
-from meshwright.planner.step.predict import predict
 from meshwright.spec import presets
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.plan.plan import Plan

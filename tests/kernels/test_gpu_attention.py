@@ -22,7 +22,7 @@ from meshwright.kernels.attention.paged import prompt_kernel
 from meshwright.kernels.target import simulate_device
 from meshwright.observe.dryrun.workspaces import workspace_bytes
 from meshwright.planner.cost import speeds
-from meshwright.planner.plan_document import caveats
+from meshwright.planner.explain import caveats
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.extras import install

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import __version__, planfile
-from meshwright.planner.plan_document import document
+from meshwright.planner.explain import document
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.layout import pipeline_ranks

@@ -10,9 +10,9 @@ from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore
+from meshwright.planner.explain import caveats
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
-from meshwright.planner.plan_document import caveats
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.layout.layout import Layout

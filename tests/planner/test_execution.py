@@ -14,7 +14,7 @@ from benchmarks.measured_steps import MEASURED_STACK
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.groups.group import RankZero
 from meshwright.parallel.groups.mesh import make_mesh
-from meshwright.planner.plan_document import document
+from meshwright.planner.explain import document
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.ranking import ranking_key, search
 from meshwright.planner.search.regions import search_base

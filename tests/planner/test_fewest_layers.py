@@ -9,8 +9,8 @@ import pytest
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import WORTH, cheapest_recompute, fewest_layers, is_bold, recommend
-from meshwright.planner.step.error_ranges import fit_probability
 from meshwright.planner.step.predict import build_estimator
+from meshwright.planner.step.prediction import fit_probability
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout.layout import RECOMPUTE
 

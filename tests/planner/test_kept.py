@@ -13,7 +13,7 @@ from meshwright.parallel.apply import layout_notes
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.plan_document import caveats
+from meshwright.planner.explain import caveats
 from meshwright.planner.search.bounds import offered_policies
 from meshwright.planner.search.regions import cells
 from meshwright.planner.step.predict import build_estimator, predict

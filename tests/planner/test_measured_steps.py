@@ -13,8 +13,8 @@ from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.speeds import ARCHITECTURES, attention_of, engine_speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
+from meshwright.planner.explain import BEST_MFU, caveats, document
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
-from meshwright.planner.plan_document import BEST_MFU, caveats, document
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.plan.plan import Cluster

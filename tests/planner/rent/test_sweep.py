@@ -12,8 +12,8 @@ from meshwright.planner.rent.run_on import RentedRun, below, digits, normal, ren
 from meshwright.planner.rent.sweep import WORTH, RentRequest, fastest, front, least_device_s, sweep
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import is_bold
-from meshwright.planner.step.error_ranges import fit_probability, relative_range
 from meshwright.planner.step.predict import build_estimator
+from meshwright.planner.step.prediction import fit_probability, relative_range
 from meshwright.spec import Plan, Recipe, presets
 
 SMALL = Plan(

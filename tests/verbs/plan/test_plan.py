@@ -12,9 +12,8 @@ import pytest
 from meshwright import planfile
 from meshwright.interface.planning.plan_request import asked_plan
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
-from meshwright.planner.search.changes import cheapest_fixes, on_half
 from meshwright.planner.search.ranking import Ranking, search
-from meshwright.planner.search.recommend import is_bold, recommend
+from meshwright.planner.search.recommend import cheapest_fixes, is_bold, on_half, recommend
 from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, presets

@@ -12,8 +12,7 @@ from meshwright.interface.answers.answer import checked
 from meshwright.interface.answers.markup import line, memory_bar, step_length, time_bar, whole
 from meshwright.planner.explain import layout_words, range_words
 from meshwright.planner.search.recommend import is_bold
-from meshwright.planner.step.error_ranges import Ranges, fit_probability, ranges
-from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.planner.step.prediction import Prediction, Ranges, fit_probability, ranges, usable_bytes
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, argument
 from meshwright.spec.layout.layout import RECOMPUTE, check_word

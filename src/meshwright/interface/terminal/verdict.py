@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from meshwright.interface.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
 from meshwright.planner.search.recommend import is_bold
-from meshwright.planner.step.error_ranges import ranges
-from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.planner.step.prediction import Prediction, ranges, usable_bytes
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.units import GIB, MIB, count, short_gib, step_time
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.observe.compare.finished_run import DRYRUN, PROFILE, FinishedRun, same_program, training_document
 from meshwright.observe.shared_document import KindBytes, RankRecord, SentEntry, SharedDocument, parse_document
-from meshwright.planner import plan_document
+from meshwright.planner import explain
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan, presets
@@ -51,9 +51,7 @@ def planned_column(plan: Plan, planner: Estimator | None = None) -> Column:
     cluster = planner.cluster if planner else plan.cluster
     known, device = planner is not None or cluster.device.half_flop_per_s > 0, cluster.device.name
     prediction = (planner or build_estimator(plan)).predict(plan)
-    document = replace(
-        parse_document(plan_document.document(prediction), "the prediction"), ranks=_stage_records(prediction)
-    )
+    document = replace(parse_document(explain.document(prediction), "the prediction"), ranks=_stage_records(prediction))
     if not known:
         document = replace(
             document, time=(), step_seconds=None, tokens_per_second_per_device=None, mfu_causal=None, mfu_full=None,

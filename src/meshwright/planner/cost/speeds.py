@@ -19,9 +19,8 @@ from typing import Literal
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.work import MemoryPass, Work
-from meshwright.planner.kernels.fitted_kernel import Kernel, RateGrid, kernel_of
+from meshwright.planner.kernels.fitted_kernel import LONG, Kernel, RateGrid, core_us, kernel_of, product_us
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
-from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.memory.buffers import is_aligned
 from meshwright.spec.model.shape import ModelShape

@@ -1,6 +1,6 @@
 """A run on a rented cluster: its layout, timing, bill and energy with their uncertainty, and what limits more devices.
 
-The planner's ranges (planner/step/error_ranges.py) become one deviation of the bill, which also decides the printed
+The planner's ranges (planner/step/prediction.py) become one deviation of the bill, which also decides the printed
 digits. Errors are standard deviations of the logarithm.
 """
 
@@ -20,8 +20,7 @@ from meshwright.planner.rent.goodput import (
     simulate,
     time_run,
 )
-from meshwright.planner.step.error_ranges import fit_probability, relative_range
-from meshwright.planner.step.prediction import Prediction, critical
+from meshwright.planner.step.prediction import Prediction, critical, fit_probability, relative_range
 from meshwright.spec.memory.held import written_bytes
 from meshwright.spec.plan.plan import Plan
 from meshwright.spec.units import count, many

@@ -2,12 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from meshwright.planner.kernels import Collective, Decode, Prefill, kernel_seconds
-from meshwright.planner.kernels import attention_times as attention
-from meshwright.planner.kernels import expert_times as experts
-from meshwright.planner.kernels.fitted_kernel import kernel_of
+from meshwright.planner.kernels import Collective, Decode, Prefill, fitted_kernel, kernel_seconds
+from meshwright.planner.kernels.fitted_kernel import decode_place, experts_place, kernel_of, product_us
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.planner.kernels.one_kernel import decode_place, experts_place, product_us
 from meshwright.planner.serving.deployment import NumberFormat
 from meshwright.spec.layout.cluster import Device
 from meshwright.spec.model.shape import MLAShape
@@ -80,7 +77,7 @@ class DeviceKernels:
         work, faster = Decode(batch, context, heads, kv_heads, dim), 2 / cache_width
         chip = kernel.chip._replace(memory=kernel.chip.memory * faster, cache_bytes=kernel.chip.cache_bytes * faster)
         factor = kernel.curve.at(*decode_place(*work))
-        return factor * attention.decode_us(kernel.figures, chip, *work) / 1e6
+        return factor * fitted_kernel.decode_us(kernel.figures, chip, *work) / 1e6
 
     def latent_decode(self, batch: float, context: float, heads: float, latent: MLAShape, cache_width: float) -> float:
         """Return the time of decoding over latents, which all heads share."""
@@ -110,7 +107,7 @@ class DeviceKernels:
             if number_format.computes < 1 and blackwell:
                 figures |= {name: FUSED * figures[name] for name in ("launch_us", "expert_us", "tile_us")}
             factor = kernel.curve.at(*experts_place(*work))
-            seconds = self._known[key] = factor * experts.experts_us(figures, chip, *work) / 1e6
+            seconds = self._known[key] = factor * fitted_kernel.experts_us(figures, chip, *work) / 1e6
         return seconds
 
     def all_reduce(self, size_bytes: float, ranks: int) -> float:

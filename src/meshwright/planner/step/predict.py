@@ -10,8 +10,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
 from meshwright.planner.cost.states import ElementCounts, States, states
 from meshwright.planner.memory.engine_peak import GatherUnits
 from meshwright.planner.memory.rank_memory import RankMemory, rank_memory
-from meshwright.planner.step.error_ranges import likely_share
-from meshwright.planner.step.prediction import Prediction, executions, uncompiled_because, usable_bytes
+from meshwright.planner.step.prediction import Prediction, executions, likely_share, uncompiled_because, usable_bytes
 from meshwright.planner.step.shared_costs import (
     SharedCosts,
     before_step,

@@ -1,10 +1,15 @@
-"""Predicted memory, traffic and time of a plan; what a plan leaves open on a GPU; and the price of a token budget.
+"""Predicted memory, traffic and time of a plan, with error ranges; what a plan leaves open on a GPU; prices of tokens.
 
 Passes of a step run on a GPU kernel by kernel, by compiled blocks, or as a CUDA graph of either. The rule here is that
 of layout.compile=auto and layout.cuda_graphs=auto. Among the choices that a plan leaves open, those likely to fit are
 compared by their step time plus their start-up time, spread over the steps of the run. Graphs must gain GRAPHS_GAIN,
 since host times were measured on another machine. Without a gain kernels run one by one: the start is quick, and errors
 name their operation.
+
+Error ranges hold nine runs of ten. Their quantiles are of measured over predicted on published rows (docs/accuracy.md),
+grouped by software, dense or mixture of experts, and nodes. `evaluation/error_table.py` computes them, and
+`python -m evaluation.leaderboard --write` writes the file. Software without rows, such as Meshwright's engine, uses the
+rows of all others together.
 
 A budget is given with the global batch beside the critical one. Beyond the critical batch size, twice the batch no
 longer halves the steps (McCandlish et al. 2018, arXiv:1812.06162). Kaplan et al. 2020 (arXiv:2001.08361), eq. 5.3:
@@ -13,11 +18,16 @@ B_crit(L) = 2e8 tokens / L^(1 / 0.21) for a loss of L nats per token. The loss t
 tokenizers, so they give an order of magnitude.
 """
 
+import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from importlib.resources import files
+from math import exp, log
+from typing import Any, NamedTuple
 
-from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
 from meshwright.planner.time.collectives import SentCalls, traffic
 from meshwright.planner.time.timeline import StepTime
@@ -39,6 +49,20 @@ GRAPHS_GAIN = 0.05
 
 Measure = Callable[[Layout], tuple[StepTime, tuple[RankMemory, ...]]]
 """Layout -> time of its step, and memory of each pipeline rank."""
+TOKENS_PER_PARAMETER = 20.0
+"""Default budget (Hoffmann et al. 2022)."""
+SECONDS_PER_DAY = 86_400.0
+QUANTILES_FILE = "data/error_quantiles.json"
+"""Path beside this module."""
+RANGE_LEVEL = 0.9
+"""Share of the runs that a range is meant to hold."""
+LIKELY = 0.95
+"""Probability of fitting, among measured runs, that a recommended layout has."""
+POOLED_GROUP = "any"
+"""Group for software without rows."""
+FEW_NODES = 8
+"""Most nodes of the group between one node and many."""
+Pair = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +108,7 @@ class Executions:
     room_bytes: float = float("inf")
     """Usable memory of a device."""
     likely_bytes: float = float("inf")
-    """Most bytes that are likely to fit (planner/step/error_ranges.py)."""
+    """Most bytes that are likely to fit (planner/step/prediction.py)."""
     uncompiled: str = ""
     """Reason why compile=auto does not compile, whatever the gain."""
     uncaptured: str = ""
@@ -286,11 +310,6 @@ class Prediction:
         return self.time.bubble_s / busy if busy else 0.0
 
 
-TOKENS_PER_PARAMETER = 20.0
-"""Default budget (Hoffmann et al. 2022)."""
-SECONDS_PER_DAY = 86_400.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critical:
     """Critical batch at the end of training."""
@@ -331,3 +350,128 @@ def budget(tokens: float, tokens_per_step: int, step_s: float, devices: int, pri
     seconds = steps * step_s
     hours = seconds / 3600 * devices
     return Budget(steps=steps, days=seconds / SECONDS_PER_DAY, device_hours=hours, price=hours * price_per_hour)
+
+
+class Range(NamedTuple):
+    """Measured over predicted: factors of a prediction between which nine runs of ten lie."""
+
+    low: float
+    high: float
+    pooled: bool
+    """None of the rows behind it is of this software."""
+
+    def scale(self, value: float) -> tuple[float, float]:
+        """Return (low, high) of a figure that grows with the prediction."""
+        return value * self.low, value * self.high
+
+    def scale_inverse(self, value: float) -> tuple[float, float]:
+        """Return (low, high) of a figure that shrinks as the prediction grows, such as a rate."""
+        return value / self.high, value / self.low
+
+
+class Ranges(NamedTuple):
+    """(low, high) of each figure of a prediction, and the probability that it fits."""
+
+    step_seconds: Pair
+    tokens_per_second_per_device: Pair
+    mfu_causal: Pair
+    mfu_full: Pair
+    peak_bytes: Pair
+    fit_probability: float
+    pooled: bool
+    """The rows are of other software."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the entry in the document of `plan`."""
+        pairs = {name: list(pair) for name, pair in zip(self._fields[:5], self[:5], strict=True)}
+        pairs["peak_bytes"] = [round(size) for size in self.peak_bytes]
+        return {"level": RANGE_LEVEL, "rows_of": "other software" if self.pooled else "this software", **pairs}
+
+
+def ranges(prediction: Prediction) -> Ranges:
+    """Return the ranges of a prediction."""
+    time, memory = relative_range(prediction.plan, prediction.stack), memory_range(prediction.plan, prediction.stack)
+    return Ranges(
+        step_seconds=time.scale(prediction.step_s),
+        tokens_per_second_per_device=time.scale_inverse(prediction.tokens_per_s_per_device),
+        mfu_causal=time.scale_inverse(prediction.mfu(causal=True)),
+        mfu_full=time.scale_inverse(prediction.mfu(causal=False)),
+        peak_bytes=memory.scale(prediction.peak_bytes),
+        fit_probability=fit_probability(prediction),
+        pooled=time.pooled or memory.pooled,
+    )
+
+
+def row_groups(stack: str, *, routed: bool, nodes: int) -> tuple[str, ...]:
+    """Return the groups of rows that a run belongs to, narrowest first."""
+    kind = "experts" if routed else "dense"
+    size = "one node" if nodes == 1 else f"to {FEW_NODES} nodes" if nodes <= FEW_NODES else "more nodes"
+    narrow = () if stack == POOLED_GROUP else (f"{stack}, {kind}, {size}", f"{stack}, {kind}")
+    return *narrow, f"{POOLED_GROUP}, {kind}, {size}", f"{POOLED_GROUP}, {kind}", POOLED_GROUP
+
+
+def relative_range(plan: Plan, stack: Stack = MESHWRIGHT) -> Range:
+    """Return the range of the step time of a plan under `stack`, and of everything proportional to it."""
+    return _range("time", plan, stack)
+
+
+def memory_range(plan: Plan, stack: Stack = MESHWRIGHT) -> Range:
+    """Return the range of the peak memory."""
+    return _range("memory", plan, stack)
+
+
+def fit_probability(prediction: Prediction) -> float:
+    """Return the probability that the fullest rank fits into the usable memory of its device."""
+    room = usable_bytes(prediction.plan)
+    if room == float("inf"):
+        return 1.0
+    if room <= 0:
+        return 0.0
+    _, quantiles = _quantiles("memory", prediction.plan, prediction.stack)
+    return share_below(quantiles, log(room / prediction.peak_bytes))
+
+
+def likely_share(stack: Stack, *, routed: bool, nodes: int, probability: float = LIKELY) -> float:
+    """Return the largest predicted peak that fits with this probability, as a share of the usable memory."""
+    groups = _table()["memory"]
+    quantiles = groups[next(name for name in row_groups(stack.name, routed=routed, nodes=nodes) if name in groups)]
+    last = len(quantiles) - 1
+    position = min(probability * last, last - 1e-9)
+    low, high = quantiles[int(position)], quantiles[int(position) + 1]
+    return min(exp(-low - (high - low) * (position - int(position))), 1.0)
+
+
+def share_below(quantiles: tuple[float, ...], error: float) -> float:
+    """Return the share of a distribution below `error`, given its quantiles evenly spaced from 0 to 1.
+
+    It is linear between them. The outermost are the worst that were seen, so the share stays half a step short of 0 and
+    1.
+    """
+    last, index = len(quantiles) - 1, bisect_right(quantiles, error)
+    if index == 0 or index > last:
+        return 0.5 / last if index == 0 else 1 - 0.5 / last
+    low, high = quantiles[index - 1], quantiles[index]
+    share = (index - 1 + ((error - low) / (high - low) if high > low else 0.0)) / last
+    return min(max(share, 0.5 / last), 1 - 0.5 / last)
+
+
+def _range(what: str, plan: Plan, stack: Stack) -> Range:
+    group, quantiles = _quantiles(what, plan, stack)
+    steps = len(quantiles) - 1
+    edge = round((1 - RANGE_LEVEL) / 2 * steps)
+    return Range(exp(quantiles[edge]), exp(quantiles[steps - edge]), group.startswith(POOLED_GROUP))
+
+
+def _quantiles(what: str, plan: Plan, stack: Stack) -> tuple[str, tuple[float, ...]]:
+    known = _table()[what]
+    groups = row_groups(stack.name, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
+    group = next(name for name in groups if name in known)
+    return group, known[group]
+
+
+@cache
+def _table() -> dict[str, dict[str, tuple[float, ...]]]:
+    document = json.loads(files(__package__).joinpath(QUANTILES_FILE).read_text(encoding="utf-8"))
+    return {
+        what: {group: tuple(row["quantiles"]) for group, row in document[what].items()} for what in ("time", "memory")
+    }

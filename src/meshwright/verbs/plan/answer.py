@@ -20,12 +20,20 @@ from meshwright.interface.planning.layouts import (
 from meshwright.interface.planning.plan_reading import Section, section_words, tokens_of
 from meshwright.interface.planning.plan_request import asked_estimator, asked_plan, within
 from meshwright.planner.cost.stack import MESHWRIGHT
-from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
-from meshwright.planner.plan_document import document, ranked
-from meshwright.planner.search.changes import enough_nodes
+from meshwright.planner.explain import (
+    bill,
+    document,
+    failure,
+    half_machine,
+    limit,
+    ranked,
+    reasons,
+    scale_warnings,
+    unfit,
+)
 from meshwright.planner.search.ranking import LISTED as LISTED_LAYOUTS
 from meshwright.planner.search.ranking import Ranking, search
-from meshwright.planner.search.recommend import rank_candidates, recommend
+from meshwright.planner.search.recommend import enough_nodes, rank_candidates, recommend
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Budget, budget
 from meshwright.spec import Layout, Plan

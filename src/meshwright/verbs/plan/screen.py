@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from meshwright.interface.terminal.screen_text import marked, width, wrapped
 from meshwright.interface.terminal.verdict import caution_lines, headline, size_number, size_unit, verdict
 from meshwright.planner import explain
-from meshwright.planner.plan_document import caveats
+from meshwright.planner.explain import caveats
 from meshwright.planner.search.ranking import Ranking
 from meshwright.planner.search.recommend import is_bold, merge_alike
 from meshwright.planner.search.regions import Fixed
-from meshwright.planner.step.error_ranges import LIKELY
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.step.prediction import Prediction
+from meshwright.planner.step.prediction import LIKELY, Prediction
 from meshwright.spec.units import step_time
 
 if TYPE_CHECKING:

@@ -11,10 +11,9 @@ from meshwright.interface.answers.markup import line, table, whole
 from meshwright.interface.planning.layouts import SEARCHED, PlannedLayout, layout_cells, layout_html
 from meshwright.interface.planning.plan_reading import Section, read_folder, section_words
 from meshwright.interface.planning.plan_request import MOST_NODES, config_folder, is_hub_name
-from meshwright.planner.plan_document import document
-from meshwright.planner.search.changes import LayoutChange, cheapest_fixes
+from meshwright.planner.explain import document
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import recommend
+from meshwright.planner.search.recommend import LayoutChange, cheapest_fixes, recommend
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Cluster, ModelShape, Plan, presets

@@ -6,8 +6,7 @@ from math import log
 from typing import TypeVar
 
 from meshwright.interface.terminal.screen_text import continued, dot, width, wrapped
-from meshwright.planner.explain import probability
-from meshwright.planner.plan_document import rate_caveats
+from meshwright.planner.explain import probability, rate_caveats
 from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.goodput import LLAMA_3
 from meshwright.planner.rent.run_on import RentedRun, days, digits, dollars, plain, three
