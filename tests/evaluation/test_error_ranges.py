@@ -12,7 +12,7 @@ from evaluation.error_table import EDGE, STEPS, RowError, distributions, quantil
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.predict import predict
 from meshwright.planner.step.prediction import (
-    POOL,
+    POOLED_GROUP,
     fit_probability,
     memory_range,
     ranges,
@@ -108,9 +108,9 @@ def test_models_nobody_has_run_lie_within_the_ranges_of_others() -> None:
 
 
 def test_a_model_with_many_rows_counts_as_one_with_few() -> None:
-    groups = row_groups(POOL, routed=False, nodes=1)
+    groups = row_groups(POOLED_GROUP, routed=False, nodes=1)
     rows = [RowError(groups, ("many",), log(2))] * 1000 + [RowError(groups, ("few",), log(0.5))] * 2
-    spread = distributions(rows)[POOL]
+    spread = distributions(rows)[POOLED_GROUP]
     assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
     assert sum(weight for _, weight in spread) == pytest.approx(1)
 
@@ -122,7 +122,7 @@ def of_software(name: str, model: str, errors: list[float], nodes: int = 2) -> l
 def test_software_with_many_models_counts_as_one_with_few_for_software_without_rows() -> None:
     rows = of_software("one", "a", [log(2)] * 3)
     rows += [row for model in "bcdefg" for row in of_software("other", model, [log(0.5)])]
-    spread = distributions(rows)[POOL]
+    spread = distributions(rows)[POOLED_GROUP]
     assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
 
 
@@ -138,8 +138,8 @@ def test_software_without_rows_has_no_narrower_a_range_than_any_that_has() -> No
     spreads = distributions(rows)
     for size in ("", ", to 8 nodes"):
         scored = [width(f"{name}, dense{size}") for name in ("sure", "surer", "wild")]
-        assert width(f"{POOL}, dense{size}") >= max(scored) * 0.999
-    assert width(POOL) >= width("wild, dense") * 0.999
+        assert width(f"{POOLED_GROUP}, dense{size}") >= max(scored) * 0.999
+    assert width(POOLED_GROUP) >= width("wild, dense") * 0.999
 
 
 def test_shipped_ranges_of_software_without_rows_are_the_widest_of_their_kind() -> None:
