@@ -11,7 +11,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.accuracy.flop_conventions import KORTHIKANTI
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import local_shape
+from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.spec import (
     BatchStage,

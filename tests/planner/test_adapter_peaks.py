@@ -11,7 +11,7 @@ from meshwright.kernels.linear.weight_gradients import WeightGradients, splittin
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.cost.block import _widths
-from meshwright.planner.cost.local_shape import local_shape
+from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.weight_product import queued
 from meshwright.planner.step.predict import predict

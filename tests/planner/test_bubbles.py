@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MicroBatchCost
 from meshwright.planner.time.timeline import least_s, pipeline_s
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.replay import Times, needs, placement_of, replay

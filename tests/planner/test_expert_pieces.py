@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.exchanges import links_of
-from meshwright.planner.cost.local_shape import local_shape
+from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.stage_costs import block_time

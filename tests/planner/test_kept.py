@@ -11,7 +11,7 @@ from meshwright.model.transformer import build
 from meshwright.parallel import apply_block_call
 from meshwright.parallel.apply import layout_notes
 from meshwright.planner.cost.block import embedding, head, layer
-from meshwright.planner.cost.local_shape import LocalShape, local_shape
+from meshwright.planner.cost.micro_batch import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import caveats
 from meshwright.planner.search.bounds import offered_policies

@@ -13,9 +13,9 @@ from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.program import probe_counts
 from meshwright.parallel.blocks.recompute import block_call
-from meshwright.planner.cost.backward import queued
+from meshwright.planner.cost.activations import queued
 from meshwright.planner.cost.block import _widths
-from meshwright.planner.cost.local_shape import local_shape
+from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.kernel_operations import Product

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.model import build, fake_quantized
 from meshwright.model.fake_quantized import put_fake_quantization, rounded_rows, straight_through
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import local_shape
+from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.weight_product import PASSES, ROWS
 from meshwright.planner.cost.work import MemoryPass

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import LocalShape, local_shape
+from meshwright.planner.cost.micro_batch import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.states import counts
 from meshwright.planner.cost.work import MemoryPass

@@ -9,7 +9,7 @@ from meshwright.observe.oracle.one_device import Case
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import local_shape
+from meshwright.planner.cost.micro_batch import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.collectives import exchange_calls, exchanges, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets

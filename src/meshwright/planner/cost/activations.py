@@ -1,51 +1,39 @@
-"""Activations that a layer, the embedding and the head keep from a micro-batch's forward to its backward pass.
+"""Activations of a micro-batch: what its forward pass keeps for the backward pass, and what exists inside the latter.
 
-Sources: Korthikanti et al. 2022 (arXiv:2205.05198) section 4 for the plain transformer (34 S B D + 5 H S^2 B, exact in
-the tests). Meshwright's own stack follows its model (tests count the tensors that stay alive). Other stacks follow
-their source code, as the fields of `Stack` say.
+Kept are tensors of a layer, of the embedding and of the head. Sources: Korthikanti et al. 2022 (arXiv:2205.05198)
+section 4 for the plain transformer (34 S B D + 5 H S^2 B, exact in the tests). Meshwright's own stack follows its model
+(tests count the tensors that stay alive). Other stacks follow their source code, as the fields of `Stack` say.
+
+Bytes inside a layer's backward pass are known moment by moment of Meshwright's engine (`Backward`), together with what
+a split backward pass leaves for the weight gradients. Tests compare them with a dry run. Of other software only one
+peak is known (`layer_transient`). Letters as in block.py.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.planner.cost import attention_core
+from meshwright.planner.cost import attention_core, weight_product
+from meshwright.planner.cost.micro_batch import MASK_BYTES, HeadWidths, LocalShape, Logits, Routed
+from meshwright.planner.cost.stack import TUNING_BYTES
+from meshwright.planner.cost.states import largest_weight
 from meshwright.planner.cost.work import KeptBytes
 from meshwright.spec.memory.buffers import ADDED_AT_ONCE, padded_columns
 from meshwright.spec.rules.quantized_weights import holds_codes
 
-if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import LocalShape
-
 INDEX_BYTES = 8
 """Bytes of an int64 index."""
-MASK_BYTES = 1
-"""Bytes per element of a dropout mask."""
 STREAMS = 3
 """Whole hidden states alive at once in a layer's backward pass, beside its widest place.
 
 They are the gradients of the stream, of a branch and of its normed input. Where sequence parallelism shares the stream,
 they are what was gathered and what is to be scattered.
 """
+PIECE = 2**26
+"""Elements of a stack of experts that are rounded at a time (kernels.fp8_experts)."""
 
 
-class HeadWidths(NamedTuple):
-    """Dims of attention on a rank: of all query heads, of keys and values together, of the core's output."""
-
-    queries: float
-    keys_values: float
-    out: float
-
-
-class Routed(NamedTuple):
-    """Tokens that a rank routes, copies of tokens that its experts see, inner width of one expert."""
-
-    tokens: float
-    copies: float
-    ffn: float
-
-
-def kept_tensors(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> tuple[KeptBytes, ...]:
+def kept_tensors(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> tuple[KeptBytes, ...]:
     """Return the tensors that one layer keeps."""
     tensors = [*_norm_kept(local, "attention"), *_attention_kept(local, widths), *_mask_kept(local, "attention")]
     if local.shape.unbuilt is not None and local.shape.unbuilt.block_norms == 4:
@@ -58,44 +46,13 @@ def kept_tensors(local: "LocalShape", widths: HeadWidths, routed: Routed | None)
     return tuple(tensors)
 
 
-class Logits(NamedTuple):
-    """Bytes around head, loss and the norm before them.
-
-    `kept_bytes` stay until the head's backward pass, `held_bytes` of them until the last layer's. `chunk` and `matrix`
-    are the extra bytes at the head's worst moments: in a chunk of logits, and when the gradient of its matrix is
-    computed. A dropout mask of the embedding counts as kept.
-    """
-
-    kept_bytes: float
-    held_bytes: float
-    chunk: float
-    matrix: float = 0.0
-
-    @property
-    def transient(self) -> float:
-        """The larger of the two extra moments."""
-        return max(self.chunk, self.matrix)
-
-    def plus(self, other: "Logits", times: float) -> "Logits":
-        """Return the sum of what both keep. Their extra moments do not coincide."""
-        if not times:
-            return self
-        kept_bytes = self.kept_bytes + times * other.kept_bytes
-        held_bytes = self.held_bytes + times * other.held_bytes
-        return Logits(kept_bytes, held_bytes, max(self.chunk, other.chunk), max(self.matrix, other.matrix))
-
-
-NONE = Logits(0.0, 0.0, 0.0)
-"""Value for every part except the head."""
-
-
-def embedding_mask(local: "LocalShape") -> Logits:
+def embedding_mask(local: LocalShape) -> Logits:
     """Return what the embedding keeps: its dropout mask."""
     mask = local.between * local.shape.hidden * MASK_BYTES if local.dropout else 0.0
     return Logits(mask, mask, 0.0)
 
 
-def logits(local: "LocalShape") -> Logits:
+def logits(local: LocalShape) -> Logits:
     """Return the bytes of the head for one micro-batch."""
     stack, shape = local.stack, local.shape
     ranks = local.tp if stack.vocab_parallel else 1
@@ -112,7 +69,7 @@ def logits(local: "LocalShape") -> Logits:
     return Logits(kept_bytes, count * stack.logit_held, count * (peak - stack.logit_kept))
 
 
-def _chunk_bytes(local: "LocalShape", logits: float, matrix: float) -> tuple[float, float]:
+def _chunk_bytes(local: LocalShape, logits: float, matrix: float) -> tuple[float, float]:
     """Return the extra bytes of a chunk and of the matrix gradient.
 
     A chunk's logits exist as computed, and in fp32 where the loss copies them. A CPU adds to a 16-bit matrix gradient
@@ -124,7 +81,7 @@ def _chunk_bytes(local: "LocalShape", logits: float, matrix: float) -> tuple[flo
     return made + logits * copied, made + added
 
 
-def head_columns(local: "LocalShape") -> float:
+def head_columns(local: LocalShape) -> float:
     """Return the logits of a token on a rank as stored.
 
     Meshwright pads those of a GPU (kernels/loss/cross_entropy.py).
@@ -133,13 +90,13 @@ def head_columns(local: "LocalShape") -> float:
     return float(padded_columns(ceil(vocab), local.width)) if local.stack.pads_head and local.gpu else vocab
 
 
-def head_rows(local: "LocalShape") -> float:
+def head_rows(local: LocalShape) -> float:
     """Return the tokens of a chunk of the head."""
     vocab = local.shape.vocab / local.tp
     return max(1.0, min(local.tokens, max(256.0, local.stack.head_chunk_bytes / (4 * vocab))))
 
 
-def divergence_chunk(local: "LocalShape", buffers: int) -> float:
+def divergence_chunk(local: LocalShape, buffers: int) -> float:
     """Return the bytes of a chunk of a distillation loss, beside the teacher's hidden states (`local`).
 
     `buffers` fp32 tensors of logits exist at once, and the gradient of the student's logits in the width of products.
@@ -151,7 +108,7 @@ def divergence_chunk(local: "LocalShape", buffers: int) -> float:
     return local.hidden_bytes + rows * laid * (4 * buffers + copied)
 
 
-def layer_transient(local: "LocalShape", routed: Routed | None) -> float:
+def layer_transient(local: LocalShape, routed: Routed | None) -> float:
     """Return the bytes of gradients alive at once inside a layer's backward pass.
 
     They are those of its widest place and of the stream. A kept activation is freed before the gradients of its inputs
@@ -166,7 +123,7 @@ def layer_transient(local: "LocalShape", routed: Routed | None) -> float:
     return max(widest, attention_core.linear_inside_bytes(local)) + STREAMS * local.hidden_bytes
 
 
-def _norm_kept(local: "LocalShape", name: str) -> tuple[KeptBytes, KeptBytes]:
+def _norm_kept(local: LocalShape, name: str) -> tuple[KeptBytes, KeptBytes]:
     """Return the residual stream at this point, and the normed input of the matrices behind it."""
     stream = local.between * local.shape.hidden * local.stack.norm_kept * local.width / 2
     coded = local.sp and holds_codes(
@@ -181,7 +138,7 @@ def _norm_kept(local: "LocalShape", name: str) -> tuple[KeptBytes, KeptBytes]:
     )
 
 
-def _mlp_norm_kept(local: "LocalShape", routed: Routed | None) -> tuple[KeptBytes, ...]:
+def _mlp_norm_kept(local: LocalShape, routed: Routed | None) -> tuple[KeptBytes, ...]:
     """Return the same of an MLP.
 
     A router keeps an fp32 copy and dispatch another, so the normed input itself is freed.
@@ -196,13 +153,13 @@ def _mlp_norm_kept(local: "LocalShape", routed: Routed | None) -> tuple[KeptByte
     return (stream,) if copied else (stream, normed)
 
 
-def gate_dims(local: "LocalShape", out: float) -> float:
+def gate_dims(local: LocalShape, out: float) -> float:
     """Return the columns of a projection that gates an attention output of `out` dims. 0 = no gate."""
     gated = local.linear or (local.shape.unbuilt and local.shape.unbuilt.gated_attention)
     return out if gated else 0.0
 
 
-def _attention_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptBytes]:
+def _attention_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes]:
     word = local.tokens * local.width
     if gate := word * gate_dims(local, widths.out):
         yield KeptBytes("attention gate", gate, gate)
@@ -234,7 +191,7 @@ def _attention_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptByt
     yield KeptBytes("attention output", word * widths.out, word * made, "core")
 
 
-def _scores_kept(local: "LocalShape", widths: HeadWidths, read: Sequence[KeptBytes]) -> Iterator[KeptBytes]:
+def _scores_kept(local: LocalShape, widths: HeadWidths, read: Sequence[KeptBytes]) -> Iterator[KeptBytes]:
     """Yield what Meshwright's plain fp32 attention keeps (kernels/attention/attend.py, attend_reference).
 
     It keeps its weights, the hidden pairs, and copies of the core's inputs (`read`), one per query head. Compiled code
@@ -255,7 +212,7 @@ def _scores_kept(local: "LocalShape", widths: HeadWidths, read: Sequence[KeptByt
         yield KeptBytes("softmax mask and dropout", scores * (4 + (MASK_BYTES if local.gpu else 4)), 0.0, "scores")
 
 
-def _heads_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptBytes]:
+def _heads_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes]:
     """Yield queries, keys and values as the core takes them. torchtitan's policy keeps every other product: q and v."""
     word = local.tokens * local.width
     whole = word * (widths.queries + widths.keys_values)
@@ -270,7 +227,7 @@ def _heads_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptBytes]:
         yield KeptBytes("queries, keys before their norms", plain, 0.0)
 
 
-def _latent_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptBytes]:
+def _latent_kept(local: LocalShape, widths: HeadWidths) -> Iterator[KeptBytes]:
     """Yield both low-rank vectors, their norms, assembled queries and keys, and values as a view of their product."""
     mla = local.shape.mla
     assert mla is not None
@@ -284,15 +241,13 @@ def _latent_kept(local: "LocalShape", widths: HeadWidths) -> Iterator[KeptBytes]
     yield KeptBytes("keys and values", word * up, word * up, "core")
 
 
-def _mlp_kept(local: "LocalShape") -> Iterator[KeptBytes]:
+def _mlp_kept(local: LocalShape) -> Iterator[KeptBytes]:
     yield from _inner_kept(local, "mlp", local.tokens, local.shape.ffn / local.tp, local.stack.activation_kept)
     if local.stack.selective != "core" and not local.lowered:  # compiled code keeps only what gradients read
         yield KeptBytes("mlp output", 0.0, local.hidden_bytes)
 
 
-def _inner_kept(
-    local: "LocalShape", name: str, tokens: float, ffn: float, activation_kept: float
-) -> Iterator[KeptBytes]:
+def _inner_kept(local: LocalShape, name: str, tokens: float, ffn: float, activation_kept: float) -> Iterator[KeptBytes]:
     """Yield the inner tensors of an MLP.
 
     `activation_kept` counts bytes of a 16-bit run beyond the activation's inputs.
@@ -305,7 +260,7 @@ def _inner_kept(
     yield KeptBytes(f"{name} activation", extra, extra if policy == "core" else 0.0)
 
 
-def _experts_kept(local: "LocalShape", routed: Routed) -> Iterator[KeptBytes]:
+def _experts_kept(local: LocalShape, routed: Routed) -> Iterator[KeptBytes]:
     """Yield scores, the order of the copies, the copies, experts' inner tensors, and their outputs before weighting.
 
     Grouped products keep the activation, because only a plain MLP has a kernel that recomputes it.
@@ -330,7 +285,243 @@ def _experts_kept(local: "LocalShape", routed: Routed) -> Iterator[KeptBytes]:
         yield KeptBytes("shared output", 0.0, 0.0 if core else local.hidden_bytes)
 
 
-def _mask_kept(local: "LocalShape", name: str) -> Iterator[KeptBytes]:
+def _mask_kept(local: LocalShape, name: str) -> Iterator[KeptBytes]:
     if local.dropout:
         mask = local.between * local.shape.hidden * MASK_BYTES
         yield KeptBytes(f"{name} dropout mask", mask, mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Bytes of one layer and micro-batch."""
+
+    mlp: float = 0.0
+    """Bytes at the worst moment of the MLP."""
+    attention: float = 0.0
+    """Bytes in the attention core."""
+    after: float = 0.0
+    """Bytes when the pass leaves the MLP, without its weight gradients."""
+    weights: float = 0.0
+    """Elements of the largest weight (experts: all of a rank's), whose gradient is computed at once."""
+    outside: float = 0.0
+    """Bytes when the pass reaches or leaves the experts: gradients of the stream and of rows.
+
+    Recomputed tensors are not included, and what experts keep is already freed or not yet recomputed.
+    """
+    inner: float = 0.0
+    """Bytes that experts keep."""
+    queued: float = 0.0
+    """Bytes from a split backward pass to the weight gradients."""
+
+
+NO_BYTES = Backward()
+
+
+def backward(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> Backward:
+    """Return the bytes inside a layer's backward pass."""
+    if routed:
+        mlp = _experts(local, routed) + _rounded_experts(local, routed) + weight_product.restored_bytes(local, "expert")
+    else:
+        mlp = max(
+            _mlp(local), _rounded_mlp(local), local.gates * _gate(local) + weight_product.restored_bytes(local, "mlp")
+        )
+    # a dense layer's key would have the expert parallelism that is read here
+    weights = largest_weight(local.shape, local.tp, local.ep if routed else 1, routed is not None)
+    # the pass walks back: what the MLP kept is free by the time attention is reached
+    released = _released_mlp(local, routed)
+    stream = local.hidden_bytes + 2 * local.between_bytes
+    # the MLP's weight gradients stay until the compiled pass returns, so attention's moment has them
+    if local.lowered and not routed:
+        made = (local.gates + 1) * local.shape.hidden * local.shape.ffn * local.width * (local.shape.lora is None)
+        return Backward(
+            mlp=max(_lowered_mlp(local), _rounded_mlp(local) + made) + 2 * local.hidden_bytes + TUNING_BYTES,
+            attention=_attention(local, widths) - released + made + 2 * stream + TUNING_BYTES,
+            weights=weights,
+        )
+    sent = routed.copies * local.shape.hidden * local.width if routed else 0.0
+    return Backward(
+        outside=2 * local.between_bytes + sent if routed else 0.0,
+        inner=released - sent if routed else 0.0,
+        mlp=mlp + weights * local.width + stream,
+        attention=max(_attention(local, widths), _rounded_attention(local, widths), _restored_attention(local, widths))
+        - released
+        + stream,
+        after=(_left_experts(local, routed) if routed else local.gates * _gate(local)) - released + stream,
+        weights=weights,
+        queued=weight_product.queued(local, widths, routed) if local.shape.lora else queued(local, widths, routed),
+    )
+
+
+def _mlp(local: LocalShape) -> float:
+    """Return the bytes of an MLP's gradients.
+
+    Gated: the gradient of the product, that of the other gate, and the recomputed product exist together. The first
+    becomes the gradient of a gate (kernels/linear/swiglu.py).
+    """
+    return (local.gates + 1) * _gate(local)
+
+
+def _lowered_mlp(local: LocalShape) -> float:
+    """Return the same for compiled code.
+
+    Gated: the gradient of the product, those of its factors, and the recomputed product. Otherwise the recomputed
+    activation and its gradient, whose place the gradient of its input takes.
+    """
+    return 2 * local.gates * _gate(local)
+
+
+def _gate(local: LocalShape) -> float:
+    """Return the bytes of the gradient of the first product of an MLP, or of each of two."""
+    return local.tokens * local.shape.ffn / local.tp * local.width
+
+
+def _rounded(local: LocalShape, weight: float, rows: float) -> float:
+    """Return the peak bytes while a matrix and its rows are narrowed to 8 bits (kernels.fp8.narrow).
+
+    First the matrix, scaled and then narrow, then the rows beside it. Compiled code and Triton make no scaled copy.
+    """
+    each = 1 if local.stack.rounds_in_place or (local.compiled and not local.fp8_all) else 1 + local.width
+    return max(each * weight, weight + each * rows)
+
+
+def _rounded_mlp(local: LocalShape) -> float:
+    """Return the bytes where the second of two gates is rounded, beside the sum of their products.
+
+    In a split pass the recomputed product is there as well. If weight gradients are also 8-bit products, another moment
+    can be worse. There the recomputed product is rounded beside its own gradient, that of its output, and, gated, the
+    activation.
+    """
+    ffn = local.shape.ffn / local.tp
+    inner = local.tokens * ffn
+    beside = local.hidden_bytes + local.splits * inner * local.width
+    again = (3 if local.gates == 2 else 1) * inner * local.width + _rounded(
+        local, local.tokens * local.shape.hidden, inner
+    )
+    gates = _rounded(local, local.shape.hidden * ffn, inner) + beside
+    return max(gates, again * local.fp8_all) if local.fp8 else 0.0
+
+
+def _rounded_experts(local: LocalShape, routed: Routed) -> float:
+    """Return the bytes while experts are rounded.
+
+    Stacks are rounded some experts at a time beside the rows that they multiply. Both operands of a stack's gradient
+    exist in three copies of a byte. Experts are not compiled, and Triton makes no copy.
+    """
+    assert local.shape.moe is not None
+    experts = local.shape.moe.experts / local.ep / local.ep_pieces
+    matrix, wider = local.shape.hidden * routed.ffn, max(local.shape.hidden, routed.ffn)
+    piece = min(experts, max(1.0, PIECE // matrix)) * matrix
+    scaled = 0 if local.stack.rounds_in_place else local.width
+    stack, rows = experts * matrix + piece * scaled, (1 + scaled) * routed.copies * wider
+    return max(stack, experts * matrix + rows, (local.shape.hidden + routed.ffn) * routed.copies + rows) * local.fp8_all
+
+
+def _rounded_attention(local: LocalShape, widths: HeadWidths) -> float:
+    """Return the bytes where the queries' gradient is rounded, beside those of keys and values."""
+    queries, made = local.tokens * widths.queries, local.tokens * (widths.queries + widths.keys_values) * local.width
+    read = local.shape.mla.q_rank if local.shape.mla and local.shape.mla.q_rank else local.shape.hidden
+    return _rounded(local, read * widths.queries, queries) + made + local.hidden_bytes if local.fp8 else 0.0
+
+
+def _restored_attention(local: LocalShape, widths: HeadWidths) -> float:
+    """Return the bytes where the query matrix is dequantized, beside gradients of queries, keys and values."""
+    gradients = local.tokens * (widths.queries + widths.keys_values) * local.width
+    return gradients + weight_product.restored_bytes(local, "attention") if local.shape.lora else 0.0
+
+
+def _experts(local: LocalShape, routed: Routed) -> float:
+    """Return the bytes of gradients over copies of tokens. The kept product is freed by then."""
+    return (2 * routed.ffn + local.shape.hidden) * routed.copies * local.width
+
+
+def _left_experts(local: LocalShape, routed: Routed) -> float:
+    """Return the bytes beside the weight gradients of a rank's experts.
+
+    First gradients of the first products, whose outputs and activation are freed, then those of rows.
+    """
+    return max(local.gates * routed.copies * routed.ffn, routed.copies * local.shape.hidden) * local.width
+
+
+def _released_mlp(local: LocalShape, routed: Routed | None) -> float:
+    """Return the bytes that are freed before the pass reaches the attention core."""
+    if routed:
+        return (3 * routed.copies * routed.ffn + 2 * routed.copies * local.shape.hidden) * local.width
+    tensors = local.gates + local.stack.activation_kept / 2 if local.gates == 2 else local.gates
+    return tensors * local.tokens * local.shape.ffn / local.tp * local.width
+
+
+def _attention(local: LocalShape, widths: HeadWidths) -> float:
+    """Return the bytes around the attention core.
+
+    With context parallelism (parallel/axes/ring.py, kernels/attention/partial.py) there are copies of the queries, the
+    output and its gradient, and their own gradient in fp32. For keys and values a ring holds those of two ranks and
+    four fp32 sums. An all-gather holds those of all ranks three times beside their fp32 gradients and the cut ones, or
+    once beside the reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
+    """
+    if local.linear:
+        return attention_core.linear_inside_bytes(local)
+    queries, keys_values = local.tokens * widths.queries, local.tokens * widths.keys_values
+    if local.stack.is_meshwright and local.stack.attention != "flash":
+        return _plain_attention(local, widths)
+    # strips of fp32 attention repeat keys and values per head and hold a mask of their own
+    if local.cp == 1:
+        copies = queries - keys_values / 2 if local.masked and local.shape.mla is None else 0.0
+        keys = attention_core.widest_strip(local) if local.masked else 0.0
+        mask = (
+            (local.batch if local.documents else 1)
+            * min(attention_core.STRIP, local.sequence)
+            * keys
+            * (local.width + 2)
+        )
+        return local.width * (3 * queries + keys_values + 2 * copies * keys / local.sequence) + mask
+    around = queries * (4 * local.width + 4)
+    if local.ring:
+        return around + keys_values * (3 * local.width + 4 * 4)
+    striped = local.context_split == "striped"
+    held = local.width + 2 * 4 if striped else max(3 * local.width + 2 * 4, local.width + 3 * 4)
+    return around + local.cp * keys_values * held
+
+
+def _plain_attention(local: LocalShape, widths: HeadWidths) -> float:
+    """Return the bytes where the softmax is differentiated, beside the kept weights.
+
+    Source: kernels/attention/attend.py, attend_reference. Uncompiled, the gradients of the weights and of the scores, S
+    x S in fp32, exist beside the gradient of the values of all heads. A forward pass stores as much: scores, scores
+    without hidden pairs, and the pairs. Compiled code writes the gradient of the scores in place of that of the
+    weights.
+    """
+    scores = local.tokens * local.sequence * local.shape.heads / local.tp
+    pairs = (local.batch if local.documents else 1) * local.sequence**2 * MASK_BYTES
+    return 4 * (1 if local.lowered else 2) * scores + 4 * local.tokens * widths.out + pairs
+
+
+def queued(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> float:
+    """Return the bytes of inputs of the products with weights and of the gradients of their outputs.
+
+    Inputs are gathered where sequence parallelism shares them.
+    """
+    word, hidden, mla = local.width, local.hidden_bytes, None if local.linear else local.shape.mla
+    queued_bytes = hidden + local.tokens * widths.out * word
+    if mla is None:
+        queued_bytes += hidden + local.tokens * (widths.queries + widths.keys_values) * word
+    else:
+        low = mla.q_rank + mla.kv_rank
+        up = local.shape.heads * (mla.nope_dim + mla.v_dim) / local.tp
+        queued_bytes += hidden + local.tokens * (low + mla.rope_dim) * word
+        queued_bytes += local.tokens * (low + widths.queries + up) * word
+    return queued_bytes + (_queued_experts(local, routed) if routed else _queued_mlp(local, local.shape.ffn / local.tp))
+
+
+def _queued_mlp(local: LocalShape, ffn: float) -> float:
+    return 2 * local.hidden_bytes + (local.gates + 1) * local.tokens * ffn * local.width
+
+
+def _queued_experts(local: LocalShape, routed: Routed) -> float:
+    """Return the same of experts. The router's weight gradient is not deferred."""
+    moe = local.shape.moe
+    assert moe is not None
+    inner, sent = routed.copies * routed.ffn * local.width, routed.copies * local.shape.hidden * local.width
+    queued_bytes = 2 * sent + (local.gates + 1) * inner
+    if moe.shared_experts:
+        queued_bytes += _queued_mlp(local, moe.shared_experts * moe.ffn / local.tp)
+    return queued_bytes

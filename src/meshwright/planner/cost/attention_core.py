@@ -9,14 +9,11 @@ chunk's state for the previous one's is not counted, since no times of it are pu
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from meshwright.planner.cost.micro_batch import LocalShape
 from meshwright.planner.cost.work import KeptBytes, LayerOperation, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import AttentionCore, CoreKind, Product
-
-if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import LocalShape
-
 
 BACKWARD = 2.5
 """FLOP of a fused kernel's backward pass relative to its forward pass: five products to two."""
@@ -50,7 +47,7 @@ class Core(NamedTuple):
     backward: tuple[Work, ...]
 
 
-def core(local: "LocalShape", queries: float, keys_values: float, values: float) -> Core:
+def core(local: LocalShape, queries: float, keys_values: float, values: float) -> Core:
     """Return the work of the core.
 
     The widths are dims of a rank's queries, of its keys and values together, of its values.
@@ -62,18 +59,18 @@ def core(local: "LocalShape", queries: float, keys_values: float, values: float)
     return _masked(local, queries, values) if local.masked else fused(local, queries, values, 1)
 
 
-def _seen(local: "LocalShape") -> float:
+def _seen(local: LocalShape) -> float:
     """Return the keys that a query sees on average."""
     row = min(local.document_tokens or local.sequence, local.sequence)
     span = min(local.window or row, row)
     return span - span * span / (2 * row)
 
 
-def _dim(local: "LocalShape", values: float) -> float:
+def _dim(local: LocalShape, values: float) -> float:
     return values / (local.shape.heads / local.tp)
 
 
-def fused(local: "LocalShape", queries: float, values: float, parts: float) -> Core:
+def fused(local: LocalShape, queries: float, values: float, parts: float) -> Core:
     """Return the work of the causal kernel. In `parts` it is called for that many shorter rows."""
     keys, dim = _seen(local), _dim(local, values)
     flop, rows = 2 * local.tokens * keys * (queries + values) * local.uneven, 2 * keys / parts
@@ -84,7 +81,7 @@ def fused(local: "LocalShape", queries: float, values: float, parts: float) -> C
     return Core((forward,), (forward._replace(flop=BACKWARD * flop, backward=True),))
 
 
-def _masked(local: "LocalShape", queries: float, values: float) -> Core:
+def _masked(local: LocalShape, queries: float, values: float) -> Core:
     """Return the work of strips of queries (kernels/attention/strips.py).
 
     Each strip attends to the keys up to its last query. Keys and values are repeated for each head, and a mask hides
@@ -100,7 +97,7 @@ def _masked(local: "LocalShape", queries: float, values: float) -> Core:
                 (back, mask, repeated, added))  # fmt: skip
 
 
-def strip_keys(local: "LocalShape") -> float:
+def strip_keys(local: LocalShape) -> float:
     """Return the keys of a strip on average: up to its last query and, with a window, from its first query's.
 
     Lengths of documents depend on the text, so documents count as whole rows.
@@ -109,12 +106,12 @@ def strip_keys(local: "LocalShape") -> float:
     return (reach * (reach + strip) / 2 + (local.sequence - reach) * (reach + strip)) / local.sequence
 
 
-def widest_strip(local: "LocalShape") -> float:
+def widest_strip(local: LocalShape) -> float:
     """Return the most keys of any strip."""
     return float(min(local.sequence, min(local.window or local.sequence, local.sequence) + STRIP))
 
 
-def _parts(local: "LocalShape", queries: float, keys_values: float, values: float) -> Core:
+def _parts(local: LocalShape, queries: float, keys_values: float, values: float) -> Core:
     """Return the work of one part per rank's keys (ring, stripes), or of one part (all-gather).
 
     Outputs are merged in fp32. Gradients are added in fp32, and in a ring once more to those that arrive.
@@ -135,7 +132,7 @@ def _parts(local: "LocalShape", queries: float, keys_values: float, values: floa
     return Core((*kernels.forward, pack, merge), (*kernels.backward, pack, added))
 
 
-def _parts_seen(local: "LocalShape", parts: int) -> float:
+def _parts_seen(local: LocalShape, parts: int) -> float:
     """Return the parts in which a query sees keys, on average.
 
     With a window these are its own chunk and as many before it as the window reaches. Stripes see all.
@@ -145,14 +142,14 @@ def _parts_seen(local: "LocalShape", parts: int) -> float:
     return min(float(parts), reached)
 
 
-def without_weights(local: "LocalShape", queries: float, keys_values: float, values: float) -> Core:
+def without_weights(local: LocalShape, queries: float, keys_values: float, values: float) -> Core:
     """Return the work of the core in software that never writes the S x S weights."""
     if local.stack.is_meshwright:
         return core(local, queries, keys_values, values)
     return eager_parts(local, queries, values) if local.stack.merges == "eager" else fused(local, queries, values, 1)
 
 
-def eager_parts(local: "LocalShape", queries: float, values: float) -> Core:
+def eager_parts(local: LocalShape, queries: float, values: float) -> Core:
     """Return the work of one part per rank's keys, merged and added by separate torch kernels.
 
     Keys and values are repeated for every query head. The rank is the one whose parts cover all its queries.
@@ -165,7 +162,7 @@ def eager_parts(local: "LocalShape", queries: float, values: float) -> Core:
     return Core((*kernels.forward, merge), (*kernels.backward, added))
 
 
-def _plain(local: "LocalShape", queries: float, keys_values: float, values: float) -> Core:
+def _plain(local: LocalShape, queries: float, keys_values: float, values: float) -> Core:
     """Return the work of masked attention tile by tile: products and softmax in fp32, each a separate operation."""
     heads = local.shape.heads / local.tp * local.batch
     rows, keys, dim = local.sequence / local.cp, _seen(local) * local.uneven, queries / (local.shape.heads / local.tp)
@@ -178,7 +175,7 @@ def _plain(local: "LocalShape", queries: float, keys_values: float, values: floa
     )
 
 
-def linear_core(local: "LocalShape") -> Iterator[LayerOperation]:
+def linear_core(local: LocalShape) -> Iterator[LayerOperation]:
     """Yield the operations between the products with weights."""
     linear = local.linear
     assert linear is not None
@@ -196,14 +193,14 @@ def linear_core(local: "LocalShape") -> Iterator[LayerOperation]:
     yield gate_operation(local, linear.values / local.tp)
 
 
-def _products(local: "LocalShape", backward: bool) -> tuple[Work, ...]:
+def _products(local: LocalShape, backward: bool) -> tuple[Work, ...]:
     linear = local.linear
     assert linear is not None
     chunks = local.tokens / linear.chunk * linear.value_heads / local.tp
     return tuple(Product(*size, chunks, float(local.width)) for size in linear.products(backward=backward))
 
 
-def gate_operation(local: "LocalShape", dims: float) -> LayerOperation:
+def gate_operation(local: LocalShape, dims: float) -> LayerOperation:
     """Return the gating of an attention output of `dims` columns, normed if it comes from states."""
     moved = local.tokens * dims * local.width * local.stack.passes
     return _moving("gate", 3 * moved, 5 * moved)
@@ -215,7 +212,7 @@ def _moving(name: str, forward: float, inputs: float, launches: float = 1.0) -> 
     )
 
 
-def linear_kept_tensors(local: "LocalShape") -> Iterator[KeptBytes]:
+def linear_kept_tensors(local: LocalShape) -> Iterator[KeptBytes]:
     """Yield the tensors from the forward to the backward pass, except those of the gate.
 
     flash-linear-attention keeps queries, keys, values, rates and the inverse of each chunk's triangle
@@ -236,7 +233,7 @@ def linear_kept_tensors(local: "LocalShape") -> Iterator[KeptBytes]:
     yield KeptBytes("attention output", values, made, "core")
 
 
-def linear_inside_bytes(local: "LocalShape") -> float:
+def linear_inside_bytes(local: LocalShape) -> float:
     """Return the bytes at once inside the core's backward pass.
 
     Gradients of queries, keys and values. With the gated delta rule also the states of all chunks and their gradients,

@@ -12,11 +12,9 @@ from math import ceil
 from typing import NamedTuple
 
 from meshwright.planner.cost import activations, attention_core, exchanges, weight_product
-from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
+from meshwright.planner.cost.activations import NO_BYTES, Backward, backward
 from meshwright.planner.cost.attention_core import without_weights
-from meshwright.planner.cost.backward import NONE as NOTHING
-from meshwright.planner.cost.backward import Backward, backward
-from meshwright.planner.cost.local_shape import LocalShape
+from meshwright.planner.cost.micro_batch import NO_LOGITS, HeadWidths, LocalShape, Logits, Routed
 from meshwright.planner.cost.recorded import with_fields
 from meshwright.planner.cost.weight_product import accumulated, grouped, linear
 from meshwright.planner.cost.work import (
@@ -65,8 +63,8 @@ class LayerWork:
     tensors: tuple[KeptBytes, ...] = ()
     boundary_bytes: float = 0.0
     transient_bytes: float = 0.0
-    backward: Backward = NOTHING
-    logits: Logits = NONE
+    backward: Backward = NO_BYTES
+    logits: Logits = NO_LOGITS
     tail: int = 0
     """Number of last operations whose outputs are not kept. Recomputation ends before them."""
     keeps_norms: bool = True
@@ -163,7 +161,7 @@ def layer(
         tensors=tensors,
         boundary_bytes=local.between_bytes,
         transient_bytes=activations.layer_transient(local, sizes),
-        backward=backward(local, widths, sizes) if local.stack.is_meshwright else NOTHING,
+        backward=backward(local, widths, sizes) if local.stack.is_meshwright else NO_BYTES,
         tail=(2 if routed else 3) if local.stack.is_meshwright else 0,  # product, its sum over ranks, residual
         keeps_norms=local.keeps_norms,
     )

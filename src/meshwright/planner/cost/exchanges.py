@@ -13,16 +13,13 @@ as in block.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, log2
-from typing import TYPE_CHECKING
 
+from meshwright.planner.cost.micro_batch import LocalShape
 from meshwright.planner.cost.speeds import LinkCurves
 from meshwright.planner.cost.work import NO_EXCHANGES, Collective, Exchange, Exchanges, LayerOperation, MemoryPass, Work
 from meshwright.spec.layout.cluster import Cluster
 from meshwright.spec.recipe.recipe import most_answers
 from meshwright.spec.rules.quantized_weights import holds_codes
-
-if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import LocalShape
 
 SWITCHES: dict[str, dict[str, float]] = {
     "H": {"link_share": 0.81, "switch_from": 5, "switch_share": 0.59},
@@ -34,7 +31,7 @@ SWITCHES: dict[str, dict[str, float]] = {
 
 
 def enter(
-    local: "LocalShape", inputs: int = 1, *, alone: bool = False, readers: Sequence[LayerOperation] = ()
+    local: LocalShape, inputs: int = 1, *, alone: bool = False, readers: Sequence[LayerOperation] = ()
 ) -> Exchanges:
     """Return f or g before column-split matrices.
 
@@ -59,7 +56,7 @@ def enter(
     return Exchanges((in_pieces(local, "all-gather", products, waits=True),), (summed, *again))
 
 
-def leave(local: "LocalShape", writer: LayerOperation | None = None) -> Exchanges:
+def leave(local: LocalShape, writer: LayerOperation | None = None) -> Exchanges:
     """Return f* or g* after row-split matrices.
 
     Meshwright's engine runs it beside the product of the `writer`, piece by piece, and gathers the gradient likewise.
@@ -75,7 +72,7 @@ def leave(local: "LocalShape", writer: LayerOperation | None = None) -> Exchange
 
 
 def in_pieces(
-    local: "LocalShape", collective: Collective, beside: tuple[Work, ...] = (), *, waits: bool = False
+    local: LocalShape, collective: Collective, beside: tuple[Work, ...] = (), *, waits: bool = False
 ) -> Exchange:
     """Return an exchange of the hidden states, one call per piece of the sequence.
 
@@ -87,12 +84,12 @@ def in_pieces(
     return whole._replace(within=beside, share=1 - 1 / local.pieces) if local.pieces > 1 else whole
 
 
-def together(local: "LocalShape", columns: float) -> tuple[Work, ...]:
+def together(local: LocalShape, columns: float) -> tuple[Work, ...]:
     """Return the memory pass that joins the pieces of a sequence, for this number of columns."""
     return (MemoryPass(2 * local.tokens * columns * local.width),) if local.pieces > 1 else ()
 
 
-def ring(local: "LocalShape", keys_values: float) -> Exchanges:
+def ring(local: LocalShape, keys_values: float) -> Exchanges:
     """Return the exchanges of context parallelism.
 
     They are keys and values in both passes, and in the backward pass also their gradients, in fp32.
@@ -107,7 +104,7 @@ def ring(local: "LocalShape", keys_values: float) -> Exchanges:
 
 
 def exchange_passes(
-    local: "LocalShape", size_bytes: float, experts: Sequence[LayerOperation], shared: Sequence[LayerOperation]
+    local: LocalShape, size_bytes: float, experts: Sequence[LayerOperation], shared: Sequence[LayerOperation]
 ) -> tuple[Exchanges, Exchanges]:
     """Return the exchanges of `size_bytes` of rows to their experts and back.
 
@@ -138,7 +135,7 @@ def exchange_passes(
 
 
 def _exchange_pass(
-    local: "LocalShape",
+    local: LocalShape,
     size_bytes: float,
     experts: Sequence[LayerOperation],
     shared: Sequence[LayerOperation],
@@ -159,7 +156,7 @@ def _exchange_pass(
     return (whole._replace(first=others, within=works(experts) if pieces > 1 else (), share=0.5),)
 
 
-def balance(local: "LocalShape") -> tuple[Exchange, ...]:
+def balance(local: LocalShape) -> tuple[Exchange, ...]:
     """Return the exchange of experts' shares and probabilities per sequence, where ranks see only a part of it."""
     assert local.shape.moe is not None
     size = 2.0 * local.batch * local.shape.moe.experts * 4
@@ -167,7 +164,7 @@ def balance(local: "LocalShape") -> tuple[Exchange, ...]:
     return tuple(Exchange(axis, "all-reduce", size) for axis in axes)  # type: ignore[arg-type]  # two of the axes
 
 
-def answer_sums(local: "LocalShape") -> tuple[Exchange, ...]:
+def answer_sums(local: LocalShape) -> tuple[Exchange, ...]:
     """Return the exchange of log-probability and tokens of each answer, and of padding, in fp64."""
     size = local.batch * (most_answers(local.sequence) + 1) * 2 * 8
     return (Exchange("cp", "all-reduce", size),) if local.cp > 1 else ()

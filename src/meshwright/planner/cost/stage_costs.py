@@ -23,8 +23,7 @@ from meshwright.planner.cost.block import (
     with_attention_kind,
 )
 from meshwright.planner.cost.exchanges import Links
-from meshwright.planner.cost.local_shape import LocalShape
-from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
+from meshwright.planner.cost.micro_batch import NO_COST, LocalShape, MicroBatchCost
 from meshwright.planner.cost.recorded import Memo
 from meshwright.planner.cost.speeds import NOTHING, Speeds, Triple
 from meshwright.planner.cost.weight_product import linear

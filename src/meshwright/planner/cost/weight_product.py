@@ -12,11 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from typing import TYPE_CHECKING
 
-from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
-from meshwright.planner.cost.local_shape import LocalShape
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MASK_BYTES, HeadWidths, LocalShape, MicroBatchCost, Routed
 from meshwright.planner.cost.recorded import with_fields
 from meshwright.planner.cost.states import largest_coded
 from meshwright.planner.cost.work import Exchange, Exchanges, KeptBytes, LayerOperation, MemoryPass, Work
@@ -26,9 +23,6 @@ from meshwright.spec.model.quantization_schemes import PIECE, Scheme
 from meshwright.spec.model.shape import ModelShape
 from meshwright.spec.weights.boxes import Box, boxes_of, rounded_matrices, shared_scales
 from meshwright.spec.weights.inventory import Parameter
-
-if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import LocalShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,7 @@ class ThinWork:
 NONE = ThinWork()
 
 
-def adapted(local: "LocalShape", name: str) -> float:
+def adapted(local: LocalShape, name: str) -> float:
     """Return the share of an operation's outputs (`qkv`, `mlp up`, `o`) that has an adapter. 0 without adapters."""
     lora = local.shape.lora
     if lora is None:
@@ -53,9 +47,7 @@ def adapted(local: "LocalShape", name: str) -> float:
     return sum(lora.adapts(matrix) for matrix in matrices) / len(matrices)
 
 
-def thin_products(
-    local: "LocalShape", name: str, tokens: float, into: float, out: float, batch: float = 1.0
-) -> ThinWork:
+def thin_products(local: LocalShape, name: str, tokens: float, into: float, out: float, batch: float = 1.0) -> ThinWork:
     """Return the products with A and B and the sum with x W^T, for `batch` experts of `tokens` each."""
     share, lora = adapted(local, name), local.shape.lora
     if not share or lora is None:
@@ -93,7 +85,7 @@ Codes as indices, the numbers they name, zeros, scales, and the rounding into pl
 """
 
 
-def restored_weights(local: "LocalShape", name: str, into: float, out: float, batch: float = 1.0) -> tuple[Work, ...]:
+def restored_weights(local: LocalShape, name: str, into: float, out: float, batch: float = 1.0) -> tuple[Work, ...]:
     """Return the work of dequantizing a frozen matrix, or one of each of `batch` experts, for one product."""
     lora = local.shape.lora
     if lora is None or lora.scheme is None or name == "router":
@@ -107,7 +99,7 @@ def restored_weights(local: "LocalShape", name: str, into: float, out: float, ba
     return (MemoryPass(moved * elements * batch, RESTORING_PASSES * batch * ceil(elements / PIECE)),)
 
 
-def restored_bytes(local: "LocalShape", group: str) -> float:
+def restored_bytes(local: LocalShape, group: str) -> float:
     """Return the bytes of the largest frozen matrix of a part (attention, mlp, expert) while it is dequantized.
 
     They are the matrix itself, and indices and numbers of some rows. 0 = nothing is quantized.
@@ -119,7 +111,7 @@ def restored_bytes(local: "LocalShape", group: str) -> float:
 
 
 def with_adapters(
-    local: "LocalShape", widths: HeadWidths, routed: Routed | None, plain: Sequence[KeptBytes]
+    local: LocalShape, widths: HeadWidths, routed: Routed | None, plain: Sequence[KeptBytes]
 ) -> tuple[KeptBytes, ...]:  # fmt: skip
     """Return what a layer with adapters keeps, from what it keeps when all weights are trained."""
     lora = local.shape.lora
@@ -141,7 +133,7 @@ def with_adapters(
     return (*(tensor for tensor in plain if tensor.name not in unread), *_adapter_tensors(local, widths, routed))
 
 
-def _adapter_tensors(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> Iterator[KeptBytes]:
+def _adapter_tensors(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> Iterator[KeptBytes]:
     """Yield the tensors that adapters add.
 
     They are the input of each B, and the product of a gated MLP, since no kernel recomputes it for A's gradient. DoRA
@@ -177,7 +169,7 @@ def _adapter_tensors(local: "LocalShape", widths: HeadWidths, routed: Routed | N
             )
 
 
-def _dense_outputs(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> Iterator[tuple[str, float]]:
+def _dense_outputs(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> Iterator[tuple[str, float]]:
     """Yield (matrix, its outputs on a rank) of a layer, except routed experts."""
     shape, mla, moe = local.shape, local.shape.mla, local.shape.moe
     if mla:
@@ -193,7 +185,7 @@ def _dense_outputs(local: "LocalShape", widths: HeadWidths, routed: Routed | Non
         yield "down", shape.hidden
 
 
-def _inputs(local: "LocalShape", widths: HeadWidths, routed: Routed | None, name: str) -> float:
+def _inputs(local: LocalShape, widths: HeadWidths, routed: Routed | None, name: str) -> float:
     """Return the inputs on a rank of a matrix of `_dense_outputs`."""
     low = {"q_up": local.shape.mla.q_rank, "kv_up": local.shape.mla.kv_rank} if local.shape.mla else {}
     inner = dict(_dense_outputs(local, widths, routed)).get("up", 0.0)
@@ -204,7 +196,7 @@ READS = ({"q", "k", "v", "q_down", "kv_down"}, {"gate", "up"})
 """Groups of matrices that share an input."""
 
 
-def queued(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> float:
+def queued(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> float:
     """Return the bytes from a split backward pass to the gradients of adapters.
 
     They are each adapter's input, the input of B, and the gradients of both outputs. Matrices that share an input keep
@@ -362,14 +354,14 @@ def _elements(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     )
 
 
-def rounding(local: "LocalShape", operations: Sequence[LayerOperation]) -> tuple[LayerOperation, ...]:
+def rounding(local: LocalShape, operations: Sequence[LayerOperation]) -> tuple[LayerOperation, ...]:
     """Return a layer's operations, each product preceded by the rounding of its matrices and rows."""
     if local.rounded is None:
         return tuple(operations)
     return tuple(part for op in operations for part in (*_rounding(local, local.rounded, op.name), op))
 
 
-def _rounding(local: "LocalShape", scheme: Scheme, name: str) -> Iterator[LayerOperation]:
+def _rounding(local: LocalShape, scheme: Scheme, name: str) -> Iterator[LayerOperation]:
     """Yield the rounding before the named product. Nothing if none of its matrices is rounded."""
     part, _, last = name.rpartition(" ")
     # one operation may multiply by several matrices, each rounded with scales of its own
@@ -400,7 +392,7 @@ def _pass_over(what: str, elements: float, width: float) -> MemoryPass:
 
 
 def with_rounded_activations(
-    local: "LocalShape", widths: HeadWidths, routed: bool, plain: Sequence[KeptBytes]
+    local: LocalShape, widths: HeadWidths, routed: bool, plain: Sequence[KeptBytes]
 ) -> tuple[KeptBytes, ...]:
     """Return what a layer keeps if activations are rounded, from what it keeps otherwise.
 
@@ -419,7 +411,7 @@ def with_rounded_activations(
 
 
 def with_rounded_weights(
-    cost: MicroBatchCost, local: "LocalShape", policies: Sequence[tuple[str, int, int]]
+    cost: MicroBatchCost, local: LocalShape, policies: Sequence[tuple[str, int, int]]
 ) -> MicroBatchCost:
     """Add rounded copies to a stage. `policies`: (recompute policy, its dense layers, its routed layers)."""
     if local.rounded is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from math import isclose
 from typing import Any
 
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MicroBatchCost
 from meshwright.planner.cost.stage_costs import CostsByPolicy
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator

@@ -18,7 +18,7 @@ from functools import cache
 from operator import le, mul, sub
 from typing import Literal, NamedTuple
 
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MicroBatchCost
 from meshwright.planner.cost.states import ElementCounts, counts, expert_counts, largest_cut_stack
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.layout.schedule import KINDS, last_of, schedule

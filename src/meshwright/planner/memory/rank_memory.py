@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from operator import add
 
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import States
 from meshwright.planner.memory.engine_peak import GatherUnits, Instant, MomentBytes, PipelineRank, What, moments

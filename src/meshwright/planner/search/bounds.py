@@ -15,7 +15,7 @@ from itertools import accumulate
 from operator import le, mul
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MicroBatchCost
 from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy
 from meshwright.planner.cost.states import ElementCounts, counts
 from meshwright.planner.memory.engine_peak import enough

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from meshwright.planner.cost import activations, weight_product
 from meshwright.planner.cost.exchanges import Links
-from meshwright.planner.cost.local_shape import LocalShape, local_shape
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import LocalShape, Logits, MicroBatchCost, local_shape
 from meshwright.planner.cost.recorded import recorded
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
@@ -240,7 +239,7 @@ class SharedCosts:
         restored = max(weight_product.restored_bytes(local, group) for group in ("attention", "mlp", "expert"))
         logits = max(activations.divergence_chunk(local, BUFFERS), restored) + self._gathered_bytes(layout)
         forward_s = 0.0 if layout.pp > 1 else self.stages(layout, self.pass_terms(layout))[0].forward_s
-        return MicroBatchCost(forward_s=forward_s, logits=activations.Logits(0.0, 0.0, logits))
+        return MicroBatchCost(forward_s=forward_s, logits=Logits(0.0, 0.0, logits))
 
     def _gathered_bytes(self, layout: Layout) -> float:
         """Return the bytes that ZeRO-3 gathers of a teacher: norm and head, and without a pipeline a block.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshwright.planner.cost import weight_product
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.exchanges import Links
-from meshwright.planner.cost.local_shape import LocalShape, local_shape
+from meshwright.planner.cost.micro_batch import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces

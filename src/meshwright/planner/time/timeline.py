@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.exchanges import Links
-from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.micro_batch import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout.layout import Layout, own_stages
