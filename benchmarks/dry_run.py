@@ -31,7 +31,7 @@ from meshwright.observe.program import TrainingProgram
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
 from meshwright.parallel.groups.group import Counts
-from meshwright.parallel.groups.mesh import Made, saving_group
+from meshwright.parallel.groups.mesh import ProcessGroups, saving_group
 from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
 from meshwright.spec.model.shape import LoRAShape
@@ -130,14 +130,14 @@ def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Cou
     """On one rank: for each plan and time the peak that the recorder saw, and what each step sent."""
     torch.set_num_threads(1)
     Router._choose = evenly  # type: ignore[method-assign]
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     peaks = []
     for plan in plans:
         count = plan.micro_batches
         runs = []
         for _ in range(times):
             with watching() as recorder, patient():
-                sent = _run(plan, count, made)
+                sent = _run(plan, count, process_groups)
             runs.append((max((held for _, held in recorder.totals()), default=0), sent))
         peaks.append(runs)
     return peaks
@@ -148,21 +148,21 @@ def counted(plan: Plan, times: int) -> tuple[int, list[int]]:
     beyond those that live before it."""
     torch.set_num_threads(1)
     Router._choose = evenly  # type: ignore[method-assign]
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     library, live_bytes = counter(), list[int]()
     assert library is not None
     first = library.mark()
     for _ in range(times + 1):
         before = library.mark()
-        _run(plan, plan.micro_batches, made)
+        _run(plan, plan.micro_batches, process_groups)
         live_bytes.append(library.peak_bytes - before)
         gc.collect()
         library_bytes = library.live_bytes - first
     return library_bytes, live_bytes[1:]
 
 
-def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
-    mesh = make_mesh(plan.layout, made=made)
+def _run(plan: Plan, count: int, process_groups: ProcessGroups) -> list[Counts]:
+    mesh = make_mesh(plan.layout, process_groups=process_groups)
     group = saving_group(mesh).process_group if plan.copies_state("cpu") else None
     program = TrainingProgram(
         plan=plan, mesh=mesh, device=torch.device("cpu"), on_part=lambda part: None, initialize=True,

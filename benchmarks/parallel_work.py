@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.layout.schedule import Action
 from meshwright.training.optimizer.optimizer import Optimizer
@@ -82,9 +82,9 @@ class Played:
 class Ours:
     """Meshwright's own training step under a layout."""
 
-    def __init__(self, work: Work, made: Made | None = None, **layout: Any) -> None:
+    def __init__(self, work: Work, process_groups: ProcessGroups | None = None, **layout: Any) -> None:
         self.layout = Layout(micro_batch=work.micro_rows, **{"compile": "off", **layout})
-        self.mesh = make_mesh(self.layout, rank=0 if self.layout.world == 1 else None, made=made)
+        self.mesh = make_mesh(self.layout, rank=0 if self.layout.world == 1 else None, process_groups=process_groups)
         self.engine = build_engine(work.shape, self.layout, mesh=self.mesh)
         self.engine.train()
         self.optimizer = Optimizer(self.engine.parameters.items(), Recipe())
@@ -105,8 +105,8 @@ class Ours:
 class OursPlayed(Ours):
     """The same with a pipeline, whose actions are timed: two readings of the thread's clock around each."""
 
-    def __init__(self, work: Work, made: Made | None = None, **layout: Any) -> None:
-        super().__init__(work, made, **layout)
+    def __init__(self, work: Work, process_groups: ProcessGroups | None = None, **layout: Any) -> None:
+        super().__init__(work, process_groups, **layout)
         self.played = Played()
         pipeline = self.engine.pipeline
         assert pipeline is not None

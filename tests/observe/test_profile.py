@@ -22,7 +22,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.shared_document import Ran, parse_document
 from meshwright.parallel import make_mesh
 from meshwright.parallel.blocks.compiling import is_compiled
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.spec import Layout, Plan
 from meshwright.spec.layout.schedule import Action, schedule
@@ -47,8 +47,8 @@ def plan(layout: Layout, folder: Path = Path("nowhere")) -> Plan:
 
 
 def _measured(plans: list[Plan]) -> list[Profile | None]:
-    made: Made = {}
-    return [gather_profile(measure(job, steps=STEPS, made=made), job) for job in plans]
+    process_groups: ProcessGroups = {}
+    return [gather_profile(measure(job, steps=STEPS, process_groups=process_groups), job) for job in plans]
 
 
 @pytest.fixture(scope="module")

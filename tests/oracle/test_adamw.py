@@ -12,7 +12,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.group import gather_objects
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.training.optimizer.optimizer import Optimizer, learning_rate
 from meshwright.training.step.batches import Batch, Share, select, split
@@ -60,10 +60,10 @@ def expected(run: Run, folder: Path) -> Expected:
     return run, shape, *({name: w.numpy() for name, w in weights.items()} for weights in (first, last))
 
 
-def train(reference: Expected, layout: Layout, made: Made) -> dict[str, Any]:
+def train(reference: Expected, layout: Layout, process_groups: ProcessGroups) -> dict[str, Any]:
     """This rank's boxes of the weights after as many steps of ours."""
     run, shape, first, _ = reference
-    mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
+    mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, process_groups=process_groups)
     number = layout.micro_batches(adamw.BATCH)
     engine = build_engine(shape, layout, mesh=mesh, micro_batches=number, initialize=False)
     with torch.no_grad():
@@ -104,10 +104,10 @@ def test_one_device_trains_what_the_oracle_trains(name: str, tmp_path: Path) -> 
 
 
 def _errors(wanted: list[tuple[Expected, dict[str, Any]]]) -> list[tuple[float, str]]:
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     actual = []
     for reference, options in wanted:
-        ranks = gather_objects(train(reference, Layout(compile="off", **options), made), None)
+        ranks = gather_objects(train(reference, Layout(compile="off", **options), process_groups), None)
         actual.append(worst(reference, ranks))
     return actual
 

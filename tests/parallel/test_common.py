@@ -18,7 +18,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.groups.group import gather_objects
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, parameters
 from meshwright.spec.weights.inventory import tp_parts
 from meshwright.training.optimizer.optimizer import Optimizer
@@ -76,12 +76,14 @@ MQA, TIED = "llama-3.1-8b, 1 of 4 key heads", "qwen2.5-0.5b, 1 of 4 key heads"
 
 def _differences() -> list[str]:
     """What the ranks together have otherwise than one device; found by the first."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     wrong = []
     for name, shape in CASES.items():
         alone = outcome(Case(shape=shape), Layout(compile="off")) if dist.get_rank() == 0 else None
         for each in _layouts(name):
-            ranks = gather_objects(outcome(Case(shape=shape), Layout(compile="off", **each), made=made), None)
+            ranks = gather_objects(
+                outcome(Case(shape=shape), Layout(compile="off", **each), process_groups=process_groups), None
+            )
             difference = alone and first_difference(alone, ranks)
             wrong += [f"{name}, {each}: {difference}"] if difference else []
     return wrong
@@ -100,9 +102,11 @@ class _Unsummed(Optimizer):
         self.gradients = {name: local(p.grad).clone() for name, p in self.parameters.items() if p.grad is not None}
 
 
-def _gradients(shape: ModelShape, layout: Layout, made: Made, *, summed: bool) -> tuple[Engine, dict[str, Tensor]]:
+def _gradients(
+    shape: ModelShape, layout: Layout, process_groups: ProcessGroups, *, summed: bool
+) -> tuple[Engine, dict[str, Tensor]]:
     case = Case(shape=shape)
-    mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
+    mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, process_groups=process_groups)
     engine = build_engine(shape, layout, mesh=mesh)
     engine.train()
     batches = split(case_batch(case, 1), case.global_batch)
@@ -117,13 +121,13 @@ def _gradients(shape: ModelShape, layout: Layout, made: Made, *, summed: bool) -
 
 def _needed_sums(shapes: list[ModelShape], layouts: list[dict[str, Any]]) -> list[dict[str, set[int]]]:
     """Per shape and layout, by parameter: of how many neighbours the sum of local gradients is the true gradient."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     sums = []
     for shape in shapes:
         _, true = _gradients(shape, Layout(compile="off"), {}, summed=True)
         for each in layouts:
             layout = Layout(compile="off", **each)
-            engine, mine = _gradients(shape, layout, made, summed=False)
+            engine, mine = _gradients(shape, layout, process_groups, summed=False)
             tp, needed = engine.mesh["tp"], dict[str, set[int]]()
             rounding = 1e-3 * max(whole.abs().max() for whole in true.values())  # of gradients that are truly zero
             all_ranks = gather_objects(mine, tp.process_group)

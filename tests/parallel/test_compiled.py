@@ -28,7 +28,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh, on_one_device
 from meshwright.parallel.blocks.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
 from meshwright.parallel.groups.group import Traffic
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.schedule import SPLIT
@@ -62,7 +62,7 @@ class Compiled:
     """Products that each W makes."""
 
 
-def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Compiled:
+def trained(case: str, options: dict[str, Any], backend: str, process_groups: ProcessGroups) -> Compiled:
     """On one rank: the steps of a case."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
@@ -82,7 +82,7 @@ def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Com
     torch.compile, Traffic.tell = partial(whole, backend=backend), remember  # type: ignore[method-assign]
     WeightGradients.run = count  # type: ignore[method-assign]
     try:
-        result = outcome(CASES[case], Layout(**{"compile": "on", **options}), made=made)
+        result = outcome(CASES[case], Layout(**{"compile": "on", **options}), process_groups=process_groups)
     finally:
         torch.compile, Traffic.tell, WeightGradients.run = whole, tell, run  # type: ignore[method-assign]
     breaks = tuple(counters["graph_break"])
@@ -91,9 +91,9 @@ def trained(case: str, options: dict[str, Any], backend: str, made: Made) -> Com
 
 def all_trained(case: str, layouts: list[dict[str, Any]], backend: str) -> list[Compiled]:
     """On one rank: layouts of one world size, compiled and then not."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     both = [{**options, "compile": compiled} for options in layouts for compiled in ("on", "off")]
-    return [trained(case, options, backend, made) for options in both]
+    return [trained(case, options, backend, process_groups) for options in both]
 
 
 POLICIES = ("none", "selective", "all-but-attention", "full")

@@ -9,7 +9,7 @@ import pytest
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from tests.model.shrunk import KINDS
 
@@ -82,8 +82,8 @@ def one_device(case: str) -> RankOutcome:
 
 
 def _run(case: str, options: list[dict[str, Any]]) -> list[RankOutcome]:
-    made: Made = {}
-    return [outcome(CASES[case], Layout(compile="off", **each), made=made) for each in options]
+    process_groups: ProcessGroups = {}
+    return [outcome(CASES[case], Layout(compile="off", **each), process_groups=process_groups) for each in options]
 
 
 def check(case: str, world: int, layouts: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from meshwright.observe.oracle.one_device import Case, RankOutcome, first_differ
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
-from meshwright.parallel.groups.mesh import Made, make_mesh
+from meshwright.parallel.groups.mesh import ProcessGroups, make_mesh
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.weights.boxes import Box, shard, sharded_dim
 from meshwright.store import checkpoint
@@ -51,8 +51,8 @@ def test_the_dim_that_is_cut(sizes: tuple[int, ...], ranks: int, dim: int) -> No
 
 
 def trained(options: list[dict[str, Any]]) -> list[RankOutcome]:
-    made: Made = {}
-    return [outcome(CASE, Layout(compile="off", **each), made=made) for each in options]
+    process_groups: ProcessGroups = {}
+    return [outcome(CASE, Layout(compile="off", **each), process_groups=process_groups) for each in options]
 
 
 @pytest.mark.long
@@ -78,10 +78,10 @@ def tensors(engine: Engine) -> dict[str, torch.Tensor]:
 
 def saved_and_loaded(folder: Path) -> list[float]:
     """Saved by each of SAVED and loaded under the other; the largest difference from the weights of the seed."""
-    distances, made = [], Made()
+    distances, process_groups = [], ProcessGroups()
     for each, other in zip(SAVED, SAVED[::-1], strict=True):
         engines = [
-            build_engine(CASE.shape, layout, mesh=make_mesh(layout, made=made), seed=seed)
+            build_engine(CASE.shape, layout, mesh=make_mesh(layout, process_groups=process_groups), seed=seed)
             for layout, seed in ((Layout(**each), SEED), (Layout(**other), 0), (Layout(**other), SEED))
         ]
         right, fresh, expected = map(tensors, engines)

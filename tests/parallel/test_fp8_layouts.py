@@ -12,7 +12,7 @@ from meshwright.observe.oracle.one_device import BANDS, Case, first_difference, 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups.group import gather_objects
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.spec.model.shape import MoEShape
 
@@ -40,22 +40,22 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 def _differences() -> list[str]:
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     alone = outcome(CASE, Layout(compile="off")) if dist.get_rank() == 0 else None
     wrong = []
     for each in LAYOUTS:
-        ranks = gather_objects(outcome(CASE, Layout(compile="off", **each), made=made), None)
+        ranks = gather_objects(outcome(CASE, Layout(compile="off", **each), process_groups=process_groups), None)
         difference = alone and first_difference(alone, ranks, BANDS["fp8"])
         wrong += [f"{each}: {difference}"] if difference else []
     return wrong
 
 
 def _of_all_products() -> list[str]:
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     wrong = []
     for case, each in EVERY:
         alone = outcome(case, Layout(compile="off")) if dist.get_rank() == 0 else None
-        ranks = gather_objects(outcome(case, Layout(compile="off", **each), made=made), None)
+        ranks = gather_objects(outcome(case, Layout(compile="off", **each), process_groups=process_groups), None)
         difference = alone and first_difference(alone, ranks, BANDS["fp8-all"])
         wrong += [f"{each}: {difference}"] if difference else []
     return wrong

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.observe.oracle.feature_matrix import CASE
 from meshwright.observe.ranks import on_ranks
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from tests.parallel.test_traffic import Run
 
@@ -23,10 +23,10 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def _alive(layouts: list[dict[str, Any]]) -> list[int]:
     """How many parameters of each layout's engine live on after a step when nobody holds the engine."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     counts = []
     for each in layouts:
-        run = Run(CASE, Layout(compile="off", **each), made)
+        run = Run(CASE, Layout(compile="off", **each), process_groups)
         run.step()
         parameters = [ref(parameter) for parameter in run.engine.parameters.values()]
         del run

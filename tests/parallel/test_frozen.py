@@ -9,7 +9,7 @@ from meshwright.observe.oracle.one_device import Case, RankOutcome, first_differ
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import apply
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape
 
 CASE = Case(shape=shrink("qwen3-30b-a3b"))
@@ -32,10 +32,10 @@ def partly_frozen(shape: ModelShape, **options: Any) -> Transformer:
 
 
 def trained(options: list[dict[str, Any]]) -> list[RankOutcome]:
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     apply.skeleton = partly_frozen
     try:
-        return [outcome(CASE, Layout(compile="off", **each), made=made) for each in options]
+        return [outcome(CASE, Layout(compile="off", **each), process_groups=process_groups) for each in options]
     finally:
         apply.skeleton = skeleton
 

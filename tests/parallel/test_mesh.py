@@ -12,7 +12,7 @@ from meshwright import compat
 from meshwright.observe.ranks import LIMIT_S, on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel.groups import mesh
-from meshwright.parallel.groups.mesh import Made, make_group, make_mesh, saving_group
+from meshwright.parallel.groups.mesh import ProcessGroups, make_group, make_mesh, saving_group
 from meshwright.spec import Layout
 from meshwright.spec.layout.layout import expert_ranks, place_of, rank_of, ranks_along
 from meshwright.spec.memory.held import list_common
@@ -42,7 +42,7 @@ def test_experts_borrow_ranks_from_one_replica_of_one_stage() -> None:
 
 def test_only_groups_that_somebody_uses_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh.compat, "create_named_group", lambda ranks, limit, purpose: None)
-    dense = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2), rank=5).made
+    dense = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2), rank=5).process_groups
     once = [(5, 7), (4, 5), (1, 3, 5, 7), tuple(range(1, 16, 2)), tuple(range(16)), (5,)]
     assert dense.keys() == {("", ranks) for ranks in once} | {("F from 5", (5, 13)), ("B from 13", (5, 13))}
     routed = make_mesh(Layout(pp=2, dp_shard=2, cp=2, tp=2, ep=2, sp=True), rank=5)
@@ -92,10 +92,10 @@ def test_collectives_on_four_processes() -> None:
 def _two_layouts() -> list[float]:
     """A tied pipeline, whose two ends alone make a group, then other axes over the same ranks."""
     shape = replace(shrink("qwen2.5-0.5b"), layers=4)
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     totals = []
     for layout in (Layout(pp=4, micro_batch=1), Layout(dp_shard=2, tp=2), Layout(pp=2, tp=2, micro_batch=1)):
-        ours = make_mesh(layout, made=made)
+        ours = make_mesh(layout, process_groups=process_groups)
         for shared in list_common(shape, layout, ours.rank):
             make_group(shared.axis, shared.ranks, ours).all_reduce(torch.ones(1))
         totals.append(sum(ours[name].all_reduce(torch.ones(1)).item() for name in ("tp", "data", "world")))

@@ -10,7 +10,7 @@ from meshwright.observe.oracle.feature_matrix import CASE, DENSE, from_arrays, o
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, Recipe
 from meshwright.training.optimizer import muon
 from meshwright.training.optimizer.optimizer import Optimizer
@@ -78,10 +78,10 @@ def test_pieces_that_are_orthogonalized_alone_are_found(options: dict[str, Any])
 
 def empty_rank() -> list[int]:
     """Rounds of a rank whose parameters are frozen, or all too few for it."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     rounds = []
     for frozen in (False, True):
-        mesh = make_mesh(Layout(dp_shard=2, zero=1), made=made)
+        mesh = make_mesh(Layout(dp_shard=2, zero=1), process_groups=process_groups)
         engine = build_engine(DENSE.shape, mesh.layout, mesh=mesh)
         for name, parameter in engine.parameters.items():
             parameter.requires_grad_(not frozen or "norm" in name)

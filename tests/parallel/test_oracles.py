@@ -18,7 +18,7 @@ from benchmarks.torch_peers import SCHEDULES, VIRTUAL, Peer, TorchDDP, TorchFSDP
 from meshwright.observe.oracle.one_device import RankOutcome, assemble
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes.data import local
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 
 SMALL = replace(
     SHAPE, vocab=64, layers=5, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, max_positions=64
@@ -29,9 +29,9 @@ PEERS = {"DDP": TorchDDP, "FSDP2": TorchFSDP2, "TP": TorchTP}
 Found = tuple[list[RankOutcome], dict[str, dict[str, Tensor]]]
 
 
-def ours(work: Work, made: Made, layout: dict[str, Any]) -> RankOutcome:
+def ours(work: Work, process_groups: ProcessGroups, layout: dict[str, Any]) -> RankOutcome:
     """This rank's boxes of the gradients of one training step."""
-    run = Ours(work, made, **layout)
+    run = Ours(work, process_groups, **layout)
     gradients: dict[str, Any] = {}
     update = run.optimizer.step
 
@@ -56,8 +56,8 @@ def theirs(peer: Peer, work: Work) -> dict[str, Tensor]:
 
 
 def _on_rank(work: Work, layouts: list[dict[str, Any]], peers: list[str], schedules: list[str]) -> Found:
-    made: Made = {}
-    mine = [ours(work, made, layout) for layout in layouts]
+    process_groups: ProcessGroups = {}
+    mine = [ours(work, process_groups, layout) for layout in layouts]
     oracles = {name: theirs(PEERS[name](work), work) for name in peers}
     return mine, oracles | {name: theirs(TorchPipeline(work, name), work) for name in schedules}
 

@@ -19,7 +19,7 @@ from meshwright.kernels import fast
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.groups.group import Group
-from meshwright.parallel.groups.mesh import Made, make_mesh
+from meshwright.parallel.groups.mesh import ProcessGroups, make_mesh
 from meshwright.parallel.pipeline.executor import UNDER_WAY, Pipeline
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
@@ -121,13 +121,17 @@ def empty(_: MicroBatch) -> Tensor:
 
 
 def _run_cases(world: int, chosen: list[Case]) -> list[dict[str, Any]]:
-    told, made = Told(), Made()
-    return [_run_case(case, *ranks_of(case, world, made, told), told) for case in chosen]
+    told, process_groups = Told(), ProcessGroups()
+    return [_run_case(case, *ranks_of(case, world, process_groups, told), told) for case in chosen]
 
 
-def ranks_of(case: Case, world: int, made: Made, told: Told | None = None) -> tuple[Group, dict[StageLink, Group]]:
+def ranks_of(
+    case: Case, world: int, process_groups: ProcessGroups, told: Told | None = None
+) -> tuple[Group, dict[StageLink, Group]]:
     """The pipeline's ranks and the links of this one."""
-    mesh = make_mesh(Layout(pp=world, vp=case.virtual, schedule=case.schedule), traffic=told, made=made)
+    mesh = make_mesh(
+        Layout(pp=world, vp=case.virtual, schedule=case.schedule), traffic=told, process_groups=process_groups
+    )
     return mesh["pp"], mesh.links
 
 
@@ -229,8 +233,8 @@ class Census:
 
 
 def _count_alive(world: int, chosen: list[Case]) -> list[tuple[int, int]]:
-    made = Made()
-    return [_count_one(case, *ranks_of(case, world, made)) for case in chosen]
+    process_groups = ProcessGroups()
+    return [_count_one(case, *ranks_of(case, world, process_groups)) for case in chosen]
 
 
 def _count_one(case: Case, group: Group, links: dict[StageLink, Group]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.axes.data import Bucket, local
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.training.step.step import MicroPass
 
@@ -46,11 +46,11 @@ class _Constructed:
 def _sums(options: Sequence[dict[str, Any]], reduce_dtype: torch.dtype, small: int) -> list[tuple[Any, set[float]]]:
     """Per layout the dtype and the values of this rank's part of the norm's gradient (nothing where another stage has
     it): 1 from the first data-parallel rank, then SMALL so many times from each."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     sums: list[tuple[Any, set[float]]] = []
     for each in options:
         layout = Layout(compile="off", **each)
-        mesh = make_mesh(layout, made=made)
+        mesh = make_mesh(layout, process_groups=process_groups)
         engine = build_engine(
             SHAPE,
             layout,
@@ -141,8 +141,10 @@ def _alone(case: str) -> RankOutcome:
 
 
 def _compared(options: list[tuple[str, dict[str, Any]]]) -> list[RankOutcome]:
-    made: Made = {}
-    return [outcome(CASES[case], Layout(compile="off", **each), made=made) for case, each in options]
+    process_groups: ProcessGroups = {}
+    return [
+        outcome(CASES[case], Layout(compile="off", **each), process_groups=process_groups) for case, each in options
+    ]
 
 
 @pytest.mark.long
@@ -195,13 +197,13 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str, Callable[..., Any]]] = {
 
 
 def _mutated() -> list[RankOutcome]:
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     outcomes = []
     for each, owner, name, changed in WRONG.values():
         before = getattr(owner, name)
         setattr(owner, name, changed)
         try:
-            outcomes.append(outcome(CASES["dense"], Layout(compile="off", **each), made=made))
+            outcomes.append(outcome(CASES["dense"], Layout(compile="off", **each), process_groups=process_groups))
         finally:
             setattr(owner, name, before)
     return outcomes

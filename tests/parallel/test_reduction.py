@@ -11,7 +11,7 @@ from meshwright.observe.oracle.one_device import Case, case_batch
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, MoEShape
 from meshwright.spec.layout.schedule import Action, last_of
 from meshwright.training.step.batches import Share, select, split
@@ -24,12 +24,12 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def begun(options: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Of each layout: sums begun by the end of the last action that makes gradients, and all of them."""
-    made: Made = {}
-    return [_begun(Layout(pp=2, dp_shard=2, micro_batch=2, compile="off", **each), made) for each in options]
+    process_groups: ProcessGroups = {}
+    return [_begun(Layout(pp=2, dp_shard=2, micro_batch=2, compile="off", **each), process_groups) for each in options]
 
 
-def _begun(layout: Layout, made: Made) -> tuple[int, int]:
-    case, mesh = Case(shape=shrink("llama-3.1-8b")), make_mesh(layout, made=made)
+def _begun(layout: Layout, process_groups: ProcessGroups) -> tuple[int, int]:
+    case, mesh = Case(shape=shrink("llama-3.1-8b")), make_mesh(layout, process_groups=process_groups)
     engine = build_engine(case.shape, layout, mesh=mesh)
     engine.train()
     batches = split(select(case_batch(case, 1), Share(index=mesh["data"].index, parts=2)), 2)

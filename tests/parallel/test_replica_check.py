@@ -13,7 +13,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.axes.data import local
 from meshwright.parallel.engine import CHUNK, check_replicas, checksum
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.spec.errors import RunError
 from meshwright.training.optimizer.optimizer import Optimizer
@@ -35,9 +35,9 @@ SHARED: list[tuple[dict[str, Any], str, int]] = [
 """A layout, a parameter that several of its ranks hold, and the rank whose copy is changed."""
 
 
-def _trained(layout: Layout, made: Made) -> Engine:
+def _trained(layout: Layout, process_groups: ProcessGroups) -> Engine:
     case = Case(shape=shrink("qwen2.5-0.5b"))
-    mesh = make_mesh(layout, made=made)
+    mesh = make_mesh(layout, process_groups=process_groups)
     engine = build_engine(case.shape, layout, mesh=mesh, micro_batches=layout.micro_batches(case.global_batch))
     engine.train()
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
@@ -63,10 +63,10 @@ def _save(engine: Engine) -> list[str]:
 
 def _results() -> list[tuple[list[str], list[str], list[str]]]:
     """Per layout: what a save of equal copies does, one with a bit flipped on a rank, one with a NaN."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     results = []
     for options, name, rank in SHARED:
-        engine = _trained(Layout(compile="off", **options), made)
+        engine = _trained(Layout(compile="off", **options), process_groups)
         equal = _save(engine)
         weights = local(engine.parameters[name].detach()).view(-1) if name in engine.parameters else torch.empty(0)
         weights = weights if engine.mesh.rank == rank else weights.clone()

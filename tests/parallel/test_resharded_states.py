@@ -13,7 +13,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh
 from meshwright.parallel.axes.data import local
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, Plan, Recipe
 from meshwright.spec.model.shape import MoEShape
 from meshwright.store import checkpoint
@@ -31,12 +31,12 @@ STATES = [{"optimizer_states": "int8", "master_weights": "none"}, {"optimizer_st
           {"optimizer": "muon"}, {"optimizer": "muon", "optimizer_states": "int8"}]  # fmt: skip
 
 
-def made(layout: dict[str, Any], states: dict[str, Any], groups: Made | None = None) -> TrainState:
+def made(layout: dict[str, Any], states: dict[str, Any], groups: ProcessGroups | None = None) -> TrainState:
     planned = Layout(compile="off", **layout)
     recipe = Recipe(sequence=8, global_batch=4, precision="bf16", **states)
     plan = Plan(model=SHAPE, layout=planned, recipe=recipe)
     plan.check()
-    return new_state(plan, make_mesh(planned, made=groups), torch.device("cpu"), initialize=False)
+    return new_state(plan, make_mesh(planned, process_groups=groups), torch.device("cpu"), initialize=False)
 
 
 def drawn(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ def parts(state: TrainState) -> list[tuple[Tensor, Tensor]]:
 
 
 def save_and_load(folder: Path, number: int, states: dict[str, Any]) -> None:
-    groups: Made = {}
+    groups: ProcessGroups = {}
     state = made(LAYOUTS[number], states, groups)
     with torch.no_grad():
         for held, right in parts(state):

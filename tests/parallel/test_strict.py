@@ -14,7 +14,7 @@ from meshwright.observe.oracle.feature_matrix import CASE, DENSE
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.groups.group import Group
-from meshwright.parallel.groups.mesh import Made, make_mesh
+from meshwright.parallel.groups.mesh import ProcessGroups, make_mesh
 from meshwright.parallel.pipeline.executor import PointToPoint
 from meshwright.spec import Layout
 from tests.parallel.strict import strict
@@ -51,11 +51,11 @@ def case_of(layout: Layout) -> Case:
 
 def _strictly(layouts: list[Layout], seed: int) -> list[tuple[RankOutcome, int, int]]:
     """What each layout computed, how many calls were checked, and how many of these ended without a wait."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     results = []
     for layout in layouts:
         with strict(seed) as checks:
-            computed = outcome(case_of(layout), layout, made=made)
+            computed = outcome(case_of(layout), layout, process_groups=process_groups)
         results.append((computed, checks.checked, checks.seen_to_end))
     return results
 

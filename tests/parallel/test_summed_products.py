@@ -23,7 +23,7 @@ from meshwright.observe.oracle.one_device import Case, RankOutcome, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 
@@ -70,7 +70,7 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _compared(options: list[Asked]) -> list[tuple[RankOutcome, RankOutcome, int]]:
     """Of each layout: as sums take products, as they do not, and how many products they took."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     results = []
     add = GradientSum.add_product
     for case, each in options:
@@ -86,7 +86,7 @@ def _compared(options: list[Asked]) -> list[tuple[RankOutcome, RankOutcome, int]
                 changed(GradientSum, "add_product", counted),
                 changed(weight_gradients, "ADDING_DEVICES", devices),
             ):
-                both.append(outcome(CASES[case], layout, made=made))
+                both.append(outcome(CASES[case], layout, process_groups=process_groups))
         results.append((both[0], both[1], taken["products"]))
     return results
 

@@ -14,7 +14,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights
 from meshwright.parallel.groups.group import Traffic
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES
@@ -62,9 +62,9 @@ FOUR: list[dict[str, Any]] = [
 class Run:
     """A model under a layout on this rank, to be trained step by step."""
 
-    def __init__(self, case: Case, layout: Layout, made: Made) -> None:
+    def __init__(self, case: Case, layout: Layout, process_groups: ProcessGroups) -> None:
         self.case, self.layout = case, layout
-        self.mesh = make_mesh(layout, made=made)
+        self.mesh = make_mesh(layout, process_groups=process_groups)
         self.engine: Engine = build_engine(
             case.shape,
             layout,
@@ -99,10 +99,10 @@ class Run:
 
 def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, dict[str, set[tuple[int, ...]]]]]:
     """Per layout: what a step told, what the recorder saw, and the ranks that an axis stands for."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     counts = []
     for each in options:
-        run = Run(case, Layout(compile="off", **each), made)
+        run = Run(case, Layout(compile="off", **each), process_groups)
         with TrafficRecorder() as recorder:
             told = run.step()
         groups = [*run.mesh.groups.values(), *run.mesh.links.values(), *(group for _, group in run.engine.common)]
@@ -192,8 +192,8 @@ LAYOUTS = {
 
 def sent_by(case: Case, options: list[dict[str, Any]]) -> list[Sent]:
     """What a step of each layout sends."""
-    made: Made = {}
-    return [Run(case, Layout(compile="off", **each), made).step() for each in options]
+    process_groups: ProcessGroups = {}
+    return [Run(case, Layout(compile="off", **each), process_groups).step() for each in options]
 
 
 @cache

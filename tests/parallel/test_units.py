@@ -9,7 +9,7 @@ from meshwright.observe.oracle.one_device import Case, case_batch
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.training.step.batches import Share, select
 from meshwright.training.step.step import MicroPass, Weights
@@ -23,7 +23,7 @@ Seen = list[tuple[str, int, tuple[str, ...]]]
 
 def watched(layout: Layout) -> Seen:
     """One micro-batch forward and backward: what each block finds when its attention begins, either way."""
-    mesh = make_mesh(layout, made=Made())
+    mesh = make_mesh(layout, process_groups=ProcessGroups())
     engine = build_engine(CASE.shape, layout, mesh=mesh)
     model = engine.model
     engine.train()

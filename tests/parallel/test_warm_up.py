@@ -13,7 +13,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import apply
 from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.axes.data import local
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.parallel.pipeline.executor import Passes
 from meshwright.parallel.pipeline.passes import make_pipeline
 from meshwright.spec import Layout
@@ -33,7 +33,7 @@ LAYOUTS = [
 ]
 
 
-def _steps(case: Case, layout: Layout, made: Made, warms_up: bool) -> dict[str, Any]:
+def _steps(case: Case, layout: Layout, process_groups: ProcessGroups, warms_up: bool) -> dict[str, Any]:
     """Two steps, an evaluation between them: what they sent, and everything that they may change."""
     done: list[Action] = []
     do = Passes.do
@@ -47,7 +47,7 @@ def _steps(case: Case, layout: Layout, made: Made, warms_up: bool) -> dict[str, 
         patch.object(apply, "make_pipeline", lambda *arguments, **_: make_pipeline(*arguments, warms_up=warms_up)),
     ):
         torch.manual_seed(0)
-        run = Run(case, layout, made)
+        run = Run(case, layout, process_groups)
         sent = [run.step(), run.evaluate(), run.step()]
         weights = {name: local(p.detach()).clone() for name, p in run.engine.parameters.items()}
     return {
@@ -60,8 +60,10 @@ def _steps(case: Case, layout: Layout, made: Made, warms_up: bool) -> dict[str, 
 
 
 def _both(case: Case, layouts: list[Layout]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    made: Made = {}
-    return [(_steps(case, layout, made, False), _steps(case, layout, made, True)) for layout in layouts]
+    process_groups: ProcessGroups = {}
+    return [
+        (_steps(case, layout, process_groups, False), _steps(case, layout, process_groups, True)) for layout in layouts
+    ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -303,7 +303,7 @@ def run_both(texts: str, folder: str) -> list[int]:
         return real(self, tensors)
 
     Staging.copy = counting  # type: ignore[method-assign]
-    job.make_mesh = partial(make_mesh, made={})  # several runs of one process
+    job.make_mesh = partial(make_mesh, process_groups={})  # several runs of one process
     for number, options in enumerate(LAYOUTS):
         for way in ("async", "sync"):
             recipe = {**OPTIONS, "steps": 4, "eval_every": 2}

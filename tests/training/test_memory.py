@@ -11,7 +11,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.axes import data
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters, presets
 from meshwright.spec.layout.layout import pipeline_ranks
 from meshwright.spec.memory.held import Phase, list_held, memory, shards_are_masters
@@ -69,10 +69,12 @@ FEW_EXPERTS: list[dict[str, Any]] = [
 Held = dict[Phase, dict[str, int]]
 
 
-def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: dict[str, Any]) -> Held:
+def hold(
+    shape: ModelShape, layout: Layout, precision: str, process_groups: ProcessGroups, states: dict[str, Any]
+) -> Held:
     """What this rank holds at the two moments of a step."""
     case, recipe = Case(shape=shape), replace(RECIPE, precision=precision, **states)  # type: ignore[arg-type]
-    mesh = make_mesh(layout, made=made)
+    mesh = make_mesh(layout, process_groups=process_groups)
     engine = build_engine(
         shape,
         layout,
@@ -112,8 +114,8 @@ def hold(shape: ModelShape, layout: Layout, precision: str, made: Made, states: 
 
 
 def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, states: dict[str, Any]) -> list[Held]:
-    made: Made = {}
-    return [hold(shape, Layout(compile="off", **each), precision, made, states) for each in options]
+    process_groups: ProcessGroups = {}
+    return [hold(shape, Layout(compile="off", **each), precision, process_groups, states) for each in options]
 
 
 @pytest.mark.parametrize(

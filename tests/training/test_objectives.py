@@ -13,7 +13,7 @@ from meshwright.model.predictions import Predictions
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.recipe.recipe import TRAITS
@@ -135,11 +135,11 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def _steps(name: str, layouts: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(layout and objective, loss, norm of the gradient)."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     curves = []
     for each in layouts:
         layout = Layout(compile="off", micro_batch=2, **each)
-        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
+        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, process_groups=process_groups)
         for kind, (objective, whole) in OBJECTIVES.items():
             engine = build_engine(shrink(name), layout, mesh=mesh)
             engine.train()

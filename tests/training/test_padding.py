@@ -12,7 +12,7 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.step.batches import PADDING, Batch, Share, select, split, to_batch
@@ -64,11 +64,11 @@ def padded(rows: int = 4) -> Batch:
 
 def _steps(name: str, layouts: list[dict[str, Any]], compile: str) -> list[tuple[float, ...]]:
     """Loss, balance loss and norm of the gradient under each layout."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     curves = []
     for each in layouts:
         layout = Layout(compile=compile, micro_batch=2, **each)
-        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
+        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, process_groups=process_groups)
         engine = build_engine(shrink(name), layout, mesh=mesh)
         engine.train()
         index = mesh["data"].index if layout.cp == 1 else 0

@@ -30,7 +30,7 @@ from meshwright.spec.model.shape import LoRAShape
 from meshwright.spec.rules.legal import layout_violations
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import DTYPES, LossScaler
-from meshwright.training.step.batches import Batch, graph_form, split, standing, to_batch
+from meshwright.training.step.batches import Batch, graph_form, split, static_copy, to_batch
 from meshwright.training.step.step import MicroPass, StepResult, Weights, train_step
 from tests.operation_recorder import OnDeviceOnly, Recorder
 
@@ -309,7 +309,7 @@ def test_documents_have_room_in_powers_of_two() -> None:
     """Few forms serve all batches, and what is not there has no tokens."""
     batch = batch_of(0, 2, 24, 61, packed=True)
     number, longest, _ = batch.spans
-    copy = standing(batch)
+    copy = static_copy(batch)
     assert copy.spans[0] >= number > copy.spans[0] / 2 and copy.spans[1] >= longest
     assert graph_form(copy) == graph_form(batch) != graph_form(replace(batch, documents=None))
     assert graph_form(replace(batch, documents_of_rows=())) is None

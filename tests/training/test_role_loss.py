@@ -17,7 +17,7 @@ from meshwright.interface.trained.opening import load
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout
 from meshwright.training import loop
 from meshwright.training.step.batches import Share, select, split
@@ -107,13 +107,13 @@ LAYOUTS: list[dict[str, Any]] = [
 
 def _by_layout(layouts: list[dict[str, Any]]) -> list[list[float]]:
     """Nats and targets by role, twice, and the whole loss as training evaluates it."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     results = []
     roles = torch.randint(len(ROLES), (ROWS, LENGTH), generator=torch.Generator().manual_seed(5)).to(torch.uint8)
     whole = replace(batch(ROWS, LENGTH, valid=[12, 3, 7, 12]), more={"roles": roles})
     for each in layouts:
         layout = Layout(compile="off", micro_batch=2, **each)
-        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
+        mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, process_groups=process_groups)
         engine = build_engine(shrink("llama-3.1-8b"), layout, mesh=mesh)
         share = Share(
             index=mesh["data"].index if layout.cp == 1 else 0, parts=layout.dp, columns=engine.columns(LENGTH)

@@ -16,7 +16,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.axes import data
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.planner.cost.exchanges import links_of
 from meshwright.planner.cost.states import counts
 from meshwright.planner.time.collectives import StageContents, sharing
@@ -66,8 +66,8 @@ def laid(layout: dict[str, Any]) -> Layout:
 
 
 def trained(cases: list[Case], layouts: list[dict[str, Any]]) -> list[list[RankOutcome]]:
-    made: Made = {}
-    return [[outcome(case, laid(layout), made=made) for layout in layouts] for case in cases]
+    process_groups: ProcessGroups = {}
+    return [[outcome(case, laid(layout), process_groups=process_groups) for layout in layouts] for case in cases]
 
 
 def same(cases: list[Case], layouts: list[dict[str, Any]], world: int) -> list[list[list[RankOutcome]]]:
@@ -109,12 +109,12 @@ def held_here(
     shape: ModelShape, layouts: list[dict[str, Any]], dtype: torch.dtype = torch.float32
 ) -> list[tuple[int, int, list[str]]]:
     """(bytes of codes on this rank, those that are counted, which matrices gather other bits than one process has)."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     alone = frozen_codes([build_engine(shape, laid({}), mesh=make_mesh(laid({}), rank=0), dtype=dtype).model], shape)
     sizes = []
     for each in layouts:
         layout = laid(each)
-        mesh = make_mesh(layout, made=made)
+        mesh = make_mesh(layout, process_groups=process_groups)
         engine = build_engine(shape, layout, mesh=mesh, dtype=dtype, masters=layout.zero > 0)
         matrices = frozen_codes([engine.model], shape)
         here = sum(

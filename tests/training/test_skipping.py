@@ -230,7 +230,7 @@ def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
     os.fsync = lambda number: None  # type: ignore[assignment]
     precision.HISTORY_STEPS = 3
     trainer.reads_late = lambda device: True
-    job.make_mesh = partial(make_mesh, made={})
+    job.make_mesh = partial(make_mesh, process_groups={})
     second, runs, finish, begin = dist.get_rank() == 1, [], Engine.finish_gradients, trainer.Trainer._begin_step
 
     def disturbed(engine: Engine) -> None:

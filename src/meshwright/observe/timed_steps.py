@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.rates import synchronize
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.planner.cost.speeds import Host, Triple
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.machine.clusterfile import ClusterFile
@@ -63,18 +63,18 @@ def measure_steps(plans: Sequence[Plan], timing: Timing, device: str = "cpu") ->
 
 def _all_steps(plans: list[Plan], timing: Timing, kind: str) -> list[float]:
     torch.set_num_threads(threads_of(dist.get_world_size()))
-    made: Made = {}
-    return [step_s(plan, timing, kind, made) for plan in plans]
+    process_groups: ProcessGroups = {}
+    return [step_s(plan, timing, kind, process_groups) for plan in plans]
 
 
-def step_s(plan: Plan, timing: Timing, kind: str = "cpu", made: Made | None = None) -> float:
+def step_s(plan: Plan, timing: Timing, kind: str = "cpu", process_groups: ProcessGroups | None = None) -> float:
     """Return the median step of a plan on this rank, on random tokens."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     recipe, layout = plan.recipe, plan.layout
     train_device.prepare(
         device, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products
     )
-    mesh = make_mesh(layout, made=made)
+    mesh = make_mesh(layout, process_groups=process_groups)
     engine = build_engine(
         plan.model, layout, mesh=mesh, device=device, dtype=DTYPES[recipe.precision],
         reduce_dtype=reduce_dtype(recipe), micro_batches=layout.micro_batches(recipe.global_batch),

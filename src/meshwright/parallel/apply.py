@@ -89,8 +89,8 @@ def build_engine(
     mesh = mesh or make_mesh(layout)
     layout = resolve_auto(layout, device, mesh["world"])
     mesh = replace(mesh, layout=layout)
-    held = boxes(shape, layout, mesh.rank)
-    sizes = {name: box.sizes for name, box in held.items()}
+    rank_boxes = boxes(shape, layout, mesh.rank)
+    sizes = {name: box.sizes for name, box in rank_boxes.items()}
     sharers = {part.parameter.name: part.ranks for part in held_by(shape, layout, mesh.rank) if part.parameter.scheme}
     # None = shards are gathered in the dtype they have.
     gathered = dtype if masters and layout.zero and dtype != torch.float32 else None
@@ -106,13 +106,13 @@ def build_engine(
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
             # Codes that several ranks share become parameters of bytes, which ZeRO shards and gathers like all others.
             for name, codes in frozen_codes([stage], shape).items():
-                codes.cut(held[name])
+                codes.cut(rank_boxes[name])
                 if sharers[name] > 1:
                     codes.put_into_run(dtype)
             stages.append(stage)
     # Without a wider dtype torch reduces gradients as they are, with no second buffer.
     summed = None if reduce_dtype == dtype else reduce_dtype
-    engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
+    engine = parallelize(stages, mesh, rank_boxes, device, summed, micro_batches, gathered)
     if initialize or adapters:
         initialize_boxes(engine, seed, adapters=not initialize)
     if initialize:
@@ -179,7 +179,7 @@ def initialize_boxes(engine: Engine, seed: int, *, adapters: bool = False) -> No
 def parallelize(
     stages: Sequence[Transformer],
     mesh: Mesh,
-    held: dict[str, Box],
+    rank_boxes: dict[str, Box],
     device: torch.device,
     reduce_dtype: torch.dtype | None = None,
     micro_batches: int = 1,
@@ -206,7 +206,7 @@ def parallelize(
     return Engine(
         stages=tuple(stages),
         mesh=mesh,
-        boxes=held,
+        boxes=rank_boxes,
         reduce_dtype=reduce_dtype,
         gathered_dtype=gathered,
         replicas=replicas,

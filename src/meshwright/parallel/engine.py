@@ -74,15 +74,15 @@ class Engine:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the whole model, without bytes of codes. A tied matrix has one name."""
-        named = chain.from_iterable(stage.named_parameters() for stage in self.stages)
-        return {name: parameter for name, parameter in named if not is_run(name)}
+        named_parameters = chain.from_iterable(stage.named_parameters() for stage in self.stages)
+        return {name: parameter for name, parameter in named_parameters if not is_run(name)}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Persistent buffers (a router's correction), by name."""
         parameters = self.parameters
-        named = chain.from_iterable(stage.state_dict().items() for stage in self.stages)
-        return {name: tensor for name, tensor in named if name not in parameters and not is_run(name)}
+        named_tensors = chain.from_iterable(stage.state_dict().items() for stage in self.stages)
+        return {name: tensor for name, tensor in named_tensors if name not in parameters and not is_run(name)}
 
     def local_boxes(self) -> dict[str, Box]:
         """Return the box of this rank's part of each parameter, ZeRO's cut included."""
@@ -155,19 +155,19 @@ class Engine:
         """
         for replicas in self.replicas:
             replicas.finish()
-        named = self.parameters
+        parameters = self.parameters
         for shared, group in self.common:
             if shared.late:
-                self._sum([named[name] for name in shared.names], group)
+                self._sum([parameters[name] for name in shared.names], group)
 
     def _sum(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
         """Sum gradients over a group, in one all-reduce for each dtype.
 
         A rank without a gradient adds zero and gets the sum. Sums are rounded once if gradients are narrower.
         """
-        held = [parameter for parameter in parameters if parameter.requires_grad]
-        for dtype in dict.fromkeys(p.dtype for p in held):
-            same_dtype = [p for p in held if p.dtype == dtype]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        for dtype in dict.fromkeys(p.dtype for p in trainable):
+            same_dtype = [p for p in trainable if p.dtype == dtype]
             for parameter in same_dtype:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
@@ -208,8 +208,8 @@ def checksum(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=x.device)
     flat = x.detach().contiguous().view(-1)
     # Read eight bytes at a time where size and alignment allow it.
-    whole = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-    words = flat.view(torch.int64 if whole else WORDS[flat.element_size()])
+    by_words = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+    words = flat.view(torch.int64 if by_words else WORDS[flat.element_size()])
     weights = torch.arange(1, 2 * min(CHUNK, len(words)), 2, device=x.device)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for part in words.split(CHUNK):
@@ -223,11 +223,11 @@ def check_replicas(engine: Engine, step: int) -> None:
     if world.size == 1:
         return
     engine.reshard()  # shards are what a checkpoint saves
-    held = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
+    copies = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
     sums = {
-        name: checksum(held[name]) for name in dict.fromkeys(n for shared, _ in engine.common for n in shared.names)
+        name: checksum(copies[name]) for name in dict.fromkeys(n for shared, _ in engine.common for n in shared.names)
     }
-    device = next(iter(held.values())).device
+    device = next(iter(copies.values())).device
     differing = []
     for shared, group in engine.common:
         mine = torch.stack([sums[name] for name in shared.names])
@@ -239,7 +239,7 @@ def check_replicas(engine: Engine, step: int) -> None:
         (
             shared.names,
             group,
-            differ if shared.partial or not differ.any() else _find_drift(shared.names, differ, held, group),
+            differ if shared.partial or not differ.any() else _find_drift(shared.names, differ, copies, group),
         )
         for (shared, group), differ in zip(engine.common, differing, strict=True)
     ]
@@ -248,7 +248,7 @@ def check_replicas(engine: Engine, step: int) -> None:
     if not world.all_reduce(bad, "max").item():
         return
     complaints = [
-        _describe_copies(names[int(differ.nonzero()[0])], held, group)
+        _describe_copies(names[int(differ.nonzero()[0])], copies, group)
         for names, group, differ in suspects
         if differ.any()
     ]
@@ -261,11 +261,11 @@ def check_replicas(engine: Engine, step: int) -> None:
     raise error
 
 
-def _find_drift(names: Sequence[str], differ: Tensor, held: dict[str, Tensor], group: Group) -> Tensor:
+def _find_drift(names: Sequence[str], differ: Tensor, copies: dict[str, Tensor], group: Group) -> Tensor:
     """Return which of the differing copies (N,) are more than DRIFT apart, or not finite."""
     apart = torch.zeros_like(differ)
     for number in differ.nonzero().flatten().tolist():
-        x = held[names[number]].float()
+        x = copies[names[number]].float()
         largest, smallest = group.all_reduce(torch.stack((x, -x)), "max").unbind()
         spread, size = (largest + smallest).max(), torch.maximum(largest, smallest).abs().max()
         apart[number] = ~(spread <= DRIFT * size)  # true for NaN, too
@@ -274,9 +274,9 @@ def _find_drift(names: Sequence[str], differ: Tensor, held: dict[str, Tensor], g
     return apart
 
 
-def _describe_copies(name: str, held: dict[str, Tensor], group: Group) -> str:
+def _describe_copies(name: str, tensors: dict[str, Tensor], group: Group) -> str:
     """Describe which ranks of a group hold the wrong copy."""
-    mine = torch.stack((checksum(held[name]), torch.isfinite(held[name]).all().long()))
+    mine = torch.stack((checksum(tensors[name]), torch.isfinite(tensors[name]).all().long()))
     copies = group.all_gather(mine.unsqueeze(0)).tolist()
     # Numbers that are not finite name the culprit; otherwise the majority is taken to be right.
     broken = [rank for rank, (_, finite) in zip(group.ranks, copies, strict=True) if not finite]

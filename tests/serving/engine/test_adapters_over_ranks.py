@@ -103,9 +103,9 @@ def engine_of(name: str, way: str, model: Any, ranks: Any = None) -> ServingEngi
 
 def serve_parts(cases: Sequence[Case]) -> list[Any]:
     outcomes: list[Any] = []
-    made: dict[Any, Any] = {}
+    process_groups: dict[Any, Any] = {}
     for name, layout, way in cases:
-        local_part, ranks = part(name, layout, made)
+        local_part, ranks = part(name, layout, process_groups)
         if ranks.leads:
             outcomes.append(mixed(engine_of(name, way, local_part, ranks)))
             ranks.send(RankCommand.END)

@@ -51,9 +51,9 @@ def whole(name: str) -> Transformer:
     return network.eval()
 
 
-def part(name: str, layout: Layout, made: dict[Any, Any]) -> tuple[Transformer, ServingRanks]:
+def part(name: str, layout: Layout, process_groups: dict[Any, Any]) -> tuple[Transformer, ServingRanks]:
     """This rank's boxes of the whole model."""
-    mesh = make_mesh(layout, made=made)
+    mesh = make_mesh(layout, process_groups=process_groups)
     engine = build_engine(whole(name).shape, layout, mesh=mesh, trains=False, initialize=False)
     with torch.no_grad():
         places = engine.model.state_dict()
@@ -107,9 +107,9 @@ def answers(engine: ServingEngine) -> dict[str, Any]:
 def serve_parts(cases: list[Case]) -> list[Any]:
     """Of each case: on the first rank what it answered, on others the parameters that they have."""
     outcomes: list[Any] = []
-    made: dict[Any, Any] = {}
+    process_groups: dict[Any, Any] = {}
     for name, layout, way in cases:
-        local_part, ranks = part(name, layout, made)
+        local_part, ranks = part(name, layout, process_groups)
         if ranks.leads:
             outcomes.append(answers(ServingEngine(local_part, WAYS[way](local_part), ranks=ranks)))
             ranks.send(RankCommand.END)
@@ -195,8 +195,8 @@ def test_four_ranks_two_of_which_keep_the_same_key_head() -> None:
 
 
 def broken_and_refused() -> list[str]:
-    made: dict[Any, Any] = {}
-    local_part, ranks = part(KINDS[2], TENSOR, made)
+    process_groups: dict[Any, Any] = {}
+    local_part, ranks = part(KINDS[2], TENSOR, process_groups)
     if not ranks.leads:
         follow(local_part, ranks)
         return []

@@ -12,7 +12,7 @@ from meshwright.formats.hub import export_folder
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec import Layout, ModelShape, Recipe, num_parameters
 from meshwright.store import checkpoint, checkpoint_files
 from meshwright.store import commit as commits
@@ -36,9 +36,11 @@ LARGE = ModelShape(vocab=2048, layers=8, hidden=512, heads=8, kv_heads=8, ffn=14
 RUN_BYTES = 4 * 2**20
 
 
-def save(folder: Path, shape: ModelShape, precision: str, layout: Layout, made: Made | None = None) -> None:
+def save(
+    folder: Path, shape: ModelShape, precision: str, layout: Layout, process_groups: ProcessGroups | None = None
+) -> None:
     """Save the state of a training under a layout, every tensor filled by its name."""
-    mesh = make_mesh(layout, made=made)
+    mesh = make_mesh(layout, process_groups=process_groups)
     engine = build_engine(shape, layout, mesh=mesh, dtype=DTYPES[precision], device=torch.device("cpu"), seed=0)
     state = TrainState(engine, Optimizer(engine.parameters.items(), Recipe()), None, Progress())
     tensors = {name: tensor for name, tensor in state.tensors().items() if not name.startswith("rng.")}
@@ -53,9 +55,9 @@ def save(folder: Path, shape: ModelShape, precision: str, layout: Layout, made: 
 
 def save_cases(folder: str) -> None:
     """Save all cases, on one of four ranks."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     for name, precision, options in CASES:
-        save(Path(folder, name), shrink(name), precision, Layout(compile="off", **options), made)
+        save(Path(folder, name), shrink(name), precision, Layout(compile="off", **options), process_groups)
 
 
 def save_large(folder: str) -> None:

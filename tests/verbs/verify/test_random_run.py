@@ -20,7 +20,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.parallel.axes import data
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.groups.group import Group
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.weights.boxes import Box
 from meshwright.training.step import batches
@@ -192,12 +192,12 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 def _with_faults(texts: list[tuple[str, str]]) -> list[RankOutcome]:
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     outcomes = []
     for fault, text in texts:
         drawn = parse_case(text)
         with FAULTS[fault][0]() if fault else _nothing():
-            outcomes.append(to_arrays(outcome(drawn.case, drawn.layout, made=made)))
+            outcomes.append(to_arrays(outcome(drawn.case, drawn.layout, process_groups=process_groups)))
     return outcomes
 
 
@@ -254,8 +254,8 @@ def test_a_rank_that_fails_is_a_difference_and_the_others_are_still_judged(monke
 def _fails_with_a_window(cases: list[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
     if any(case.shape.window for case, _ in cases):
         raise ValueError("no windows today")
-    made: Made = {}
-    return [to_arrays(outcome(case, layout, made=made)) for case, layout in cases]
+    process_groups: ProcessGroups = {}
+    return [to_arrays(outcome(case, layout, process_groups=process_groups)) for case, layout in cases]
 
 
 def test_two_experts_almost_equally_wanted_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,10 +175,10 @@ def fail(error: BaseException, line: str, code: int) -> None:
 
     # A lost connection is the result of another rank's failure, which should be the one that is reported.
     if is_lost_connection(error):
-        watchdog.lost(_first_line(error), error.__traceback__)
+        watchdog.report_loss(_first_line(error), error.__traceback__)
     if not isinstance(error, (MeshwrightError, KeyboardInterrupt)) and code == 1:
         line = f"rank {rank()} failed at {watchdog.watch.after(error.__traceback__).position}: {line}"
-    watchdog.failed(line, code)
+    watchdog.report_failure(line, code)
 
 
 def _backend() -> str:

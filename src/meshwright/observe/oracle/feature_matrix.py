@@ -11,7 +11,7 @@ from meshwright.observe.oracle.feature_names import ALL, FEATURES, LARGEST_WORLD
 from meshwright.observe.oracle.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.rules.legal import layout_violations
@@ -207,10 +207,10 @@ def run_on_ranks(
 
 def outcomes_of(cases: Sequence[tuple[Case, Layout]], device: str) -> list[RankOutcome]:
     """Run all cases of one world size on one rank, over the same process groups."""
-    made: Made = {}
+    process_groups: ProcessGroups = {}
     collected = []
     for case, layout in cases:
-        collected.append(to_arrays(outcome(case, layout, device=device, made=made)))
+        collected.append(to_arrays(outcome(case, layout, device=device, process_groups=process_groups)))
         if layout.compile == "on":
             torch.compiler.reset()  # torch caches few versions of compiled code per function
     return collected

@@ -20,7 +20,7 @@ from meshwright.observe.oracle.drawn_teacher import DrawnTeacher, case_objective
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.apply import round_weights
 from meshwright.parallel.axes.data import local
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout.layout import Layout
 from meshwright.spec.memory.held import shards_are_masters
@@ -215,9 +215,11 @@ def case_batch(case: Case, step: int) -> Batch:
     return select(Batch(tokens=tokens, targets=targets, documents=documents, positions=positions))
 
 
-def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | None = None) -> RankOutcome:
+def outcome(
+    case: Case, layout: Layout, *, device: str = "cpu", process_groups: ProcessGroups | None = None
+) -> RankOutcome:
     """Train the case on this rank of an initialized process group, or alone."""
-    mesh = make_mesh(layout, made=made)
+    mesh = make_mesh(layout, process_groups=process_groups)
     engine = build_engine(
         case.shape,
         layout,

@@ -39,7 +39,7 @@ from meshwright.observe.spans import Span, report_spans
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.parallel.blocks.compiling import is_compiled
 from meshwright.parallel.groups.group import Counts
-from meshwright.parallel.groups.mesh import Made
+from meshwright.parallel.groups.mesh import ProcessGroups
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
@@ -286,13 +286,13 @@ def measure(
     steps: int = STEPS,
     pulse: Heartbeat | None = None,
     progress: Callable[[str], None] | None = None,
-    made: Made | None = None,
+    process_groups: ProcessGroups | None = None,
 ) -> RankProfile:
     """Measure one rank, in a process group of layout.world ranks or alone.
 
     Args:
         progress: Called at the start of each round.
-        made: Groups of this process that exist already (parallel.groups.mesh).
+        process_groups: Groups of this process that exist already (parallel.groups.mesh).
     """
     pulse, progress = pulse or Heartbeat(), progress or (lambda line: None)
     target = devices.pick_device()
@@ -301,7 +301,7 @@ def measure(
         plan = replace(plan, layout=predict(replace(plan, cluster=here)).settled.layout)
     check_fits(plan, target)
     devices.prepare(target, plan.recipe.precision)
-    mesh = make_mesh(plan.layout, traffic=pulse.calls, made=made)
+    mesh = make_mesh(plan.layout, traffic=pulse.calls, process_groups=process_groups)
     rounds = _Rounds(plan, mesh, target, pulse)
     progress(f"{FIRST} steps before the allocator's recorder")
     account = rounds.record()

@@ -18,7 +18,7 @@ from meshwright.spec.layout.layout import AXES, Layout, expert_ranks, expert_rep
 from meshwright.spec.layout.replay import StageLink, links
 from meshwright.spec.layout.schedule import stage_rank
 
-Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
+ProcessGroups = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
 """Process groups by (purpose, ranks). Another purpose makes another group of the same ranks."""
 GROUPS = {
     "pp": ("pp",),
@@ -57,7 +57,7 @@ class Mesh:
     """Counter of the collectives of all groups."""
     links: dict[StageLink, Group]
     """Groups of two ranks, in order of rank, for each link of the pipeline that this rank sends or receives on."""
-    made: Made
+    process_groups: ProcessGroups
     """Process groups, for other meshes of the same process to reuse."""
 
     def __getitem__(self, name: str) -> Group:
@@ -75,13 +75,13 @@ class Mesh:
 
 
 def make_mesh(
-    layout: Layout, rank: int | None = None, traffic: Traffic | None = None, made: Made | None = None
+    layout: Layout, rank: int | None = None, traffic: Traffic | None = None, process_groups: ProcessGroups | None = None
 ) -> Mesh:
     """Make all groups of a layout for a rank. None = the rank in the initialised process group.
 
     Every rank makes them in the same order, and only members take part in making one. So the cost is the number of
-    groups of a rank, not of the world. A process that makes several meshes passes `made` of the first to the next,
-    which reuses it. `traffic`: an existing counter, already being watched.
+    groups of a rank, not of the world. A process that makes several meshes passes `process_groups` of the first to the
+    next, which reuses them. `traffic`: an existing counter, already being watched.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -92,7 +92,14 @@ def make_mesh(
         ranks["ep"], ranks["expert_shard"] = expert_ranks(layout, rank)
         ranks["expert_data"] = expert_replicas(layout, rank)
     traffic = Traffic() if traffic is None else traffic
-    mesh = Mesh(layout=layout, rank=rank, groups={}, traffic=traffic, links={}, made={} if made is None else made)
+    mesh = Mesh(
+        layout=layout,
+        rank=rank,
+        groups={},
+        traffic=traffic,
+        links={},
+        process_groups={} if process_groups is None else process_groups,
+    )
     # Stages only send to each other, over `links`, so the axis itself needs no process group.
     along = ranks.pop("pp")
     mesh.groups["pp"] = Group("pp", along, along.index(rank), None, traffic)
@@ -132,17 +139,17 @@ def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "")
     """Make one more group of ranks of `mesh`. All its ranks make this call at the same point."""
     # A rank alone has no collectives that could be mixed up, so one group of it serves all purposes.
     key = purpose if len(ranks) > 1 else "", ranks
-    new = key not in mesh.made
+    new = key not in mesh.process_groups
     if new:
         world = mesh.layout.world
         if world == 1:
-            mesh.made[key] = None
+            mesh.process_groups[key] = None
         # The world group exists already. With a purpose it must not be shared: collectives are matched by their order.
         elif len(ranks) == world and not purpose:
-            mesh.made[key] = dist.group.WORLD
+            mesh.process_groups[key] = dist.group.WORLD
         else:
-            mesh.made[key] = compat.create_named_group(ranks, compat.time_limit(dist.group.WORLD), purpose)
-    group = Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
+            mesh.process_groups[key] = compat.create_named_group(ranks, compat.time_limit(dist.group.WORLD), purpose)
+    group = Group(axis, ranks, ranks.index(mesh.rank), mesh.process_groups[key], mesh.traffic)
     if new and _uses_nccl(group):  # Gloo also serves GPU tensors, and keeps the world's limit
         compat.limit_gpu_collectives(group.process_group, GPU_LIMIT)
     return group

@@ -307,13 +307,13 @@ class Watchdog:
                     return
                 time.sleep(0.02)
 
-    def failed(self, sentence: str, code: int) -> None:
+    def report_failure(self, sentence: str, code: int) -> None:
         """Report that this rank failed: one rank prints it, all end. Returns only if `end` does."""
         # The talker alone uses the store, so the sentence goes through its queue.
         self._claims.put((Blame(self.home.rank, sentence), code))
         self._wait_for_the_end(sentence, code)
 
-    def lost(self, reason: str, trace: TracebackType | None) -> None:
+    def report_loss(self, reason: str, trace: TracebackType | None) -> None:
         """Report that a collective failed because another rank is gone. All ranks end, naming the culprit."""
         # The beat is frozen here: what this rank does after its failure says nothing about the cause.
         self._last = replace(self.watch.after(trace), lost=reason)

@@ -47,7 +47,7 @@ class Repeatable(Protocol):
     def form(self) -> Hashable:
         """Return a key of the kernels that are launched and the sizes of their tensors. None = not to be captured."""
 
-    def standing(self) -> Self:
+    def static_copy(self) -> Self:
         """Return the same work with memory of its own, at fixed addresses."""
 
     def take(self, call: Self) -> None:
@@ -146,7 +146,7 @@ Work = TypeVar("Work", bound=Repeatable)
 @dataclass(slots=True)
 class _Form(Generic[Work]):
     seen: int = 0
-    standing: Work | None = None
+    static: Work | None = None
     launch: Launch | None = None
 
 
@@ -182,7 +182,7 @@ class FormGraphs(Generic[Work]):
         # A capture must not compile or load code, which the first run of a kernel does.
         with self.capture.beside():
             work(call)
-        form.standing, form.launch = self._capture(call, work)
+        form.static, form.launch = self._capture(call, work)
 
     def call(self, call: Work, work: Callable[[Work], None]) -> bool:
         """Do the work and return whether a graph did it."""
@@ -190,21 +190,21 @@ class FormGraphs(Generic[Work]):
         form = self._forms.setdefault(key, _Form()) if key is not None else _Form()
         form.seen += 1
         if form.launch is None and form.seen > WARM and self.captured < self.most and key is not None:
-            form.standing, form.launch = self._capture(call, work)
-        if form.launch is None or form.standing is None:
+            form.static, form.launch = self._capture(call, work)
+        if form.launch is None or form.static is None:
             with self.capture.beside():
                 work(call)
             return False
         # The graph knows only its own addresses: copy the inputs there, and the outputs out again.
-        form.standing.take(call)
+        form.static.take(call)
         form.launch()
-        form.standing.give(call)
+        form.static.give(call)
         return True
 
     def _capture(self, call: Work, work: Callable[[Work], None]) -> tuple[Work | None, Launch | None]:
-        standing = call.standing()
-        standing.take(call)
-        return standing, self.capture.record(lambda: work(standing))
+        static = call.static_copy()
+        static.take(call)
+        return static, self.capture.record(lambda: work(static))
 
 
 _log = logging.getLogger("meshwright")

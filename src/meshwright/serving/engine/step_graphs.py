@@ -72,7 +72,7 @@ class RowStep:
         """Return (rows, positions). None = the memory has no room for the tables."""
         return (self.numbers.shape[1], self.longest) if len(self.tables) <= len(self.memory.tables) else None
 
-    def standing(self) -> Self:
+    def static_copy(self) -> Self:
         """Return the step with tensors in the memory."""
         rows = self.numbers.shape[1]
         numbers, logits = self.memory.numbers[:, :rows], self.memory.logits[:rows]

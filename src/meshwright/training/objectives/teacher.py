@@ -259,8 +259,8 @@ def lay_out(
 ) -> Engine:  # fmt: skip
     """Build a frozen model over the ranks of a mesh. Without a seed its weights stay uninitialized."""
     engine = build_engine(
-        shape, layout, mesh=make_mesh(layout, rank=mesh.rank, made=mesh.made), device=device, dtype=dtype,
-        seed=seed or 0, initialize=seed is not None, trains=False,
+        shape, layout, mesh=make_mesh(layout, rank=mesh.rank, process_groups=mesh.process_groups),
+        device=device, dtype=dtype, seed=seed or 0, initialize=seed is not None, trains=False,
     )  # fmt: skip
     engine.eval()
     return engine

@@ -380,7 +380,7 @@ def graph_form(batch: Batch) -> Hashable:
     return sizes, batch.answers_of_rows, _room(batch)
 
 
-def standing(batch: Batch) -> Batch:
+def static_copy(batch: Batch) -> Batch:
     """Return a copy of the batch with memory that stays where it is, for passes launched as CUDA graphs.
 
     It has room for as many and as long documents as others of its form; absent ones have no tokens.

@@ -14,7 +14,7 @@ from meshwright.parallel import Engine
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.optimizer.optimizer import Optimizer
 from meshwright.training.optimizer.precision import LossScaler, StepSkipper
-from meshwright.training.step.batches import PADDING, Batch, copy_into, forms, graph_form, standing
+from meshwright.training.step.batches import PADDING, Batch, copy_into, forms, graph_form, static_copy
 
 
 class Objective(Protocol):
@@ -247,9 +247,9 @@ class MicroPass:
         """Return the key of the graph. None = no graph: only cross-entropy reads nothing but the batch's tensors."""
         return graph_form(self.batch) if isinstance(self.objective, CrossEntropy) else None
 
-    def standing(self) -> "MicroPass":
+    def static_copy(self) -> "MicroPass":
         """Return a copy whose memory stays where it is, for a graph (Capturable in parallel.pipeline.pass_graphs)."""
-        return MicroPass(standing(self.batch), self.weights.copied(), self.objective)
+        return MicroPass(static_copy(self.batch), self.weights.copied(), self.objective)
 
     def take(self, source: "MicroPass") -> None:
         """Copy the tensors of another pass into this one's memory."""
