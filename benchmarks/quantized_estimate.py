@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.kernels.quantized.device_products import E4M3_ROWS, FUSED_ROWS, slab_rows
-from meshwright.kernels.triton import few_rows, int8_product, packed_product
+from meshwright.kernels.triton import int8_product, packed_product
 from meshwright.planner.kernels import fitted_kernel
 from meshwright.planner.kernels.fitted_kernel import Kernel, TileChoice, kernel_of
 from meshwright.spec.model.quantization_schemes import SCHEMES
@@ -82,7 +82,7 @@ def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
     """Microseconds of packed_rows, and of sum_parts where K is cut. Programs of a processor take turns at
     making numbers and multiplying. One and two rows are multiplied by few_packed_rows."""
     chip, kind = kernel.chip, SCHEMES[scheme]
-    if work.rows <= few_rows.MOST_ROWS:
+    if work.rows <= packed_product.MOST_ROWS:
         return _few(kernel, work, scheme)
     warp_groups = chip.low_best > chip.best  # units for 8 bits came with them
     tile = packed_product.tile_of(work.rows, warp_groups)
@@ -146,7 +146,7 @@ def int8(kernel: Kernel, work: Sizes) -> float:
 def fp8(kernel: Kernel, work: Sizes) -> float:
     """Microseconds of round_rows and of the library's product of 8 bits; of one and two rows, of few_packed_rows."""
     chip = kernel.chip
-    if work.rows <= few_rows.MOST_ROWS:
+    if work.rows <= packed_product.MOST_ROWS:
         return _few(kernel, work, "fp8") + (_rounding(kernel, work) if work.rounded else 0.0)
     alone = fitted_kernel.fastest_tile_us(
         kernel.figures, chip, work.rows, work.columns, work.inner, width=1.0, best=chip.low_best

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.linear.linear import linear
-from meshwright.kernels.target import simulate_device
 from meshwright.observe.check.events import RankTrace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import record_ranks, record_world

@@ -10,7 +10,7 @@ from benchmarks.gpu import exact_forms
 from benchmarks.gpu.case import EIGHT_BITS, ROWS, Case, Count, Leaf, Run, implementations, taken
 from benchmarks.gpu.product_cases import Routing
 from meshwright import compat
-from meshwright.kernels.experts import experts, fp8_experts
+from meshwright.kernels.experts import experts
 from meshwright.kernels.linear import fp8
 from meshwright.kernels.linear.linear import weight_product
 from meshwright.kernels.optimizer.adamw import (
@@ -210,7 +210,7 @@ def grouped_fp8(
     leaves = Leaf((rows, width), dtype=BF16), Leaf((number, ffn, width), width**-0.5, BF16)
 
     def ours(x: Tensor, weights: Tensor) -> Tensor:
-        return fp8_experts.expert_linear(x, weights, counts)
+        return fp8.expert_linear(x, weights, counts)
 
     def wide(x: Tensor, weights: Tensor) -> Tensor:
         on_device = experts.groups_on_device(x, weights)
@@ -219,7 +219,7 @@ def grouped_fp8(
     return Case(
         operation="MoE grouped product, fp8", size=f"{rows:,} x {width:,} x {ffn:,}, {number} experts", dtype=BF16,
         leaves=leaves, exact=partial(exact_forms.grouped, counts=known),
-        eager=partial(fp8_experts.expert_linear_reference, counts=known), ours={"ours, torch": ours},
+        eager=partial(fp8.expert_linear_reference, counts=known), ours={"ours, torch": ours},
         chosen="ours, torch", rivals={"bf16": wide},
         counts={"forward": forward, "backward": Count(2 * forward.bytes_moved, 2 * flop)}, kinds=(EIGHT_BITS,) * 3,
         compiles=False,

@@ -15,7 +15,7 @@ from meshwright.kernels.attention.paged import (
     turn_and_keep,
     turn_and_keep_reference,
 )
-from meshwright.kernels.triton.likeliest import likeliest
+from meshwright.kernels.triton.logit_rows import likeliest
 
 SIZE = 16
 """Positions of a block."""

@@ -55,9 +55,9 @@ def loss(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.device) -> 
         return losses.detach(), torch.autograd.grad(losses, leaf)[0]
 
     def ours(logits: Tensor) -> tuple[Tensor, Tensor]:
-        from meshwright.kernels.triton import loss_rows
+        from meshwright.kernels.triton import logit_rows
 
-        losses = loss_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+        losses = logit_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
         return losses.sum(), logits
 
     return Case(

@@ -115,9 +115,9 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Te
 
 
 def _merge_in_triton(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    from meshwright.kernels.triton import merge_partial
+    from meshwright.kernels.triton import flash
 
-    merge_partial.merge(out, lse, part, part_lse, part_lse)
+    flash.merge(out, lse, part, part_lse, part_lse)
     return out, lse
 
 

@@ -13,8 +13,7 @@ from meshwright.data.chat import rendering
 from meshwright.data.chat.rendering import Marked, Policy
 from meshwright.data.chat.samples import Conversation, sample
 from meshwright.data.chat.template import DEFAULT, ChatTemplate
-from meshwright.serving.http.request.chat_fields import ChatMessage
-from meshwright.serving.http.request.request_fields import check_fields
+from meshwright.serving.http.request.request_fields import ChatMessage, check_fields
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import (
     CHATML,

@@ -14,23 +14,18 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.triton import (
-    cache_write,
     code_words,
     expert_rows,
-    few_rows,
     flash,
     gated,
     int8_product,
-    likeliest,
-    loss_rows,
-    many_tensors,
-    merge_partial,
-    narrow_update,
+    logit_rows,
     packed_product,
     paged,
     root_norm,
     rotary,
     row_rounding,
+    updates,
 )
 from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
@@ -75,7 +70,7 @@ def both_ways(function: Callable[..., Any], *inputs: Any, **options: Any) -> Non
 def loss(dtype: torch.dtype, factor: tuple[int, ...] | None, *, gradient: bool, smoothing: float) -> Row:
     factors = None if factor is None else empty(*factor, dtype=FP32)
     launch = partial(
-        loss_rows.losses, empty(512, VOCABULARY, dtype=dtype), empty(512, dtype=INT64), factors, ignored=-100,
+        logit_rows.losses, empty(512, VOCABULARY, dtype=dtype), empty(512, dtype=INT64), factors, ignored=-100,
         gradient=gradient, smoothing=smoothing, z=smoothing,
     )  # fmt: skip
     return Row(launch)
@@ -84,8 +79,8 @@ def loss(dtype: torch.dtype, factor: tuple[int, ...] | None, *, gradient: bool, 
 def loss_of_parts() -> None:
     """The vocabulary is spread over two devices; this is the second."""
     logits, targets, numbers = empty(512, VOCABULARY // 2), empty(512, dtype=INT64), empty(512, dtype=FP32)
-    loss_rows.gathered(logits, targets, VOCABULARY // 2)
-    loss_rows.write_gradients(
+    logit_rows.gathered(logits, targets, VOCABULARY // 2)
+    logit_rows.write_gradients(
         logits, targets, numbers, numbers, first=VOCABULARY // 2, vocabulary=VOCABULARY, smoothing=0.1, z=1e-4
     )
 
@@ -116,7 +111,7 @@ def rotation(*, interleaved: bool, in_place: bool) -> Row:
 
 def merge() -> None:
     sizes = (1, HEADS, TOKENS, HEAD)
-    merge_partial.merge(
+    flash.merge(
         empty(*sizes, dtype=FP32), empty(*sizes[:3], dtype=FP32), empty(*sizes), empty(*sizes[:3], dtype=FP32),
         empty(*sizes[:3], dtype=FP32),
     )  # fmt: skip
@@ -158,7 +153,7 @@ def update(moments: torch.dtype, weight: torch.dtype, *, copy: bool) -> Row:
     numbers = UpdateNumbers(
         rate=1e-4, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=number, skip=number
     )  # fmt: skip
-    return Row(partial(narrow_update.narrow_adamw, piece, empty(FFN, WIDTH, dtype=FP32), numbers))
+    return Row(partial(updates.narrow_adamw, piece, empty(FFN, WIDTH, dtype=FP32), numbers))
 
 
 def many(dtype: torch.dtype, copied: torch.dtype, first: int = 0) -> Row:
@@ -172,10 +167,8 @@ def many(dtype: torch.dtype, copied: torch.dtype, first: int = 0) -> Row:
         numbers = UpdateNumbers(
             rate=1e-4, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=number, skip=number
         )
-        many_tensors.adamw(
-            gradients, masters, (means, squares), None if copied == FP32 else copies, [number] * 2, numbers
-        )
-        many_tensors.squares(gradients)
+        updates.adamw(gradients, masters, (means, squares), None if copied == FP32 else copies, [number] * 2, numbers)
+        updates.squares(gradients)
 
     return Row(launch)
 
@@ -219,7 +212,7 @@ def packed(
 
 def rounded_rows_product(rows: int) -> Row:
     x, matrix = empty(rows, WIDTH), matrix_of_codes(0, "", codes=E4M3)
-    return Row(partial(few_rows.packed_linear, x, matrix, None, empty(rows, 1, dtype=FP32)))
+    return Row(partial(packed_product.few_rows_linear, x, matrix, None, empty(rows, 1, dtype=FP32)))
 
 
 def rounded(dtype: torch.dtype, *, skips: bool) -> Row:
@@ -264,9 +257,9 @@ def kept_rows(codes: torch.dtype = BF16, *, norms: bool, interleaved: bool = Fal
     scales = None if codes == BF16 else empty(*size[:3], dtype=FP32)
     stores = (paged.BlockStore(empty(*size, dtype=codes), scales) for _ in range(2))
     tables = (empty(5, HEAD // 2, dtype=FP32) for _ in range(2))
-    normed = cache_write.HeadNorms(empty(HEAD), empty(HEAD), EPS) if norms else None
+    normed = paged.HeadNorms(empty(HEAD), empty(HEAD), EPS) if norms else None
     slots = empty(5, dtype=INT64)
-    launch = partial(cache_write.turn_and_keep, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
+    launch = partial(paged.turn_and_keep, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
     return Row(launch)
 
 
@@ -354,8 +347,8 @@ ROWS = {
     "paged attention in one run": paged_attention(128, 32, 8, longest=200, dtype=FP16),
     "paged attention over int8": paged_attention(128, 32, 8, INT8),
     "paged attention over e4m3": paged_attention(128, 32, 8, E4M3),
-    "likeliest tokens": Row(lambda: likeliest.likeliest(empty(5, VOCABULARY, dtype=FP32))),
-    "likeliest tokens of few": Row(lambda: likeliest.likeliest(empty(5, 300, dtype=FP32))),
+    "likeliest tokens": Row(lambda: logit_rows.likeliest(empty(5, VOCABULARY, dtype=FP32))),
+    "likeliest tokens of few": Row(lambda: logit_rows.likeliest(empty(5, 300, dtype=FP32))),
     "rows kept": kept_rows(norms=False),
     "rows kept with norms": kept_rows(norms=True, interleaved=True, heads=7 * KEY_HEADS),
     "rows kept in int8": kept_rows(INT8, norms=True),

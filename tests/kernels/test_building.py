@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from meshwright.kernels.c import build, serving_library, training_rows
-from meshwright.kernels.c.panels import Panels
-from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.c.serving_library import Loops, Panels
 
 SOURCES = ("rows.c", "block.c", "attention.c", "panels.c")
 ALL = """

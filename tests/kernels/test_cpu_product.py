@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright import compat
 from meshwright.compat import cpu
 from meshwright.kernels import fast
+from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import linears_reference
-from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.observe.profile.cpu_allocator import watching
 from meshwright.spec import ModelShape

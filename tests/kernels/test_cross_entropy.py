@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import fast, reference
-from meshwright.kernels.c import logit_rows
+from meshwright.kernels.c import training_rows
 from meshwright.kernels.loss import cross_entropy
 from meshwright.kernels.loss.cross_entropy import IGNORED, Vocabulary, chunk_rows
 from tests.counting import Operations
@@ -27,7 +27,7 @@ that are rounded already, so there are two roundings: sqrt(2). In training the f
 @pytest.fixture(autouse=True, params=["plain", "loops"])
 def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rows a chunk, so that small tensors have several; by plain code and by compiled loops."""
-    monkeypatch.setattr(logit_rows, "LEAST", 0 if request.param == "loops" else 2**62)
+    monkeypatch.setattr(training_rows, "LEAST", 0 if request.param == "loops" else 2**62)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
     monkeypatch.setattr(cross_entropy, "ROW_STEP", 2)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import fast, reference
+from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.experts import experts
 from meshwright.kernels.experts.experts import expert_linear_grouped, groups_on_device, spread
 from meshwright.kernels.linear.fp8 import SAME
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
-from meshwright.kernels.target import simulate_device
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import fast, in_form, reference
-from meshwright.kernels.experts import fp8_experts
+from meshwright.kernels.chooser import simulate_device
+from meshwright.kernels.linear import fp8
 from meshwright.kernels.linear.linear import FP8_ALL, SAME
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splitting
-from meshwright.kernels.target import simulate_device
 from tests.kernels.exactness import tensors
 from tests.kernels.test_fp8 import distance
 
@@ -73,7 +73,7 @@ def grouped_by_hand(
 @pytest.mark.parametrize("counts", COUNTS[:-1], ids=str)
 def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = expert_operands(counts)
-    right = outcome(fp8_experts.expert_linear, counts, leaves)
+    right = outcome(fp8.expert_linear, counts, leaves)
     calls = []
 
     def product(*operands: Any) -> Tensor:
@@ -82,7 +82,7 @@ def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypat
 
     monkeypatch.setattr(compat, "scaled_grouped_product", product)
     with simulate_device("cuda"):
-        actual = outcome(fp8_experts.expert_linear, torch.tensor(counts), leaves)
+        actual = outcome(fp8.expert_linear, torch.tensor(counts), leaves)
     assert len(calls) == 3
     assert all(off(a, b) < 3e-3 for a, b in zip(actual, right, strict=True))
 
@@ -98,22 +98,22 @@ def test_the_kernel_of_this_torch_takes_such_operands(expanded: bool) -> None:
         if expanded:
             gradient = gradient[0, 0].expand(gradient.shape)
         leaves = rows.requires_grad_(), stack.requires_grad_(), gradient
-        actual = outcome(fp8_experts.expert_linear, torch.empty(4, dtype=torch.int64), leaves)
+        actual = outcome(fp8.expert_linear, torch.empty(4, dtype=torch.int64), leaves)
     assert [tuple(tensor.shape) for tensor in actual] == [(50, 32), (50, 64), (4, 32, 64)]
     assert {tensor.dtype for tensor in actual} == {BF16}
 
 
 def test_a_large_stack_is_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     (stack,) = tensors((5, 32, 64), dtype=BF16)
-    right = fp8_experts.narrow_stack(stack)
-    monkeypatch.setattr(fp8_experts, "PIECE", 2 * 32 * 64)
-    actual = fp8_experts.narrow_stack(stack)
+    right = fp8.narrow_stack(stack)
+    monkeypatch.setattr(fp8, "PIECE", 2 * 32 * 64)
+    actual = fp8.narrow_stack(stack)
     assert torch.equal(actual.values.float(), right.values.float()) and torch.equal(actual.scales, right.scales)
 
 
 def test_gradients_of_a_stack_can_wait() -> None:
     rows, stack, gradient = expert_operands(COUNTS[0])
-    right = outcome(fp8_experts.expert_linear, COUNTS[0], (rows, stack, gradient))[2]
+    right = outcome(fp8.expert_linear, COUNTS[0], (rows, stack, gradient))[2]
     with splitting():
         made = in_form(fast(), FP8_ALL).expert_linear(rows, stack, COUNTS[0])
         with WeightGradients() as queue:
@@ -128,7 +128,7 @@ def test_as_an_operator_of_compiled_code() -> None:
     from meshwright.kernels.experts.experts import expert_product
 
     leaves, counts = expert_operands(COUNTS[0]), torch.tensor(COUNTS[0])
-    right = outcome(fp8_experts.expert_linear, counts, leaves)
+    right = outcome(fp8.expert_linear, counts, leaves)
     actual = outcome(
         lambda rows, stack, counts: expert_product(rows, stack, counts, "auto", FP8_ALL, False), counts, leaves
     )

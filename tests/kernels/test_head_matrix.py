@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.kernels import fast, reference
-from meshwright.kernels.c import logit_rows
+from meshwright.kernels.c import training_rows
+from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.loss import cross_entropy
 from meshwright.kernels.loss.cross_entropy import IGNORED, HeadMatrix, Vocabulary, scaled_gradient
 from meshwright.kernels.loss.linear_divergence import Divergence, TeacherHead
-from meshwright.kernels.target import simulate_device
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape
 from meshwright.spec.memory.buffers import PADDED_TO, ROW_BYTES, padded_columns
@@ -32,7 +32,7 @@ PRODUCTS = ("mm", "addmm", "addmm_")
 def padded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU pads as a GPU does, and takes eight rows a chunk; losses by plain code and by compiled loops."""
     monkeypatch.setattr(cross_entropy, "PADDING_DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(logit_rows, "LEAST", 0 if request.param == "loops" else 2**62)
+    monkeypatch.setattr(training_rows, "LEAST", 0 if request.param == "loops" else 2**62)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
     monkeypatch.setattr(cross_entropy, "FEWEST_LEFT_OUT", 1.0)
@@ -146,7 +146,7 @@ def test_parts_of_a_vocabulary() -> None:
 
 def test_an_ignored_row_of_infinities_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros times infinity are no numbers: what a loop clears before V has to be cleared behind it too."""
-    monkeypatch.setattr(logit_rows, "LEAST", 0)
+    monkeypatch.setattr(training_rows, "LEAST", 0)
     targets = targets_of(97)
     x, weight = tensors((ROWS, WIDTH), (97, WIDTH))
     x[2], x[11] = torch.inf, torch.nan

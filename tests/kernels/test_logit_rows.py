@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.c import logit_rows, training_rows
+from meshwright.kernels.c import training_rows
 from meshwright.kernels.loss.cross_entropy import IGNORED
 from tests.kernels.exactness import tensors
 
@@ -53,10 +53,10 @@ def test_losses_and_gradients(columns: int, smoothing: float, z: float, dtype: t
     losses, gradients = exact(logits, targets, factors, smoothing, z)
     form = {"ignored": IGNORED, "smoothing": smoothing, "z": z}
     before = logits.clone()
-    actual = logit_rows.losses(logits, targets, factors, gradient=False, **form)
+    actual = training_rows.losses(logits, targets, factors, gradient=False, **form)
     torch.testing.assert_close(actual.double(), losses, rtol=2e-6, atol=2e-6)
     assert logits.equal(before)
-    assert logit_rows.losses(logits, targets, factors, gradient=True, **form).equal(actual)
+    assert training_rows.losses(logits, targets, factors, gradient=True, **form).equal(actual)
     torch.testing.assert_close(logits.double(), gradients, rtol=ROUNDING[dtype], atol=2e-6)
     assert not logits[[0, 4]].any()
 
@@ -66,7 +66,7 @@ def test_a_factor_is_none_or_one_or_each(factor: Tensor | None) -> None:
     logits, targets, _ = case(100, torch.float32)
     each = torch.ones(9) if factor is None else factor.expand(9)
     _, gradients = exact(logits, targets, each, 0.0, 0.0)
-    logit_rows.losses(logits, targets, factor, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+    training_rows.losses(logits, targets, factor, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
     torch.testing.assert_close(logits.double(), gradients, rtol=1e-6, atol=2e-6)
 
 
@@ -79,14 +79,14 @@ def test_parts_of_a_vocabulary(cut: int, smoothing: float, z: float, dtype: torc
     logits, targets, factors = case(101, dtype)
     losses, gradients = exact(logits, targets, factors, smoothing, z)
     parts = [(0, logits[:, :cut]), (cut, logits[:, cut:])]
-    actual = torch.stack([logit_rows.gathered(part, targets, first) for first, part in parts])
+    actual = torch.stack([training_rows.gathered(part, targets, first) for first, part in parts])
     lse = torch.logsumexp(actual[:, 0] + actual[:, 1].log(), 0)
     plain, chosen = actual[:, 2].sum(0), actual[:, 3].sum(0)
     made = (1 - smoothing) * -chosen - smoothing * plain / 101 + lse + z * lse.square()
     valid = targets != IGNORED
     torch.testing.assert_close(made[valid].double(), losses[valid], rtol=3e-6, atol=3e-6)
     for first, part in parts:
-        logit_rows.write_gradients(
+        training_rows.write_gradients(
             part, targets, lse, factors * valid, first=first, vocabulary=101, smoothing=smoothing, z=z
         )
     torch.testing.assert_close(logits.double(), gradients, rtol=ROUNDING[dtype], atol=3e-6)
@@ -97,7 +97,7 @@ def test_extreme_logits(size: float) -> None:
     logits, targets, factors = case(200, torch.float32)
     losses, gradients = exact(logits * size, targets, factors, 0.0, 0.0)
     made = logits * size
-    actual = logit_rows.losses(made, targets, factors, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+    actual = training_rows.losses(made, targets, factors, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
     torch.testing.assert_close(actual.double(), losses, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(made.double(), gradients, rtol=1e-5, atol=1e-3 if size == 1e4 else 1e-6)
 
@@ -105,7 +105,7 @@ def test_extreme_logits(size: float) -> None:
 def test_a_masked_logit_learns_nothing_and_what_is_no_number_stays_in_its_row() -> None:
     (logits,) = tensors((4, 40))
     logits[0, 7], logits[1, 3], logits[2] = -torch.inf, torch.nan, -torch.inf
-    actual = logit_rows.losses(
+    actual = training_rows.losses(
         logits, torch.tensor([1, 1, 1, 99]), None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0
     )
     assert actual.isfinite().tolist() == [True, False, False, False], "the last target has no column"
@@ -116,7 +116,7 @@ def test_a_masked_logit_learns_nothing_and_what_is_no_number_stays_in_its_row() 
 def test_what_does_not_fit_the_rows_is_refused(targets: int, factor: int) -> None:
     (logits,) = tensors((9, 40))
     with pytest.raises(RuntimeError, match="size"):
-        logit_rows.losses(
+        training_rows.losses(
             logits, torch.zeros(targets).long(), torch.ones(factor), ignored=IGNORED, gradient=True, smoothing=0, z=0
         )
 
@@ -125,14 +125,14 @@ def test_targets_and_factors_of_other_dtypes() -> None:
     logits, targets, factors = case(50, torch.float32)
     actual = [logits.clone() for _ in range(2)]
     for made, places, each in zip(actual, (targets, targets.int()), (factors, factors.double()), strict=True):
-        logit_rows.losses(made, places, each, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+        training_rows.losses(made, places, each, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
     assert actual[0].equal(actual[1])
 
 
 def test_where_gradients_are_recorded_plain_code_runs() -> None:
     (logits,) = tensors((512, 512))
-    assert not logit_rows.takes(logits)
+    assert not training_rows.takes_logits(logits)
     with torch.no_grad():
-        assert logit_rows.takes(logits) and logit_rows.takes(logits.bfloat16())
-        assert not logit_rows.takes(logits.half()) and not logit_rows.takes(logits[:8])
-        assert not logit_rows.takes(logits.t())
+        assert training_rows.takes_logits(logits) and training_rows.takes_logits(logits.bfloat16())
+        assert not training_rows.takes_logits(logits.half()) and not training_rows.takes_logits(logits[:8])
+        assert not training_rows.takes_logits(logits.t())

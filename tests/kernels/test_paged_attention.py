@@ -17,7 +17,7 @@ from meshwright.kernels.attention.paged import (
     attend_paged,
     attend_paged_reference,
 )
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from tests.counting import Operations
 from tests.kernels.stored_numbers import stored
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.c import serving_library
-from meshwright.kernels.c.panels import BF16, CODES, FLOATS, LANES, Panels, fits_bf16
-from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.c.serving_library import BF16, CODES, FLOATS, LANES, Loops, Panels, fits_bf16
 from meshwright.kernels.quantized import prepared_product
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.prepared_product import CodeProduct

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.attention import strips
+from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import DocumentSpans, attend, causal_mask
 from meshwright.kernels.attention.varlen import varlen_attention
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from tests.kernels.exactness import tensors
 
 SCALE = 0.2
@@ -89,7 +89,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> MemoryEfficient:
     actual = MemoryEfficient()
     monkeypatch.setattr(compat, "efficient_attention", actual.forward)
     monkeypatch.setattr(compat, "efficient_attention_backward", actual.backward)
-    monkeypatch.setattr(strips, "QUERIES", 32)
+    monkeypatch.setattr(varlen, "STRIP_QUERIES", 32)
     return actual
 
 
@@ -113,11 +113,11 @@ def test_fp32_on_a_gpu_equals_pairs_written_out(
 
 
 def test_strips_leave_out_what_no_document_and_no_window_reaches(kernel: MemoryEfficient) -> None:
-    tiles = list(strips.strips(150, 20, 0))
+    tiles = list(varlen.query_strips(150, 20, 0))
     assert [(t.queries.start, t.queries.stop, t.keys.start, t.keys.stop) for t in tiles] == [
         (0, 32, 0, 32), (32, 64, 13, 64), (64, 96, 45, 96), (96, 128, 77, 128), (128, 150, 109, 150),
     ]  # fmt: skip
-    assert [t.keys.start for t in strips.strips(150, 150, 5)] == [0, 28, 60, 92, 124]
+    assert [t.keys.start for t in varlen.query_strips(150, 150, 5)] == [0, 28, 60, 92, 124]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ from meshwright.kernels.attention import attend as attention
 from meshwright.kernels.attention import partial as partial_attention
 from meshwright.kernels.attention import varlen
 from meshwright.kernels.attention.attend import DocumentSpans, Mask, attend, attend_reference, causal_mask
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from meshwright.training.step.batches import Share, select, split, to_batch
 from tests.counting import Operations
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors

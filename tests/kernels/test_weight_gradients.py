@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import compat
 from meshwright.kernels import fast
+from meshwright.kernels.chooser import simulate_device, simulated_kind
 from meshwright.kernels.linear.weight_gradients import WeightGradients, splits, splitting
-from meshwright.kernels.target import simulate_device, simulated_kind
 from meshwright.parallel.blocks.recompute import block_call
 from meshwright.spec.layout.layout import RECOMPUTE
 from tests.counting import Operations

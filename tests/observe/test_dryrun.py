@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.dry_run import LLAMA, MOE, measured, row
-from meshwright.kernels.target import simulated_kind
+from meshwright.kernels.chooser import simulated_kind
 from meshwright.model import Transformer
 from meshwright.observe.dryrun.document import dry_run_document, needed_bytes, room_of
 from meshwright.observe.dryrun.simulate import device_of, dry_run, watch_rank

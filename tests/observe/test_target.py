@@ -8,7 +8,7 @@ import torch
 
 from meshwright import compat
 from meshwright.kernels.attention.attend import Mask, attend
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
 from meshwright.observe.dryrun.workspaces import workspace_bytes
 

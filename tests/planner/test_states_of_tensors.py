@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright import compat
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.program import TrainingProgram, without_values
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright
 from meshwright import compat
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.program import TrainingProgram
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import make_mesh

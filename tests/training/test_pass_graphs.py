@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.kernels.attention.varlen import borders_of
+from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.loss import cross_entropy
-from meshwright.kernels.target import simulate_device
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine

@@ -103,7 +103,8 @@ def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
 
     torch calls this operation in compiled code.
     """
-    bias = None if bias is None else bias.contiguous()  # it reads N numbers, whatever the stride
+    # It reads N numbers, whatever the stride.
+    bias = None if bias is None else bias.contiguous()
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
     return out
 
@@ -165,7 +166,8 @@ def fused_adamw(
 
 def add_to_each(tensors: list[torch.Tensor], x: torch.Tensor) -> None:
     """Add x to each tensor in place, in one launch on a GPU. torch's own optimizers use these private functions."""
-    torch._foreach_add_(tensors, [x] * len(tensors))  # by one tensor, it reads that on the host where tensors are fake
+    # A list, since a single tensor is read on the host where tensors are fake.
+    torch._foreach_add_(tensors, [x] * len(tensors))
 
 
 def copy_each(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -273,7 +275,8 @@ def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
     """
     with suppress(*_CANNOT):
         backend = group._get_backend(torch.device("cuda"))
-        if backend.name() != "gloo":  # which serves both, with one limit
+        # gloo serves both, with one limit.
+        if backend.name() != "gloo":
             backend._set_default_timeout(limit)
             return True
     return False
@@ -387,11 +390,13 @@ def device_seconds(run: Callable[[], object]) -> float:
     The device sleeps until the host has launched everything, as in a CUDA graph.
     """
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+    # The first call may compile, and choose algorithms.
     run()
     marks = []
     for _ in range(REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.zero_()  # drives the operands out of the cache
+        # Drives the operands out of the cache.
+        scratch.zero_()
         torch.cuda._sleep(SLEEP_CYCLES)
         begin.record()
         run()

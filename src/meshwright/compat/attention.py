@@ -95,6 +95,7 @@ def flash_attention_backward(
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         gradients = backward(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     else:
+        # The operation wants a random state even without dropout. It is not read, so no memory is filled.
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -167,6 +168,7 @@ def cuda_attention(
     assert not enable_gqa, "torch's other fused kernel takes equal heads only"
     bias = None
     if attn_mask is not None:
+        # torch turns a boolean mask into a bias too, so a dry run counts that memory.
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
         bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -207,7 +209,8 @@ def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *borders: Any, **options: Any) 
     if missing:
         raise NotImplementedError(f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}")
     outputs: Any = function(q, k, v, *borders, **options)
-    out: Tensor = outputs  # log-sum-exps come with it only where they are asked for
+    # Log-sum-exps come with it only where they are asked for.
+    out: Tensor = outputs
     return out
 
 
@@ -321,6 +324,7 @@ def _documents(borders: Tensor, longest: int, window: int, scale: float) -> dict
 
 def _masked(window: int, scale: float) -> dict[str, Any]:
     """Return the arguments that hide keys. A window counts the visible keys up to the query."""
+    # None is no border there, where torch's kernel has -1.
     sides = (window - 1, 0) if window else (None, None)
     return {
         "softmax_scale": scale, "causal": True, "window_size_left": sides[0], "window_size_right": sides[1]

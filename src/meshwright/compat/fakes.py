@@ -41,6 +41,7 @@ def _pad_once() -> Iterator[None]:
     pad: Callable[[Any], None] = FSDPParam.reset_sharded_param
 
     def pad_changed(held: Any) -> None:
+        # The module's parameter may have been replaced since, by a load or a cast.
         now = getattr(held._module_info.module, held._module_info.param_name)
         same = now is held.sharded_param and is_fake(held._sharded_param_data)
         keys = (storage_key(x.untyped_storage()) for x in (held._sharded_param_data, now._local_tensor))
@@ -142,6 +143,7 @@ class FakeMaker:
         tensor: torch.Tensor = torch.Tensor._make_subclass(
             self.kind, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
+        # As FakeTensor's constructor does: a kernel that asks for the address must fail, not write.
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         tensor.__dict__.update(state)
         return tensor

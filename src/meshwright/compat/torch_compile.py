@@ -38,7 +38,8 @@ def _missing_for_triton() -> str:
         importlib.import_module("triton")
     except ModuleNotFoundError:
         return "Triton"
-    except Exception as error:  # a broken installation fails in many ways
+    # A broken installation fails in many ways.
+    except Exception as error:
         return f"a Triton that can be imported ({error})"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (7, 0):
         return "a GPU of compute capability 7.0 (Triton has no code for older ones)"
@@ -65,6 +66,7 @@ def _missing_for_cpp() -> str:
 
 def raise_recompile_limit(limit: int) -> None:
     """Let torch compile one function for at least `limit` kinds of arguments."""
+    # The old name stays an alias for some versions, and only the first that exists is set.
     config: Any = torch._dynamo.config
     for name in ("recompile_limit", "cache_size_limit"):
         if hasattr(config, name):
@@ -98,6 +100,7 @@ def keep_code_by_cpu() -> None:
     """
     config: Any = torch.compiler.config
     width = torch.backends.cpu.get_cpu_capability()
+    # Called more than once in a process, the width is in the key once.
     if not config.cache_key_tag.endswith(width):
         config.cache_key_tag += width
 
@@ -224,6 +227,7 @@ def _lower_graph(running: Any, kernel: Callable[[], Kernel], graph: Any, inputs:
     try:
         compile_fx_inner(graph, inputs, **options)
     except Exception:
+        # Inductor may wrap _Written in an error of its own. Without code the error is a real one.
         if not written:
             raise
     finally:
@@ -254,7 +258,8 @@ def _load_code(code: str, kernel: Callable[[], Kernel]) -> Callable[[list[Any]],
     for text, stand_in in REPLACED.items():
         code = code.replace(text, stand_in)
     kernels.make = kernel
-    module: Any = PyCodeCache.load(code)  # as Inductor loads what it has written
+    # As Inductor loads what it has written.
+    module: Any = PyCodeCache.load(code)
     # Lowering has checked sizes and alignment already.
     vars(module).update(
         empty_strided_cpu=_empty, empty_strided_cuda=_empty, reinterpret_tensor=_part, extern_kernels=_Products(),

@@ -136,9 +136,9 @@ def clipped_scales(
 def group_products(gram: Tensor, size: int) -> Tensor:
     """Return the diagonal blocks (groups, size, size) of gram (K, K). The last is padded with zeros."""
     missing = -len(gram) % size
-    whole = torch.nn.functional.pad(gram, (0, missing, 0, missing))
-    number = len(whole) // size
-    blocks = whole.view(number, size, number, size).diagonal(dim1=0, dim2=2)
+    filled = torch.nn.functional.pad(gram, (0, missing, 0, missing))
+    number = len(filled) // size
+    blocks = filled.view(number, size, number, size).diagonal(dim1=0, dim2=2)
     return blocks.permute(2, 0, 1).contiguous()
 
 

@@ -69,8 +69,10 @@ class FinishedBlocks:
     def save(self, number: int, key: str, block: QuantizedBlock) -> None:
         """Store a block durably. Raises OSError."""
         folder = self._folder(number)
+        # A block of another key may be there, and `fresh_folder` takes no folder that is not empty.
         shutil.rmtree(folder, ignore_errors=True)
-        for rest in self.path.glob(f".{folder.name}.partial-*"):  # left behind by a killed process
+        # Left behind by a killed process.
+        for rest in self.path.glob(f".{folder.name}.partial-*"):
             shutil.rmtree(rest, ignore_errors=True)
         tensors = dict(_flat(block.parts))
         planned = [Planned(name=name, size=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()]
@@ -79,7 +81,7 @@ class FinishedBlocks:
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
             layers = [asdict(report) for report in block.layers]
-            # the key says what the block was made from, the hash that its file is whole
+            # The key says what the block was made from, the hash that its file is whole.
             record = {"key": key, "sha256": record_of(partial / SINGLE).sha256, "layers": layers}
             (partial / RECORD).write_text(json.dumps(record), encoding="utf-8")
 

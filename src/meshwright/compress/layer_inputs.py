@@ -155,8 +155,8 @@ class InputStatistics:
     @property
     def sampled_rows(self) -> Tensor:
         """At most SAMPLE rows (R, K), spread over the batches."""
-        every = torch.cat(self.sample)
-        return every[:: -(-len(every) // SAMPLE)]
+        all_rows = torch.cat(self.sample)
+        return all_rows[:: -(-len(all_rows) // SAMPLE)]
 
     @property
     def gram(self) -> Tensor:

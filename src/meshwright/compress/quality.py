@@ -65,7 +65,7 @@ def compare(before: Transformer, after: Transformer, batches: Iterable[Batch]) -
         kl_error=deviation / math.sqrt(count),
         kl_p99=_quantile(ordered, 0.99),
         top1=float(agreed.mean()),
-        # exp(710) overflows a double
+        # exp(710) overflows a double.
         perplexity_before=math.exp(min(float(first.mean()), 700.0)),
         perplexity_after=_perplexity(float(second.mean())),
         kl_quantiles=tuple((share, _quantile(ordered, share)) for share in SHARES),
@@ -95,7 +95,7 @@ def token_rows(
 
     Inputs are the last hidden states (B, S, D) of both models. Only valid targets (B, S) count.
     """
-    # logits of all tokens at once would exceed the memory of the model
+    # Logits of all tokens at once would exceed the memory of the model.
     size, wanted = max(1, LOGITS // before.shape.vocab), targets.flatten()
     states = first.flatten(0, 1), second.flatten(0, 1)
     for indices in (wanted >= 0).nonzero().squeeze(1).split(size):
@@ -132,10 +132,12 @@ def output_errors(
         y = original.kernels.linear(x, original.weight).float()
         codes = compressed.quantized
         quantized = (
-            compressed.kernels.linear(x, compressed.weight)  # a file that is read as restored weights
+            # A file that is read as restored weights has no codes.
+            compressed.kernels.linear(x, compressed.weight)
             if codes is None
             else compressed.kernels.quantized_linears(x, [codes.matrix], [None])[0]
         ).float()
+        # Squares of many tokens are added in fp64: a sum in fp32 would stop growing.
         error = torch.stack(((y - quantized).square().sum(), y.square().sum())).double()
         sums[name] = sums[name] + error if name in sums else error
 
@@ -162,10 +164,11 @@ def measure_groups(
     sizes, before = quantizable(model.shape), [run(model, batch) for batch in batches]
     twin = _make_twin(model)
     groups = []
-    # one pass over the text per group, at the fewest bits; other schemes scale with their weight error
+    # One pass over the text per group, at the fewest bits. Other schemes scale with their weight error.
     for group in input_groups(names):
         errors = [sum(_round(model, twin, name, scheme) for name in group) for scheme in reversed(ladder)]
-        errors.reverse()  # the ladder ran backwards, so the matrices now have the fewest bits
+        # The ladder ran backwards, so the matrices now have the fewest bits.
+        errors.reverse()
         lost = _divergence(model, twin, before, batches)
         for name in group:
             _assign(twin, name, model.get_parameter(name))
@@ -184,6 +187,7 @@ def measure_groups(
 def _make_twin(model: Transformer) -> Transformer:
     """Return a second model that shares the tensors."""
     twin = skeleton(model.shape).eval()
+    # Assigned, not copied: the twin takes memory only for a matrix that it has rounded.
     twin.load_state_dict(model.state_dict(), assign=True)
     if model.shape.positions == "rope":
         twin.inverse = model.inverse
@@ -212,6 +216,7 @@ def _divergence(
         for states, batch in zip(before, batches, strict=True)
         for divergence, *_ in token_rows(model, twin, states, run(twin, batch), batch.targets)
     ]
+    # Rounding may leave a mean just below 0.
     return max(0.0, float(torch.cat(rows).double().mean()))
 
 

@@ -86,10 +86,11 @@ def write_quantized(
     """
     weights = _quantized(original, model, columns, seen) if calibrated is None else calibrated
     with fresh_folder(out) as partial:
+        # Tensors may come in any order, and each is freed once it is written.
         with ShardWriter(partial, form.planned(model), MAX_SHARD_BYTES) as writer:
             for name, tensor in form.encoded(model, weights):
                 writer.write(name, tensor)
-        # config and tokenizer last: a folder with them is whole
+        # Config and tokenizer come last: a folder with them is whole.
         write_beside_weights(
             partial, model.shape, tokenizer=original.tokenizer, dtype=model.dtype,
             chat_template=original.chat_template, generation=original.generation, dropout=original.dropout,

@@ -68,6 +68,7 @@ class Stored:
 def read_bytes(path: Path, start: int, count: int) -> Tensor:
     """Read bytes (count,) uint8 from a position. Raises HubError when the file was truncated since its header."""
     raw = torch.empty(count, dtype=torch.uint8)
+    # Into torch's own memory: `file.read` would hold the bytes twice.
     with open(path, "rb") as file:
         file.seek(start)
         if file.readinto(raw.numpy().data) != count:
@@ -140,6 +141,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     length = path.stat().st_size
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
+        # A hostile size must not make the read below allocate it.
         if length < 8 or size > min(length - 8, _LARGEST_HEADER_BYTES):
             raise HubError(f"{path} is truncated or no safetensors file: copy or download it again")
         raw = file.read(size)
@@ -163,6 +165,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 def _check_order(tensors: Mapping[str, Stored], base: int) -> None:
     """Raise ValueError if tensors overlap, or leave bytes between them."""
     end = base
+    # By size too: an empty tensor begins where the next one does.
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if tensor.start != end:
             raise ValueError(f"{name[:64]} begins at {tensor.start}, and what is before it ends at {end}")
@@ -205,12 +208,14 @@ def header(tensors: Sequence[Planned], **about: str) -> bytes:
         start, end = end, end + tensor.num_bytes
         entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.size, "data_offsets": [start, end]}
     raw = json.dumps(entries, separators=(",", ":")).encode()
+    # Tensors begin at multiples of 8 bytes, so readers may map them into memory.
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw
 
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, as views where it is contiguous in host memory."""
+    # Lazy conjugates and signs are not in the bytes of a tensor.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].cpu().numpy().data
@@ -274,6 +279,7 @@ class ShardWriter:
         """Flush to disk and write the index. Raises HubError when a tensor is missing."""
         if self.waiting:
             raise HubError(f"{len(self.waiting)} tensors were not given, first {next(iter(self.waiting))}")
+        # Before the index names them: after a power cut it must not point to files without data.
         for file in self.files.values():
             file.flush()
             os.fsync(file.fileno())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.kernels.attention import attend as attention
 from meshwright.kernels.attention import rope
-from meshwright.kernels.experts import experts, fp8_experts
+from meshwright.kernels.experts import experts
 from meshwright.kernels.linear import fp8, linear, swiglu
 from meshwright.kernels.loss import cross_entropy, linear_divergence
 from meshwright.kernels.loss.linear_divergence import DistillationLoss, KnownTop
@@ -110,8 +110,9 @@ def in_form(kernels: Kernels, form: str) -> Kernels:
     def formed(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(kernel, form=form)
 
+    # The plain set has plain twins of the products: no kernel may run in an oracle.
     if kernels.name == "reference":
-        expert_linear = fp8_experts.expert_linear_reference if form == fp8.FP8_ALL else kernels.expert_linear
+        expert_linear = fp8.expert_linear_reference if form == fp8.FP8_ALL else kernels.expert_linear
         return replace(
             kernels,
             linear=formed(fp8.linear_reference),

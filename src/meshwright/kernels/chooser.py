@@ -3,10 +3,17 @@
 Chosen once for each (operation, device, dtype, feature), with the reason, which training prints. An installed Triton
 needs a driver, and a driver a C compiler. All three are checked, and a kernel is tried on a few rows before it is used
 (triton/trials.py). None of this changes what a CPU runs.
+
+The device is that of the tensors, unless a dry run simulates another one. A build of torch without CUDA has no
+gradients of CUDA tensors, not even of fake ones (2.13). A dry run's tensors are therefore fake CPU tensors, and whoever
+chooses between kernels asks `device_kind`.
 """
 
 import importlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,7 +21,6 @@ import torch
 from torch import Tensor
 
 from meshwright.compat import torch_compile
-from meshwright.kernels.target import simulated_kind
 
 PREFERENCES = ("auto", "eager", "triton")
 """auto: Triton where it is better. eager: torch's own. triton: wherever it can run."""
@@ -22,6 +28,34 @@ LEAST = (8, 0)
 """Lowest compute capability for which the kernels are compiled and their resources checked."""
 NARROW = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *NARROW)
+_simulated: ContextVar[str] = ContextVar("simulated", default="")
+"""Simulated kind. CPU tensors run their backward pass on the calling thread, in its context."""
+
+
+def device_kind(x: Tensor) -> str:
+    """Return the kind of device, such as `cpu` or `cuda`, whose kernels compute with x."""
+    return simulated_kind() or x.device.type
+
+
+def simulated_kind() -> str:
+    """Return the kind of device that CPU tensors stand for. Empty = they stand for themselves."""
+    return str(_simulated_now())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def _simulated_now() -> str:
+    """Return a constant of compiled code: what a dry run compiles, nothing else runs."""
+    return _simulated.get()
+
+
+@contextmanager
+def simulate_device(kind: str) -> Iterator[None]:
+    """Choose kernels as on such a device, inside the context."""
+    token = _simulated.set(kind)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +74,7 @@ RULES = {
     "swiglu": Rule(True, "one pass; the backward pass makes silu again"),
     "rope": Rule(True, "queries and keys in one kernel, in place"),
     "merge": Rule(True, "one pass over the result for each part"),
-    "permute": Rule(True, "copies of rows are gathered and summed in one pass", (*FLOATS,)),
+    "permute": Rule(True, "copies of rows are gathered and summed in one pass"),
     "grouped": Rule(True, "one kernel for all experts where torch has a loop that waits", NARROW),
     "adamw": Rule(True, "gradients, weights and moments of all parameters are read once and written once"),
     "square_sums": Rule(True, "gradients of all parameters in one kernel"),
@@ -110,7 +144,8 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: st
         return Implementation(operation, "torch", rule.why)
     from meshwright.kernels.triton import trials
 
-    with ThreadPoolExecutor(1) as pool:  # a block in progress may have hooks and modes, which are local to this thread
+    # A block in progress may have hooks and modes, which are local to this thread.
+    with ThreadPoolExecutor(1) as pool:
         problem = pool.submit(trials.problem, operation, device, dtype).result()
     if problem:
         return Implementation(operation, "torch", problem)
@@ -128,6 +163,7 @@ def unavailable(device: torch.device) -> str:
         return "the kernels are not tested on AMD"
     if torch.cuda.get_device_capability(device) < LEAST:
         return f"{architecture(device)} is below sm_{LEAST[0]}{LEAST[1]}"
+    # Triton compiles its launchers with a C compiler, at the first launch of each kernel.
     tool = torch_compile.compile_tool_missing("cuda")
     return f"{tool} is missing" if tool else _driver_problem()
 
@@ -165,8 +201,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def summarize(choices: list[Implementation]) -> str:
     """Describe choices in one line: what Triton runs, then what torch runs, grouped by reason."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for chosen in choices:
-        reason = chosen.reason.split(":")[0]
-        groups.setdefault((chosen.by, reason), []).append(chosen.operation)
+    for implementation in choices:
+        reason = implementation.reason.split(":")[0]
+        groups.setdefault((implementation.by, reason), []).append(implementation.operation)
     ordered = sorted(groups.items(), key=lambda entry: entry[0][0] != "triton")
     return "; ".join(f"{', '.join(names)}: {how} ({why})" for (how, why), names in ordered)

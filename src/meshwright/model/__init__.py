@@ -1,11 +1,10 @@
 """The transformer on one device: arithmetic only.
 
-transformer      embed, blocks, norm, head; the file to read first
+transformer      embed, blocks, norm, head, and predictions, which objectives read; the file to read first
 attention        both kinds of self-attention, and the cache of keys and values
 feed_forward     MLPs and mixtures of experts
 layers           linear layers and norms, of which both are made
 seams            every point where a layout replaces the arithmetic
-predictions      what objectives read from the last hidden states
 low_rank, quantized_weights, fake_quantized     other kinds of weights in these layers
 init             initial weights
 generate         text generation, for one prompt or several

@@ -312,7 +312,8 @@ class MoE(nn.Module):
         x = self.seams.routed.enter(x)
         flat, dispatch, prefer = x.flatten(0, 1), self.seams.dispatch, self.experts.kernels.prefer
         weights, experts, probabilities = self.router(flat)
-        # A stable sort by expert. `inverse` is a scatter, cheaper than a second sort.
+        # A stable sort keeps the tokens of an expert in order, so a result does not depend on the sort.
+        # `inverse` is a scatter, cheaper than a second sort.
         choices = experts.flatten()
         order = dispatch.ordered(choices).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

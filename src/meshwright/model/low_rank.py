@@ -60,10 +60,10 @@ class LoRA(nn.Module):
     def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """Map x (..., in) and its products to (..., out)."""
         linear = layer.kernels.linear
-        whole = products[0]
+        base_product = products[0]
         # Without dropout A x came with W x, from one product.
         narrow = linear(dropout(x, self.dropout), self.a) if self._drops else products[1]
-        output: Tensor = whole + linear(narrow * self.scale, self.b)
+        output: Tensor = base_product + linear(narrow * self.scale, self.b)
         if not self.adds_bias:
             return output
         output = output * (self.magnitude / self.norms(self.whole(layer.matrix))).to(output.dtype)

@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 
 from meshwright import compat
+from meshwright.kernels.chooser import simulated_kind
 from meshwright.kernels.linear.linear import SAME
 from meshwright.kernels.quantized.quantize import MatrixPart, quantize_matrix
-from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.model.fake_quantized import FakeQuantized, put_fake_quantization
 from meshwright.model.init import fill_initial

@@ -20,7 +20,7 @@ from meshwright.data.chat.encoder import TRAINED
 from meshwright.data.chat.rendering import template_of
 from meshwright.data.corpus.corpus import TokenStream
 from meshwright.model.generate import greedy
-from meshwright.model.predictions import Predictions
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
 from meshwright.spec.errors import RunError

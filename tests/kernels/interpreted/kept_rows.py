@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.kernels.attention.paged import PagedStore, turn_and_keep, turn_and_keep_reference
-from meshwright.kernels.triton import cache_write, paged
+from meshwright.kernels.triton import paged
 from meshwright.spec.plan.execution import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -73,4 +73,4 @@ def test_what_the_kernel_does_not_take() -> None:
     store = PagedStore((1, 4, 2, 8), x, "model")
     tables = torch.ones(2, 4), torch.zeros(2, 4)
     assert not turn_and_keep(x, x, x, *tables, torch.arange(2), store, store, interleaved=False, norms=None)
-    assert not store.codes.any() and cache_write.is_taken(x.contiguous()) and paged.BlockStore(store.codes, None)
+    assert not store.codes.any() and paged.is_taken(x.contiguous()) and paged.BlockStore(store.codes, None)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from meshwright.kernels.triton import likeliest as kernel
-from meshwright.kernels.triton.likeliest import likeliest
+from meshwright.kernels.triton import logit_rows as kernel
+from meshwright.kernels.triton.logit_rows import likeliest
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels.loss import cross_entropy
 from meshwright.kernels.loss.cross_entropy import IGNORED, LossForm, Vocabulary
-from meshwright.kernels.triton import loss_rows
+from meshwright.kernels.triton import logit_rows
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -24,7 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, and several blocks of a row."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
-    monkeypatch.setattr(loss_rows, "BLOCK", 16)
+    monkeypatch.setattr(logit_rows, "BLOCK", 16)
 
 
 def exact(x: Tensor, weight: Tensor, targets: Tensor, form: LossForm, scale: Tensor | None = None) -> Tensor:
@@ -158,7 +158,7 @@ def test_hidden_logits_of_minus_infinity_change_nothing() -> None:
     logits[:, 5] = float("-inf")
     targets = torch.tensor([1, 2, IGNORED])
     right = F.cross_entropy(logits, targets, reduction="none")
-    actual = loss_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+    actual = logit_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
     torch.testing.assert_close(actual, right)
     assert torch.isfinite(logits).all()
 

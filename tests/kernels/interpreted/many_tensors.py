@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from triton.runtime.interpreter import InterpreterBuilder
 
 from meshwright.kernels.optimizer.adamw import WideStates, adamw, euclidean_norm, in_one_pass
-from meshwright.kernels.triton import many_tensors, trials
+from meshwright.kernels.triton import trials, updates
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.update_passes import update_passes
@@ -208,7 +208,7 @@ def test_an_optimizer_updates_all_in_two_launches(monkeypatch: pytest.MonkeyPatc
         mine = Optimizer(named.items(), Recipe(precision="bf16", weight_decay=0.1), prefer=prefer)
         assert in_one_pass(list(mine.masters.values()), prefer) == (prefer == "triton")
         launches: list[int] = []
-        monkeypatch.setattr(many_tensors, "adamw", partial(counted, launches, many_tensors.adamw))
+        monkeypatch.setattr(updates, "adamw", partial(counted, launches, updates.adamw))
         for step in range(2):
             for at, parameter in enumerate(named.values()):
                 parameter.grad = drawn(tuple(parameter.shape), 50 * step + at, BF16)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.optimizer.adamw import narrow_adamw_reference, read
-from meshwright.kernels.triton import narrow_update, trials
+from meshwright.kernels.triton import trials, updates
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PositionInWhole, UpdateNumbers, code_books
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -59,7 +59,7 @@ def test_the_kernel_equals_its_twin(size: tuple[int, int], moments: str, weights
         for piece in (mine, twin):
             piece.step.fill_(step)
         gradient = gradient_of(*size, step)
-        narrow_update.narrow_adamw(mine, gradient, NUMBERS)
+        updates.narrow_adamw(mine, gradient, NUMBERS)
         narrow_adamw_reference(twin, gradient, NUMBERS, slice(0, size[0]))
     for ours, theirs in zip(mine.moments, twin.moments, strict=True):
         a, b = (read(moment, BOOKS, slice(0, size[0])) for moment in (ours, theirs))
@@ -76,10 +76,10 @@ def test_the_kernel_equals_its_twin(size: tuple[int, int], moments: str, weights
 @pytest.mark.parametrize("moments", DTYPES)
 def test_what_is_skipped_is_not_written(moments: str) -> None:
     piece = made(5, 70, moments, "bf16")
-    narrow_update.narrow_adamw(piece, gradient_of(5, 70, 1), NUMBERS)
+    updates.narrow_adamw(piece, gradient_of(5, 70, 1), NUMBERS)
     held = [piece.weight, *(x for moment in piece.moments for x in (moment.values, moment.scales) if x is not None)]
     before = [x.clone() for x in held]
-    narrow_update.narrow_adamw(piece, gradient_of(5, 70, 2), replace(NUMBERS, skip=torch.ones(())))
+    updates.narrow_adamw(piece, gradient_of(5, 70, 2), replace(NUMBERS, skip=torch.ones(())))
     assert all(torch.equal(x, y) for x, y in zip(held, before, strict=True))
 
 
@@ -87,7 +87,7 @@ def test_a_view_of_a_wider_gradient_and_a_beta_of_zero() -> None:
     mine, twin = made(4, 33, "fp32", "fp32"), made(4, 33, "fp32", "fp32")
     numbers = replace(NUMBERS, beta1=0.0)
     gradient = gradient_of(4, 66, 1)[:, ::2]
-    narrow_update.narrow_adamw(mine, gradient, numbers)
+    updates.narrow_adamw(mine, gradient, numbers)
     narrow_adamw_reference(twin, gradient, numbers, slice(0, 4))
     torch.testing.assert_close(mine.weight, twin.weight, rtol=1e-5, atol=1e-6)
 

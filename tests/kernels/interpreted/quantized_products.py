@@ -12,7 +12,7 @@ from meshwright.kernels.quantized import device_products
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
 from meshwright.kernels.quantized.quantized_linear import quantized_linears, quantized_linears_reference
-from meshwright.kernels.triton import few_rows, int8_product, packed_product, row_rounding
+from meshwright.kernels.triton import int8_product, packed_product, row_rounding
 from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.spec.model.quantization_schemes import SCHEMES, Scheme
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
@@ -72,7 +72,7 @@ def test_fp8_of_few_rows_is_the_product_of_rounded_rows(size: tuple[int, int, in
     matrix, bias, x = made(SCHEMES["fp8"], outputs, inputs), numbers(outputs).to(FP16), numbers(rows, inputs).to(FP16)
     rounded = row_rounding.rounded(x, FP16)
     assert torch.equal(rounded.codes.float() * rounded.scales, narrow(x).wide())
-    actual = few_rows.packed_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
+    actual = packed_product.few_rows_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
     right = exact(narrow(x).wide(), matrix.dequantized(), bias)
     assert (actual.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
 

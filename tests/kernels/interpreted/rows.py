@@ -13,7 +13,7 @@ from meshwright.kernels.attention import partial as partial_attention
 from meshwright.kernels.attention import rope
 from meshwright.kernels.linear import swiglu
 from meshwright.kernels.norm import norms
-from meshwright.kernels.triton import gated, merge_partial, root_norm, rotary
+from meshwright.kernels.triton import flash, gated, root_norm, rotary
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
@@ -185,7 +185,7 @@ def test_merge(dtype: torch.dtype) -> None:
     right, right_lse = out.double(), lse.double()
     here = slice(2, 2 + queries)
     partial_attention._merge(right[:, :, here], right_lse[:, :, here], part.transpose(1, 2).double(), part_lse, shift)
-    merge_partial.merge(out[:, :, here], lse[:, :, here], part.transpose(1, 2), part_lse, shift)
+    flash.merge(out[:, :, here], lse[:, :, here], part.transpose(1, 2), part_lse, shift)
     torch.testing.assert_close(out.double(), right, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
 

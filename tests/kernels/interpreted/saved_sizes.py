@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import Kernels, choose, chooser
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 
 ROWS, WIDTH, HEADS = 48, 64, 4
 

@@ -16,7 +16,7 @@ from meshwright.serving.engine.cache.blocks import (
     HostTier,
     Move,
 )
-from meshwright.serving.engine.cache.host_copies import HostCopies, group_moves
+from meshwright.serving.engine.cache.paged_cache import HostCopies, group_moves
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.serving_engine import ServingEngine
 from meshwright.serving.engine.speculation import Speculation

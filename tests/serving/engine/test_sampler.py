@@ -155,7 +155,7 @@ def test_greedy_rows_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.stack((logs.argmax(-1).float(), logs.amax(-1)), dim=1)
 
     monkeypatch.setattr(sampler, "uses_triton", lambda operation, _: operation == "likeliest")
-    monkeypatch.setitem(sys.modules, "meshwright.kernels.triton.likeliest", SimpleNamespace(likeliest=in_one))
+    monkeypatch.setitem(sys.modules, "meshwright.kernels.triton.logit_rows", SimpleNamespace(likeliest=in_one))
     sampled = sample(logits, [row(), row(), row()])
     assert taken == [3] and sampled.broken == plain.broken == [False, False, True] and sampled.top == [[], [], []]
     assert sampled.tokens[:2] == plain.tokens[:2] and sampled.logprobs[:2] == pytest.approx(plain.logprobs[:2])

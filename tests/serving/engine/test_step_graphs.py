@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
 from meshwright.kernels.attention.paged import PagedStore, RowsCall, attend_rows_reference
+from meshwright.kernels.chooser import simulate_device
 from meshwright.kernels.experts import experts
-from meshwright.kernels.target import simulate_device
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.parallel import build_engine

@@ -13,8 +13,7 @@ from torch import Tensor
 from meshwright.model import Transformer
 from meshwright.serving.engine import sampler, step_loop
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.host_copies import HostReading, to_device
-from meshwright.serving.engine.cache.paged_cache import bytes_per_block
+from meshwright.serving.engine.cache.paged_cache import HostReading, bytes_per_block, to_device
 from meshwright.serving.engine.engine_options import EngineOptions
 from meshwright.serving.engine.served_request import ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine

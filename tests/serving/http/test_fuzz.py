@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.serving.http.request.chat_fields import ChatFields
-from meshwright.serving.http.request.request_fields import NEUTRAL, CompletionFields
+from meshwright.serving.http.request.request_fields import NEUTRAL, ChatFields, CompletionFields
 from meshwright.serving.http.server_options import ServerLimits
 from tests.serving.http.running import KEYS, Running, answers, letters, running
 from tests.serving.http.test_limits import free, until

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from meshwright.serving.http.front.front import OPEN, application
-from meshwright.serving.http.request.server_metrics import ServerMetrics
+from meshwright.serving.http.request.engine_link import ServerMetrics
 from meshwright.serving.http.server_options import Keyring, ServerLimits, ServerOptions, read_keys
 from meshwright.spec.errors import ArgumentError
 from tests.serving.http.running import KEYS, NAME, Running, running

@@ -30,9 +30,8 @@ from meshwright.serving.http.engine_thread import EngineThread
 from meshwright.serving.http.front.answer_documents import AnswerDocument, ChatShape, CompletionShape
 from meshwright.serving.http.front.event_stream import StreamedConnection, stream_answers
 from meshwright.serving.http.request.answering import Answering
-from meshwright.serving.http.request.engine_link import EngineLink
+from meshwright.serving.http.request.engine_link import EngineLink, ServerMetrics
 from meshwright.serving.http.request.engine_task import EngineTask
-from meshwright.serving.http.request.server_metrics import ServerMetrics
 
 STREAMS = 64
 ENGINE_CALLS = 0.5

@@ -65,7 +65,8 @@ class StoredBlocks:
 
     def read(self) -> "Tensor":
         """Read the bytes (..., bytes of a row) uint8. Raises HubError when the file was truncated."""
-        from meshwright.formats.safetensors import read_bytes  # loads torch, which a header needs not
+        # Here, since it loads torch, which a header does not need.
+        from meshwright.formats.safetensors import read_bytes
 
         return read_bytes(self.file, self.start, self.num_bytes).view(*self.size[:-1], -1)
 
@@ -184,6 +185,7 @@ class _HeaderReader:
     def counted(self, least: int, what: str) -> int:
         """Read the number of things that have at least `least` bytes each."""
         count: int = self.number(U64, f"the number of {what}")
+        # Before a list of that length is made.
         if count * least > self.left or count > MOST_ITEMS:
             raise self.damaged(f"it claims {count} {what}, and has {self.left} bytes left for them")
         return count
@@ -211,6 +213,7 @@ class _HeaderReader:
             raise HubError(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
         raw = self.take(4, "the version")
         version = int.from_bytes(raw, "little")
+        # The version is a small number, so it shows in which order the bytes are.
         if int.from_bytes(raw, "big") in (1, *VERSIONS):
             raise HubError(f"{self.path} is big-endian, which is not supported: convert it (gguf-convert-endian)")
         if version not in VERSIONS:
@@ -257,6 +260,7 @@ class _HeaderReader:
             raise self.damaged(
                 f"tensor {name} has rows of {dims[0]} numbers, no multiple of {kind.name}'s {kind.block}"
             )
+        # ggml names the fastest dim first, torch last.
         return tuple(reversed(dims)), kind, offset
 
     def alignment(self, keys: Mapping[str, Value]) -> int:
@@ -264,6 +268,7 @@ class _HeaderReader:
         possible = (
             isinstance(alignment, int) and not isinstance(alignment, bool) and 8 <= alignment <= LARGEST_ALIGNMENT
         )
+        # A power of two has no bit in common with the number before it.
         if not possible or int_or(alignment, 0) & (int_or(alignment, 0) - 1):
             raise self.damaged(
                 f"{ALIGNMENT_KEY} is {alignment!r}, and must be a power of 2 from 8 to {LARGEST_ALIGNMENT}"
@@ -288,6 +293,7 @@ class _HeaderReader:
                     f"tensor {name} ends at {base + end}, and the file at {self.length}: it is truncated or damaged"
                 )
             tensors[name] = StoredBlocks(file=self.path, start=base + offset, size=size, kind=kind)
+        # In the order of the header again, which is that of the layers.
         return {name: tensors[name] for name in declared}
 
 

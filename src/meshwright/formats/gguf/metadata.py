@@ -22,6 +22,21 @@ from meshwright.spec.model.shape import LARGEST, MOST_LAYERS, ModelShape, MoESha
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the angle of each pair, written for Llama-3's scaling."""
 ROUTERS = "ffn_gate_inp.weight"
+OURS = "meshwright."
+"""Prefix of our keys, which llama.cpp does not read. They hold what its keys do not."""
+LLAMA3 = ("factor", "original_positions", "low_frequency_factor", "high_frequency_factor")
+USUAL_LLAMA3 = {"original_positions": 8192, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0}
+"""Numbers of every published model with that scaling. Files have the resulting factors, not these numbers."""
+CHANGE_THE_MODEL = (
+    "attention.scale", "attention.sliding_window", "attention.logit_softcapping", "final_logit_softcapping",
+    "logit_scale", "residual_scale", "embedding_scale", "expert_shared_count", "expert_group_count",
+    "expert_weights_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier",
+    "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "attention.clamp_kqv", "nextn_predict_layers",
+    "rope.scale_linear",
+)  # fmt: skip
+"""Keys that would change the model if they are neither 0 nor 1."""
+GREATEST_ERROR = 1e-5
+"""Largest relative error of frequency factors that follow from the usual numbers."""
 
 
 def _regrouped(tensor: Tensor, shape: ModelShape, sizes: tuple[int, int]) -> Tensor:
@@ -105,9 +120,9 @@ def architecture_of(shape: ModelShape) -> Architecture:
 
 def ungguffable(shape: ModelShape) -> str:
     """Return why llama.cpp cannot compute the shape as we do, as a sentence. Empty = it can."""
-    known = [family for architecture in ARCHITECTURES.values() for family in architecture.families]
-    if shape.family not in known:
-        return f"a GGUF file cannot hold family {shape.family} (supported: {', '.join(known)})"
+    supported = [family for architecture in ARCHITECTURES.values() for family in architecture.families]
+    if shape.family not in supported:
+        return f"a GGUF file cannot hold family {shape.family} (supported: {', '.join(supported)})"
     unwritable_reason = unwritable(shape)
     unsupported_part = "" if unwritable_reason else _unsupported_part(shape)
     return f"{unsupported_part}: take a Hugging Face directory" if unsupported_part else unwritable_reason
@@ -138,23 +153,6 @@ def _unsupported_part(shape: ModelShape) -> str:
 def gguf_bindings(shape: ModelShape, architecture: Architecture) -> list[Binding]:
     """Bind every tensor of the shape to those of a file."""
     return bindings(shape, architecture.rows, "a GGUF file")
-
-
-OURS = "meshwright."
-"""Prefix of our keys, which llama.cpp does not read. They hold what its keys do not."""
-LLAMA3 = ("factor", "original_positions", "low_frequency_factor", "high_frequency_factor")
-USUAL_LLAMA3 = {"original_positions": 8192, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0}
-"""Numbers of every published model with that scaling. Files have the resulting factors, not these numbers."""
-CHANGE_THE_MODEL = (
-    "attention.scale", "attention.sliding_window", "attention.logit_softcapping", "final_logit_softcapping",
-    "logit_scale", "residual_scale", "embedding_scale", "expert_shared_count", "expert_group_count",
-    "expert_weights_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier",
-    "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "attention.clamp_kqv", "nextn_predict_layers",
-    "rope.scale_linear",
-)  # fmt: skip
-"""Keys that would change the model if they are neither 0 nor 1."""
-GREATEST_ERROR = 1e-5
-"""Largest relative error of frequency factors that follow from the usual numbers."""
 
 
 def context_of(shape: ModelShape) -> int:
@@ -223,10 +221,10 @@ def frequency_factors(shape: ModelShape) -> Tensor | None:
 
 def shape_of(header: GGUFHeader) -> ModelShape:
     """Read the shape of a file. Raises HubError for an unsupported architecture or key."""
-    known = ", ".join(ARCHITECTURES)
-    name = required_value(header, "general.architecture", lambda value: isinstance(value, str), f"one of {known}")
+    supported = ", ".join(ARCHITECTURES)
+    name = required_value(header, "general.architecture", lambda value: isinstance(value, str), f"one of {supported}")
     if name not in ARCHITECTURES:
-        raise HubError(f"{header.file}: architecture {name} is not supported (supported: {known})")
+        raise HubError(f"{header.file}: architecture {name} is not supported (supported: {supported})")
     keys = _Keys(header, ARCHITECTURES[name])
     keys.check_other_keys()
     try:
@@ -268,8 +266,9 @@ class _Keys:
     def check_other_keys(self) -> None:
         for key in CHANGE_THE_MODEL:
             setting = self.header.keys.get(self.full_name(key), 0)
-            if setting not in (0, 1):
-                raise HubError(f"{self.header.file}: {self.full_name(key)}={str(setting)[:40]} is not supported")
+            # Files state such keys also where they change nothing: 0 is off, and a factor of 1 is none.
+        if setting not in (0, 1):
+            raise HubError(f"{self.header.file}: {self.full_name(key)}={str(setting)[:40]} is not supported")
         if self.header.keys.get(self.full_name("attention.causal"), True) is not True:
             raise HubError(
                 f"{self.header.file}: {self.full_name('attention.causal')} is false: it is not a causal language model"
@@ -285,6 +284,7 @@ def _is_positive(value: object) -> bool:
 
 def _shortest(value: float) -> float:
     """Return the shortest decimal that is the same number in 32 bits: 1e-05, not 9.99999974e-06."""
+    # Files hold fp32, and plans the decimals of a config: 1e-05 must come back as 1e-05.
     raw = struct.pack("<f", value)
     return next((x for digits in range(1, 9) if struct.pack("<f", x := float(f"{value:.{digits}g}")) == raw), value)
 
@@ -301,6 +301,7 @@ def _read_shape(keys: _Keys) -> ModelShape:
                 f"{keys.header.file}: {keys.full_name(key)}={keys.integer(key)} differs from a head's {head_dim}"
             )
     fields: dict[str, Any] = {
+        # Rows of the embedding, since the key vocab_size is optional and may leave padding out.
         "family": _read_family(keys), "vocab": embedding.size[0], "layers": keys.integer("block_count"),
         "hidden": hidden, "heads": heads, "head_dim": head_dim,
         "kv_heads": keys.integer("attention.head_count_kv", heads),
@@ -337,6 +338,7 @@ def _read_experts(keys: _Keys) -> MoEShape | None:
 
 
 def _read_scaling(keys: _Keys, shape: ModelShape) -> RopeScaling | None:
+    # The tensor decides: files of Llama 3 have no key for the kind of scaling.
     if keys.stored(FREQUENCIES) is not None:
         return _read_llama3(keys, shape)
     kind = keys.header.keys.get(keys.full_name("rope.scaling.type"), "none")
@@ -369,6 +371,7 @@ def _read_llama3(keys: _Keys, shape: ModelShape) -> RopeScaling:
     )
     numbers: dict[str, Any] = {name: _shortest(float(value)) for name, value in parameters.items()}
     scaling = RopeScaling(kind="llama3", **numbers | {"original_positions": int(parameters["original_positions"])})
+    # The usual numbers are a guess for files of others, so the factors must follow from them.
     expected = frequency_factors(replace(shape, rope_scaling=scaling))
     assert expected is not None
     if not torch.allclose(factors, expected, rtol=GREATEST_ERROR, atol=0):

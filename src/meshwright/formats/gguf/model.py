@@ -50,6 +50,11 @@ from meshwright.spec.weights.gguf_schemes import BLOCK_TYPES, FLOATS, BlockType
 VERSION = 3
 UINT32, INT32, FLOAT32, UINT64 = 4, 5, 6, 10
 LARGEST = 2**32
+F32 = BLOCK_TYPES["F32"]
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+"""Values of general.file_type, for files without codes."""
+QUANTIZATION_VERSION = 2
+"""Version of the layouts of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,8 @@ def _typed(setting: Value) -> tuple[int, bytes]:
         return STRING, _text(setting)
     if isinstance(setting, list):
         kind = _typed(setting[0])[0] if setting else STRING
-        kind = INT32 if kind in (UINT32, UINT64) else kind  # readers expect signed numbers in arrays
+        # Readers expect signed numbers in arrays.
+        kind = INT32 if kind in (UINT32, UINT64) else kind
         return ARRAY, struct.pack("<IQ", kind, len(setting)) + b"".join(
             map(_text if kind == STRING else NUMBERS[kind].pack, setting)
         )
@@ -121,6 +127,7 @@ class GGUFWriter:
         for tensor in tensors:
             self.waiting[tensor.name] = (offset, tensor)
             offset += padded(tensor.num_bytes)
+        # The last tensor may be written before others, and its padding never is.
         self.file.truncate(offset)
 
     def write(self, name: str, raw: Tensor) -> None:
@@ -157,18 +164,12 @@ def fresh_file(path: Path) -> Iterator[Path]:
     partial = partial_of(path)
     try:
         yield partial
+        # The writer has synced the contents: after a power cut the name is that of a whole file or of none.
         partial.rename(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
-
-
-F32 = BLOCK_TYPES["F32"]
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
-"""Values of general.file_type, for files without codes."""
-QUANTIZATION_VERSION = 2
-"""Version of the layouts of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +221,7 @@ class GGUFModel:
             stored = [self.header.tensors[name] for name in binding.theirs]
             tensors = [decode(blocks.kind.name, blocks.read()).view(blocks.size) for blocks in stored]
             for blocks, tensor in zip(stored, tensors, strict=True):
+                # Numbers that are stored as such may be what was trained. Codes restore to NaN only when damaged.
                 if blocks.kind.name not in FLOATS and not bool(tensor.isfinite().all()):
                     raise HubError(
                         f"{blocks.file}: {min(binding.theirs)} is infinite or NaN; copy or download it again"
@@ -239,6 +241,7 @@ def open_gguf(path: Path) -> GGUFModel:
         bound=gguf_bindings(shape, ARCHITECTURES[str(header.keys["general.architecture"])]),
     )  # fmt: skip
     expected = {name: size for binding in model.bound for name, size in binding.theirs.items()}
+    # Factors of rotary frequencies are no weight: `shape_of` has read and checked them.
     missing, extra = expected.keys() - header.tensors.keys(), header.tensors.keys() - expected.keys() - {FREQUENCIES}
     what = f"a {shape.family} of {shape.layers} layers"
     if missing:

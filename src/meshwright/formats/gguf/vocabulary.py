@@ -124,19 +124,21 @@ def split_by(rule: WordRule) -> dict[str, Any]:
 def choose_rule(tokenizer: Mapping[str, Any]) -> ChosenRule:
     """Return the rule of a byte-level tokenizer.json, or the nearest one."""
     model = tokenizer["model"]
-    patterns, whole = patterns_of(tokenizer), bool(model.get("ignore_merges"))
+    patterns, whole_words = patterns_of(tokenizer), bool(model.get("ignore_merges"))
     if not model["merges"]:
-        return ChosenRule(name="gpt-2", agreement=1.0)  # without merges, words do not matter
+        # Without merges, words do not matter.
+        return ChosenRule(name="gpt-2", agreement=1.0)
     for rule in RULES.values():
-        if (rule.patterns, rule.whole_words) == (patterns, whole):
+        if (rule.patterns, rule.whole_words) == (patterns, whole_words):
             return ChosenRule(name=rule.name, agreement=1.0)
     borders = _token_borders(tokenizer)
     shares = {
         rule.name: _overlap(borders, _token_borders({**tokenizer, "pre_tokenizer": split_by(rule)}))
         for rule in RULES.values()
-        if rule.whole_words == whole
+        if rule.whole_words == whole_words
     }
     best = max(shares, key=lambda name: shares[name])
+    # Equal on the sample is not equal: a rule that differs must not count as the same.
     return ChosenRule(name=best, agreement=min(shares[best], 1 - 1e-6))
 
 
@@ -277,6 +279,7 @@ def _space_keys(tokenizer: Mapping[str, Any]) -> dict[str, Value]:
 def _merge_scores(words: Mapping[int, str], kinds: list[int], merges: list[str], vocab: int) -> list[Any]:
     """Return a score per token. Earlier merges score higher, since llama.cpp merges in order of scores."""
     order: dict[str, int] = {}
+    # Several merges may make one token. The first of them decides when it is made.
     for merge in merges:
         order.setdefault(merge.replace(" ", ""), len(order))
     last = float(len(order))
@@ -295,14 +298,15 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
     for mark, id in marks.items():
         if id >= len(tokens):
             raise HubError(f"{header.file}: its {mark} token is {id}, and it has {len(tokens)} tokens")
-    whole = keys.get(WHOLE)
-    text = whole if isinstance(whole, str) else _rebuild(header, tokens)
+    stored_json = keys.get(WHOLE)
+    text = stored_json if isinstance(stored_json, str) else _rebuild(header, tokens)
     if text is None:
         return None
     spelled = {mark: tokens[id] if id >= 0 else None for mark, id in marks.items()}
     ends = tuple(dict.fromkeys(id for mark in ENDS if (id := marks[mark]) >= 0))
     usual = keys.get("tokenizer.ggml.model") == "llama" or keys.get("tokenizer.ggml.pre") in BEGUN
-    if not isinstance(whole, str) and spelled["bos"] and keys.get("tokenizer.ggml.add_bos_token", usual):
+    # A whole tokenizer.json says so itself. Only a rebuilt one needs the mark of the keys.
+    if not isinstance(stored_json, str) and spelled["bos"] and keys.get("tokenizer.ggml.add_bos_token", usual):
         text = json.dumps({**json.loads(text), "post_processor": _begin_with(spelled["bos"], marks["bos"])})
     return GGUFVocabulary(text=text, bos=spelled["bos"], eos=spelled["eos"], stop_ids=ends)
 
@@ -373,6 +377,7 @@ def _rebuild_marked(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[An
         raise HubError(f"{header.file}: tokenizer.ggml.scores must have one number per token")
     merges: list[tuple[float, int, int, str, str]] = []
     for token, id in vocab.items():
+        # All splits of a token are tried, so a hostile one of a million characters would take hours.
         if kinds[id] == NORMAL and len(token) <= LONGEST_TOKEN:
             pairs = ((token[:split], token[split:]) for split in range(1, len(token)))
             merges += [(scores[id], len(a), len(b), a, b) for a, b in pairs if a in vocab and b in vocab]

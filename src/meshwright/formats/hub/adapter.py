@@ -104,12 +104,12 @@ def misread(shape: ModelShape) -> str:
 
 def base_folder(folder: Path) -> Path:
     """Return the folder of an adapter's model, relative to here or to the adapter. Raises HubError."""
-    named = str(adapter_config(folder).get("base_model_name_or_path") or "")
-    for candidate in (Path(named), folder / named):
-        if named and candidate.is_dir():
+    base_path = str(adapter_config(folder).get("base_model_name_or_path") or "")
+    for candidate in (Path(base_path), folder / base_path):
+        if base_path and candidate.is_dir():
             return candidate
     raise HubError(
-        f"{folder}/{CONFIG}: base_model_name_or_path {named!r} is not a folder here: put the model there, "
+        f"{folder}/{CONFIG}: base_model_name_or_path {base_path!r} is not a folder here: put the model there, "
         "or change the entry"
     )
 
@@ -126,8 +126,8 @@ def _export_parts(binding: Binding, low: list[dict[str, Tensor]], shape: ModelSh
         return {name: {part: x[expert] for part, x in low[0].items()} for expert, name in enumerate(names)}
     if binding.transform in JOINED:
         return {names[0]: _join_parts(binding, low)}
-    made = {part: binding.transform.export([x], shape)[0] for part, x in low[0].items() if part != "a"}
-    return {names[0]: {"a": low[0]["a"], **made}}
+    exported = {part: binding.transform.export([x], shape)[0] for part, x in low[0].items() if part != "a"}
+    return {names[0]: {"a": low[0]["a"], **exported}}
 
 
 def _join_parts(binding: Binding, low: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -138,6 +138,7 @@ def _join_parts(binding: Binding, low: list[dict[str, Tensor]]) -> dict[str, Ten
             f"{', '.join(binding.ours)} have an adapter: train model.lora.targets=attention, or export the "
             "merged model"
         )
+    # Off the diagonal B is 0, so each module of ours still sees its own A alone.
     joined = {"a": torch.cat([parts["a"] for parts in low]), "b": torch.block_diag(*(parts["b"] for parts in low))}
     return joined | ({"magnitude": torch.cat([p["magnitude"] for p in low])} if "magnitude" in low[0] else {})
 
@@ -179,9 +180,11 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
     if 0 < widest < lora.rank:
         raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} exceeds the limit of {widest}")
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in read_header(folder / WEIGHTS).items()}
-    if widest:  # before anything is padded to the largest rank
+    # Before anything is padded to the largest rank.
+    if widest:
         _check_room(folder, stored, lora.rank)
     imported: dict[str, Tensor] = {}
+    # Of a smallest adapter of everything: which matrices can have one does not depend on this adapter.
     adaptable = {parameter.adapts for parameter in parameters(replace(shape.base, lora=LoRAShape(rank=1)))}
     for binding in bindings(shape.base):
         if not adaptable.intersection(binding.ours):
@@ -200,6 +203,7 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
         if any(read):
             _check_sizes(folder, binding, read, shape, lora.rank)
             imported |= _import_parts(binding, read, shape, config, lora)
+    # A tensor that nobody has taken would be dropped without a word.
     if stored:
         raise HubError(f"{folder}: {_unread_reason(next(iter(stored)), shape)}")
     if missing := _missing_module(config, shape, imported):
@@ -294,6 +298,7 @@ def _import_parts(
     tensors = {}
     for name, module_parts in zip(binding.ours, parts, strict=True):
         prefix = adapter_prefix(name)
+        # Ours has one scale. What a module's own alpha and rank make of it goes into its B.
         factor = adapter_scale(module, module_parts["a"].shape[-2], config) / lora.scale
         module_parts["b"] = module_parts["b"] * factor
         for part, tensor in module_parts.items():

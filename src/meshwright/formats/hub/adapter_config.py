@@ -34,6 +34,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         raise HubError(f"{folder} has no {CONFIG}: give a folder that PEFT has written")
     if config.get("peft_type") != "LORA":
         raise HubError(f"{folder}/{CONFIG}: peft_type {config.get('peft_type')!r} is not supported (supported: LORA)")
+    # Refused, not ignored: the adapter would compute something else without a word.
     for key in UNREAD:
         if config.get(key):
             raise HubError(f"{folder}/{CONFIG}: {key} is not supported")
@@ -80,6 +81,7 @@ def adapter_scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
 
     PEFT's rule: the first key that is the end of the module's name, or matches it, counts.
     """
+    # `lora_shape` has bounded the patterns, so matching them takes no time worth a limit.
     alphas = (config.get("alpha_pattern") or {}).items()
     alpha = next((number for key, number in alphas if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

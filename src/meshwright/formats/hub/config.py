@@ -17,11 +17,20 @@ CODED = "meshwright-"
 
 Other software that knew the type would skip the codes with a warning, and open the model with random weights.
 """
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+QUANTIZATION = "quantization_config"
+"""Key of a config that describes how weights are quantized."""
+MOST_JSON_BYTES = 2**24
+"""Largest file read beside the weights. The largest published config has 2**18 bytes."""
+MOST_TOKENIZER_BYTES = 2**27
+"""Largest tokenizer read. One of 262,144 words has 2**25 bytes."""
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def shape_from_config(config: Mapping[str, object]) -> ModelShape:
     """Read the shape that a config.json describes, in v4 or v5 spelling. Raises HubError when unsupported."""
     entries = Entries(config)
+    # Folders of ours with codes have a type that other software does not know.
     name = entries.text("model_type").removeprefix(CODED)
     if name not in FAMILIES:
         raise entries.fail(f"model_type {name!r} is not supported (supported: {', '.join(FAMILIES)})")
@@ -66,8 +75,10 @@ def config_from_shape(
         raise HubError(problem)
     return {
         **_write_shape(shape),
+        # null, since an absent mark would be read as an id of the original vocabulary.
         **dict.fromkeys(FAMILIES[shape.family].marks),
         **(ids or {}),
+        # v4 reads the first, v5 the second.
         "torch_dtype": dtype,
         "dtype": dtype,
         **dict.fromkeys(FAMILIES[shape.family].dropouts, dropout),
@@ -139,11 +150,13 @@ def _first_loss(shape: ModelShape) -> str:
     """Return the first field that its family's config does not carry through, as the head of a sentence."""
     if shape.family == "llama" and shape.hidden % shape.heads:
         return f"model.hidden={shape.hidden} must be a multiple of model.heads={shape.heads}"
+    # Written and read back: no second list of what a family can hold has to be kept in step.
     try:
         back = canonical(shape_from_config(_write_shape(shape)))
     except HubError as error:
         return f"this shape cannot be written ({error})"
     ours = canonical(shape)
+    # Nested parts first: their fields explain differences of others.
     for field in sorted(fields(ModelShape), key=lambda field: field.name not in ("moe", "mla")):
         want, got = getattr(ours, field.name), getattr(back, field.name)
         if want != got:
@@ -174,21 +187,11 @@ def _check_quantization(entries: Entries) -> None:
     if quantization is not None:
         method = quantization.text("quant_method", "")
         if method != "fp8" or not quantization.raw("weight_block_size", None):
-            named = repr(method) if method else "software that names no quant_method, as MLX does"
+            software = repr(method) if method else "software that names no quant_method, as MLX does"
             raise quantization.fail(
-                f"the weights are quantized, by {named}, and only fp8 in blocks can be read as numbers: take the "
+                f"the weights are quantized, by {software}, and only fp8 in blocks can be read as numbers: take the "
                 "folder that they were quantized from"
             )
-
-
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-QUANTIZATION = "quantization_config"
-"""Key of a config that describes how weights are quantized."""
-MOST_JSON_BYTES = 2**24
-"""Largest file read beside the weights. The largest published config has 2**18 bytes."""
-MOST_TOKENIZER_BYTES = 2**27
-"""Largest tokenizer read. One of 262,144 words has 2**25 bytes."""
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any], ModelShape, str]:
@@ -207,9 +210,9 @@ def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any
         if (folder / "adapter_config.json").is_file():
             also = "; it is an adapter: give its base, or export the run without --adapter, which merges both"
         raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory{also}")
-    known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
+    described = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
     try:
-        shape, dtype = shape_from_config(known), dtype_from_config(config)
+        shape, dtype = shape_from_config(described), dtype_from_config(config)
     except HubError as error:
         raise HubError(f"{folder}/{error}") from error
     return config, replace(shape, name=folder.resolve().name), dtype

@@ -214,15 +214,17 @@ def _write_tokenizer(
     config |= read_json(folder / TOKENIZER_CONFIG) or {}
     if not config.get("eos_token"):
         config |= {"bos_token": spelled.get(tokenizer.bos), "eos_token": spelled.get(tokenizer.eos)}
-    if config.get("tokenizer_class") in (None, "TokenizersBackend"):  # v5's name for it, which v4 does not know
+    # transformers v5 writes a name that v4 does not know.
+    if config.get("tokenizer_class") in (None, "TokenizersBackend"):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if chat_template is not None:
         config["chat_template"] = chat_template
     _write_json(folder / TOKENIZER_CONFIG, config)
+    # Ids by the spelling in the config: a tokenizer's own marks may differ from those that its config names.
     ids = {text: id for id, text in spelled.items()}
-    named = {mark: _token_text(config.get(f"{mark}_token")) for mark in ("bos", "eos", "pad")}
-    known = {"bos": tokenizer.bos, "eos": tokenizer.eos}
-    mark_ids = {mark: ids.get(text, known.get(mark)) for mark, text in named.items() if text}
+    spellings = {mark: _token_text(config.get(f"{mark}_token")) for mark in ("bos", "eos", "pad")}
+    own_ids = {"bos": tokenizer.bos, "eos": tokenizer.eos}
+    mark_ids = {mark: ids.get(text, own_ids.get(mark)) for mark, text in spellings.items() if text}
     return {f"{mark}_token_id": id for mark, id in mark_ids.items() if id is not None}
 
 
@@ -237,8 +239,8 @@ def _read_template(folder: Path) -> str | None:
         return (folder / TEMPLATE).read_text(encoding="utf-8")
     template = (read_json(folder / TOKENIZER_CONFIG) or {}).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = templates.get("default")
     return template if isinstance(template, str) else None
 
 
@@ -264,6 +266,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    # The new name is an entry of the parent, which has to be on the disk too.
     sync(folder.parent)
 
 
@@ -277,6 +280,7 @@ def partial_of(path: Path) -> Path:
 
 
 def _is_running(process: str) -> bool:
+    # A leftover with this process's number is of an earlier one that had it.
     if process == str(os.getpid()):
         return False
     try:
@@ -348,10 +352,11 @@ def check_weights(
 
     Returns the bindings, the stored tensors, and the scales of fp8 ones. Raises HubError as `stored_weights` does.
     """
-    every = stored_tensors(folder)
-    check_numbers(folder, shape, sum(math.prod(tensor.size) for tensor in every.values()))
+    all_stored = stored_tensors(folder)
+    # First of all: names of a hostile number of layers would fill memory by themselves.
+    check_numbers(folder, shape, sum(math.prod(tensor.size) for tensor in all_stored.values()))
     bound = bindings(shape)
-    stored = _with_prefix(every, shape)
+    stored = _with_prefix(all_stored, shape)
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith(_SCALE)}
     _check_tensors(folder, shape, bound, stored)
     return bound, stored, scales
@@ -411,6 +416,7 @@ def _with_prefix(stored: dict[str, Stored], shape: ModelShape) -> dict[str, Stor
     # A base model without a head is stored without the prefix of its body.
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name == HEAD else prefix + name: tensor for name, tensor in stored.items()}
+    # DeepSeek numbers layers for multi-token prediction behind the others. Each has an eh_proj.
     extra = [name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")]
     numbers = {start: re.search(r"\.(\d+)\.", start) for start in extra}
     beyond = tuple(start for start, match in numbers.items() if match and int(match[1]) >= shape.layers)
@@ -469,7 +475,8 @@ def dequantize(weight: Tensor, scale: Tensor, block_size: tuple[int, int], name:
         raise HubError(
             f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)} in blocks of {block_size}"
         )
-    rows, columns = map(min, block_size, weight.shape)  # a block may be far larger than the matrix
+    # A block may be far larger than the matrix, and repeating a scale for all of it would fill memory.
+    rows, columns = map(min, block_size, weight.shape)
     spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     numbers = weight.float().mul_(spread[: weight.shape[0], : weight.shape[1]])
     if not bool(numbers.isfinite().all()):

@@ -37,10 +37,12 @@ class Entries:
     def maybe_integer(self, key: str, absent: object = None) -> int | None:
         """Return a whole number of 0 or more, or None for null."""
         number = self.raw(key, absent)
+        # Some writers put 32.0 for 32.
         if isinstance(number, float) and number.is_integer():
             number = int(number)
         if number is None:
             return None
+        # JSON's true is an int for Python.
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise self.fail(f"{key}={number!r} must be a whole number of 0 or more")
         return number
@@ -125,7 +127,8 @@ def _read_rope_scaling(entries: Entries, inner: Entries) -> RopeScaling | None:
     if kind == "default":
         inner.allow("mrope_section", (None,))
         return None
-    if kind == "dynamic":  # it only changes positions beyond max_position_embeddings
+    # It only changes positions beyond max_position_embeddings.
+    if kind == "dynamic":
         return None
     if kind not in ROPE_KINDS:
         raise inner.fail(f"rope scaling {kind!r} is not supported (supported: {', '.join(ROPE_KINDS)})")
@@ -162,7 +165,8 @@ def _read_yarn(inner: Entries, original: int, positions: int, *, latent: bool) -
         implied = temperature(factor, mscale or 1.0) / (temperature(factor, all_dim) if mscale else 1.0)
         stated = inner.number("attention_factor")
         if not math.isclose(stated, implied, rel_tol=1e-6):
-            if latent or factor <= 1 or not 0.01 <= stated <= 100:  # beyond this range the quotient is not exact
+            # Beyond this range the quotient of mscales is not exact.
+            if latent or factor <= 1 or not 0.01 <= stated <= 100:
                 raise inner.fail(f"attention_factor={stated:g} is not supported, only {implied:.6g}")
             mscale, all_dim = _mscales(stated, factor)
     return RopeScaling(
@@ -178,7 +182,8 @@ def _read_yarn(inner: Entries, original: int, positions: int, *, latent: bool) -
 
 def _mscales(attention: float, factor: float) -> tuple[float, float]:
     """Return an mscale and mscale_all_dim whose temperatures have this quotient."""
-    below = max(1.0, 1.0 / attention) + 0.1  # above 1 for both, since 0 would mean that one is not stated
+    # Above 1 for both, since an mscale of 0 would count as not stated.
+    below = max(1.0, 1.0 / attention) + 0.1
     unit = temperature(factor, 1.0) - 1.0
     return (attention * below - 1.0) / unit, (below - 1.0) / unit
 
@@ -239,14 +244,16 @@ def plain_window(absent: int | None) -> ConfigPart:
 
 
 def _read_switched_window(entries: Entries) -> Fields:
-    entries.raw("max_window_layers", None)  # Qwen3-MoE writes it, but transformers reads it only for other families
+    # Qwen3-MoE writes it, but transformers reads it only for other families.
+    entries.raw("max_window_layers", None)
     on = entries.flag("use_sliding_window", False)
     return {"window": (entries.maybe_integer("sliding_window", 4096) or 0) if on else 0}
 
 
 def _read_layered_window(entries: Entries) -> Fields:
     fields, types = _read_switched_window(entries), entries.raw("layer_types", None)
-    if not fields["window"]:  # without a window the kinds of layers mean nothing
+    # Without a window the kinds of layers mean nothing.
+    if not fields["window"]:
         return fields
     layers, first = entries.integer("num_hidden_layers"), entries.integer("max_window_layers", 28)
     if types is not None:
@@ -273,7 +280,8 @@ LAYERED_WINDOW = ConfigPart(
 
 
 def _read_inner(entries: Entries) -> Fields:
-    entries.allow("n_ctx", (entries.integer("n_positions"), None))  # an older name of it
+    # n_ctx is an older name of n_positions.
+    entries.allow("n_ctx", (entries.integer("n_positions"), None))
     return {"ffn": entries.maybe_integer("n_inner") or 4 * entries.integer("n_embd")}
 
 
@@ -334,7 +342,8 @@ def _first_dense(entries: Entries) -> int:
 
 
 def _read_qwen_moe(entries: Entries) -> Fields:
-    entries.allow("use_qk_norm", (True, None))  # Qwen3-Coder states it; the family always has it
+    # Qwen3-Coder states it. The family always has it.
+    entries.allow("use_qk_norm", (True, None))
     entries.allow("shared_expert_intermediate_size", (0, None))
     first = _first_dense(entries)
     if first >= entries.integer("num_hidden_layers"):
@@ -350,10 +359,12 @@ def _read_qwen_moe(entries: Entries) -> Fields:
 
 
 def _write_qwen_moe(shape: ModelShape) -> Fields:
+    # The family has no key for no experts at all, but each layer may be listed as dense.
     if shape.moe is None:
         return {"mlp_only_layers": list(range(shape.layers))}
     return {
         "num_experts": shape.moe.experts,
+        # Both names: releases of transformers read one or the other.
         "num_local_experts": shape.moe.experts,
         "num_experts_per_tok": shape.moe.top_k,
         "moe_intermediate_size": shape.moe.ffn,
@@ -424,9 +435,8 @@ def _read_mla(entries: Entries) -> Fields:
         rope_dim=entries.integer("qk_rope_head_dim"),
         v_dim=entries.integer("v_head_dim"),
     )
-    entries.allow(
-        "qk_head_dim", (mla.nope_dim + mla.rope_dim, None)
-    )  # transformers writes it, and ignores it when reading
+    # transformers writes qk_head_dim, and ignores it when reading.
+    entries.allow("qk_head_dim", (mla.nope_dim + mla.rope_dim, None))
     return {
         "mla": mla,
         "rope_interleaved": entries.flag("rope_interleave", True),

@@ -37,22 +37,23 @@ class PlannedFamily:
 def _full_every(entries: Entries, key: str, absent: int, other: str = "sliding_attention", kinds: object = None) -> int:
     """Return n: every n-th layer has full attention, by layer_types (or `kinds`) or the length of a pattern."""
     types = kinds or entries.raw("layer_types", None)
-    layers, known = entries.integer("num_hidden_layers"), {"full_attention", other}
+    layers, kinds_here = entries.integer("num_hidden_layers"), {"full_attention", other}
     interval = entries.maybe_integer(key, absent) or absent
     if types is None:
         return interval
-    if not isinstance(types, list) or len(types) != layers or {*types} - known:
-        unknown = sorted({*map(str, types)} - known) if isinstance(types, list) else []
+    if not isinstance(types, list) or len(types) != layers or {*types} - kinds_here:
+        unknown = sorted({*map(str, types)} - kinds_here) if isinstance(types, list) else []
         raise entries.fail(
             f"layer_types holds {', '.join(unknown) or 'another number of layers'}, which is not known here"
         )
-    every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
+    # Without any full layer the interval lies past the last one.
+    interval_of_full = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
     for layer, kind in enumerate(types):
-        if (kind == "full_attention") != ((layer + 1) % every == 0):
+        if (kind == "full_attention") != ((layer + 1) % interval_of_full == 0):
             raise entries.fail(
-                f"layer_types: layer {layer} is {kind}, but every {every}th layer must be full_attention"
+                f"layer_types: layer {layer} is {kind}, but every {interval_of_full}th layer must be full_attention"
             )
-    return every
+    return interval_of_full
 
 
 def _gemma(entries: Entries, every: int, **parts: Any) -> Fields:
@@ -231,6 +232,7 @@ def _experts_beside_a_gate(
         entries.integer("moe_intermediate_size", ffn),
         entries.integer("shared_expert_intermediate_size", shared),
     )
+    # A shared expert is counted in units of the routed ones.
     if shared % ffn:
         raise entries.fail(f"shared_expert_intermediate_size={shared} is not a multiple of moe_intermediate_size={ffn}")
     return MoEShape(
@@ -293,7 +295,8 @@ PLANNED: Mapping[str, PlannedFamily] = {
         read=("query_pre_attn_scalar", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma": PlannedFamily(
-        parts=_gemma1, activations=(*_GELU, "gelu"),  # its class computes the tanh form for both
+        # Its class computes the tanh form for both.
+        parts=_gemma1, activations=(*_GELU, "gelu"),
         defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256},
     ),
     "smollm3": PlannedFamily(
@@ -447,11 +450,11 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
 
 def _unknown_keys(config: Mapping[str, object], understood: Iterable[str]) -> dict[str, object]:
     """Return entries that no reader handles and that are not harmless, except null, false and empty ones."""
-    known = _HARMLESS_KEYS | set(understood)
+    handled = _HARMLESS_KEYS | set(understood)
     return {
         key: value
         for key, value in config.items()
-        if key not in known and not HARMLESS_PATTERN.fullmatch(key) and value not in (None, False, [], {}, "")
+        if key not in handled and not HARMLESS_PATTERN.fullmatch(key) and value not in (None, False, [], {}, "")
     }
 
 

@@ -46,6 +46,7 @@ CONV1D = Transform(
 
 
 def _fuse(ours: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
+    # Three are queries, keys and values, of which the first two are rotated. Two are gate and up.
     turned = [ROTARY.export([rows], shape)[0] for rows in ours[:2]] if len(ours) == 3 else list(ours[:2])
     return [torch.cat([*turned, *ours[2:]])]
 
@@ -261,6 +262,7 @@ def _split_name(name: str) -> tuple[str, str, str]:
 
 def _bind(row: WeightRow, layer: str, leaf: str, sizes: Mapping[str, tuple[int, ...]], shape: ModelShape) -> Binding:
     ours = {name: sizes[name] for name in (module.replace("*", layer) + leaf for module in row.ours)}
+    # Sizes of theirs follow from the transform itself, on tensors without numbers.
     meta: list[Tensor] = [torch.empty(size, device="meta") for size in ours.values()]
     theirs = row.transform.export(meta, shape)
     pattern = row.theirs.replace("*", layer) + leaf

@@ -144,6 +144,7 @@ class BitsAndBytes(MatrixFormat):
             yield _sibling(their, "weight_format"), torch.zeros((), dtype=torch.uint8)
             return
         offset = None if matrix.offset is None else float(matrix.offset)
+        # The first of two codes is in the upper half of a byte there, and in the lower one here.
         yield their, _swap_halves(codes).reshape(-1, 1)
         yield f"{their}.absmax", (scales if scheme.scales == "double" else scales.float()).flatten()
         yield f"{their}.quant_map", torch.tensor(TABLES[scheme.codes], dtype=torch.float32)
@@ -180,7 +181,8 @@ class BitsAndBytes(MatrixFormat):
             raise HubError(f"{stored[name].file}: {name} has nested_offset={offset!r}, which is no number")
         nested = {"outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
         if scheme.scales == "double":
-            return parts | nested  # without rows: no transform of a matrix that has them reorders rows (_unreadable)
+            # These have no rows. No transform of a matrix that has them reorders rows (_unreadable).
+            return parts | nested
         table = dynamic_table(parts["scales"].device)
         return parts | {"scales": undoubled(parts["scales"], nested["outer"], nested["offset"], table)}
 
@@ -230,6 +232,7 @@ def _encode_state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offse
     if offset is None:
         return json.dumps(state).encode()
     state |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"}
+    # Files are laid out before the offset is known, so its JSON is filled up with spaces.
     length = len(json.dumps(state | {"nested_offset": 0.0})) - len("0.0") + OFFSET_LENGTH
     return json.dumps(state | {"nested_offset": offset}).ljust(length).encode()
 
@@ -239,7 +242,8 @@ def _adapt_to_files(planned: Sequence[Planned], stored: Mapping[str, Stored]) ->
     adjusted = []
     for tensor in planned:
         actual = stored.get(tensor.name)
-        if actual is None and tensor.name.endswith(".weight_format"):  # older writers omit it
+        # Older writers omit it.
+        if actual is None and tensor.name.endswith(".weight_format"):
             continue
         if actual is not None and STATE in tensor.name:
             tensor = replace(tensor, size=actual.size)
@@ -267,10 +271,10 @@ def _read_scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size
             return replace(SCHEMES["int8"], scales="float32")
         return replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold", threshold=threshold)
     codes, state = _read_state(stored, name)
-    known: dict[str, Any] = {"quant_type": codes, "shape": list(size)}
+    expected_entries: dict[str, Any] = {"quant_type": codes, "shape": list(size)}
     nested = "nested_blocksize" in state
-    known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
-    for key, expected in known.items():
+    expected_entries |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
+    for key, expected in expected_entries.items():
         if state.get(key) != expected:
             raise HubError(f"{stored[name].file}: {name} has {key}={state.get(key)!r} (supported: {expected!r})")
     if state.get("blocksize") not in BLOCKS:

@@ -150,10 +150,11 @@ class CompressedTensors(MatrixFormat):
             if _layout(scheme) != PACKED:
                 yield their, code
                 continue
-            whole = code if scheme.packed else (code.int() + 128).to(torch.uint8)
-            yield f"{their}_packed", _pack_words(whole, scheme.bits)
+            unsigned = code if scheme.packed else (code.int() + 128).to(torch.uint8)
+            yield f"{their}_packed", _pack_words(unsigned, scheme.bits)
             yield f"{their}_shape", torch.tensor(code.shape)
             if zero is not None:
+                # Zeros are packed along the outputs, codes along the inputs.
                 by_outputs = _pack_words(zero.to(torch.uint8).t().contiguous(), scheme.bits)
                 yield f"{their}_zero_point", by_outputs.t().contiguous()
 
@@ -167,6 +168,7 @@ class CompressedTensors(MatrixFormat):
             return {"codes": stored[name].read(), **parts}
         if name in stored:
             return parts | _read_bytes(stored, name, scheme)
+        # Words hide how many codes the last one has, so the size is a tensor of its own.
         shape = stored[f"{name}_shape"].read().tolist()
         if shape != list(size):
             raise HubError(
@@ -230,6 +232,7 @@ def _adapt_to_files(planned: Sequence[Planned], stored: Mapping[str, Stored]) ->
 def _pack_words(codes: Tensor, bits: int) -> Tensor:
     """Pack codes (R, C) uint8 into one stream of bits per row, int32 (R, ceil(C bits / 32))."""
     packed = pack(codes, bits)
+    # Rows are filled up to whole words, which a stream of bits does not end with.
     return torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32)
 
 
@@ -242,6 +245,7 @@ def _read_bytes(stored: Mapping[str, Stored], name: str, scheme: Scheme) -> dict
     if not scheme.packed:
         return {"codes": stored[name].read()}
     names = {"codes": name} | ({"zeros": f"{name}_zero_point"} if scheme.zeros == "whole" else {})
+    # Their codes are signed, ours count from 0.
     middle = 2 ** (scheme.bits - 1)
     return {
         part: pack((stored[their_name].read().int() + middle).to(torch.uint8), scheme.bits)
@@ -317,7 +321,8 @@ def _group_scheme(group: Entries, layout: str) -> Scheme:
     bits, kind, size = weights.integer("num_bits"), LAYOUTS[layout], 0
     if strategy == "group":
         size = weights.integer("group_size")
-    if strategy == "block":  # their inputs are rounded by groups; ours are not rounded
+    # Their inputs are rounded by groups, and ours are not rounded.
+    if strategy == "block":
         inputs, sides = None, weights.raw("block_structure")
         size = sides[0] if isinstance(sides, list) and sides and isinstance(sides[0], int) else 0
         if sides != [size, size] or size not in GROUPS:
@@ -326,7 +331,8 @@ def _group_scheme(group: Entries, layout: str) -> Scheme:
             )
     if inputs is not None:
         inputs.allow("num_bits", (8,))
-    if bits != 8 or strategy == "group":  # inputs of W4A8 are not rounded here either
+    # Inputs of W4A8 are not rounded here either.
+    if bits != 8 or strategy == "group":
         inputs = None
     if inputs is not None:
         inputs.allow("strategy", ("token", "tensor"))

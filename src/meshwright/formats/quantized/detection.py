@@ -24,7 +24,7 @@ Source: https://github.com/intel/auto-round, auto_round_extension/humming/qlinea
 MODELOPT = "hf_quant_config.json"
 """NVIDIA ModelOpt's file beside a config.json without an entry."""
 NUMBERS = "fp8"
-"""quant_method of 8-bit numbers in blocks, which are read as numbers (hub/weights.py)."""
+"""quant_method of 8-bit numbers in blocks, which are read as numbers (hub/directory.py)."""
 
 
 def quantization(path: Path) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def quantization(path: Path) -> dict[str, Any]:
         return {}
     modelopt = (read_json(path / MODELOPT) or {}).get("quantization")
     if isinstance(modelopt, dict):
-        named = {**modelopt, "quant_method": "modelopt"}
-        return _as_compressed_tensors("tensor") if _fp8_strategy(named) else named
+        described = {**modelopt, "quant_method": "modelopt"}
+        return _as_compressed_tensors("tensor") if _fp8_strategy(described) else described
     for name, method in BESIDE.items():
         if alone := read_json(path / name):
             return {"quant_method": method} | {OLDER_NAMES.get(key, key): entry for key, entry in alone.items()}

@@ -56,7 +56,8 @@ def open_quantized(folder: HubFolder) -> QuantizedModel:
         raise HubError(
             f"{folder.path} is quantized in a format that is not supported (supported: {', '.join(_formats())})"
         )
-    files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a symbolic link may be dangling
+    # A symbolic link may be dangling.
+    files = filter(Path.is_file, folder.path.glob("*.safetensors"))
     check_numbers(folder.path, folder.shape, CODES_OF_A_BYTE * sum(file.stat().st_size for file in files))
     return reader.described(folder.path, folder.shape, folder.dtype, config)
 
@@ -92,7 +93,8 @@ def decoded_parts(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    wide = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no isfinite for 8-bit numbers
+    # torch has no isfinite for 8-bit numbers.
+    wide = tensor.half() if tensor.dtype.itemsize == 1 else tensor
     return bool(wide.isfinite().all())
 
 

@@ -92,6 +92,7 @@ def fill(model: Transformer, weights: Iterable[tuple[str, Tensor | dict[str, Ten
             if isinstance(weight, dict)
             else {name: weight}
         )
+        # Copied into the model's memory, which may be on another device and in another dtype.
         for key, tensor in parts.items():
             slots[key].copy_(tensor)
 
@@ -127,6 +128,7 @@ class MatrixFormat(ABC):
         """Yield the tensors of the files as weights arrive. A tied head is in no file."""
         binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
         for name, weight in weights:
+            # Files hold the embedding once, and readers tie the head to it.
             if model.shape.tied and name == "head.weight":
                 continue
             binding = binding_of[name]
@@ -192,6 +194,7 @@ def tensors_of_model(
         elif name == HEAD and shape.tied:
             check_tied(folder, bindings(shape), lambda part: stored[part].read())
         elif name.endswith(".bias") and tensor.dtype.is_floating_point and not IGNORED.fullmatch(name):
+            # A bias that is not zero would be dropped without a word.
             if bool(tensor.read().any()):
                 raise HubError(
                     f"{folder}: {name} is not zero, but config.json gives a {shape.family} no bias there: set "
@@ -210,6 +213,7 @@ def _restored_parts(
     ours_by_name: list[dict[str, Tensor]] = [{} for _ in binding.ours]
     for part in matrices_of_theirs[0]:
         theirs = [parts[part] for parts in matrices_of_theirs]
+        # An order is that of inputs, which matrices of ours share where theirs is cut into rows.
         cut = part == "order" and binding.transform not in (SAME, STACKED)
         ours = [theirs[0]] * len(rows) if cut else binding.transform.restore(theirs, rows, shape)
         for matrix, tensor in zip(ours_by_name, ours, strict=True):

@@ -75,6 +75,7 @@ class NativeFormat:
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
         """Read from the config and the headers of a folder which matrix has which scheme."""
+        # Codes of another layout would be read as numbers, and none of them would look wrong.
         if config.get("version") != VERSION:
             raise HubError(
                 f"{folder} is quantized in version {config.get('version')} of the layout; this reads {VERSION}"
@@ -134,8 +135,8 @@ def _is_wide(dtype: torch.dtype) -> bool:
 
 def _read_schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, Scheme]:
     try:
-        named = {name: _read_scheme(values) for name, values in config["schemes"].items()}
-        return {name: named[scheme] for name, scheme in config["matrices"].items()}
+        schemes = {name: _read_scheme(values) for name, values in config["schemes"].items()}
+        return {name: schemes[scheme] for name, scheme in config["matrices"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{folder}/config.json has a damaged quantization_config ({error!r})") from error
 
@@ -154,5 +155,6 @@ def _read_scheme(values: Mapping[str, Any]) -> Scheme:
 
 def _check_columns(folder: Path, name: str, parts: Mapping[str, Tensor], inputs: int) -> None:
     columns = parts.get("columns")
+    # An index beyond the inputs would read foreign memory in a kernel.
     if columns is not None and (int(columns.min()) < 0 or int(columns.max()) >= inputs):
         raise HubError(f"{folder}: {name}.columns names inputs beyond {inputs}: damaged; quantize the model again")

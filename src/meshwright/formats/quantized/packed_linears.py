@@ -145,8 +145,9 @@ class PackedLinears(MatrixFormat):
         self, name: str, binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield those tensors for a matrix of ours."""
-        whole = matrix.whole_codes()
-        codes = whole if matrix.scheme.packed else (whole.int() + 128).to(torch.uint8)
+        own_codes = matrix.whole_codes()
+        # Their 8-bit codes count from 0 with a zero of 128, ours are signed.
+        codes = own_codes if matrix.scheme.packed else (own_codes.int() + 128).to(torch.uint8)
         middle = float(fixed_zero(matrix.scheme) if matrix.scheme.packed else 128)
         zeros = torch.full_like(matrix.scales.float(), middle) if matrix.zeros is None else matrix.every_zero()
         tensors = (codes, zeros.to(torch.uint8), matrix.scales)
@@ -276,11 +277,13 @@ class GPTQFiles(PackedLinears):
         rows, columns = size
         order = None
         if scheme.ordered:
+            # Stable, so inputs of one group keep their order and equal files give equal codes.
             groups, order = parts["g_idx"].read().sort(stable=True)
             if not torch.equal(groups.long(), torch.arange(columns) // (scheme.group or columns)):
                 raise entries.fail(f"g_idx has groups of other sizes than group_size={scheme.group}: damaged")
         zeros = codes_of(parts["qzeros"].read(), scheme.bits, rows)
         if not scheme.name.endswith(V2):
+            # A stored zero of all ones has wrapped around 0: version 1 subtracts 1 before it packs.
             zeros = (zeros + 1) & (2**scheme.bits - 1)
         codes = codes_of(parts["qweight"].read().t(), scheme.bits, columns)
         codes = codes if order is None else codes[:, order]
@@ -304,7 +307,8 @@ class GPTQFiles(PackedLinears):
 
     def scheme_of(self, entries: Entries) -> Scheme:
         """Return the scheme that a config describes."""
-        key = "checkpoint_format" if "checkpoint_format" in entries else "format"  # GPTQModel writes both
+        # GPTQModel writes both.
+        key = "checkpoint_format" if "checkpoint_format" in entries else "format"
         layout = entries.text(key, "gptq")
         if layout not in ("gptq", "gptq_v2"):
             raise entries.fail(f"{key}={layout!r} is not supported (supported: gptq and gptq_v2): {ORIGINAL}")
@@ -317,7 +321,8 @@ class GPTQFiles(PackedLinears):
             )
         bits, group = self.widths(entries)
         others = any(isinstance(rule, dict) and rule.get("sym") is False for rule in _matrix_rules(entries))
-        symmetric = entries.flag("sym", True) and not others  # if some matrices have zeros, those of all are read
+        # If some matrices have zeros, those of all are read.
+        symmetric = entries.flag("sym", True) and not others
         if bits == 8 and not symmetric:
             raise entries.fail(f"bits=8 with sym=false is not read: {ORIGINAL}")
         return read_scheme(_scheme_name(bits, layout == "gptq_v2"), bits, group, symmetric)
@@ -329,9 +334,9 @@ class GPTQFiles(PackedLinears):
         if any(part not in parts or len(parts[part].size) != 2 for part in ("qweight", "scales")):
             return scheme
         columns, words, groups = size[1], parts["qweight"].size[0], parts["scales"].size[0]
-        bits, left = divmod(words * 32, columns)
+        bits, remainder = divmod(words * 32, columns)
         fitting = [group for group in (scheme.group, 0, *GROUPS) if groups == (-(-columns // group) if group else 1)]
-        if _matrix_rules(entries) and not left and bits in self.bits and fitting:
+        if _matrix_rules(entries) and not remainder and bits in self.bits and fitting:
             symmetric = bits == 8 or scheme.zeros == "fixed"
             scheme = read_scheme(_scheme_name(bits, scheme.name.endswith(V2)), bits, fitting[0], symmetric)
         if "g_idx" not in parts:

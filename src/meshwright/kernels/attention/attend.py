@@ -14,9 +14,8 @@ from meshwright.kernels.attention.gpu import attend_past, chosen_kernel, past_ke
 from meshwright.kernels.attention.partial import WIDEST, can_fuse
 from meshwright.kernels.attention.varlen import borders_of
 from meshwright.kernels.c import sequence_attention, training_rows
-from meshwright.kernels.chooser import NARROW, uses_triton
+from meshwright.kernels.chooser import NARROW, device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
-from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.spec.plan.execution import Case
 
 
@@ -81,6 +80,7 @@ def causal_mask(
         documents: (B, keys) int, ascending along a row. No query sees another document.
         spans: Number of documents and longest one. Without them a GPU is waited for.
     """
+    # A window as long as the row hides nothing, and without one faster kernels take the call.
     window = window if window < keys else 0
     if documents is None or queries != keys or device_kind(documents) == "cpu":
         return Mask(window, documents)
@@ -220,8 +220,10 @@ def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> s
     case = case_of(mask)
     if case == "rows" and not torch.is_grad_enabled():
         if torch.compiler.is_compiling():
-            return "flash"  # the compiler does not see through the call of a library
+            # The compiler does not see through the call of a library.
+            return "flash"
         case = "cache"
+    # Only numbers go in, so the compiler may take the answer for a constant.
     about = (q.device, q.dtype, case, q.shape[1], q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
     kernel: str = chosen_kernel(*about, dropout, torch.is_grad_enabled())
     return kernel
@@ -268,7 +270,8 @@ def _always(*_: object) -> bool:
 CHOICES: dict[tuple[str, str], tuple[tuple[Callable[..., bool], str], ...]] = {
     ("cpu", "plain"): (
         (_loops_pay, "loops"),
-        (_is_traced_in_fp32, "torch"),  # the compiler sees through torch's kernel, not through blocks
+        # The compiler sees through torch's kernel, not through blocks.
+        (_is_traced_in_fp32, "torch"),
         (_blocks_pay, "blocks"),
         (_always, "torch"),
     ),
@@ -293,8 +296,9 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -
         if takes(q, k, v, mask, dropout):
             if kernel != "gpu":
                 return kernel
-            chosen = gpu_kernel(q, k, v, mask, dropout)
-            return chosen if form == "packed" else {"flash": "torch", "flash-4": "past"}.get(chosen, chosen)
+            library = gpu_kernel(q, k, v, mask, dropout)
+            # Plain rows have no borders. torch's own call runs flash for them, and flash-4 takes them as a prompt.
+            return library if form == "packed" else {"flash": "torch", "flash-4": "past"}.get(library, library)
     raise AssertionError(f"no kernel of {device, form} takes every call")
 
 
@@ -336,6 +340,7 @@ def _sdpa_inputs(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> tup
     grouped = q.shape[2] != k.shape[2]
     if v.shape[-1] < q.shape[-1] and (device_kind(q) == "cpu" or (allowed is None and compat.takes_flash(q, q))):
         v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    # Only flash takes unequal heads on a GPU: for others torch would fall back to the S x T form.
     if grouped and device_kind(q) == "cuda" and not (allowed is None and compat.takes_flash(q, v)):
         k, v, grouped = _expand(k, q.shape[2]), _expand(v, q.shape[2]), False
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), grouped

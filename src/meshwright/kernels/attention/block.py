@@ -13,8 +13,7 @@ from torch import Tensor
 
 from meshwright.kernels.attention.paged import PagedStore, RowsCall
 from meshwright.kernels.c.build import structure
-from meshwright.kernels.c.panels import Panels, pointer
-from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.c.serving_library import Loops, Panels, pointer
 
 PARTS = ("qkv", "o", "gate_up", "down")
 
@@ -60,6 +59,7 @@ class FusedStep:
 
     def __init__(self, cos: Tensor, sin: Tensor, slots: Tensor, call: RowsCall) -> None:
         """Take cos and sin (1, R, 1, E / 2) and slots (R,)."""
+        # The struct has addresses alone, so the tensors are held here as long.
         self._alive = cos.contiguous(), sin.contiguous(), slots, call
         cosine, sine, *_ = self._alive
         self.fields = structure("Step")(
@@ -97,6 +97,7 @@ class FusedBlock:
 
         Their keys and values are stored. `beside`: structs LowRank that are added to the products named in PARTS.
         """
+        # Structs are made anew only where adapters are: this runs once for each layer of a step.
         if not beside:
             return self._loops.block(self._fields, step.fields, None, x)
         arrays = [(structure("LowRank") * len(beside.get(name, ())))(*beside.get(name, ())) for name in PARTS]

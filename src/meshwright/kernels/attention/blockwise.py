@@ -76,8 +76,10 @@ def rows_of(documents: Tensor | None, q: Tensor) -> list[tuple[slice, int, int]]
 def stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator[RowTile]:
     """Yield whole documents, or stretches of what a window sees of them."""
     for rows, begin, end in documents:
+        # The first queries see everything before them: one causal square, without a mask.
         square = min(end, begin + (window or end))
         yield RowTile(rows, slice(begin, square), slice(begin, square))
+        # With a quarter of the window, a stretch multiplies a quarter more pairs than its queries see.
         step = max(STRETCH, window // 4)
         for start in range(square, end, step):
             stop = min(start + step, end)
@@ -104,7 +106,9 @@ def _weights(q: Tensor, k: Tensor, tile: RowTile, window: int) -> Tensor:
     scores = torch.bmm(q.flatten(1, 2), k.transpose(1, 2))
     view = scores.view(*q.shape[:3], -1)
     if window and tile.keys.start > tile.queries.stop - 1 - window:
-        window = 0  # every query sees all keys of the tile that come before it
+        # Every query sees all keys of the tile that come before it.
+        window = 0
+    # Without a window all keys before the block are seen, so only its own square needs the mask.
     shown = 0 if window else tile.queries.start - tile.keys.start
     hidden = tile.hidden(window, q.device)[:, shown:]
     view[..., shown:].masked_fill_(hidden, float("-inf"))
@@ -122,23 +126,6 @@ def _ungrouped(x: Tensor, batch: int) -> Tensor:
     """Undo `_grouped`: (B K, G, S, E) -> (B, S, H, E)."""
     out: Tensor = x.unflatten(0, (batch, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out
-
-
-def _inner_dtype(q: Tensor, dropout: "AttentionDropout | None") -> torch.dtype:
-    narrow = q.dtype != torch.float32 and dropout is None and compat.cpu_multiplies(q.dtype)
-    return q.dtype if narrow and q.dtype.itemsize == 2 else torch.float32
-
-
-def _grouped_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scaled queries (B K, G, S, E), keys (B K, S, E) and values (B K, S, V) in a dtype."""
-    keys = k.shape[2]
-    queries = _grouped(q.to(dtype), keys) * scale
-    return queries, _grouped(k.to(dtype), keys)[:, 0], _grouped(v.to(dtype), keys)[:, 0]
-
-
-def _heads(rows: slice, keys: int) -> slice:
-    """Map rows of (B) to those of (B K)."""
-    return slice(rows.start * keys, rows.stop * keys)
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -163,6 +150,24 @@ class AttentionDropout:
     def factors(self, weights: Tensor) -> Tensor:
         """Return factors for the next tile's weights, in their shape."""
         return torch.empty_like(weights).bernoulli_(1 - self.rate, generator=self.generator).div_(1 - self.rate)
+
+
+def _inner_dtype(q: Tensor, dropout: AttentionDropout | None) -> torch.dtype:
+    narrow = q.dtype != torch.float32 and dropout is None and compat.cpu_multiplies(q.dtype)
+    return q.dtype if narrow and q.dtype.itemsize == 2 else torch.float32
+
+
+def _grouped_inputs(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scaled queries (B K, G, S, E), keys (B K, S, E) and values (B K, S, V) in a dtype."""
+    keys = k.shape[2]
+    # Scaling queries is S x E products, scaling their scores would be S x S.
+    queries = _grouped(q.to(dtype), keys) * scale
+    return queries, _grouped(k.to(dtype), keys)[:, 0], _grouped(v.to(dtype), keys)[:, 0]
+
+
+def _heads(rows: slice, keys: int) -> slice:
+    """Map rows of (B) to those of (B K)."""
+    return slice(rows.start * keys, rows.stop * keys)
 
 
 def forward(
@@ -204,6 +209,7 @@ def backward(
         block, seen_keys = q[heads, :, tile.queries], k[heads, tile.keys]
         incoming = gradients[heads, :, tile.queries].flatten(1, 2)
         weights = _weights(block, seen_keys, tile, window)
+        # Drawn in the order of the forward pass, so each tile gets the factors that it had there.
         factors = dropout.factors(weights) if dropout is not None else None
         dropped_weights = weights if factors is None else weights * factors
         v_gradient[heads, tile.keys] += torch.bmm(dropped_weights.transpose(1, 2), incoming)
@@ -213,6 +219,7 @@ def backward(
         score_gradient = compat.softmax_backward(score_gradient, weights)
         q_gradient[heads, :, tile.queries] = torch.bmm(score_gradient, seen_keys).view_as(block)
         k_gradient[heads, tile.keys] += torch.bmm(score_gradient.transpose(1, 2), block.flatten(1, 2))
+    # Queries were scaled before the products, so the gradient of keys has the factor already.
     return (
         _ungrouped(q_gradient.mul_(scale), batch).to(dtype),
         _ungrouped(k_gradient.unsqueeze(1), batch).to(dtype),

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.attention.partial import fused_width, padded
-from meshwright.kernels.chooser import NARROW, dtype_name
-from meshwright.kernels.target import simulated_kind
+from meshwright.kernels.chooser import NARROW, dtype_name, simulated_kind
 from meshwright.spec.plan.execution import (
     AttentionCall,
     Case,
@@ -80,8 +79,9 @@ def attend_past(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float) -
         return compat.flash_4_past(queries, keys, values, window=window, scale=scale)[..., :width]
     common = fused_width(max(q.shape[3], width))
     queries, keys, values = (padded(x, common).transpose(1, 2) for x in (q, k, v))
-    left = window - 1 if window else -1
-    out, _ = compat.banded_attention(queries, keys, values, left=left, right=0, scale=scale)
+    # The kernel counts positions before the query, without itself. -1 is no border.
+    before = window - 1 if window else -1
+    out, _ = compat.banded_attention(queries, keys, values, left=before, right=0, scale=scale)
     return out.transpose(1, 2)[..., :width]
 
 
@@ -113,9 +113,8 @@ def problem(
 ) -> str:
     """Return what is wrong with a kernel here. Empty = it runs and is right."""
     try:
-        with ThreadPoolExecutor(
-            1
-        ) as pool:  # a block in progress may have hooks and modes, which are local to this thread
+        # A block in progress may have hooks and modes, which are local to this thread.
+        with ThreadPoolExecutor(1) as pool:
             error = pool.submit(_largest_error, kernel, device, dtype, (width, value_width), group, case).result()
     except Exception as failure:  # compilers, drivers and launches fail in many ways
         line = (str(failure).splitlines() or [""])[0]
@@ -127,6 +126,7 @@ def _largest_error(
     kernel: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], group: int, case: Case
 ) -> float:
     """Return the largest relative error of results and gradients. NaN counts as infinite."""
+    # Drawn on the host, so the trial has the same numbers on every device.
     generator = torch.Generator().manual_seed(1)
     sizes = (2 * group, widths[0]), (2, widths[0]), (2, widths[1])
     inputs = [torch.randn(ROWS, *size, generator=generator).to(device, dtype) for size in sizes]
@@ -145,6 +145,7 @@ def _largest_error(
             partial(_exact_attention, seen=seen), [x.double() for x in inputs], gradient.double()
         )
         exact = [exact[0][-QUERIES:]] if case == "cache" else exact
+        # Norms are compared, not elements: single numbers near 0 are far off in 16 bits.
         errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(outcome, exact, strict=True)]
         worst = max(worst, *(error if error == error else float("inf") for error in errors))
     return worst

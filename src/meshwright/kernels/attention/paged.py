@@ -26,12 +26,29 @@ from meshwright.kernels.attention.gpu import attend_past, choose_past
 from meshwright.kernels.attention.partial import can_fuse
 from meshwright.kernels.attention.rope import rotate_reference
 from meshwright.kernels.c.serving_library import Loops
-from meshwright.kernels.chooser import NARROW, choice, uses_triton
+from meshwright.kernels.chooser import NARROW, choice, device_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
 from meshwright.kernels.norm.norms import rms_norm_reference
 from meshwright.kernels.quantized.rounding import E4M3, absmax_scale, e4m3_scale, highest
-from meshwright.kernels.target import device_kind
 from meshwright.spec.plan.execution import WIDEST, CacheForm
+
+HIDDEN = float("-inf")
+"""Number added to the score of a key that a query does not see."""
+LINE_BYTES = 64
+"""Alignment of allocated memory."""
+QUERIES = 4
+"""Multiple of which the queries of a key head are in one call on a CPU.
+
+Threads hold their scores one after the other. Sums have one order only if each thread's scores begin at a multiple of
+16 bytes.
+"""
+
+
+STRIP = 512
+"""Queries of a chunk whose mask is made at once, where no kernel takes borders as numbers.
+
+That is 256 MiB in fp32 over 131,072 keys, where a chunk of 8,192 queries would take 4 GiB.
+"""
 
 
 @final
@@ -54,6 +71,7 @@ class PagedStore:
     @property
     def tensors(self) -> list[Tensor]:
         """Everything stored, by blocks."""
+        # torch copies 8-bit integers at an index everywhere, numbers of 8 bits not.
         bits = self.codes.view(torch.uint8) if self.form == "fp8" else self.codes
         return [bits] if self.scales is None else [bits, self.scales]
 
@@ -118,39 +136,16 @@ def turn_and_keep(
     interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
 ) -> bool:  # fmt: skip
     """Do as the reference in one Triton kernel. Returns False, with nothing done, where it cannot take these."""
-    from meshwright.kernels.triton import cache_write, paged
+    from meshwright.kernels.triton import paged
 
-    if (
-        not cache_write.is_taken(q, k, v)
-        or keys.sizes[3] != q.shape[2]
-        or not (values.sizes[3] == v.shape[2] == k.shape[2])
-    ):
+    if not paged.is_taken(q, k, v) or keys.sizes[3] != q.shape[2] or not (values.sizes[3] == v.shape[2] == k.shape[2]):
         return False
     stores = (paged.BlockStore(store.codes, store.scales) for store in (keys, values))
-    cache_write.turn_and_keep(
+    paged.turn_and_keep(
         q, k, v, cos, sin, slots, *stores, interleaved=interleaved,
-        norms=None if norms is None else cache_write.HeadNorms(*norms),
+        norms=None if norms is None else paged.HeadNorms(*norms),
     )  # fmt: skip
     return True
-
-
-HIDDEN = float("-inf")
-"""Number added to the score of a key that a query does not see."""
-LINE_BYTES = 64
-"""Alignment of allocated memory."""
-QUERIES = 4
-"""Multiple of which the queries of a key head are in one call on a CPU.
-
-Threads hold their scores one after the other. Sums have one order only if each thread's scores begin at a multiple of
-16 bytes.
-"""
-
-
-STRIP = 512
-"""Queries of a chunk whose mask is made at once, where no kernel takes borders as numbers.
-
-That is 256 MiB in fp32 over 131,072 keys, where a chunk of 8,192 queries would take 4 GiB.
-"""
 
 
 class SeenBand(NamedTuple):
@@ -242,8 +237,8 @@ def row_kernel(like: Tensor, width: int, prefer: str) -> tuple[bool, str]:
     feature = f"heads are {width} wide, more than {WIDEST}" if width > WIDEST else ""
     if not uses_triton("paged_attention", like, prefer=prefer, feature=feature) and like.device.type == "cpu":
         return False, "torch (a CPU)"
-    chosen = choice("paged_attention", like.device, like.dtype, prefer=prefer, feature=feature)
-    return chosen.by == "triton", f"{chosen.by} ({chosen.reason})"
+    implementation = choice("paged_attention", like.device, like.dtype, prefer=prefer, feature=feature)
+    return implementation.by == "triton", f"{implementation.by} ({implementation.reason})"
 
 
 def prompt_kernel(like: Tensor, width: int, value_width: int, group: int) -> str:
@@ -336,6 +331,7 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, sc
     Like `attend_paged` with one block of T positions for each sequence. A query's result depends on its own row alone.
     """
     rows, _, heads, _ = keys.shape
+    # Queries move to the rows of their keys: moving keys would copy T times as much.
     if call.rows is not None:
         q = q.new_zeros(rows, *q.shape[1:]).index_copy_(0, call.rows, q)
     seen_k, seen_v = (_padded_to_lines(x).transpose(1, 2) for x in (keys, values))
@@ -364,6 +360,7 @@ def _attend(
 def _one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Attend one query of each sequence, q (B, K, H / K, E), as `_fused`. Returns (B, H, width of k)."""
     group = q.shape[2]
+    # Empty queries keep the scores of each head aligned (see QUERIES), and are cut off again.
     more = -group % QUERIES if q.device.type == "cpu" else 0
     out = _fused(F.pad(q, (0, 0, 0, more)) if more else q, k, v, bias, scale)
     return out[:, :, :group].flatten(1, 2)

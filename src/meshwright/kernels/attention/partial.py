@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.chooser import device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
-from meshwright.kernels.target import device_kind, simulated_kind
 
 ROWS = 64
 """Queries of a tile of the plain form; see kernels/attention/blockwise.py."""
@@ -106,6 +105,7 @@ def _device_fuses(device: torch.device, dtype: torch.dtype, width: int, grouped:
 
 @cache
 def _cached_device_fuses(device: torch.device, dtype: torch.dtype, width: int, grouped: bool) -> bool:
+    # torch looks at sizes and dtype alone, so the smallest tensors of the kind do.
     q = torch.empty(1, 1 + grouped, 1, width, dtype=dtype, device=device)
     k = q[:, :1]
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, grouped)
@@ -128,6 +128,7 @@ class PartialAttention:
         for tile in tiles:
             keys, values = k[tile.rows, :, tile.keys], v[tile.rows, :, tile.keys]
             q, out, lse = (x[tile.rows, :, tile.queries] for x in (self.q, self.out, self.lse))
+            # A fused kernel divides by its own sum already, so its shift is its log-sum-exp.
             if self.fused:
                 part, part_lse = _attended(q, keys, values, tile, self.scale)
                 _merge(out, lse, part[..., : self.value_width], part_lse, part_lse)
@@ -151,6 +152,7 @@ class PartialGradients:
         if fused:
             self.out = _keys(out.transpose(1, 2), self.q, fused).contiguous()
         else:
+            # Gradient times result stands for the sum over all keys, so parts need not know each other.
             self.inner = (gradient.float() * out.float()).sum(-1).transpose(1, 2)
 
     def add(self, k: Tensor, v: Tensor, tiles: Iterable[Tile], k_gradient: Tensor, v_gradient: Tensor) -> None:
@@ -177,6 +179,7 @@ class PartialGradients:
         q, gradient = (_flat(x[:, :, tile.queries], heads) for x in (self.q, self.gradient))
         lse, inner = (_flat(x[:, :, tile.queries].unsqueeze(-1), heads) for x in (self.lse, self.inner))
         k, v = k.flatten(0, 1), v.flatten(0, 1)
+        # By the log-sum-exp over all parts: these are shares of the whole softmax.
         weights = _scores(q, k, self.q.shape[:2], tile).sub_(lse).exp_()
         v_gradient[:, :, tile.keys] += torch.bmm(weights.mT, gradient).view_as(v_gradient[:, :, tile.keys])
         score_gradient = torch.bmm(gradient, v.mT).sub_(inner).mul_(weights)
@@ -270,10 +273,11 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, shift: Tens
     does that. A query that has seen nothing yet has 0 and -inf, and keeps them where it sees nothing of the part.
     """
     if uses_triton("merge", out):
-        from meshwright.kernels.triton import merge_partial
+        from meshwright.kernels.triton import flash
 
-        return merge_partial.merge(out, lse, part, part_lse, shift)
+        return flash.merge(out, lse, part, part_lse, shift)
     both = torch.logaddexp(lse, part_lse)
+    # A query that has seen nothing has -inf twice, whose difference would be NaN.
     base = both.clamp(min=LOWEST)
     out.mul_((lse - base).exp_().unsqueeze(-1)).addcmul_(part, (shift - base).exp_().unsqueeze(-1))
     lse.copy_(both)

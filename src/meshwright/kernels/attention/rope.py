@@ -29,6 +29,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -
     """Rotate into one buffer as wide as the tables, each half written once. sign = -1, the inverse, is the gradient."""
     if not interleaved and training_rows.takes_tables(x, cos, sin):
         return training_rows.rotate(x, cos, sin, sign)
+    # Angles are fp32. In 16 bits late positions would turn by the wrong one.
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, cos.dtype))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
@@ -57,6 +58,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """Rotate as the reference does."""
     if torch.compiler.is_compiling():
         return rotate_reference(x, cos, sin, interleaved)
+    # An autograd function costs some microseconds, as much as a small rotation itself.
     if not torch.is_grad_enabled():
         return _turn(x, cos, sin, interleaved, 1.0)
     turned: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no annotations there

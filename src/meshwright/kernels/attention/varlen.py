@@ -4,10 +4,15 @@ On a CPU the compiled loops do both by tiles (c/sequence_attention.py). Without 
 call of its own, and a window goes over its queries in stretches. The blockwise form does both in blocks, and dropout.
 
 On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the window as a number (Dao 2023,
-arXiv:2307.08691). fp32 goes by strips (strips.py). No mask of S x S is made. Saved for the backward pass are queries,
-keys, values, the result and its log-sum-exp.
+arXiv:2307.08691). No mask of S x S is made. Saved for the backward pass are queries, keys, values, the result and its
+log-sum-exp.
 
-Letters: B batch, S sequence, H query heads, K key heads, E and V widths.
+A GPU's flash kernels take 16-bit numbers only. In fp32 strips of queries, each with the keys that one of them may see,
+run in torch's memory-efficient kernel (Rabe and Staats 2021, arXiv:2112.05682). Masks are made for one strip at a time:
+STRIP_QUERIES x S numbers. The host knows what a strip can see (the window, the longest document), so nothing waits for
+the device.
+
+Letters: B batch, S sequence, H query heads, K key heads, E and V widths; R queries and T keys of a strip.
 """
 
 from collections.abc import Iterator
@@ -19,13 +24,19 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import torch_compile
-from meshwright.kernels.attention import blockwise, strips
+from meshwright.kernels.attention import blockwise
 from meshwright.kernels.attention.blockwise import AttentionDropout, RowTile, blocks, random_state, rows_of, stretches
 from meshwright.kernels.attention.partial import fused_width, padded
 from meshwright.kernels.c import sequence_attention
+from meshwright.kernels.chooser import device_kind, simulated_kind
 from meshwright.kernels.linear.linear import needs_wide
-from meshwright.kernels.target import device_kind, simulated_kind
 
+STRIP_QUERIES = 512
+"""Queries of a strip: few enough that hidden pairs cost little, enough to fill a GPU."""
+APART = 16
+"""Multiple to which rows of a bias are padded."""
+SUMS = 32
+"""Multiple to which rows of the log-sum-exp are padded."""
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """Size of a generator's state, by kind of device."""
 
@@ -48,7 +59,7 @@ class AttentionForm(NamedTuple):
     """Kernel that runs.
 
     flash: fused, by documents or stretches, on a GPU by borders; flash-4: the same by FlashAttention 4; strips:
-    strips.py; blocks: blockwise.py; loops: c/sequence_attention.py.
+    `query_strips`; blocks: blockwise.py; loops: c/sequence_attention.py.
     """
     dropout: float = 0.0
     """Rate for the weights. Not supported by strips, flash-4 and a CPU's flash kernel."""
@@ -89,7 +100,8 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         form = ctx.form
-        if form.way == "loops" and torch.is_grad_enabled():  # a second derivative, which torch can take of blocks
+        # A second derivative is wanted, which torch can take of blocks.
+        if form.way == "loops" and torch.is_grad_enabled():
             form = form._replace(way="blocks")
         return *_backward(gradient, q, k, v, out, lse, ctx.random, form), None
 
@@ -103,7 +115,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tens
         random = random_state(q.device) if form.dropout else _no_state(q)
         return blockwise.forward(q, k, v, *_block_arguments(q, form, None)), q.new_empty(0), random
     if form.way == "strips":
-        return *strips.forward(q, k, v, form.documents, **_strip_options(form, q)), _no_state(q)
+        return *strips_forward(q, k, v, form.documents, **_strip_options(form, q)), _no_state(q)
     if form.way == "loops":
         rows = rows_of(form.documents, q)
         return *sequence_attention.attend(q, k, v, rows, window=form.window, scale=form.scale), _no_state(q)
@@ -121,7 +133,7 @@ def _backward(
         return blockwise.backward(gradient, q, k, v, *_block_arguments(q, form, random))
     assert out is not None and lse is not None
     if form.way == "strips":
-        return strips.backward(gradient, q, k, v, out, lse, form.documents, **_strip_options(form, q))
+        return strips_backward(gradient, q, k, v, out, lse, form.documents, **_strip_options(form, q))
     if form.way == "loops":
         rows = rows_of(form.documents, q)
         return sequence_attention.gradients(gradient, q, k, v, out, lse, rows, window=form.window, scale=form.scale)
@@ -157,6 +169,7 @@ def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) 
             scale=form.scale, device="cpu",
         )  # fmt: skip
         part = part.transpose(1, 2)[..., : v.shape[-1]]
+        # One tile of all rows needs no copy into the result.
         if part.shape == out.shape:
             return part.to(q.dtype).contiguous(), sums
         out[tile.rows, tile.queries] = part
@@ -272,6 +285,85 @@ def _longest(form: AttentionForm, q: Tensor) -> int:
     return max(2, int(form.longest))
 
 
+def strips_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, *, longest: int, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend q (B, S, H, E) over k (B, S, K, E) and v (B, S, K, V).
+
+    Returns (B, S, H, V), and the log-sum-exp (B, H, S up to a multiple of 32).
+
+    Args:
+        documents: (B, S), ascending along a row, of at most `longest` positions.
+        window: Visible positions. 0 = all.
+    """
+    batch, length, heads = q.shape[:3]
+    out = q.new_empty(batch, length, heads, v.shape[-1])
+    # The kernel pads the log-sum-exp of each strip. Strips are multiples of 32, so only the last one is padded.
+    lse = q.new_empty(batch, heads, -(-length // SUMS) * SUMS, dtype=torch.float32)
+    for tile in query_strips(length, longest, window):
+        bias = _strip_bias(tile, documents, window, q)
+        part, sums = compat.efficient_attention(*_read_strip(q, k, v, tile), bias, causal=bias is None, scale=scale)
+        out[:, tile.queries] = part.transpose(1, 2)[..., : v.shape[-1]]
+        lse[..., tile.queries.start : tile.queries.start + sums.shape[-1]] = sums
+    return out, lse
+
+
+def strips_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, *,
+    longest: int, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v."""
+    of_q = q.new_empty(q.shape)
+    of_k, of_v = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    for tile in query_strips(q.shape[1], longest, window):
+        bias = _strip_bias(tile, documents, window, q)
+        incoming, outcome = (_transposed(x[:, tile.queries]) for x in (gradient, out))
+        start, count = tile.queries.start, tile.queries.stop - tile.queries.start
+        sums = lse[..., start : start + -(-count // SUMS) * SUMS].contiguous()
+        gradients = compat.efficient_attention_backward(
+            incoming, *_read_strip(q, k, v, tile), bias, outcome, sums, causal=bias is None, scale=scale
+        )
+        of_q[:, tile.queries] = gradients[0].transpose(1, 2)[..., : q.shape[-1]]
+        # Strips share keys, and query heads repeat them: both kinds of parts are added in fp32.
+        for total, part in ((of_k, gradients[1]), (of_v, gradients[2])):
+            per_head = part.transpose(1, 2)[..., : total.shape[-1]]
+            total[:, tile.keys] += per_head.unflatten(2, (total.shape[2], -1)).sum(3)
+    return of_q, of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+def query_strips(length: int, longest: int, window: int) -> Iterator[RowTile]:
+    """Yield strips of all rows. A query sees `longest` positions at most, and those of its window."""
+    reach = min(window or length, longest, length)
+    for start in range(0, length, STRIP_QUERIES):
+        stop = min(start + STRIP_QUERIES, length)
+        yield RowTile(slice(None), slice(start, stop), slice(max(0, start - reach + 1), stop))
+
+
+def _read_strip(q: Tensor, k: Tensor, v: Tensor, tile: RowTile) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries (B, H, R, E), keys and values (B, H, T, .), one per query head, as the kernel takes them."""
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x[:, tile.keys].repeat_interleave(group, dim=2) if group > 1 else x[:, tile.keys] for x in (k, v))
+    return _transposed(q[:, tile.queries]), _transposed(keys), _transposed(values)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Transpose (B, R, H, E) to (B, H, R, E), padded to a width that the kernel reads."""
+    return padded(x, fused_width(x.shape[-1])).transpose(1, 2)
+
+
+def _strip_bias(tile: RowTile, documents: Tensor | None, window: int, like: Tensor) -> Tensor | None:
+    """Return (B, H, R, T), -inf where hidden. None where only later keys are hidden."""
+    if documents is None and tile.is_causal(window):
+        return None
+    hidden = tile.hidden(window, like.device)[None]
+    if documents is not None:
+        hidden = hidden | (documents[:, tile.queries, None] != documents[:, None, tile.keys])
+    # The kernel wants rows that begin at multiples of 16 numbers. Cut off, the padding stays between rows.
+    size = (*hidden.shape[:2], -(-hidden.shape[2] // APART) * APART)
+    bias = like.new_zeros(size)[..., : hidden.shape[2]].masked_fill_(hidden, float("-inf"))
+    return bias[:, None].expand(like.shape[0], like.shape[2], -1, -1)
+
+
 def _operator_forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
     window: int, scale: float, way: str, dropout: float,
@@ -291,7 +383,7 @@ def _operator_shapes(
         return _output_like(q, v), q.new_empty(0), state
     size: tuple[int, ...] = (batch, heads, length) if q.device.type == "cpu" else (heads, batch * length)
     if way == "strips":
-        size = (batch, heads, -(-length // strips.SUMS) * strips.SUMS)
+        size = (batch, heads, -(-length // SUMS) * SUMS)
     random = q.new_empty(2, dtype=torch.uint64) if dropout else _no_state(q)
     return _output_like(q, v), q.new_empty(size, dtype=torch.float32), random
 
@@ -326,7 +418,8 @@ def _(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, documents, borders, longest, *ctx.options = inputs
-    saved = (None, None) if ctx.options[2] == "blocks" else output[:2]  # blocks recompute the weights
+    # Blocks recompute the weights, so they need neither the result nor its log-sum-exp.
+    saved = (None, None) if ctx.options[2] == "blocks" else output[:2]
     ctx.save_for_backward(q, k, v, *saved, output[2], documents, borders, longest)
 
 

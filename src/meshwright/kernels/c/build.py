@@ -31,6 +31,16 @@ POINTER = ctypes.c_void_p
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _FUNCTION = re.compile(r"^(?!static\b)(\w+) (\w+)\(([^)]*)\) \{", re.MULTILINE)
 _DECLARATOR = re.compile(r"(\**)(\w+)(?:\[(\d+)\])?")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fopenmp-simd")
+LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of another library takes the place of ours
+FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
+THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
+"""Alternatives, of which the first that the compiler accepts is used. FOR_THIS_CPU has alternatives too."""
+IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+"""Lines of /proc/cpuinfo that decide which machine code runs."""
+DIGITS = 32
+"""Hexadecimal digits of a digest in a file's name."""
 
 
 def declare_functions(library: ctypes.CDLL, names: Sequence[str]) -> None:
@@ -76,17 +86,6 @@ def _fields(line: str) -> list[tuple[str, Any]]:
     return fields
 
 
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fopenmp-simd")
-LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of another library takes the place of ours
-FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
-THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
-"""Alternatives, of which the first that the compiler accepts is used. FOR_THIS_CPU has alternatives too."""
-IDENTITY = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
-"""Lines of /proc/cpuinfo that decide which machine code runs."""
-DIGITS = 32
-"""Hexadecimal digits of a digest in a file's name."""
-
 log = logging.getLogger(__name__)
 
 
@@ -111,10 +110,12 @@ def _load_from_cache(compiler: str, names: Sequence[str], threads: Sequence[tupl
     key = _digest_inputs(compiler, names, threads)
     try:
         folder = user_cache.default_root() / "loops"
+        # Looked for without the lock first: nearly every start finds the library.
         path = _find(folder, key)
         if path is None:
             with user_cache.lock(folder / key):
-                path = _find(folder, key)  # another process may have compiled it while this one waited
+                # Another process may have compiled it while this one waited.
+                path = _find(folder, key)
                 if path is None:
                     for damaged in folder.glob(f"{key}-*.so"):  # its name is not that of its bytes
                         damaged.unlink(missing_ok=True)
@@ -201,7 +202,8 @@ def _compile(
             parts = [str(Path(scratch) / f"{name}.o") for name in names]
             options = [compiler, *FLAGS, *special, *shared]
             commands = [[*options, "-c", str(FOLDER / name), "-o", to] for name, to in zip(names, parts, strict=True)]
-            with ThreadPoolExecutor(len(names)) as pool:  # sources are compiled side by side
+            # Side by side: the first start waits for the compiler.
+            with ThreadPoolExecutor(len(names)) as pool:
                 if not all(pool.map(compiles, commands)):
                     continue
             if compiles([*options, "-shared", *parts, "-o", str(library), "-lm", *LINKING]):

@@ -1,4 +1,4 @@
-/* Cross-entropy of rows of logits and its gradient in their place, as triton/loss_rows.py.
+/* Cross-entropy of rows of logits and its gradient in their place, as triton/logit_rows.py.
 
    Rows of V logits in fp32 or, where narrow, bf16, `row_stride` numbers from start to start. A row is
    read from memory once and written once: the cache holds it in between. Threads share the rows; no bit depends on

@@ -39,6 +39,7 @@ def attend(
     out = q.new_empty(*q.shape[:3], v.shape[3])
     sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     widths, group = q.shape[3] + v.shape[3], q.shape[2] // k.shape[2]
+    # As attend_sequences of sequence_attention.c divides the scratch of a thread.
     scratch_floats = TILE * (group * widths + widths + TILE + max(q.shape[3], v.shape[3]))
     threads = torch.get_num_threads()
     scratch = _allocate_scratch(q, threads * scratch_floats)
@@ -46,16 +47,9 @@ def attend(
         tensors = {"q": q, "k": k, "v": v, "out": out, "gradient": out}
         spans = _document_list(documents)
         fields = _fields(
-            tensors,
-            sums,
-            scratch,
-            spans,
-            window=window,
-            scale=scale,
-            parts=1,
-            threads=threads,
+            tensors, sums, scratch, spans, window=window, scale=scale, parts=1, threads=threads,
             scratch_floats=scratch_floats,
-        )
+        )  # fmt: skip
         if library().attend_sequences(ctypes.byref(fields)):
             raise MemoryError(f"no memory for a list of {len(spans)} documents")
     return out, sums
@@ -86,16 +80,9 @@ def gradients(
         }  # fmt: skip
         spans = _document_list(documents)
         fields = _fields(
-            tensors,
-            sums,
-            scratch,
-            spans,
-            window=window,
-            scale=scale,
-            parts=parts,
-            threads=threads,
+            tensors, sums, scratch, spans, window=window, scale=scale, parts=parts, threads=threads,
             scratch_floats=scratch_floats,
-        )
+        )  # fmt: skip
         library().sequences_gradients(ctypes.byref(fields))
     if parts > 1:
         k_gradient, v_gradient = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (k_gradient, v_gradient))

@@ -1,6 +1,8 @@
-"""Norms, rotation and the gate of an MLP on a CPU, forward and backward, for training, by training_rows.c.
+"""Compiled loops over rows for training on a CPU: norms, rotation, the gate of an MLP, and losses.
 
-Rows of D numbers in fp32 or bf16. x (..., D) is contiguous, except for rotation.
+Forward and backward, by training_rows.c and logit_rows.c. Rows of D numbers in fp32 or bf16; x (..., D) is contiguous,
+except for rotation. Logits (R, V) with contiguous rows and targets (R,) int64 come in the functions of
+triton/logit_rows.py, so either module serves the loss.
 """
 
 import ctypes
@@ -11,13 +13,17 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.c import build
-from meshwright.kernels.target import device_kind
+from meshwright.kernels.chooser import device_kind
 
 STEPS = ("sequence_attention.c", "training_rows.c", "logit_rows.c")
 """C sources of a training step."""
 VECTOR = 16
 """Numbers of a vector. Widths of rows and heads must be multiples of it."""
 DTYPES = (torch.float32, torch.bfloat16)
+LEAST = 2**17
+"""Least numbers of a tensor for which the loops pay off: below, a process would rather not wait for the C compiler."""
+BLOCK = 32
+"""Rows whose part of a weight's gradient is one sum. A sum of all rows in one order loses digits."""
 
 
 @cache
@@ -39,12 +45,6 @@ def library() -> ctypes.CDLL:
     loaded = _library()
     assert loaded is not None, "a loop was chosen without a library"
     return loaded
-
-
-LEAST = 2**17
-"""Least numbers of a tensor for which the loops pay off: below, a process would rather not wait for the C compiler."""
-BLOCK = 32
-"""Rows whose part of a weight's gradient is one sum. A sum of all rows in one order loses digits."""
 
 
 def takes(x: Tensor, *others: Tensor, width: int = 0) -> bool:
@@ -117,6 +117,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     rows, positions, heads, width = x.shape
     x, cos, sin = x if x.stride(-1) == 1 else x.contiguous(), cos.contiguous(), sin.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    # Rows that share one table read it again from its start.
     apart = positions * (width // 2) if len(cos) > 1 else 0
     if not compat.is_fake(x):
         library().rotate_rows(
@@ -133,3 +134,74 @@ def _at(*tensors: Tensor) -> list[int]:
 def _sizes(x: Tensor) -> tuple[int, int, bool, int]:
     """Return rows, numbers of each, whether they have 16 bits, and threads."""
     return x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.bfloat16, torch.get_num_threads()
+
+
+def takes_logits(logits: Tensor) -> bool:
+    """Return whether the loops take these logits.
+
+    They must be large enough. The loops have no graph, so no second derivative may be wanted.
+    """
+    if logits.numel() < LEAST or logits.dtype not in DTYPES or torch.is_grad_enabled():
+        return False
+    plain = not torch.compiler.is_compiling() and device_kind(logits) == "cpu" and logits.stride(-1) == 1
+    return plain and compat.lies_in_memory(logits) and is_compiled()
+
+
+def losses(
+    logits: Tensor, targets: Tensor, factor: Tensor | None, *, ignored: int, gradient: bool, smoothing: float, z: float
+) -> Tensor:
+    """Return the loss of each row, (R,) fp32: -log softmax with `smoothing` and z-loss.
+
+    0 = ignored, NaN = target out of range. With `gradient`, `logits` are overwritten by factor times their gradient.
+    `factor` is () or (R,) fp32.
+    """
+    row_losses = logits.new_empty(len(logits), dtype=torch.float32)
+    if not compat.is_fake(logits):
+        target_ids, factors = (
+            _per_row(targets.long(), logits),
+            None if factor is None else _per_row(factor.float(), logits),
+        )
+        library().losses_of_rows(
+            *_rows(logits), target_ids.data_ptr(), None if factors is None else factors.data_ptr(),
+            row_losses.data_ptr(), *logits.shape, ignored, gradient, smoothing, z, *_format(logits),
+        )  # fmt: skip
+    return row_losses
+
+
+def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Return maximum, sum of exp(logit - maximum), sum of logits, and the target's logit or 0, as (4, R) fp32."""
+    sums = logits.new_empty(4, len(logits), dtype=torch.float32)
+    if not compat.is_fake(logits):
+        target_ids = _per_row(targets.long(), logits)
+        library().gather_rows(
+            *_rows(logits), target_ids.data_ptr(), first, sums.data_ptr(), *logits.shape, *_format(logits)
+        )
+    return sums
+
+
+def write_gradients(
+    logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, *, first: int, vocabulary: int, smoothing: float,
+    z: float,
+) -> None:  # fmt: skip
+    """Overwrite `logits` (R, V'), columns from `first` on, with gradients, from log-sum-exps (R,)."""
+    if compat.is_fake(logits):
+        return
+    target_ids, sums, factors = (_per_row(x, logits) for x in (targets.long(), sums.float(), factors.float()))
+    library().gradient_rows(
+        *_rows(logits), target_ids.data_ptr(), first, sums.data_ptr(), factors.data_ptr(), *logits.shape, vocabulary,
+        smoothing, z, *_format(logits),
+    )  # fmt: skip
+
+
+def _per_row(x: Tensor, logits: Tensor) -> Tensor:
+    """Expand () or (R,) to (R,). Another number of rows is an error: C would read past the end."""
+    return x.expand(len(logits)).contiguous()
+
+
+def _rows(logits: Tensor) -> tuple[int, int]:
+    return logits.data_ptr(), logits.stride(0)
+
+
+def _format(logits: Tensor) -> tuple[bool, int]:
+    """Return whether they have 16 bits, and the number of threads."""
+    return logits.dtype == torch.bfloat16, torch.get_num_threads()

@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.experts import fp8_experts
-from meshwright.kernels.linear import cpu_product
+from meshwright.kernels.chooser import device_kind, simulated_kind, uses_triton
+from meshwright.kernels.linear import cpu_product, fp8
 from meshwright.kernels.linear.linear import FP8_ALL, SAME, linear, linear_reference, product_dtype, weight_product
 from meshwright.kernels.linear.weight_gradients import as_leaf, is_taken, leaf_at, splits, waits, whole
-from meshwright.kernels.target import device_kind, simulated_kind
 
 Counts = list[int] | Tensor
 """Rows of each expert: X numbers that the host knows, or (X,) on the device, which need not be waited for."""
@@ -34,7 +32,7 @@ def expert_linear_reference(rows: Tensor, weights: Tensor, counts: Counts) -> Te
 
 
 def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "auto", form: str = SAME) -> Tensor:
-    """Multiply as the reference does, or in form FP8_ALL as that of kernels.fp8_experts.
+    """Multiply as the reference does, or in form FP8_ALL as that of kernels.linear.fp8.
 
     An expert without rows costs nothing and still gets a gradient of zero. The stack is unbound, not indexed: that
     stacks the gradients once, while each index would fill a whole stack.
@@ -43,7 +41,7 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
         compiled: Tensor = expert_product(rows, weights, counts, prefer, form, rows.requires_grad and waits(weights))
         return compiled
     if form == FP8_ALL:
-        return fp8_experts.expert_linear(rows, weights, counts)
+        return fp8.expert_linear(rows, weights, counts)
     grouped = isinstance(counts, Tensor) and groups_on_device(rows, weights)
     if splits():
         product: Tensor = _StackProduct.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -56,6 +54,7 @@ def expert_linear(rows: Tensor, weights: Tensor, counts: Counts, prefer: str = "
         return expert_linear_grouped(rows, weights, counts)
     parts = zip(torch.split(rows, _on_host(counts)), weights.unbind(), strict=True)
     products = [linear(part, weight) for part, weight in parts if len(part)]
+    # Without any row the product of none keeps the graph, so weights still get a gradient of zeros.
     return torch.cat(products) if products else linear(rows, weights[0])
 
 
@@ -106,7 +105,8 @@ def grouped_product(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     Multiplies rows of a (N, I) by matrices b (X, I, O) to (N, O), or columns of a (O, N) by rows of b (N, I) to (X, O,
     I).
     """
-    if not a.numel():  # torch refuses either an empty matrix or its transpose, whatever their strides
+    # torch refuses either an empty matrix or its transpose, whatever their strides.
+    if not a.numel():
         return a.new_zeros((*counts.shape, len(a), b.shape[1]) if b.dim() == 2 else (len(a), b.shape[2]))
     ends = counts.cumsum(0, dtype=torch.int32)
     product: Tensor = F.grouped_mm(_as_operand(a), _as_operand(b), offs=ends)
@@ -124,7 +124,8 @@ def _as_operand(x: Tensor) -> Tensor:
         is_dense = x.stride(inner) == 1 and x.stride(outer) >= max(1, x.shape[inner])
         if is_dense and x.stride(outer) % step == x.storage_offset() % step == 0:
             return x
-    if x.shape[-1] % step:  # rows would begin between multiples of 16 bytes, so columns must be contiguous
+    # Rows would begin between multiples of 16 bytes, so columns must be contiguous.
+    if x.shape[-1] % step:
         return x.mT.clone(memory_format=torch.contiguous_format).mT
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -189,6 +190,7 @@ def _on_host(counts: Counts) -> list[int]:
 @torch.library.custom_op("meshwright::expert_product", mutates_args=())
 def expert_product(rows: Tensor, weights: Tensor, counts: Tensor, prefer: str, form: str, later: bool) -> Tensor:
     """Multiply as expert_linear does, as one operator of compiled code. `later` defers the weights' gradient."""
+    # The operator's own backward function defers (`later`), so nothing inside has to be splittable.
     with whole():
         return expert_linear(rows, weights, counts, prefer, form)
 
@@ -226,8 +228,8 @@ def _gradient_functions(
     """Return functions that compute the gradients of rows and of weights, as expert_linear would."""
     if form == FP8_ALL:
         return (
-            partial(fp8_experts.rows_gradient, gradient, weights, counts),
-            partial(fp8_experts.stack_gradient, gradient, rows, counts, weights.dtype),
+            partial(fp8.rows_gradient, gradient, weights, counts),
+            partial(fp8.stack_gradient, gradient, rows, counts, weights.dtype),
         )
     grouped = groups_on_device(rows, weights)
     if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import cpu
-from meshwright.kernels.target import device_kind, simulated_kind
+from meshwright.kernels.chooser import device_kind, simulated_kind
 from meshwright.spec.memory.buffers import ADDED_AT_ONCE
 
 LEAST = 2**20
@@ -31,7 +31,8 @@ _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    has_gaps = not b.is_contiguous() and not b.t().is_contiguous()  # oneDNN's linear product has plain loops for them
+    # oneDNN's linear product has plain loops for matrices with gaps.
+    has_gaps = not b.is_contiguous() and not b.t().is_contiguous()
     if not has_gaps and (a.is_contiguous() or a.dim() > 2):
         return compat.onednn_product(a.contiguous(), b, bias)
     product = cpu.multiply_fp32(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
@@ -127,5 +128,5 @@ def widened_multiply(a: Tensor, b: Tensor) -> Tensor:
 
 def _widened_rows(x: Tensor, matrix: Tensor) -> int:
     """Return how many rows of a matrix are widened at a time. All in compiled code, which would unroll the loop."""
-    whole = matrix.dtype == x.dtype or torch.compiler.is_compiling()
-    return len(matrix) if whole else max(1, WIDENED_AT_ONCE // max(1, matrix.shape[1]))
+    takes_all = matrix.dtype == x.dtype or torch.compiler.is_compiling()
+    return len(matrix) if takes_all else max(1, WIDENED_AT_ONCE // max(1, matrix.shape[1]))

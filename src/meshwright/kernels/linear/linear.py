@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.chooser import device_kind
 from meshwright.kernels.linear import cpu_product, fp8
 from meshwright.kernels.linear.fp8 import FP8 as FP8
 from meshwright.kernels.linear.fp8 import FP8_ALL as FP8_ALL
 from meshwright.kernels.linear.fp8 import SAME as SAME
 from meshwright.kernels.linear.weight_gradients import Leaf, as_leaf, is_direct, is_taken, leaf_at, splits, waits
-from meshwright.kernels.target import device_kind
+
+FEW_ROWS = 2
+"""Most rows for which torch's own 16-bit vector code is faster than widening the matrix."""
 
 
 class EarlySave:
@@ -49,6 +52,7 @@ class _SaveEarly(torch.autograd.Function):
         ctx.others = len(tensors) - changed
         saved._node = ctx
         views = tuple(tensor.view_as(tensor) for tensor in tensors[:changed])
+        # Else every view would require a gradient as soon as one input does.
         ctx.mark_non_differentiable(*(view for view, x in zip(views, tensors, strict=False) if not x.requires_grad))
         return views
 
@@ -101,10 +105,6 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Apply several linear layers to one input: queries, keys and values, or gate and up."""
     return tuple(linear_reference(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-
-FEW_ROWS = 2
-"""Most rows for which torch's own 16-bit vector code is faster than widening the matrix."""
 
 
 def needs_wide(x: Tensor) -> bool:
@@ -192,7 +192,8 @@ def input_gradient(gradients: Sequence[Tensor], weights: Iterable[Tensor], form:
     first = gradients[0]
     wide = product_dtype(first)
     total: Tensor | None = None
-    following = iter(weights)  # zip would hold each weight beside the next
+    # zip would hold each weight beside the next.
+    following = iter(weights)
     for gradient in gradients:
         rows, matrix = gradient.reshape(-1, gradient.shape[-1]).to(wide), next(following).to(wide)
         total = cpu_product.multiply(rows, matrix) if total is None else cpu_product.add_product(total, rows, matrix)
@@ -216,7 +217,8 @@ def parameter_gradients(
     """
     count = len(weights)
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-    if x is not None and not torch.is_grad_enabled():  # or a second derivative is wanted
+    # With gradients on, a second derivative is wanted, which needs the graph of x.
+    if x is not None and not torch.is_grad_enabled():
         # A deferred product must not hold the graph it came from, which holds the stage's input and its gradient.
         x = x.detach()
     rows = None if x is None else x.reshape(-1, x.shape[-1])

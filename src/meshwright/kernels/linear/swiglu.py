@@ -112,6 +112,7 @@ def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> It
         of_gate, of_up, product = training_rows.swiglu_gradients(inner, gate, up, again)
         yield from (product, of_gate, of_up)
         return
+    # Two buffers serve four tensors: each is overwritten after its last reader.
     silu = F.silu(gate)
     yield silu * up if again else None
     up_gradient = silu.mul_(inner)
@@ -148,6 +149,7 @@ def swiglu_linear(
     `form`: form of a product that is not `summed`.
     """
     summed = summed or PlainProduct(form)
+    # The compiler chooses by itself what to save and what to compute again.
     if torch.compiler.is_compiling():
         return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwright.kernels.target import device_kind
+from meshwright.kernels.chooser import device_kind
 
 PIECE = 2**18
 """Elements that a CPU widens at a time: torch's additions of two dtypes widen their operand first."""
 
 ADDING_DEVICES = {"cuda"}
 """Kinds of devices whose 16-bit products add to fp32. Elsewhere a product is rounded and then added."""
+STANDS_FOR = "stands_for"
 
 Destination = Callable[[], Tensor | None]
 """Returns the tensor that a step's first gradient is copied to. None = the gradient stays as it is."""
@@ -67,7 +68,8 @@ class GradientSum:
             parameter, dtype, destination, made, meets,
         )  # fmt: skip
         self._is_made = False
-        parameter.grad_dtype = None  # autograd does not widen
+        # Autograd then leaves a gradient's dtype alone.
+        parameter.grad_dtype = None
         self._hold_node()
         _sums[parameter] = ref(self)
 
@@ -93,7 +95,8 @@ class GradientSum:
             this, gradient = reference(), gradients[0]
             if this is None:
                 return None
-            if gradient is None:  # the product that makes it is deferred, or in the sum already
+            # The product that makes it is deferred, or in the sum already.
+            if gradient is None:
                 this.end_pass()
                 return None
             this.add(gradient)
@@ -164,6 +167,7 @@ class _ParameterUse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
+        # Autograd gets nothing: the sum has it.
         ctx.sum.add(gradient)
 
 
@@ -253,6 +257,7 @@ def _inside(split: _Split | None) -> Iterator[None]:
 
 def same_split(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to run in the current splitting context, wherever it is called."""
+    # The compiler cannot trace a context variable.
     if torch.compiler.is_compiling():
         return function
     split = _split.get()
@@ -320,7 +325,8 @@ class WeightGradients:
                 while products:
                     total = total + products.pop(0)()
                 add_gradient(weight, total)
-                del total  # or it would be in memory beside the next weight's
+                # Else it would be in memory beside the next weight's.
+                del total
 
     def take(self, weight: Tensor, product: Callable[[], Tensor]) -> None:
         """Hold a product that is a gradient of `weight`, with its operands, until `run`."""
@@ -357,9 +363,6 @@ def is_direct(weight: Tensor) -> bool:
     return direct_sum(getattr(weight, STANDS_FOR, weight)) is not None
 
 
-STANDS_FOR = "stands_for"
-
-
 def stand_for(stand_in: Tensor, weight: Tensor) -> Tensor:
     """Mark `stand_in` as standing for the weight that it was made of, whose gradient is the same.
 
@@ -376,6 +379,7 @@ def is_taken(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
     """
     if leaf is None:
         return False
+    # The queue comes first: whoever opened it wants the product later, even where a sum could take it now.
     if leaf.split is not None and leaf.split.queue is not None:
         leaf.split.queue.take(leaf.weight, product)
         return True

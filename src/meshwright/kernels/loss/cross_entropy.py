@@ -4,7 +4,7 @@ One loop over chunks of rows serves both. It also serves heads of which each dev
 reductions of a `Vocabulary` combine the chunk's partial sums.
 
 Products are the library's. One kernel turns a chunk's logits into their gradients in place: in Triton on a GPU
-(triton/loss_rows.py), in C on a CPU (c/logit_rows.py), else plain code.
+(triton/logit_rows.py), in C on a CPU (c/training_rows.py), else plain code.
 
 A number of head rows V may not suit a GPU's matrix units (spec/memory/buffers.py). Logits (R, V) and their gradients
 are then stored as (R, W), W the next multiple of 128, and the gradient of the head as (W, D): all rows are aligned. The
@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.c import logit_rows
-from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.c import training_rows
+from meshwright.kernels.chooser import device_kind, simulated_kind, uses_triton
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import product_dtype
-from meshwright.kernels.target import device_kind, simulated_kind
 from meshwright.spec.memory.buffers import CHUNK_BYTES, PADDED_TO, padded_columns
 from meshwright.spec.memory.held import takes
 
@@ -119,8 +118,8 @@ class HeadMatrix:
 
     def add_gradient(self, total: Tensor, gradients: Tensor, x: Tensor, *, first: bool) -> None:
         """Add gradients^T x to total, with `padded_gradients` and x (R, D). The `first` chunk overwrites total."""
-        whole = total.as_strided((self.width, total.shape[1]), total.stride()) if self.is_padded else total
-        cpu_product.add_product(whole, gradients.t(), x, beta=int(not first))
+        padded_total = total.as_strided((self.width, total.shape[1]), total.stride()) if self.is_padded else total
+        cpu_product.add_product(padded_total, gradients.t(), x, beta=int(not first))
 
 
 def scaled_gradient(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -246,11 +245,11 @@ def _kernel(logits: Tensor, in_triton: bool, prefer: str) -> Any:
     In a dry run the CPU's module stands for Triton's: they take the same memory.
     """
     if in_triton:
-        from meshwright.kernels.triton import loss_rows
+        from meshwright.kernels.triton import logit_rows
 
-        return loss_rows
+        return logit_rows
     stands_in = simulated_kind() == "cuda" and prefer in ("auto", "triton")
-    return logit_rows if stands_in or logit_rows.takes(logits) else None
+    return training_rows if stands_in or training_rows.takes_logits(logits) else None
 
 
 def _check_targets(targets: Tensor, valid: Tensor, rows: int) -> None:
@@ -373,29 +372,29 @@ class _Chunks:
         """Compute as `_chunk` does, on logits in the dtype of the product."""
         parts, smoothing, z = self.vocabulary, self.form.smoothing, self.form.z
         if parts is None:
-            if kernel is logit_rows and not compat.is_fake(logits):
+            if kernel is training_rows and not compat.is_fake(logits):
                 _check_targets(targets, valid, len(self.weight))
             losses: Tensor = kernel.losses(
                 logits, targets, factor, ignored=IGNORED, gradient=self._wants_gradients, smoothing=smoothing, z=z
             )
             return losses
-        peak, total, plain, chosen = kernel.gathered(logits, targets, parts.first).unbind(0)
+        peak, total, plain, target_logits = kernel.gathered(logits, targets, parts.first).unbind(0)
         # The reduction works in place, and the part's own maximum is needed below.
         highest = parts.largest(peak.clone())
         mine = (targets >= parts.first) & (targets < parts.first + parts.number)
         # the same sums as in `_chunk`: one device of the group may have a kernel and another not
-        local_sums = [total * (peak - highest).exp(), (chosen - highest) * mine]
+        local_sums = [total * (peak - highest).exp(), (target_logits - highest) * mine]
         local_sums += [plain - highest * parts.number] if smoothing else []
-        total, chosen, *rest = parts.total(torch.stack(local_sums)).unbind(0)
+        total, target_logits, *rest = parts.total(torch.stack(local_sums)).unbind(0)
         lse = highest + total.log()
         if self._wants_gradients:
             row_factor = valid.float() if factor is None else valid * factor
             kernel.write_gradients(
                 logits, targets, lse, row_factor, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
             )
-        losses = total.log() - chosen
+        losses = total.log() - target_logits
         if smoothing:
-            losses += smoothing * (chosen - rest[0] / parts.whole)
+            losses += smoothing * (target_logits - rest[0] / parts.whole)
         return losses + z * lse.square() if z else losses
 
 

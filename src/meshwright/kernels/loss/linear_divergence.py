@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.chooser import device_kind
 from meshwright.kernels.linear.linear import product_dtype
 from meshwright.kernels.loss.cross_entropy import (
     IGNORED,
@@ -35,7 +36,6 @@ from meshwright.kernels.loss.cross_entropy import (
     counted_rows,
     scaled_gradient,
 )
-from meshwright.kernels.target import device_kind
 from meshwright.spec.memory.held import takes
 
 LEAST_TAIL = 1e-30
@@ -427,14 +427,14 @@ def linear_top(
 
 def _top_of_logits(logits: Tensor, number: int, parts: Vocabulary | None) -> KnownTop:
     """Find the likeliest tokens of logits (R, V) fp32, which are overwritten. Parts need three reductions."""
-    whole = parts.whole if parts else logits.shape[1]
+    vocabulary = parts.whole if parts else logits.shape[1]
     values, ids = logits.topk(min(number, logits.shape[1]))
     if parts is not None:
-        values, ids = _gathered(values, ids, min(number, whole), parts)
+        values, ids = _gathered(values, ids, min(number, vocabulary), parts)
     peak = values[:, :1]
     logits.sub_(peak).exp_()
     total = logits.sum(1)
-    first, last = (parts.first, parts.first + parts.number) if parts else (0, whole)
+    first, last = (parts.first, parts.first + parts.number) if parts else (0, vocabulary)
     mine = (ids >= first) & (ids < last)
     columns = (ids - first).clamp(0, logits.shape[1] - 1)
     # The rest is summed without the likeliest tokens: subtracting them from the total would cancel.

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.c import serving_library, training_rows
-from meshwright.kernels.chooser import FLOATS, NARROW, uses_triton
-from meshwright.kernels.target import device_kind, simulated_kind
+from meshwright.kernels.chooser import FLOATS, NARROW, device_kind, simulated_kind, uses_triton
 
 WIDEST, WIDEST_CENTERED = 16384, 4096
 """Widest rows for which a Triton program spills no register in the backward pass: RMSNorm, LayerNorm."""
+BLOCK = 32
+"""Rows that a product sums in one go. A sum of all rows in one order loses digits (6 times as far off at 4,096)."""
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,15 +23,11 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.to(x.dtype) * weight
 
 
-BLOCK = 32
-"""Rows that a product sums in one go. A sum of all rows in one order loses digits (6 times as far off at 4,096)."""
-
-
 def _summed(scales: Tensor, x: Tensor) -> Tensor:
     """Sum scales (N, 1) times x (N, D) over rows to (D,), by blocks whose sums are added in pairs."""
-    whole = len(x) // BLOCK * BLOCK
-    blocks = torch.bmm(scales[:whole].view(-1, 1, BLOCK), x[:whole].view(-1, BLOCK, x.shape[1]))
-    rest = torch.mm(scales[whole:].t(), x[whole:])
+    in_blocks = len(x) // BLOCK * BLOCK
+    blocks = torch.bmm(scales[:in_blocks].view(-1, 1, BLOCK), x[:in_blocks].view(-1, BLOCK, x.shape[1]))
+    rest = torch.mm(scales[in_blocks:].t(), x[in_blocks:])
     return blocks.sum((0, 1)) + rest.view(-1)
 
 
@@ -65,12 +62,14 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, scale = ctx.saved_tensors  # read once: recomputation makes them for one reader
+        # Read once: recomputation makes them for one reader.
+        x, weight, scale = ctx.saved_tensors
         if training_rows.takes(gradient, x, weight):
             return *training_rows.rms_norm_gradients(gradient, x, weight, scale), None
         narrow, inner = gradient.dtype, _inner_dtype(gradient)
         x, weight, scale = (saved.to(inner) for saved in (x, weight, scale))
-        if torch.is_grad_enabled():  # a second derivative: the saved scale has no graph
+        # For a second derivative: the saved scale has no graph.
+        if torch.is_grad_enabled():
             scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
         gradient, width = gradient.to(inner), x.shape[-1]
         product = (gradient * x).reshape(-1, width)

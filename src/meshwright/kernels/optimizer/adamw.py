@@ -1,6 +1,6 @@
 """AdamW, and the norm of all gradients, in passes over many tensors at once.
 
-With fp32 states, on a GPU each is one Triton kernel (triton/many_tensors.py). It reads gradients in the dtype that they
+With fp32 states, on a GPU each is one Triton kernel (triton/updates.py). It reads gradients in the dtype that they
 have, and writes the 16-bit copy of a weight beside it. AdamW then moves 28 bytes per parameter of bf16 training: 2
 of the gradient, 4 + 4 of the master weight, 8 + 8 of the moments, 2 of the copy. torch's kernel reads fp32 gradients,
 writes them back divided, and leaves both copies to passes of their own: 44 bytes.
@@ -28,11 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.chooser import simulated_kind, uses_triton
 from meshwright.kernels.linear.linear import needs_wide
-from meshwright.kernels.target import simulated_kind
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, UpdateNumbers
 from meshwright.spec.memory.matrix_exchange import ITERATIONS
+
+MASK = 0xFFFFFFFF
+STEP_SALT, SECOND_SALT = 0x9E3779B9, 0x85EBCA6B
+"""Odd constants that spread step numbers, and separate the weight's random bits from those of the moments."""
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def adamw(states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tens
     """
     if simulated_kind():
         return
-    from meshwright.kernels.triton import many_tensors
+    from meshwright.kernels.triton import updates
 
     # A launch takes lists of one dtype each.
     by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -78,7 +82,7 @@ def adamw(states: WideStates, gradients: Sequence[Tensor], copies: Sequence[Tens
         masters, first, second, steps = (
             [tensors[index] for index in indices] for tensors in (states.masters, *states.moments, states.steps)
         )
-        many_tensors.adamw(
+        updates.adamw(
             [gradients[index].contiguous() for index in indices], masters, (first, second),
             None if dtype == torch.float32 else [copies[index] for index in indices], steps, numbers,
         )  # fmt: skip
@@ -104,30 +108,25 @@ def euclidean_norm(tensors: Sequence[Tensor], prefer: str = "auto") -> Tensor:
     if not (tensors and plain and uses_triton("square_sums", tensors[0], prefer=prefer)):
         norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))
         return norm
-    from meshwright.kernels.triton import many_tensors
+    from meshwright.kernels.triton import updates
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor.contiguous())
-    sums = [many_tensors.squares(group) for group in by_dtype.values()]
+    sums = [updates.squares(group) for group in by_dtype.values()]
     if not sums:
         return torch.zeros((), device=tensors[0].device)
     # In fp64, so the number of chunks costs no digits.
     return torch.cat(sums).sum(dtype=torch.float64).sqrt().float()
 
 
-MASK = 0xFFFFFFFF
-STEP_SALT, SECOND_SALT = 0x9E3779B9, 0x85EBCA6B
-"""Odd constants that spread step numbers, and separate the weight's random bits from those of the moments."""
-
-
 def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers, most: int, prefer: str = "auto") -> None:
     """Update a piece in place from its gradient (R, W). Temporaries have at most `most` elements."""
     if uses_triton("narrow_adamw", gradient, prefer=prefer):
-        from meshwright.kernels.triton import narrow_update
+        from meshwright.kernels.triton import updates
 
-        narrow_update.narrow_adamw(piece, gradient, numbers)
+        updates.narrow_adamw(piece, gradient, numbers)
         return
     rows, width = gradient.shape
     # The fp32 copies of a whole parameter would cost the memory that narrow moments save.
@@ -145,6 +144,7 @@ def narrow_adamw_reference(piece: NarrowPiece, gradient: Tensor, numbers: Update
         beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.decay, eps=numbers.epsilon,
         grad_scale=numbers.divide_by, found_inf=numbers.skip,
     )  # fmt: skip
+    # The moments take separate halves of the random bits.
     for index, (moment, wide_moment) in enumerate(zip(piece.moments, moments, strict=True)):
         write(moment, wide_moment, piece.books, rows, bits >> 16 * index if bits is not None else None, numbers.skip)
     write_weight(piece, wide, rows, bits)
@@ -206,7 +206,8 @@ def rounded(x: Tensor, bits: Tensor) -> Tensor:
     """Round x fp32 to bf16, up where its lower 16 bits and the lower 16 of `bits` (int32) carry."""
     carried = x.view(torch.int32) + (bits & 0xFFFF)
     cut = (carried & _signed(0xFFFF0000)).view(torch.float32)
-    return torch.where(x.isnan(), x, cut).to(torch.bfloat16)  # the sum of a NaN's bits may be those of a number
+    # The sum of a NaN's bits may be those of a number.
+    return torch.where(x.isnan(), x, cut).to(torch.bfloat16)
 
 
 def random_bits(piece: NarrowPiece, rows: slice, width: int) -> Tensor | None:
@@ -215,6 +216,7 @@ def random_bits(piece: NarrowPiece, rows: slice, width: int) -> Tensor | None:
         return None
     position, device = piece.position, piece.weight.device
     row = torch.arange(rows.start, rows.stop, device=device)
+    # Positions in the whole tensor: every layout draws the same bits for an element.
     row = (row // position.rows + position.first) * position.whole_rows + row % position.rows + position.second
     column = torch.arange(position.column, position.column + width, device=device, dtype=torch.int32)
     counter = _wrapped(row * position.width)[:, None] + column
@@ -231,6 +233,7 @@ def hashed(x: Tensor) -> Tensor:
 
 def _shifted(x: Tensor, by: int) -> Tensor:
     """Shift right, as without a sign."""
+    # torch has no arithmetic of uint32, and int32 copies its sign into the upper bits.
     return (x >> by) & (MASK >> by)
 
 
@@ -242,9 +245,6 @@ def _wrapped(x: Tensor) -> Tensor:
 
 def _signed(number: int) -> int:
     return number - 2**32 if number > 0x7FFFFFFF else number
-
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(x: Tensor, epsilon: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Products with quantized matrices on a GPU. Which form runs depends on the number of rows.
 
-    4 bits, one and two rows   codes become numbers in the threads that add them up (triton/few_rows.py)
+    4 bits, one and two rows   codes become numbers in the threads that add them up (triton/packed_product.py)
     4 bits, up to FUSED_ROWS   codes become operands of tensor cores inside the product (triton/packed_product.py)
     4 bits, more rows          a slab of the matrix is restored, which the cache holds, and torch multiplies with it
     int8                       rows are rounded in one kernel and multiplied in another (triton/int8_product.py)
@@ -29,10 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.compat import device_seconds, integers
-from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.chooser import simulated_kind, uses_triton
 from meshwright.kernels.linear import fp8
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
-from meshwright.kernels.target import simulated_kind
 from meshwright.spec.extras import install
 
 CLASSES = (2, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -43,6 +42,20 @@ LARGEST_ERROR = 0.02
 """Largest relative error of the result: some roundings to bf16."""
 CHECKED = 64
 """Outputs that are compared."""
+FUSED_ROWS, E4M3_ROWS = 512, 64
+"""Most rows for which decoding the weights anew for each block of rows pays off.
+
+It then costs less than writing and reading them, or, of 8 bits, than reading a copy that was restored once
+(benchmarks/quantized_estimate.py).
+"""
+FEW_ROWS = 2
+"""Most rows for which a kernel without tensor cores reads codes of 8 bits (triton/packed_product.py)."""
+SLAB_BYTES = 32 * 2**20
+"""Size of a restored slab, which must fit in the last-level cache: 40 MiB on an A100, 50 on an H100."""
+SLAB_ROWS = 128
+"""Rows of the matrix of which slabs are multiples."""
+GROUPS = (0, 32, 64, 128, 256)
+"""Inputs that may share a scale in the fused product. 0 = all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,7 @@ class ProductContest:
         results = []
         for rows in CLASSES:
             generator = torch.Generator().manual_seed(rows)
+            # Drawn on the host: every device times the same numbers.
             x = torch.randn(rows, matrix.size_in, generator=generator).to(matrix.codes.device, dtype)
             exact = x.double() @ exact_weight.t()
             seconds, out = dict[str, float](), dict(dropped)
@@ -203,22 +217,6 @@ def summary(matrix: QuantizedMatrix, dtype: torch.dtype, results: Sequence[Class
     return f"products {matrix.size_out:,} x {matrix.size_in:,}, {matrix.scheme.name}, {name}: {', '.join(runs)}{absent}"
 
 
-FUSED_ROWS, E4M3_ROWS = 512, 64
-"""Most rows for which decoding the weights anew for each block of rows pays off.
-
-It then costs less than writing and reading them, or, of 8 bits, than reading a copy that was restored once
-(benchmarks/quantized_estimate.py).
-"""
-FEW_ROWS = 2
-"""Most rows for which a kernel without tensor cores reads codes of 8 bits (triton/few_rows.py)."""
-SLAB_BYTES = 32 * 2**20
-"""Size of a restored slab, which must fit in the last-level cache: 40 MiB on an A100, 50 on an H100."""
-SLAB_ROWS = 128
-"""Rows of the matrix of which slabs are multiples."""
-GROUPS = (0, 32, 64, 128, 256)
-"""Inputs that may share a scale in the fused product. 0 = all."""
-
-
 def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted: dict[Any, Any]) -> Tensor | None:
     """Multiply rows (M, K) by weight-only codes. Returns (M, N), or None where the plain product must run.
 
@@ -229,13 +227,15 @@ def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted
         return None
     if matrix.scheme.activations == "fp8" and _has_fp8_product(rows, matrix):
         return _fp8_product(rows, matrix, bias, converted)
+    # A matrix that has ways asks no more: this runs for each product of a step.
     if _contests and matrix.scheme.bits == 4 and ("ways" in matrix.prepared or _is_contested(rows, matrix)):
         product = _contests[-1].product(rows, matrix, bias)
         if product is not None:
             return product
     few = E4M3_ROWS if matrix.scheme.codes == "e4m3" else FUSED_ROWS
     if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=fusion_obstacle(matrix)):
-        from meshwright.kernels.triton import packed_product  # not `_fused`: each call costs few rows a microsecond
+        # Not by `_fused`: each call of Python costs few rows a microsecond.
+        from meshwright.kernels.triton import packed_product
 
         return packed_product.packed_linear(rows, matrix.packed(), bias)
     if matrix.scheme.bits == 4 and matrix.unquantized is None and uses_triton("restore", rows, prefer=matrix.prefer):
@@ -341,16 +341,17 @@ def fusion_obstacle(matrix: QuantizedMatrix) -> str:
 def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     from meshwright.kernels.triton import code_words
 
-    whole = matrix.packed()
+    packed_matrix = matrix.packed()
     out = torch.empty(len(rows), matrix.size_out, dtype=rows.dtype, device=rows.device)
     step = slab_rows(matrix.size_out, matrix.size_in, rows.dtype.itemsize)
+    # One slab's memory for all: it stays in the cache, where a new one would have to be read in.
     scratch = torch.empty(step, matrix.size_in, dtype=rows.dtype, device=rows.device)
     for start in range(0, matrix.size_out, step):
         outputs = slice(start, start + step)
-        slab = whole._replace(
-            codes=whole.codes[outputs],
-            scales=whole.scales[outputs],
-            zeros=None if whole.zeros is None else whole.zeros[outputs],
+        slab = packed_matrix._replace(
+            codes=packed_matrix.codes[outputs],
+            scales=packed_matrix.scales[outputs],
+            zeros=None if packed_matrix.zeros is None else packed_matrix.zeros[outputs],
         )
         weight = code_words.restore(slab, scratch[: len(slab.codes)])
         if bias is None:
@@ -381,11 +382,10 @@ def int8(
         columns: Columns (O,) of rows that are multiplied with `unquantized` (N, O). None = none.
         key: Name of these columns in `converted`.
     """
-    from meshwright.kernels.triton import int8_product
-    from meshwright.kernels.triton import row_rounding as narrowing
+    from meshwright.kernels.triton import int8_product, row_rounding
 
     if ("int8", key) not in converted:
-        converted["int8", key] = narrowing.rounded(rows, torch.int8, _left_out_marks(matrix, columns))
+        converted["int8", key] = row_rounding.rounded(rows, torch.int8, _left_out_marks(matrix, columns))
     parts = (None, None) if columns is None else (columns.int(), unquantized.contiguous())
     operand = int8_product.Int8Matrix(matrix.codes.contiguous(), matrix.scales, *parts)
     return int8_product.int8_linear(rows, converted["int8", key], operand, bias)
@@ -396,8 +396,8 @@ def _left_out_marks(matrix: QuantizedMatrix, columns: Tensor | None) -> Tensor |
     if columns is None:
         return None
     if matrix.columns is not None and "left out" in matrix.prepared:
-        known_marks: Tensor = matrix.prepared["left out"]
-        return known_marks
+        fixed_marks: Tensor = matrix.prepared["left out"]
+        return fixed_marks
     marks = torch.zeros(matrix.size_in, dtype=torch.uint8, device=columns.device)
     marks[columns.long()] = 1
     if matrix.columns is not None:
@@ -419,13 +419,12 @@ def _has_fp8_product(rows: Tensor, matrix: QuantizedMatrix) -> bool:
 def _fp8_product(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, converted: dict[Any, Any]) -> Tensor:
     """Round one or two rows as more are rounded, but multiply them as numbers: torch would pad to full tiles."""
     if len(rows) <= FEW_ROWS and uses_triton("packed_product", rows, prefer=matrix.prefer):
-        from meshwright.kernels.triton import few_rows
-        from meshwright.kernels.triton import row_rounding as narrowing
+        from meshwright.kernels.triton import packed_product, row_rounding
 
         if "fp8 numbers" not in converted:
-            converted["fp8 numbers"] = narrowing.rounded(rows, rows.dtype)
+            converted["fp8 numbers"] = row_rounding.rounded(rows, rows.dtype)
         numbers = converted["fp8 numbers"]
-        return few_rows.packed_linear(numbers.codes, matrix.packed(), bias, numbers.scales)
+        return packed_product.few_rows_linear(numbers.codes, matrix.packed(), bias, numbers.scales)
     if "fp8" not in converted:
         converted["fp8"] = fp8.narrow(rows, matrix.prefer)
     weight = fp8.Narrow(matrix.codes, matrix.scales.float())

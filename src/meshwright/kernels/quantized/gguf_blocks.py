@@ -32,6 +32,10 @@ UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 """Steps of the IQ4 types (ggml-common.h)."""
 FLOAT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the types without blocks."""
+CHUNK = 2**16
+"""Numbers encoded at once: the search holds ten times as much, and is fastest inside the cache."""
+NEXT = (0, -1, 1)
+"""Changes of a rounded scale that are tried. The first one wins ties."""
 
 
 def decode(kind: str, stored: Tensor) -> Tensor:
@@ -168,12 +172,6 @@ _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-CHUNK = 2**16
-"""Numbers encoded at once: the search holds ten times as much, and is fastest inside the cache."""
-NEXT = (0, -1, 1)
-"""Changes of a rounded scale that are tried. The first one wins ties."""
-
-
 def encode(kind: str, weight: Tensor) -> Tensor:
     """Encode numbers (..., K) as bytes (..., bytes of a row) uint8. K is a whole number of blocks."""
     if kind in FLOAT_DTYPES:
@@ -195,6 +193,7 @@ def _inverse(step: Tensor) -> Tensor:
 
 def _rounded_away(x: Tensor) -> Tensor:
     """Round halves away from zero, as C does."""
+    # torch.round goes to the even number, and adding 0.5 to a float just below a half would round it up.
     size = x.abs()
     whole = size.floor()
     return x.sign() * (whole + (2 * (size - whole)).floor())
@@ -257,7 +256,7 @@ def _affine(x: Tensor, weight: Tensor, most: int, first: float, count: int) -> t
     codes = ((x - minimum) * _inverse(step)).round().clamp(0, most)
     best = (weight * (step * codes + minimum - x).square()).sum(1, keepdim=True)
     for number in range(count + 1):
-        # from the best minimum so far: what is searched moves with it, as in the reference
+        # From the best minimum so far: what is searched moves with it, as in the reference.
         scale = (first + 0.1 * number + most) * _inverse(high - minimum)
         codes = ((x - minimum) * scale).round().clamp(0, most)
         weighted = weight * codes
@@ -290,6 +289,7 @@ def _k_codes(x: Tensor, step: Tensor, minimum: Tensor, most: int) -> Tensor:
 def _k_parts(x: Tensor, most: int, first: float, count: int) -> tuple[Tensor, Tensor]:
     """Return the first 16 bytes of each Q4_K or Q5_K block (N, 16), and codes (N, 8, 32) uint8."""
     runs = x.view(-1, 8, 32)
+    # The reference's weights: errors of large numbers count more, and none counts nothing.
     weight = runs.square().mean(2, keepdim=True).sqrt() + runs.abs()
     step, minimum = _affine(runs.flatten(0, 1), weight.flatten(0, 1), most, first, count)
     (scales, step_unit), (minima, minimum_unit) = (_rounded_scales(x.view(-1, 8)) for x in (step, -minimum))
@@ -344,6 +344,7 @@ def _encode_q6_k(x: Tensor) -> Tensor:
     runs = x.view(-1, 16, 16)
     weight = runs.square()
     steps = _symmetric(runs.flatten(0, 1)).view(-1, 16)
+    # Scales are int8, which reaches further below zero: the largest in size becomes -128.
     peak = steps.gather(1, steps.abs().argmax(1, keepdim=True))
     scales, step_unit = (-128 * _inverse(peak) * steps).round().clamp(max=127), (peak / -128).half()
     chosen, best = scales, torch.full_like(scales, torch.inf)

@@ -24,8 +24,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels.c import serving_library
-from meshwright.kernels.c.panels import Panels
-from meshwright.kernels.c.serving_library import ROWS, ROWS_BESIDE_BF16, Loops
+from meshwright.kernels.c.serving_library import ROWS, ROWS_BESIDE_BF16, Loops, Panels
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import needs_wide, products
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
@@ -41,6 +40,8 @@ from meshwright.kernels.quantized.quantized_linear import (
 
 Matrix = Tensor | QuantizedMatrix
 """(N, K), or codes and scales that represent it."""
+LOOKED_UP_ROWS = 1024
+"""Rows up to which looking codes up costs less than restoring the matrix for a product."""
 
 
 class PreparedProduct(Protocol):
@@ -124,6 +125,7 @@ def _number_product(
     weights = [weight.detach() for weight in weights]
     wide = weights[0].dtype == torch.float32 or needs_wide(weights[0])
     if serving_library.compiled() is not None:
+        # bf16 panels hold pairs of inputs, so K must be even.
         narrow = weights[0].dtype == torch.bfloat16 and not weights[0].shape[1] % 2
         if narrow or wide:
             whole = torch.cat([weight if narrow else weight.float() for weight in weights])
@@ -158,10 +160,6 @@ class PanelProduct:
             return loops.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
         outputs = products(rows, self._weights, self._biases)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-
-
-LOOKED_UP_ROWS = 1024
-"""Rows up to which looking codes up costs less than restoring the matrix for a product."""
 
 
 @final
@@ -259,6 +257,7 @@ class Int8Product:
         self._outliers, self._bias = outliers, bias
         loops = serving_library.compiled()
         has_loops = loops is not None and loops.has_int8
+        # With outliers the bias comes after their product, as in oneDNN's form: the same bits by either library.
         self._panels = Panels.of_int8(codes, self._scales, None if outliers else bias) if has_loops else None
         self.bytes = codes.nbytes * (1 if self._panels is None else 2) + (outliers.bytes if outliers else 0)
 
@@ -343,8 +342,10 @@ def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     ends = [tensor.storage_offset() + tensor.numel() for tensor in tensors]
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     shared = {compat.storage_key(tensor.untyped_storage()) for tensor in tensors}
-    if len(shared) == 1 and contiguous and places[1:] == ends[:-1]:  # by an engine before this tensor
+    # Another engine of this process has moved them already.
+    if len(shared) == 1 and contiguous and places[1:] == ends[:-1]:
         return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+    # A view of a larger tensor would keep all of it in memory.
     if not contiguous or any(tensor.untyped_storage().nbytes() != tensor.nbytes for tensor in tensors):
         return None
     whole = torch.cat([tensor.detach() for tensor in tensors])

@@ -92,6 +92,7 @@ def coded(
     """Quantize numbers that are known to be finite, without waiting for the device."""
     columns = columns if columns is not None and len(columns) else None
     matrix = joined([_quantized(part, scheme, columns, columns_dtype) for part in in_pieces(weight.detach())])
+    # Scales are quantized after all pieces: their mean and their runs go over the whole matrix.
     if scheme.scales == "double":
         matrix.scales, matrix.outer, matrix.offset = doubled(matrix.scales)
     return replace(matrix, scheme=scheme)
@@ -148,6 +149,7 @@ def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     runs = grouped(weight, scheme.group)
     scales, zeros = grid_of(extremes(runs, scheme), scheme)
     if scheme.zeros == "real" and zeros is not None:
+        # Rounded to the fp16 in which they are stored, before codes are made for them.
         return scales, find_zeros(runs, scales.float(), zeros, scheme.bits).half().float()
     return scales, zeros
 
@@ -192,6 +194,7 @@ def relative_error(weight: Tensor, matrix: QuantizedMatrix) -> float:
     for rows, restored in matrix.restored_rows():
         exact = weight.detach()[..., rows, :].float()
         norms.append(torch.stack((exact.norm(), restored.sub_(exact).norm())))
+        # Else the next piece would be made beside this one.
         del exact, restored
     size, error = torch.stack(norms).norm(dim=0).tolist()
     return float(error / size) if size else 0.0
@@ -215,6 +218,7 @@ class MatrixPart:
         filled = F.pad(weight, (cut.before, 0)) if cut.before else weight
         scales, zeros = grid_of(self.largest(self._extremes(filled, scheme)), plain)
         outer = offset = None
+        # Codes are those for the scales before these become codes, as in `coded`.
         matrix = _nearest(plain, filled, self._local(scales), None if zeros is None else self._local(zeros))
         if scheme.scales == "double":
             scales, outer, offset = doubled(scales)
@@ -232,10 +236,12 @@ class MatrixPart:
         *stack, _, _ = filled.shape
         rows, columns = self.cut.box.whole[-2:]
         sides = 1 if scheme.zeros == "fixed" else 2
-        whole = torch.zeros(sides, *stack, rows, scheme.groups(columns), dtype=torch.float32, device=filled.device)
+        extremes_of_all = torch.zeros(
+            sides, *stack, rows, scheme.groups(columns), dtype=torch.float32, device=filled.device
+        )
         parts = [extremes(grouped(piece.float(), scheme.group), scheme) for piece in in_pieces(filled)]
-        self._local(whole).copy_(torch.cat(parts, -2).nan_to_num_(nan=inf, posinf=inf))
-        return whole
+        self._local(extremes_of_all).copy_(torch.cat(parts, -2).nan_to_num_(nan=inf, posinf=inf))
+        return extremes_of_all
 
     def _local(self, whole: Tensor) -> Tensor:
         """Select this part's scales from those of the whole matrix (..., N, groups)."""

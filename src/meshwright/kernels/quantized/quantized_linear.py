@@ -23,14 +23,13 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels.c import serving_library
-from meshwright.kernels.c.panels import Panels
-from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.c.serving_library import Loops, Panels
+from meshwright.kernels.chooser import device_kind
 from meshwright.kernels.linear import cpu_product
 from meshwright.kernels.linear.linear import input_gradient, product_dtype, products
 from meshwright.kernels.quantized import device_products
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.rounding import absmax_scale, highest, quantize
-from meshwright.kernels.target import device_kind
 
 INT8_INPUTS = 2**31 // 127**2
 """Inputs for which sums of 8-bit products cannot overflow 32 bits."""
@@ -42,6 +41,9 @@ INT4_ROWS, INT4_ROWS_BESIDE_FP32 = 8, 24
 The first for copies in bf16, or in fp32 with AVX2 alone. The second for fp32 with AVX-512 that has no units for bf16
 (benchmarks/quantized_rates.py).
 """
+ROW_BITS, WEIGHT_BITS = 24, 20
+AT_ONCE = 2 ** (53 - ROW_BITS - WEIGHT_BITS)
+"""Columns whose sum is exact."""
 
 
 def quantized_linears_reference(
@@ -53,11 +55,13 @@ def quantized_linears_reference(
         if matrix.scheme.activations == "int8":
             columns, column_weights = outliers(rows, matrix)
             codes, scales = row_codes(rows, columns)
-            summed = codes.double() @ matrix.codes.double().t()  # exact
+            # Exact: fp64 holds whole numbers to 2^53.
+            summed = codes.double() @ matrix.codes.double().t()
             y = summed.float() * matrix.scales.float().view(-1) * scales
             y = y if columns is None else y + rows[:, columns].float() @ column_weights.float().t()
             y = y if bias is None else y + bias.float()
-            if torch.is_grad_enabled():  # rounding has no gradient: pass that of the restored weights
+            # Rounding has no gradient, so that of the restored weights is passed on.
+            if torch.is_grad_enabled():
                 through = F.linear(rows.float(), matrix.dequantized(), None if bias is None else bias.float())
                 y = y.detach() + (through - through.detach())
         else:
@@ -78,7 +82,8 @@ def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tens
 def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tensor]:
     """Return the columns (O,) that are multiplied separately, None = none, and their weights (N, O)."""
     if matrix.scheme.outliers == "threshold":
-        if compat.is_fake(rows):  # how many there are is not known without values
+        # How many there are is not known without values.
+        if compat.is_fake(rows):
             return None, rows
         columns = (rows.abs() > matrix.scheme.threshold).any(0).nonzero().squeeze(1)
         return (columns, matrix.codes[:, columns].float() * matrix.scales.float()) if len(columns) else (None, rows)
@@ -120,6 +125,7 @@ def _products(x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[T
         if matrix.order is None:
             y = multiply(rows, matrix, bias, converted)
         else:
+            # Reordered rows are other rows, so nothing that was converted before can serve.
             y = multiply(rows.index_select(1, matrix.order), matrix.in_order_of_codes, bias, {})
         outputs.append(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out))
     return tuple(outputs)
@@ -134,6 +140,7 @@ def _int8_linear(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, con
         return device_products.int8(rows, matrix, columns, column_weights, bias, key, converted)
     if key not in converted:
         codes, scales = row_codes(rows, columns)
+        # oneDNN takes unsigned rows: 128 is their zero point.
         converted[key] = codes.add_(128.0).to(torch.uint8) if _uses_onednn(rows) else codes, scales
     codes, scales = converted[key]
     y = _int8_product(codes, matrix).mul_(scales)
@@ -170,7 +177,8 @@ def _uses_onednn(x: Tensor) -> bool:
 def _int8_product(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Multiply codes of rows by those of the matrix, times its scales. Returns (M, N) fp32."""
     scales = matrix.scales.float().view(-1)
-    if compat.is_fake(codes) and _uses_onednn(codes):  # as much memory
+    # A dry run holds as much memory as oneDNN's packed copy takes.
+    if compat.is_fake(codes) and _uses_onednn(codes):
         _ = matrix.codes.clone()
         return scales.new_empty(len(codes), matrix.size_out)
     if not _uses_onednn(codes):
@@ -278,11 +286,6 @@ def quantized_expert_linear(
     parts = torch.split(rows, list(counts))
     outputs = [linears(part, [stack.expert(number)], [None])[0] for number, part in enumerate(parts) if len(part)]
     return torch.cat(outputs) if outputs else rows.new_zeros(0, stack.size_out)
-
-
-ROW_BITS, WEIGHT_BITS = 24, 20
-AT_ONCE = 2 ** (53 - ROW_BITS - WEIGHT_BITS)
-"""Columns whose sum is exact."""
 
 
 def in_steps(values: Tensor, bits: int) -> Tensor:

@@ -24,6 +24,7 @@ Share = Literal["tensor", "row", "column"] | int
 """Numbers that share a scale. A whole number: runs of so many along the last dim."""
 E4M3 = 448.0
 """Largest 8-bit number with 4 bits of exponent and 3 of mantissa."""
+POWERS = 7
 
 
 class Quantized(NamedTuple):
@@ -63,7 +64,8 @@ def zero_point_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tenso
     """Return S and Z for numbers between low and high, a range that is extended to zero."""
     codes = 2**bits - 1
     low, high = low.float().clamp(max=0), high.float().clamp(min=0)
-    scale = high / codes - low / codes  # the difference itself may be infinite
+    # The difference itself may be infinite.
+    scale = high / codes - low / codes
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return scale, torch.round(-low / scale)
 
@@ -118,8 +120,9 @@ def _dims(share: Share) -> tuple[int, ...]:
 def _assembled(codes: Tensor, scale: Tensor, zero: Tensor, x: Tensor, share: Share) -> Quantized:
     if isinstance(share, int):
         codes, scale, zero = codes.flatten(-2)[..., : x.shape[-1]], scale.squeeze(-1), zero.squeeze(-1)
-    whole = torch.nan_to_num(codes, nan=0.0).int()  # their scale is not finite, and says so
-    return Quantized(whole, scale, zero, share)
+    # The scale of such codes is not finite, and says so. NaN has no whole number.
+    integers = torch.nan_to_num(codes, nan=0.0).int()
+    return Quantized(integers, scale, zero, share)
 
 
 def absmax_reference(x: Tensor, bits: int = 8, share: Share = "tensor") -> Quantized:
@@ -196,6 +199,7 @@ def nf4_codes(x: Tensor) -> Tensor:
 
 def table_codes(x: Tensor, numbers: Sequence[float]) -> Tensor:
     """Return the index of the number nearest to x, uint8. NaN counts as the largest."""
+    # bucketize wants ascending numbers, and `places` leads back to the order of the table.
     table, places = torch.tensor(numbers, dtype=torch.float32, device=x.device).sort(stable=True)
     codes = torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True)
     return (codes if sorted(numbers) == list(numbers) else places[codes]).to(torch.uint8)
@@ -224,7 +228,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     columns = codes.shape[-1]
     filled = grouped(codes, 8)
     shifts = torch.arange(0, 8 * bits, bits, device=codes.device)
-    words = (filled.long() << shifts).sum(-1, keepdim=True)  # 8 codes are as many bytes as a code has bits
+    # Eight codes are as many bytes as a code has bits.
+    words = (filled.long() << shifts).sum(-1, keepdim=True)
     parts = (words >> torch.arange(0, 8 * bits, 8, device=codes.device)) & 0xFF
     return parts.to(torch.uint8).flatten(-2)[..., : -(-columns * bits // 8)].contiguous()
 
@@ -249,9 +254,6 @@ def pack_reference(codes: Tensor, bits: int) -> Tensor:
             position = index * bits + bit
             packed[position // 8] |= ((code >> bit) & 1) << (position % 8)
     return packed
-
-
-POWERS = 7
 
 
 def _dynamic_numbers() -> tuple[float, ...]:

@@ -52,6 +52,7 @@ def programs(x: Tensor, per_processor: int = 1) -> int:
 
     It depends on the device alone, so sums keep one order.
     """
+    # The interpreter runs programs one by one: few are enough to test sums over several.
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return per_processor * processors(x.device.index)

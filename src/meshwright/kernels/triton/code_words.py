@@ -19,6 +19,8 @@ WHOLE, TABLE, E4M3 = 0, 1, 2
 FIXED, PACKED, REAL = 0, 1, 2
 """Kinds of zeros: 8 everywhere, half a byte each, or real numbers."""
 WORD_BYTES = 4
+WORDS, WARPS = 512, 4
+"""Words and warps of a program: 32 numbers a thread, which are written 16 bytes at a time."""
 
 
 def _cut_pairs(kind: str, ones: str, base: str) -> tl.constexpr:
@@ -29,12 +31,15 @@ def _cut_pairs(kind: str, ones: str, base: str) -> tl.constexpr:
     """
     lines = [f".reg .b32 halves, moved, whole, one, none; mov.b32 one, {ones}; mov.b32 none, 0x80008000;"]
     for code in range(8):
+        # Lower halves of both words, then upper ones: a register holds the same code of two words.
         if code % 4 == 0:
             lines.append(f"prmt.b32 halves, $8, $9, {'0x5410' if code == 0 else '0x7632'};")
         source = "halves"
         if code % 4:
             lines.append(f"shr.u32 moved, halves, {4 * (code % 4)};")
             source = "moved"
+        # 0xea is (a & b) | c: one instruction cuts a code out and puts it into the base.
+        # Products are fma with -0, since mul of bf16 pairs needs sm_90, and adding +0 would lose a sign.
         lines += [
             f"lop3.b32 whole, {source}, 0x000f000f, {base}, 0xea;",
             f"fma.rn.{kind} whole, whole, one, $11;",
@@ -43,6 +48,7 @@ def _cut_pairs(kind: str, ones: str, base: str) -> tl.constexpr:
     return tl.constexpr("{" + " ".join(lines) + "}")
 
 
+# 0x4300 is 128 in bf16 and 0x6400 is 1024 in fp16: a code in the lowest bits of the mantissa adds itself.
 BF16_PAIRS = _cut_pairs("bf16x2", ones="0x3f803f80", base="0x43004300")
 PAIR_OPERANDS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 FP16_PAIRS = _cut_pairs("f16x2", ones="0x3c003c00", base="0x64006400")
@@ -159,7 +165,9 @@ def e4m3_code(x: Arg) -> Arg:
     """Encode fp32 within -448 .. 448 as the nearest 8-bit number, halves to the even one."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
+    # Rounded to 3 bits of mantissa, halves to even. 960 is 120, by which the biases of exponents differ, shifted by 3.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    # Below 2^-6 numbers are 2^-9 apart, as fp32 is at 2^14: the sum rounds to them.
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
     return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
@@ -174,7 +182,8 @@ def _number(
         return (e4m3_number(bits, code) * scale).to(DTYPE)
     if CODES == 1:
         return (table_number(bits, table, code) * scale).to(DTYPE)
-    if ZEROS == 2:  # a small real zero would lose digits beside 128
+    # A small real zero would lose digits beside 128.
+    if ZEROS == 2:
         return (((half_byte(bits, code) - 128.0) - zero) * scale).to(DTYPE)
     return ((half_byte(bits, code) - (zero + 128.0)) * scale).to(DTYPE)
 
@@ -247,10 +256,6 @@ def numbers_of_words(
     return numbers
 
 
-WORDS, WARPS = 512, 4
-"""Words and warps of a program: 32 numbers a thread, which are written 16 bytes at a time."""
-
-
 @triton.jit
 def restore_rows(
     codes: Arg, row_bytes: Arg, scales: Arg, scale_stride: Arg, zeros: Arg, zero_stride: Arg, table: Arg, out: Arg,
@@ -261,8 +266,10 @@ def restore_rows(
     CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    line = tl.minimum(row, rows - 1).to(tl.int64)  # the last ones are read again, and not written
-    words = tl.cdiv(row_bytes, 4)  # not known as a multiple: a warp reads words one by one, and writes 512 bytes a time
+    # Rows past the end read the last one again, and are not written. A matrix may pass 2^31 numbers.
+    line = tl.minimum(row, rows - 1).to(tl.int64)
+    # Not known as a multiple: a warp then reads words one by one, and writes 512 bytes at a time.
+    words = tl.cdiv(row_bytes, 4)
     if not EVEN:
         word = tl.minimum(word, words - 1)
     bits = load_words(codes, line, row_bytes, words, word, WHOLE_ROWS)

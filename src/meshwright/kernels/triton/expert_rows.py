@@ -18,6 +18,8 @@ from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, rows_o
 
 BLOCK = 2048
 """Elements of a row that a program copies at a time."""
+ROWS, COLUMNS, INNER = 64, 128, 64
+"""Size of a block of the result, and of what is summed over at a time."""
 
 
 @triton.jit
@@ -25,6 +27,7 @@ def gather_copies(
     x: Arg, x_stride: Arg, order: Arg, out: Arg, width: Arg, COPIES: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     """Compute out[i] = x[order[i] // COPIES]."""
+    # Copies of all tokens times their width pass 2^31 numbers.
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(order + row) // COPIES
@@ -63,6 +66,7 @@ def combine_backward(
     token = copy // COPIES
     source = tl.load(inverse + copy)
     weight = tl.load(weights + copy).to(tl.float32)
+    # One program has the whole row, so the weight's gradient needs neither atomics nor parts.
     total = 0.0
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -146,10 +150,6 @@ def combine(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
     return tokens
 
 
-ROWS, COLUMNS, INNER = 64, 128, 64
-"""Size of a block of the result, and of what is summed over at a time."""
-
-
 @triton.jit
 def grouped_rows(
     rows: Arg, rows_stride: Arg, weights: Arg, expert_stride: Arg, out_stride: Arg, in_stride: Arg, ends: Arg, out: Arg,
@@ -199,6 +199,7 @@ def grouped_weights(
 ) -> None:  # fmt: skip
     """Compute out (X, O, I) = for each expert gradient^T (O, R) rows (R, I). Zeros for an expert without rows."""
     expert = tl.program_id(2)
+    # A run without rows passes the loop, and zeros are written: nobody else clears the result.
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
     o = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -255,6 +256,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, weights, ends = ctx.saved_tensors
+        # The kernels take the stride of rows alone. A gradient may be expanded, with a stride of 0.
         gradient = gradient.contiguous()
         of_rows = _rows_product(gradient, weights, ends, transposed=False) if ctx.needs_input_grad[0] else None
         return of_rows, _weights_product(gradient, rows, weights, ends), None

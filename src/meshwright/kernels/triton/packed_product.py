@@ -5,11 +5,16 @@
 Up to 64 rows the matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. For
 more rows x is the first: the numbers go to shared memory alone, and the products of a step wait once.
 
-Where columns alone are too few programs for the device, K is cut, too, and a second kernel adds the parts in order. One
-and two rows have a separate kernel (few_rows.py).
+Where columns alone are too few programs for the device, K is cut, too, and a second kernel adds the parts in order.
+
+One and two rows have a separate kernel (`few_packed_rows`). They wait for memory alone, if a code costs few
+instructions: no tensor core works on padding, and W is never rounded. A thread holds words of a few rows of the matrix,
+cuts codes out by shifts, and adds in fp32. Threads meet once, after the last word. Zeros and the 128 that codes carry
+are subtracted once a word, with the sum of its inputs.
 """
 
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -17,7 +22,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton import few_rows
 from meshwright.kernels.triton.blocks import (
     ELEMENTS,
     Arg,
@@ -29,9 +33,12 @@ from meshwright.kernels.triton.blocks import (
 )
 from meshwright.kernels.triton.code_words import (
     PackedMatrix,
+    e4m3_number,
+    half_byte,
     load_words,
     load_zeros,
     numbers_of_words,
+    table_number,
     words_of,
 )
 
@@ -49,6 +56,118 @@ PART_BYTES, MOST_PARTS = 8, 16
 """Bytes of a number of a part, written and read; and the most parts."""
 FIRST_ROWS = 64
 """Most rows of x for which the matrix is the first operand."""
+MOST_ROWS = 2
+"""Most rows of x: from three on tensor cores take fewer instructions a code."""
+COLUMNS, WORDS, WARPS = 8, 128, 8
+"""Tile of a program: one output and four words a thread.
+
+A warp has all words of its outputs, and the inputs of a tile are fewer than the threads. The compiler then reads them
+in the order of the words, not through shared memory for each code.
+"""
+LEAST_WORDS = 16
+"""Least words of a tile without masks. Shorter rows are read byte by byte."""
+
+
+@triton.jit
+def _words_times(
+    x: Arg, word: Arg, inner: Arg, bits: Arg, table: Arg, zero: Arg, CODES: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> Arg:  # fmt: skip
+    """Sum inputs times (number - Z) over each word: (outputs, words) fp32.
+
+    EVEN: `x` points to four inputs at a time, as one integer.
+    """
+    total = tl.zeros(bits.shape, tl.float32)
+    inputs = tl.zeros((1, bits.shape[1]), tl.float32)
+    for four in tl.static_range(1 if CODES == 2 else 2):
+        fourth = word * (1 if CODES == 2 else 2) + four
+        if EVEN:
+            packed = tl.load(x + fourth[None, :])
+        for position in tl.static_range(4):
+            if EVEN:
+                part = (packed >> (16 * position)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+            else:
+                at = fourth * 4 + position
+                part = tl.load(x + at[None, :], mask=(at < inner)[None, :], other=0.0).to(tl.float32)
+            if CODES == 2:
+                total += e4m3_number(bits, position) * part
+            elif CODES == 1:
+                total += table_number(bits, table, 4 * four + position) * part
+            else:
+                total += half_byte(bits, 4 * four + position) * part
+                inputs += part
+    # One subtraction a word in place of one a code.
+    if CODES == 0:
+        total -= inputs * (zero + 128.0)
+    return total
+
+
+@triton.jit
+def few_packed_rows(
+    x: Arg, x_stride: Arg, codes: Arg, row_bytes: Arg, scales: Arg, scale_stride: Arg, zeros: Arg, zero_stride: Arg,
+    table: Arg, x_scales: Arg, bias: Arg, out: Arg, columns: Arg, inner: Arg, CODES: tl.constexpr,
+    ZEROS: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Compute COLUMNS outputs of one or two rows.
+
+    EVEN: a row of the matrix is a multiple of WORDS words, and needs no mask; SCALED: rows of x have scales; GROUP:
+    inputs that share a scale, 0 = all.
+    """
+    CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # Columns past the end read the last one again, and are not written. A matrix may pass 2^31 bytes.
+    line = tl.minimum(column, columns - 1).to(tl.int64)
+    words = tl.cdiv(row_bytes, 4)
+    first = tl.zeros((COLUMNS, WORDS), tl.float32)
+    second = tl.zeros((COLUMNS, WORDS), tl.float32)
+    # The next words load while these are multiplied: so few rows wait for memory alone.
+    ahead = load_words(codes, line, row_bytes, words, tl.arange(0, WORDS), EVEN)
+    for start in range(0, words, WORDS):
+        word = start + tl.arange(0, WORDS)
+        bits = ahead
+        following = tl.minimum(start + WORDS, words - WORDS) if EVEN else start + WORDS
+        ahead = load_words(codes, line, row_bytes, words, following + tl.arange(0, WORDS), EVEN)
+        group = word // (GROUP // CODES_A_WORD) if GROUP else word * 0
+        if not EVEN:
+            group = tl.where(word < words, group, 0)
+        scale = tl.load(scales + line[:, None] * scale_stride + group[None, :]).to(tl.float32)
+        zero = load_zeros(zeros, line, zero_stride, group, ZEROS)
+        first += _words_times(x, word, inner, bits, table, zero, CODES, EVEN, DTYPE) * scale
+        if ROWS == 2:
+            second += _words_times(x + x_stride, word, inner, bits, table, zero, CODES, EVEN, DTYPE) * scale
+    for row in tl.static_range(ROWS):
+        total = tl.sum(first if row == 0 else second, 1)
+        if SCALED:
+            total *= tl.load(x_scales + row)
+        if BIAS:
+            total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)
+        tl.store(out + row * columns + column, total.to(DTYPE), mask=column < columns)
+
+
+def few_rows_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None, x_scales: Tensor | None = None) -> Tensor:
+    """Multiply as packed_linear, x (M, K) with M at most MOST_ROWS and contiguous rows.
+
+    `x_scales` (M, 1) fp32 are factors of rows of x.
+    """
+    rows, columns = len(x), len(matrix.codes)
+    codes, row_bytes, whole_rows = words_of(matrix.codes)
+    # The words of a step divide a row, so no load needs a mask.
+    words = gcd(row_bytes // 4, WORDS)
+    even = whole_rows and words >= LEAST_WORDS and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
+    inputs = x.view(torch.int64) if even else x
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    zeros, table = matrix.zeros, matrix.table
+    few_packed_rows[(ceil_div(columns, COLUMNS),)](
+        inputs, inputs.stride(0), codes if even else matrix.codes.view(torch.uint8), row_bytes, matrix.scales,
+        matrix.scales.stride(0), matrix.scales if zeros is None else zeros, 0 if zeros is None else zeros.stride(0),
+        matrix.scales if table is None else table, x if x_scales is None else x_scales, x if bias is None else bias,
+        out, columns, matrix.size_in, CODES=matrix.form, ZEROS=matrix.zero_form, SCALED=x_scales is not None,
+        BIAS=bias is not None, EVEN=even, GROUP=matrix.group, ROWS=rows, COLUMNS=COLUMNS,
+        WORDS=words if even else WORDS, num_warps=WARPS,
+    )  # fmt: skip
+    return out
 
 
 class ProgramTile(NamedTuple):
@@ -83,14 +202,16 @@ def packed_rows(
     part = tl.program_id(2)
     line = tl.minimum(column, columns - 1).to(tl.int64)  # the last ones are read again, and not written
     left = x + tl.minimum(row, rows - 1)[:, None].to(tl.int64) * x_stride
-    words = row_bytes // 4 if EVEN else tl.cdiv(row_bytes, 4)  # known as a multiple, words are read side by side
+    # A division that the compiler knows to be exact lets it read words side by side.
+    words = row_bytes // 4 if EVEN else tl.cdiv(row_bytes, 4)
     total = tl.zeros((ROWS, COLUMNS) if SECOND else (COLUMNS, ROWS), tl.float32)
     for start in range(part * each, tl.minimum(part * each + each, inner), INNER):
         at = start + tl.arange(0, INNER)
         word = start // CODES_A_WORD + tl.arange(0, WORDS)
         if EVEN:
             inputs = tl.load(left + at[None, :])
-        else:  # words behind the end of a row are those of its last one: their inputs are zeros
+        else:
+            # Words past the end of a row are its last one again. Their inputs are zeros.
             inputs = tl.load(left + at[None, :], mask=(at < inner)[None, :], other=0.0)
             word = tl.minimum(word, words - 1)
         bits = load_words(codes, line, row_bytes, words, word, WHOLE_ROWS)
@@ -100,7 +221,8 @@ def packed_rows(
         if not PAIRS:
             scale = scale.to(tl.float32)
         weight = numbers_of_words(bits, table, zero, scale, CODES, ZEROS, PAIRS, x.dtype.element_ty)
-        if not INTERPRETED:  # Triton 3.6 fails where it moves a reshaped operand into shared memory: this is a border
+        # Triton 3.6 fails where it moves a reshaped operand into shared memory. The assembly is a border for it.
+        if not INTERPRETED:
             weight = tl.inline_asm_elementwise(
                 "mov.b32 $0, $1;", "=r,r", [weight], dtype=x.dtype.element_ty, is_pure=True, pack=2
             )
@@ -127,6 +249,7 @@ def sum_parts(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < elements
     total = tl.zeros((BLOCK,), tl.float32)
+    # In order, so the same call has the same bits each time.
     for part in range(count):
         total += tl.load(parts + part * elements + at, mask=mask, other=0.0)
     if BIAS:
@@ -186,8 +309,8 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tenso
     x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
     if not len(x):
         return x.new_empty(0, len(matrix.codes))
-    if len(x) <= few_rows.MOST_ROWS:
-        return few_rows.packed_linear(x, matrix, bias)
+    if len(x) <= MOST_ROWS:
+        return few_rows_linear(x, matrix, bias)
     rows, columns, inner = len(x), len(matrix.codes), matrix.size_in
     codes, row_bytes, whole_rows = words_of(matrix.codes)
     even = whole_rows and inner % 64 == 0  # loads need no masks

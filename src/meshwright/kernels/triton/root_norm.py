@@ -15,6 +15,18 @@ from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, progra
 
 PARTS, COLUMNS = 512, 16
 """Tile of parts that are summed: rows of 64 bytes, in as many programs as there are such columns."""
+SHORT = 8192
+"""Longest row that a program of the backward pass holds in registers."""
+FEWER_WARPS = 16
+"""Warps for a longer row of the forward pass.
+
+With 32 a thread has 32 registers, and code for sm_80 spills two.
+"""
+REGISTERS = 65536
+"""Registers of a multiprocessor since Volta.
+
+A program that takes more than its share of them keeps the next one waiting until it is done.
+"""
 
 
 @triton.jit
@@ -40,15 +52,6 @@ def summed(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-SHORT = 8192
-"""Longest row that a program of the backward pass holds in registers."""
-FEWER_WARPS = 16
-"""Warps for a longer row of the forward pass.
-
-With 32 a thread has 32 registers, and code for sm_80 spills two.
-"""
-
-
 @triton.jit
 def root_norm_forward(
     x: Arg, x_stride: Arg, added: Arg, added_stride: Arg, weight: Arg, out: Arg, total: Arg, scales: Arg, rows: Arg,
@@ -61,6 +64,7 @@ def root_norm_forward(
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         values += tl.load(added + row * added_stride + column, mask=inside, other=0.0).to(tl.float32)
+        # The norm is that of the rounded sum, which the residual stream carries on.
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row * width + column, rounded, mask=inside)
         values = rounded.to(tl.float32)
@@ -94,9 +98,11 @@ def root_norm_backward(
         values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         incoming = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
-        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)  # from the cache
+        # Read for each group: the cache has it, and registers are short.
+        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
         along = scale * (tl.sum(incoming * factor * values, 1) / width)[:, None]
-        if AGAIN:  # a long row and its part of the weight's gradient exceed the registers: read it from the cache again
+        # A long row and its part of the weight's gradient exceed the registers: the cache has the row.
+        if AGAIN:
             values = _reload(x + row * x_stride + column, inside)
             incoming = _reload(gradient + row * gradient_stride + column, inside)
             factor = _reload(weight + column, column < width)
@@ -197,13 +203,6 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[
     return normed_and_sum
 
 
-REGISTERS = 65536
-"""Registers of a multiprocessor since Volta.
-
-A program that takes more than its share of them keeps the next one waiting until it is done.
-"""
-
-
 @triton.jit
 def mean_norm_forward(
     x: Arg, x_stride: Arg, weight: Arg, bias: Arg, out: Arg, means: Arg, scales: Arg, rows: Arg, width: Arg, eps: Arg,
@@ -215,6 +214,7 @@ def mean_norm_forward(
     inside = (row < rows) & (column < width)
     values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     mean = (tl.sum(values, 1) / width)[:, None]
+    # Centered before it is squared: mean(x^2) - mean^2 would cancel. Masked zeros less the mean are no zeros.
     centered = tl.where(inside, values - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered, 1) / width + eps)[:, None]
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -251,9 +251,10 @@ def mean_norm_backward(
         incoming = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(means + row, mask=row < rows, other=0.0)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
-        normed = (values - mean) * scale  # outside, the gradient is 0
+        # Not 0 past the end of a row, but the gradient is 0 there.
+        normed = (values - mean) * scale
         weighted = incoming * factor.to(tl.float32)
-        # one exchange between warps instead of two
+        # Both sums in one reduction: one exchange between warps instead of two.
         mean_weighted, along = tl.reduce((weighted, weighted * normed), 1, _both_sums)
         mean_weighted, along = (mean_weighted / width)[:, None], (along / width)[:, None]
         row_gradient = scale * (weighted - mean_weighted - normed * along)

@@ -42,6 +42,7 @@ def rotate_rows(
     pair = tl.arange(0, BLOCK)[None, :]
     table = batch * table_batch + position * table_position + pair
     c = tl.load(cos + table, mask=pair < half, other=0.0).to(tl.float32)
+    # The inverse of a rotation is that by the negative angle, which changes the sine alone.
     s = tl.load(sin + table, mask=pair < half, other=0.0).to(tl.float32) * SIGN
     from_q = q + batch * q_batch + position * q_position
     to_q = q_out + batch * q_out_batch + position * q_out_position
@@ -86,7 +87,8 @@ class _RotatePair(torch.autograd.Function):
         ctx.interleaved = interleaved
         q_turned, k_turned = _launch(_dense(q), _dense(k), cos, sin, interleaved, False, in_place)
         assert k_turned is not None
-        if in_place:  # autograd then refuses the backward pass of functions that saved q or k
+        # Autograd then refuses the backward pass of functions that saved q or k.
+        if in_place:
             torch.autograd.graph.increment_version((q, k))
         return q_turned.detach(), k_turned.detach()
 

@@ -49,6 +49,7 @@ def round_rows(
     just below 448, as codes or as the NUMBERS that they represent. SKIPS: where `left_out` (K,) is not 0, codes are 0.
     """
     row = tl.program_id(0).to(tl.int64)
+    # `maximum` can be told to keep NaN, `tl.max` not: NaN of a block is looked for by itself.
     peak = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -69,9 +70,11 @@ def round_rows(
         numbers = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
         if SKIPS:
             numbers = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, numbers)
+        # The scale alone marks a row with infinities or NaN. Its codes need only be finite.
         scaled = tl.div_rn(numbers, tl.where(scale < float("inf"), scale, 1.0))
         here = codes + row * width + at
-        if WHOLE:  # adding 1.5 x 2^23 rounds to the nearest whole number, halves to the even one
+        if WHOLE:
+            # Adding 1.5 x 2^23 leaves fp32 no bits for fractions, so the sum is rounded, halves to even.
             rounded = (scaled + 12582912.0) - 12582912.0
             scaled = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
             tl.store(here, scaled.to(tl.int8), mask=at < width)
@@ -126,6 +129,7 @@ def turn_columns(
     has_nan = tl.max((peak != peak).to(tl.int32), 0) > 0
     power = _power(tl.max(peak, 0))
     scale = tl.where(has_nan, float("nan"), tl.div_rn(1.0, power))
+    # All blocks of rows have the same scale, and one of them writes it.
     if tl.program_id(1) == 0:
         tl.store(scales + matrix * columns + column, scale, mask=inside)
     at = x + matrix * matrix_stride + row[:, None].to(tl.int64) * row_stride + column[None, :]
@@ -168,6 +172,7 @@ def turned(x: Tensor, length: int, places: Tensor | None = None) -> NarrowRows:
     codes = make((*stack, columns, length), dtype=torch.uint8, device=x.device)
     scales = torch.empty((*stack, columns, 1), dtype=torch.float32, device=x.device)
     blocks, count = ceil_div(columns, SIDE), len(matrices)
+    # Some four programs a processor, each of which has rows enough to read on.
     wanted = max(1, min(MOST_RUNS, 4 * programs(x) // max(1, blocks * count), ceil_div(rows, RUN_ROWS)))
     run_rows = ceil_div(ceil_div(max(1, rows), wanted), RUN_ROWS) * RUN_ROWS
     runs = ceil_div(max(1, rows), run_rows)

@@ -10,28 +10,28 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.triton import (
-    cache_write,
     code_words,
     expert_rows,
     flash,
     gated,
     int8_product,
-    likeliest,
-    loss_rows,
-    many_tensors,
-    merge_partial,
+    logit_rows,
     narrow_piece,
-    narrow_update,
     packed_product,
     paged,
     root_norm,
     rotary,
     row_rounding,
+    updates,
 )
 from meshwright.kernels.triton.code_words import PackedMatrix
 
 Made = Callable[..., Tensor]
 """Returns random numbers of a size, where the trial runs."""
+FORMS = {"model": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Forms of a cache, with the dtypes of codes."""
+LARGEST_ERROR = 0.03
+"""Largest relative error: some roundings to bf16."""
 
 
 def worst_of(errors: Iterable[float]) -> float:
@@ -53,6 +53,7 @@ def restored(make: Made) -> float:
 def _restored_error(make: Made, inputs: int, real: bool) -> float:
     groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
     scales, zeros, out = make(5, groups).float(), make(6, groups)[:5].float(), make(5, inputs)
+    # 37 has no divisor in common with 256, so all bytes occur, and none twice in a row.
     codes = (torch.arange(5 * row_bytes, device=out.device) * 37 % 256).view(5, -1).to(torch.uint8)
     weight = code_words.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
@@ -130,10 +131,6 @@ def _int8_error(make: Made, rows: int, inputs: int) -> float:
     return error
 
 
-FORMS = {"model": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""Forms of a cache, with the dtypes of codes."""
-
-
 def _store(size: tuple[int, int, int, int], like: Tensor, form: str) -> paged.BlockStore:
     """Return blocks of zeros."""
     codes = torch.zeros(size, dtype=FORMS[form] or like.dtype, device=like.device)
@@ -184,8 +181,8 @@ def _stored_error(make: Callable[..., Tensor], form: str, normed: bool) -> float
     cos, sin = (turn.double().cos()[:, None], turn.double().sin()[:, None])
     exact = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     plain = v.double()
-    norms = cache_write.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
-    cache_write.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
+    norms = paged.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
+    paged.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
     errors = [_relative_error(x[:, :4], exact[:, :4])]
     for store, numbers in ((keys, exact[:, 4:]), (values, plain)):
         ours, theirs = _numbers(store)[slots], _plainly_rounded(numbers.to(x.dtype), form)
@@ -230,14 +227,10 @@ def _relative_error(ours: Tensor, exact: Tensor) -> float:
 def likeliest_token(make: Callable[..., Tensor]) -> float:
     """Try rows of several blocks."""
     logits = make(3, 9000)
-    likely, exact = likeliest.likeliest(logits), logits.double().log_softmax(-1).max(-1)
+    likely, exact = logit_rows.likeliest(logits), logits.double().log_softmax(-1).max(-1)
     wrong = float((likely[:, 0] != exact.indices).any())
     error: float = ((likely[:, 1].double() - exact.values).norm() / exact.values.norm()).item()
     return worst_of((wrong, error))
-
-
-LARGEST_ERROR = 0.03
-"""Largest relative error: some roundings to bf16."""
 
 
 def problem(operation: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -252,6 +245,7 @@ def problem(operation: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _normal(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+    # Sizes seed the numbers. A trial that needs two tensors of one size cuts one from a larger.
     generator = torch.Generator().manual_seed(sum(size))
     return torch.randn(*size, generator=generator).to(device, dtype)
 
@@ -302,6 +296,7 @@ def _rope(make: Made) -> float:
     turn = make(1, 3, 1, 32).float()
 
     def ours(q: Tensor, k: Tensor) -> Tensor:
+        # Rotation overwrites its inputs, and leaves of a graph must not be.
         return torch.cat(rotary.rotate_pair(q * 1, k * 1, turn.cos(), turn.sin()), 2)
 
     def plain(q: Tensor, k: Tensor) -> Tensor:
@@ -317,19 +312,20 @@ def _merge(make: Made) -> float:
     (first, second), (first_values, second_values) = scores.split(4, -1), values.float().split(4, 2)
     out, lse = first.softmax(-1) @ first_values, first.logsumexp(-1)
     part_lse = second.logsumexp(-1)
-    merge_partial.merge(out, lse, second.softmax(-1) @ second_values, part_lse, part_lse)
+    flash.merge(out, lse, second.softmax(-1) @ second_values, part_lse, part_lse)
     exact = scores.softmax(-1) @ values.float()
     error: float = ((out - exact).norm() / exact.norm()).item()
     return error
 
 
 def _loss(make: Made) -> float:
+    # 9,000 logits are one block of a kernel, and a part of the next.
     logits = make(4, 9000)
     targets = torch.tensor([1, 8999, -100, 5], device=logits.device)
     wide = logits.double().requires_grad_()
     exact = F.cross_entropy(wide, targets, reduction="none")
     (slope,) = torch.autograd.grad(exact.sum(), wide)
-    losses = loss_rows.losses(logits, targets, None, ignored=-100, gradient=True, smoothing=0.0, z=0.0)
+    losses = logit_rows.losses(logits, targets, None, ignored=-100, gradient=True, smoothing=0.0, z=0.0)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in ((losses, exact.detach()), (logits, slope))]
     return max(error if error == error else float("inf") for error in errors)
 
@@ -395,7 +391,7 @@ def _narrow_error(
     )  # fmt: skip
     for number in range(1, 4):
         step.fill_(number)
-        narrow_update.narrow_adamw(piece, gradient, numbers)
+        updates.narrow_adamw(piece, gradient, numbers)
         mean, square = 0.9 * mean + 0.1 * wide_gradient, 0.95 * square + 0.05 * wide_gradient**2
         size = (square / (1 - 0.95**number)).sqrt() + 1e-8
         exact = exact * (1 - 0.1 * 0.1) - 0.1 / (1 - 0.9**number) * mean / size
@@ -417,6 +413,7 @@ def _adamw_error(make: Made, dtype: torch.dtype, aligned: bool) -> float:
     """Return the error of two updates of tensors of several sizes beside torch's kernel."""
     sizes = (5, 1), (70, 600), (3, 7)
     gradients = [make(*size).to(dtype) for size in sizes]
+    # One element off the start of its memory, no address is a multiple of 16 bytes.
     if not aligned:
         gradients[2] = torch.cat((gradients[0].flatten()[:1], gradients[2].flatten()))[1:].view(3, 7)
     unit = torch.ones((), device=gradients[0].device)
@@ -428,7 +425,7 @@ def _adamw_error(make: Made, dtype: torch.dtype, aligned: bool) -> float:
     states = [[[torch.zeros_like(x) for x in ours] for _ in range(2)] for _ in range(2)]
     for number in (1, 2):
         steps = [number * unit for _ in sizes]
-        many_tensors.adamw(gradients, ours, (states[0][0], states[0][1]), copies, steps, numbers)
+        updates.adamw(gradients, ours, (states[0][0], states[0][1]), copies, steps, numbers)
         compat.fused_adamw(
             exact, [x.float() for x in gradients], (states[1][0], states[1][1]), steps, lr=0.1, beta1=0.9, beta2=0.95,
             weight_decay=0.1, eps=1e-8, grad_scale=numbers.divide_by, found_inf=numbers.skip,
@@ -444,7 +441,7 @@ def _squares(make: Made) -> float:
         for start in (0, 3):
             tensors = [make(5).to(dtype), make(300, 301).to(dtype), make(7, 9).to(dtype)[start:]]
             exact = torch.stack([x.double().square().sum() for x in tensors]).sum()
-            errors.append((many_tensors.squares(tensors).double().sum() / exact - 1).abs().item())
+            errors.append((updates.squares(tensors).double().sum() / exact - 1).abs().item())
     return worst_of(errors)
 
 

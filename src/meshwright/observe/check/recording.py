@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 
 from meshwright import compat
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.check.events import Communicator, RankTrace, Trace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.dryrun.op_cache import cached_calls

@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from meshwright.kernels.c.panels import fits_bf16
+from meshwright.kernels.c.serving_library import fits_bf16
 from meshwright.model import Transformer, build
 from meshwright.model.transformer import skeleton
 from meshwright.observe.compare.judge import ComparedRow, Values

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.compat.torch_compile import replace_compiler
-from meshwright.kernels.target import simulate_device
+from meshwright.kernels.chooser import simulate_device
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch, StorageWatch

@@ -24,7 +24,7 @@ from torch import Tensor
 from meshwright.kernels.attention.attend import Mask
 from meshwright.kernels.attention.blockwise import STRETCH
 from meshwright.kernels.attention.partial import PartialAttention, PartialGradients, Tile, can_fuse
-from meshwright.kernels.target import device_kind
+from meshwright.kernels.chooser import device_kind
 from meshwright.parallel.axes.context import ContextMask, Places, join_parts, places, take_at
 from meshwright.parallel.groups.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import torch_compile
+from meshwright.kernels.chooser import simulated_kind
 from meshwright.kernels.linear.weight_gradients import splits, traced
-from meshwright.kernels.target import simulated_kind
 from meshwright.model.attention import AttentionMetadata, Past
 from meshwright.model.feed_forward import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute

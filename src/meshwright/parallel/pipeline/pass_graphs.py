@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
+from meshwright.kernels.chooser import simulated_kind
 from meshwright.kernels.experts.experts import keeps_counts
 from meshwright.kernels.linear.weight_gradients import gradient_dtype, sum_of
-from meshwright.kernels.target import simulated_kind
 from meshwright.model import Transformer
 from meshwright.parallel.axes.data import Bucket, Replicas
 from meshwright.parallel.groups.mesh import Mesh

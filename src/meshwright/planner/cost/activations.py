@@ -30,7 +30,7 @@ They are the gradients of the stream, of a branch and of its normed input. Where
 they are what was gathered and what is to be scattered.
 """
 PIECE = 2**26
-"""Elements of a stack of experts that are rounded at a time (kernels.fp8_experts)."""
+"""Elements of a stack of experts that are rounded at a time (kernels/linear/fp8.py)."""
 
 
 def kept_tensors(local: LocalShape, widths: HeadWidths, routed: Routed | None) -> tuple[KeptBytes, ...]:

@@ -20,7 +20,7 @@ BACKWARD = 2.5
 ROWS, COLUMNS = 64, 2048
 """Rows and columns of a tile of the plain form (kernels/attention/partial.py, parallel/axes/context.py)."""
 STRIP = 512
-"""Queries per strip (kernels/attention/strips.py)."""
+"""Queries per strip (kernels/attention/varlen.py)."""
 MERGED_BYTES = 18
 """Bytes moved per element of a partial output when it is merged: the fp32 sum read and written twice, the part read."""
 ADDED_BYTES = 10
@@ -82,7 +82,7 @@ def fused(local: LocalShape, queries: float, values: float, parts: float) -> Cor
 
 
 def _masked(local: LocalShape, queries: float, values: float) -> Core:
-    """Return the work of strips of queries (kernels/attention/strips.py).
+    """Return the work of strips of queries (kernels/attention/varlen.py).
 
     Each strip attends to the keys up to its last query. Keys and values are repeated for each head, and a mask hides
     pairs, in both passes.

@@ -87,7 +87,7 @@ class LocalShape:
     def masked(self) -> bool:
         """True if keys are hidden by documents, a window or other ranks' positions, and no kernel skips them.
 
-        That is the case in fp32 on a GPU (kernels/attention/strips.py, kernels/attention/partial.py).
+        That is the case in fp32 on a GPU (kernels/attention/varlen.py, kernels/attention/partial.py).
         """
         hidden = 0 < self.window < self.sequence or self.documents or self.cp > 1
         return self.stack.is_meshwright and hidden and self.gpu and self.width >= 4

@@ -54,7 +54,7 @@ def update_passes(
     """Return the kernels in the order in which they run. A `measured` machine has one, as `calibrate` timed it.
 
     torch's AdamW reads gradients in fp32, and its masters are rounded to new weights. Kernels of narrower moments, and
-    of fp32 ones `at_once` (kernels/triton/many_tensors.py), read gradients as they are and write both.
+    of fp32 ones `at_once` (kernels/triton/updates.py), read gradients as they are and write both.
     `gradient_bytes`: of a gradient as kept over a step.
     """
     sixteen, storage = recipe.precision != "fp32", recipe.storage

@@ -166,11 +166,11 @@ def _sequence(setup: RunnerSetup, tokens: int, computed: int) -> CachedSequence:
 
 def _prompt_step(setup: RunnerSetup) -> StepPlan:
     """Return chunks at the ends of the longest prompts, as many tokens as a step may have."""
-    left, step = setup.most_tokens, StepPlan()
-    while left and len(step.chunks) < setup.sequences:
-        count = min(left, setup.longest)
+    budget, step = setup.most_tokens, StepPlan()
+    while budget and len(step.chunks) < setup.sequences:
+        count = min(budget, setup.longest)
         step.chunks[_sequence(setup, setup.longest, setup.longest - count)] = count
-        left -= count
+        budget -= count
     return step
 
 

@@ -16,7 +16,7 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.model.generate import LEAST_TEMPERATURE
 from meshwright.serving.engine.answers.grammar import GrammarState
 from meshwright.serving.engine.answers.request_options import RequestOptions
-from meshwright.serving.engine.cache.host_copies import HostReading, to_device
+from meshwright.serving.engine.cache.paged_cache import HostReading, to_device
 
 FEW = 1024
 """Likeliest tokens that are examined first. A row whose top_k, top_p or min_p leave more is sorted completely."""
@@ -111,7 +111,7 @@ def draw(logits: Tensor, rows: Sequence[SampledRow]) -> DrawnTokens:
     no row wants more.
     """
     if uses_triton("likeliest", logits) and all(map(_is_plain, rows)):
-        from meshwright.kernels.triton.likeliest import likeliest
+        from meshwright.kernels.triton.logit_rows import likeliest
 
         # One pass over the logits, where log_softmax and argmax would take several.
         pairs = likeliest(logits)

@@ -141,7 +141,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Plan the next step. Call `advance` once it is computed."""
-        step, left = StepPlan(), self.most_tokens
+        step, budget = StepPlan(), self.most_tokens
         prompts, block, holders = [], self.tables.block, self.tables.pool.holders
         # A copy: preemption takes sequences out of the list.
         for sequence in self.running.copy():
@@ -152,36 +152,36 @@ class Scheduler:
                 continue  # a beam that waits for its group; or an unread token is its last
             elif sequence.phase is Phase.RUNNING and sequence.computed % block and holders[sequence.table[-1]] == 1:
                 step.chunks[sequence] = 1  # `_grow` inlined: it would take a third of the time of a step
-                left -= 1
+                budget -= 1
             elif sequence.phase is Phase.RUNNING and self._grow(sequence, 1, step):
-                left -= 1
+                budget -= 1
         spare = 0  # budget that prompts may not use beside decoding sequences, but guesses may
-        if step.chunks and left > self.prompt_tokens:
-            left, spare = self.prompt_tokens, left - self.prompt_tokens
+        if step.chunks and budget > self.prompt_tokens:
+            budget, spare = self.prompt_tokens, budget - self.prompt_tokens
         for sequence in prompts:
-            left -= self._admit_before(sequence, left, step)
-            count = min(left, len(sequence.tokens) - sequence.computed)
+            budget -= self._admit_before(sequence, budget, step)
+            count = min(budget, len(sequence.tokens) - sequence.computed)
             if count and sequence.phase is Phase.RUNNING and self._grow(sequence, count, step):
-                left -= count
-        while left and self._waiting:
-            count = self._admit(self._waiting[0][1], left, step)
+                budget -= count
+        while budget and self._waiting:
+            count = self._admit(self._waiting[0][1], budget, step)
             if count:
-                left -= count
+                budget -= count
             elif step.chunks or not self.running:
                 break
             else:  # waiting beams hold all blocks: the last in order makes way
                 self._preempt(self.running[-1], step)
-        left += spare
+        budget += spare
         for sequence in [planned for planned in step.chunks if planned.guessed]:
-            left -= self._grow_guesses(sequence, left, step)
+            budget -= self._grow_guesses(sequence, budget, step)
         pool = self.tables.pool
         # Planning made these moves, also for sequences that were preempted again since.
         step.moves, pool.moves = pool.moves, []
         return step
 
-    def _grow_guesses(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
+    def _grow_guesses(self, sequence: CachedSequence, budget: int, step: StepPlan) -> int:
         """Make room for guesses in free blocks, without preemption, and return their number."""
-        count, tables = min(sequence.guessed, left), self.tables
+        count, tables = min(sequence.guessed, budget), self.tables
         if count < 1 or tables.needs(sequence, 1 + count) > tables.pool.free:
             return 0
         tables.grow(sequence, 1 + count)
@@ -227,17 +227,17 @@ class Scheduler:
         step.chunks[sequence] = count
         return True
 
-    def _admit_before(self, prompt: CachedSequence, left: int, step: StepPlan) -> int:
+    def _admit_before(self, prompt: CachedSequence, budget: int, step: StepPlan) -> int:
         """Admit waiting sequences of a higher priority than a running prompt, and return their tokens."""
         taken = 0
-        while taken < left and self._waiting and self._waiting[0][1].priority < prompt.priority:
-            count = self._admit(self._waiting[0][1], left - taken, step)
+        while taken < budget and self._waiting and self._waiting[0][1].priority < prompt.priority:
+            count = self._admit(self._waiting[0][1], budget - taken, step)
             if not count:
                 break
             taken += count
         return taken
 
-    def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
+    def _admit(self, sequence: CachedSequence, budget: int, step: StepPlan) -> int:
         """Return the number of tokens of a waiting sequence that the step computes. 0 = it keeps waiting."""
         # Looking for a prefix hashes the prompt: not again while nothing has changed.
         situation = sequence, self.tables.pool.free, len(self.running)
@@ -252,7 +252,7 @@ class Scheduler:
         self.tables.begin(sequence, *prefix)
         sequence.phase = Phase.RUNNING
         insort(self.running, sequence, key=_rank)
-        count = min(left, len(sequence.tokens) - sequence.computed)
+        count = min(budget, len(sequence.tokens) - sequence.computed)
         return count if self._grow(sequence, count, step) else 0
 
     def _fitting_prefix(self, sequence: CachedSequence) -> tuple[list[int], list[bytes]] | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshwright.serving.engine.beams import BeamGroups, BeamSearch
 from meshwright.serving.engine.cache.blocks import CachedSequence, Phase
-from meshwright.serving.engine.cache.host_copies import to_device
+from meshwright.serving.engine.cache.paged_cache import to_device
 from meshwright.serving.engine.runner import Runner
 from meshwright.serving.engine.sampler import DrawnTokens, SampledRow, draw, sample
 from meshwright.serving.engine.scheduler import Scheduler, StepPlan

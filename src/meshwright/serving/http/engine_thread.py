@@ -25,18 +25,20 @@ from meshwright.serving.engine.rows.request_adapters import ServedAdapter
 from meshwright.serving.engine.rows.serving_ranks import ServingRanks
 from meshwright.serving.engine.served_request import ServedAnswer, ServedRequest
 from meshwright.serving.engine.serving_engine import ServingEngine
-from meshwright.serving.http.api_error import ApiError, bad_request, internal_error
 from meshwright.serving.http.channel import (
     AdapterCall,
     AdapterReply,
     AddedPrompt,
+    ApiError,
     CancelledAnswers,
     Channel,
     EngineFigures,
     FrameKind,
     ModelCard,
     StepNews,
+    bad_request,
     encode_scores,
+    internal_error,
 )
 from meshwright.serving.http.server_options import ServerOptions
 from meshwright.spec.errors import ArgumentError, MeshwrightError, RunError
@@ -276,9 +278,9 @@ class EngineThread:
         news.cached.append((followed.added.task, followed.request.cached))
 
     def _end(self, answer: ServedAnswer, news: StepNews) -> None:
-        known = self._sent.pop(answer)
-        news.ended.append((known.number, answer.ending))
-        followed = known.request
+        sent = self._sent.pop(answer)
+        news.ended.append((sent.number, answer.ending))
+        followed = sent.request
         if followed.request.ended:
             self._requests.pop(followed.added.task, None)  # several of its answers may end in the same step
             if followed in self._waiting:

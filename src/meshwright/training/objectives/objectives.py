@@ -41,7 +41,7 @@ from torch import Tensor
 from meshwright.data import Corpus
 from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergence, KnownTop
 from meshwright.model import Transformer
-from meshwright.model.predictions import Predictions
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Plan, Recipe
 from meshwright.spec.memory.buffers import at_once

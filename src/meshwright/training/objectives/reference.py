@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwright.data import Corpus
 from meshwright.data.corpus.corpus import Stream, read_json, write_json
 from meshwright.data.sequences.numbered_rows import numbered_rows
-from meshwright.model.predictions import Predictions
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.groups.group import RankZero
 from meshwright.spec import Plan

@@ -18,8 +18,8 @@ from meshwright.formats.hub.weight_names import tensor_sizes
 from meshwright.kernels.loss.linear_divergence import DistillationLoss, Divergence, TeacherHead
 from meshwright.kernels.quantized.matrix import QuantizedMatrix
 from meshwright.kernels.quantized.quantize import quantize_matrix
-from meshwright.model.predictions import Predictions
 from meshwright.model.quantized_weights import frozen_codes
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.axes.data import local, take_codes
 from meshwright.parallel.groups.group import digest

@@ -35,7 +35,7 @@ from meshwright.data.sequences.numbered_rows import numbered_rows
 from meshwright.data.sequences.sample_rows import SampleRows
 from meshwright.data.sequences.windows import Sampler
 from meshwright.kernels.loss.linear_divergence import KnownTop
-from meshwright.model.predictions import Predictions
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Mesh
 from meshwright.parallel.groups.group import RankZero, gather_objects
 from meshwright.spec import Plan

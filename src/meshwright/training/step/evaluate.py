@@ -18,7 +18,7 @@ from meshwright.data.chat.rendering import ROLES
 from meshwright.data.corpus.corpus import MixedStream, Stream, TokenStream
 from meshwright.data.sequences.numbered_rows import MixedRows, NumberedRows, divide_limit
 from meshwright.data.sequences.sample_rows import SampleRows, trained_roles
-from meshwright.model.predictions import Predictions
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec import Data
 from meshwright.training.step.batches import WHOLE, AnswerReader, Batch, Share, forms, held_out_batches, valid_tokens

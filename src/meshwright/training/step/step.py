@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.kernels.optimizer.adamw import euclidean_norm
 from meshwright.model import Transformer
-from meshwright.model.predictions import Predictions
+from meshwright.model.transformer import Predictions
 from meshwright.parallel import Engine
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.optimizer.optimizer import Optimizer

@@ -219,9 +219,9 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Remove a holder from a block."""
-        left = self.holders[block] = self.holders[block] - 1
-        assert left >= 0, f"block {block} is free already"
-        if not left:
+        holders = self.holders[block] = self.holders[block] - 1
+        assert holders >= 0, f"block {block} is free already"
+        if not holders:
             # Content without a key can never be found again, so such a block goes first.
             self._link(block, before=self._next[self._end] if self._keys[block] is None else self._end)
 
@@ -363,14 +363,14 @@ class BlockTables:
     def advance(self, sequence: CachedSequence, count: int) -> None:
         """Count `count` tokens as computed: publish full blocks, and release those outside every window."""
         sequence.computed += count
-        whole = sequence.computed // self.block
-        if whole > sequence.published and sequence.cacheable:
+        full_blocks = sequence.computed // self.block
+        if full_blocks > sequence.published and sequence.cacheable:
             # Keys are hashed here, once per block, and not at each step.
-            for index in range(sequence.published, whole):
+            for index in range(sequence.published, full_blocks):
                 tokens = sequence.tokens[index * self.block : (index + 1) * self.block]
                 sequence.key = next_key(sequence.key, tokens)
                 self.pool.publish(sequence.table[index], sequence.key)
-            sequence.published = whole
+            sequence.published = full_blocks
         self._drop_unseen(sequence)
 
     def fork(self, parent: CachedSequence, child: CachedSequence) -> None:

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from meshwright.kernels.attention.paged import HIDDEN, DenseCall, PagedCall, RowsCall, SeenBand
 from meshwright.serving.engine.cache.blocks import CachedSequence
-from meshwright.serving.engine.cache.host_copies import to_device
-from meshwright.serving.engine.cache.paged_cache import CopyStep, PagedCache, StepPlaces
+from meshwright.serving.engine.cache.paged_cache import CopyStep, PagedCache, StepPlaces, to_device
 from meshwright.serving.engine.rows.request_adapters import Rows, rows_of
 
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.kernels.attention.block import PARTS, BlockParts, FusedBlock, FusedStep, Norm
 from meshwright.kernels.c import serving_library
-from meshwright.kernels.c.panels import INT8, Panels
-from meshwright.kernels.c.serving_library import INT8_ROWS, Loops, takes
+from meshwright.kernels.c.serving_library import INT8, INT8_ROWS, Loops, Panels, takes
 from meshwright.kernels.linear.linear import SAME
 from meshwright.kernels.quantized.prepared_product import (
     Matrix,

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from meshwright.kernels.c import serving_library
 from meshwright.kernels.c.build import structure
-from meshwright.kernels.c.panels import LANES, Panels
-from meshwright.kernels.c.serving_library import Loops
+from meshwright.kernels.c.serving_library import LANES, Loops, Panels
 from meshwright.kernels.experts.experts import Counts
 from meshwright.kernels.linear.linear import product_dtype
 from meshwright.model.attention import LatentAttention
@@ -33,7 +32,7 @@ from meshwright.model.feed_forward import Experts, ExpertStack
 from meshwright.model.layers import Linear, Matrix
 from meshwright.model.low_rank import LoRA
 from meshwright.model.transformer import Transformer
-from meshwright.serving.engine.cache.host_copies import to_device
+from meshwright.serving.engine.cache.paged_cache import to_device
 from meshwright.serving.engine.rows.exact_rows import ORDERS, TILE
 from meshwright.spec.errors import ArgumentError, argument
 from meshwright.spec.model.shape import LoRAShape, ModelShape

@@ -32,8 +32,8 @@ from meshwright.spec.weights.boxes import boxes_of, share
 
 def adapter_words(number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, shape: ModelShape) -> list[int]:
     """Return the integers that AdapterRoom reads."""
-    known = possible_parts(shape, lora.rank)
-    return [number, lora.rank, *(index for index, part in enumerate(known) if part.name in tensors)]
+    parts = possible_parts(shape, lora.rank)
+    return [number, lora.rank, *(index for index, part in enumerate(parts) if part.name in tensors)]
 
 
 @final

@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple
 from meshwright.data.tokens.text_stream import TextStream
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serving.engine.answers.tool_calls import ToolCall
-from meshwright.serving.http.api_error import ApiError
+from meshwright.serving.http.channel import ApiError
 from meshwright.serving.http.request.answering import Answering, AnswerPart
-from meshwright.serving.http.request.chat_fields import ReadSoFar, ToolUse
 from meshwright.serving.http.request.engine_task import EngineTask
+from meshwright.serving.http.request.request_fields import ReadSoFar, ToolUse
 
 
 def spell(tokenizer: Tokenizer | None, token: int) -> str:
@@ -227,8 +227,8 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        known = None if self._tokenizer is None else list(self._tokenizer.token_bytes(token))
-        return {"token": spell(self._tokenizer, token), "logprob": logprob, "bytes": known}
+        octets = None if self._tokenizer is None else list(self._tokenizer.token_bytes(token))
+        return {"token": spell(self._tokenizer, token), "logprob": logprob, "bytes": octets}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -340,10 +340,10 @@ def usage(tasks: Iterable[EngineTask]) -> dict[str, Any]:
     """Return the token counts of prompts, each counted once however many answers it has, and of answers."""
     tasks = list(tasks)
     prompt = sum(len(task.prompt) for task in tasks)
-    made = sum(task.tokens for task in tasks)
+    generated = sum(task.tokens for task in tasks)
     cached = sum(task.cached for task in tasks)
     return {
-        "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }  # fmt: skip
 

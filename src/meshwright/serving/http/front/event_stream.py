@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from meshwright.serving.http.api_error import ApiError
+from meshwright.serving.http.channel import ApiError
 from meshwright.serving.http.front.answer_documents import AnswerDocument, error_event
 from meshwright.serving.http.request.answering import Answering, ClientGone
 

@@ -26,15 +26,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshwright.serving.http.api_error import ApiError
-from meshwright.serving.http.channel import decode_setup, receive_frame
+from meshwright.serving.http.channel import ApiError, decode_setup, receive_frame
 from meshwright.serving.http.front import routes
 from meshwright.serving.http.front.event_stream import guarded_connection_class, single_header
 from meshwright.serving.http.front.routes import Answer, Endpoint, Service, to_stderr
 from meshwright.serving.http.request.answering import Admission
-from meshwright.serving.http.request.engine_link import EngineLink
+from meshwright.serving.http.request.engine_link import EngineLink, ServerMetrics
 from meshwright.serving.http.request.prompt_reader import PromptReader
-from meshwright.serving.http.request.server_metrics import ServerMetrics
 from meshwright.serving.http.server_options import LOOPBACK, Keyring, ServerOptions
 
 

@@ -17,24 +17,24 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.data.chat.rendering import template_of
 from meshwright.serving.engine.answers.tool_calls import find_open_thought
-from meshwright.serving.http.api_error import ApiError, bad_request, internal_error, shutdown_error
-from meshwright.serving.http.channel import ModelCard
+from meshwright.serving.http.channel import ApiError, ModelCard, bad_request, internal_error, shutdown_error
 from meshwright.serving.http.front.answer_documents import AnswerDocument, ChatShape, CompletionShape, EchoedPrompt
 from meshwright.serving.http.front.event_stream import send_events, wait_for_all, watch_client
 from meshwright.serving.http.request.answering import Admission, Answering, ClientGone
-from meshwright.serving.http.request.chat_fields import ChatFields, TokenizeFields, tool_use
-from meshwright.serving.http.request.engine_link import EngineLink
+from meshwright.serving.http.request.engine_link import EngineLink, ServerMetrics
 from meshwright.serving.http.request.engine_task import EngineTask, build_tasks
 from meshwright.serving.http.request.prompt_reader import PromptReader
 from meshwright.serving.http.request.request_fields import (
     AnswerFields,
+    ChatFields,
     CheckedFields,
     CompletionFields,
     DetokenizeFields,
+    TokenizeFields,
     check_fields,
+    tool_use,
     with_defaults,
 )
-from meshwright.serving.http.request.server_metrics import ServerMetrics
 from meshwright.serving.http.server_options import ServerLimits, ServerOptions, Tenant
 from meshwright.spec.errors import printable
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meshwright.serving.http.api_error import ApiError, bad_request, shutdown_error
-from meshwright.serving.http.channel import Top
+from meshwright.serving.http.channel import ApiError, Top, bad_request, shutdown_error
 from meshwright.serving.http.request.engine_link import EngineLink
 from meshwright.serving.http.request.engine_task import EngineTask, GrowingAnswer
 from meshwright.serving.http.server_options import ServerLimits, Tenant

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol, final
 from meshwright.data.tokens.tokenizer import Tokenizer
 from meshwright.serving.engine.answers.request_options import RequestOptions
 from meshwright.serving.engine.answers.tool_calls import AnswerText
-from meshwright.serving.http.api_error import bad_request
-from meshwright.serving.http.channel import ModelCard, Top
+from meshwright.serving.http.channel import ModelCard, Top, bad_request
 from meshwright.serving.http.request.request_fields import LENGTH, AnswerFields, CompletionFields
 from meshwright.serving.http.server_options import ServerLimits, Tenant
 from meshwright.spec.errors import MeshwrightError

@@ -20,7 +20,7 @@ from typing import IO, Any
 from meshwright.data.chat.rendering import chat_prompt, template_of
 from meshwright.data.corpus.worker import read_frame, write_frame
 from meshwright.data.tokens.tokenizer import Tokenizer
-from meshwright.serving.http.api_error import ApiError, bad_request
+from meshwright.serving.http.channel import ApiError, bad_request
 from meshwright.spec.errors import DataError
 
 _START = (

@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits, and its gradient in their place.
+"""Cross-entropy of rows of logits, its gradient in their place, and the likeliest token of each row.
 
 Each row is a program. It reads its logits once for the running maximum and sum (Milakov and Gimelshein 2018,
 arXiv:1805.02867) and once more, from the cache, for the gradient, which overwrites them. Where a row lies on several
@@ -29,8 +29,10 @@ def _gather(row: Arg, target: Arg, columns: Arg, BLOCK: tl.constexpr) -> Arg:
         at = start + tl.arange(0, BLOCK)
         logits = tl.load(row + at, mask=at < columns, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(peak, tl.max(logits, 0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # of a row of -inf only: exp(-inf) is 0
+        # Of -inf alone nothing is subtracted: the difference would be NaN, and exp(-inf) is 0.
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(logits - shift), 0)
+        # Columns past the end were loaded as -inf, which is right for the maximum only.
         plain += tl.sum(tl.where(at < columns, logits, 0.0), 0)
         peak = higher
     return peak, total, plain, chosen
@@ -45,6 +47,7 @@ def _write_gradient(
     softmax_factor = factor * (1.0 + 2.0 * z * lse)
     smoothing_share = factor * smoothing / vocabulary
     target_share = factor * (1.0 - smoothing)
+    # A target on another device equals no column here, so its share is left out.
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         logits = tl.load(row + at, mask=at < columns, other=float("-inf")).to(tl.float32)
@@ -66,6 +69,7 @@ def loss_rows(
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute the loss of each row: 0 where ignored, nan for a target without a column. GRADIENT overwrites logits."""
+    # Rows times a vocabulary pass 2^31 numbers.
     at = tl.program_id(0).to(tl.int64)
     row = logits + at * stride
     target = tl.load(targets + at)
@@ -77,7 +81,8 @@ def loss_rows(
         peak, total, plain, chosen = _gather(row, target, columns, BLOCK)
         lse = peak + tl.log(total)
         loss = lse - chosen + z * lse * lse
-        if SMOOTH:  # else a logit of -inf would make 0 * inf of it
+        # Skipped without smoothing, where a logit of -inf would give 0 times infinity.
+        if SMOOTH:
             loss += smoothing * (chosen - plain / columns)
         known = (target >= 0) & (target < columns)
         tl.store(losses + at, tl.where(known, loss, float("nan")))
@@ -163,3 +168,37 @@ def write_gradients(
         logits, logits.stride(0), targets.contiguous(), sums.contiguous(), factors.contiguous(), columns, first,
         vocabulary, smoothing, z, BLOCK=block, num_warps=warps,
     )  # fmt: skip
+
+
+@triton.jit
+def likeliest_rows(logits: Arg, stride: Arg, out: Arg, vocab: Arg, BLOCK: tl.constexpr) -> None:
+    """Compute out (R, 2): the first token with the largest logit, and its log-probability.
+
+    fp32 holds tokens exactly below 2^24. The log-probability is NaN where a logit is NaN.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    peak, token = float("-inf"), tl.full((), 0, tl.int32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        chunk = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        largest, index = tl.max(chunk, 0, return_indices=True)
+        # Of equal logits the first wins, as in torch's argmax.
+        token = tl.where(largest > peak, (index + start).to(tl.int32), token)
+        higher = tl.maximum(peak, largest)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(peak - shift) + tl.exp(chunk - shift)
+        peak = higher
+    tl.store(out + 2 * row, token.to(tl.float32))
+    # The token's own logit is the maximum, so log p is 0 less the log of the sum.
+    tl.store(out + 2 * row + 1, -tl.log(tl.sum(sums, 0)))
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return tokens and their log-probabilities (R, 2) fp32 from logits (R, V)."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    rows, vocab = logits.shape
+    out = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
+    block = min(BLOCK, power_of_two(vocab))
+    likeliest_rows[(rows,)](logits, logits.stride(0), out, vocab, BLOCK=block, num_warps=max(1, min(16, block // 256)))
+    return out
