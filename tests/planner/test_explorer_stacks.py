@@ -11,7 +11,7 @@ from meshwright.planner.explorer.explorer_page import facts
 from meshwright.planner.search.landscape import FIELDS, landscape
 from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import Layout, Plan
-from meshwright.stacks.file_forms import option_words
+from meshwright.stacks.config_files import option_words
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.verbs.explore.answer import rules_of
 from tests.planner.browser import CHROMIUM

@@ -23,8 +23,8 @@ REFUSED: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"cp": 4, "context_split": "chunks"}, {"sequence": 4098}, "a part for each of layout.cp=4 ranks"),
     (LLAMA, {"pp": 64}, {}, "exceed the model's 32 layers: take layout.pp=32"),
     (LLAMA, {"vp": 2}, {}, "layout.pp=1: take layout.vp=1"),
-    (LLAMA, {"pp": 4, "schedule": "zb-v"}, {}, "two stages a rank, not vp=1: take vp=2"),
-    (LLAMA, {"pp": 4, "vp": 2}, {}, "one stage a rank, not vp=2"),
+    (LLAMA, {"pp": 4, "schedule": "zb-v"}, {}, "two stages a rank, not layout.vp=1: take layout.vp=2"),
+    (LLAMA, {"pp": 4, "vp": 2}, {}, "one stage a rank, not layout.vp=2"),
     (LLAMA, {"pp": 4, "vp": 2, "schedule": "dualpipe-v", "micro_batch": 16}, {}, "wants 2 x pp = 8 micro-batches"),
     (LLAMA, {"stages": (16, 16)}, {}, "2 pipeline stages, and layout.pp=1: take layout.stages=[] or layout.pp=2"),
     (

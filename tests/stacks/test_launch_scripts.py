@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.stacks.config_files import file_texts
 from meshwright.stacks.config_reading import read
-from meshwright.stacks.config_writing import texts
 from meshwright.stacks.trainer_table import SOFTWARE
 
 LAUNCHERS = ("torchrun", "accelerate", "trl", "axolotl", "python3")
@@ -34,7 +34,7 @@ def written(word: str, folder: Path) -> Path:
     files, programs = folder / "a plan", folder / "bin"
     files.mkdir()
     programs.mkdir()
-    for name, text in texts(SOFTWARE[word], plan).items():
+    for name, text in file_texts(SOFTWARE[word], plan).items():
         (files / name).write_text(text, encoding="utf-8")
     message = {**dict.fromkeys(LAUNCHERS, SAYS), "srun": SRUN, "scontrol": "#!/bin/bash\necho first\necho second\n"}
     for name, text in message.items():

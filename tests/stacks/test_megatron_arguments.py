@@ -10,9 +10,8 @@ from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.stacks.config_files import entries_of, file_texts
 from meshwright.stacks.config_reading import ReadConfig, read
-from meshwright.stacks.config_writing import texts
-from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.stacks.trainers.megatron_lm import first_dense, layout_facts, stack_of
 from meshwright.verbs.plan import answer as planning
@@ -41,7 +40,7 @@ def plan_of(model: str, global_batch: int = 64, **layout: Any) -> Plan:
 
 def options(plan: Plan, folder: Path) -> dict[str, Any]:
     path = folder / "arguments.sh"
-    path.write_text(texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"], encoding="utf-8")
+    path.write_text(file_texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"], encoding="utf-8")
     return {entry.key: entry.value for entry in entries_of(path)}
 
 
@@ -95,7 +94,7 @@ def test_dense_layers_elsewhere_are_refused(pattern: object) -> None:
 
 def test_latent_attention_of_no_preset_is_read(tmp_path: Path) -> None:
     plan = plan_of("deepseek-v3", ep=8)
-    text = texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"]
+    text = file_texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"]
     (tmp_path / "a.sh").write_text(text, encoding="utf-8")
     assert read(str(tmp_path / "a.sh")).shape == plan.model
     fewer = text.replace("--num-layers 61", "--num-layers 6").replace("[1]*58", "[1]*3")
@@ -107,7 +106,9 @@ def test_latent_attention_of_no_preset_is_read(tmp_path: Path) -> None:
 
 def test_experts_of_other_sizes_than_a_presets_are_read(tmp_path: Path) -> None:
     plan = plan_of("mixtral-8x7b", ep=8)
-    text = texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"].replace("--moe-router-topk 2", "--moe-router-topk 4")
+    text = file_texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"].replace(
+        "--moe-router-topk 2", "--moe-router-topk 4"
+    )
     (tmp_path / "a.sh").write_text(text, encoding="utf-8")
     shape = read(str(tmp_path / "a.sh")).shape
     assert shape is not None and shape.moe is not None and shape.moe.top_k == 4
@@ -166,7 +167,7 @@ def test_interleaved_micro_batches_leave_no_round_over(global_batch: int, rounds
 @pytest.mark.parametrize("word", ["megatron-lm", "nanotron"])
 def test_models_with_parts_that_are_not_written_are_refused(word: str, model: str) -> None:
     with pytest.raises(PlanError, match=word):
-        texts(SOFTWARE[word], plan_of(model))
+        file_texts(SOFTWARE[word], plan_of(model))
 
 
 def test_a_shared_expert_of_another_width_is_refused(tmp_path: Path) -> None:
@@ -236,6 +237,6 @@ def test_a_loss_that_is_not_fused_is_named(tmp_path: Path) -> None:
 
 def test_what_is_written_leaves_nothing_uncounted(tmp_path: Path) -> None:
     plan = plan_of("llama-3.1-8b")
-    for name, text in texts(SOFTWARE["megatron-lm"], plan).items():
+    for name, text in file_texts(SOFTWARE["megatron-lm"], plan).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert read(str(tmp_path), "megatron-lm").uncounted == ()

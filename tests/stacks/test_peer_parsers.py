@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.stacks.config_writing import texts
+from meshwright.stacks.config_files import entries_of, file_texts
 from meshwright.stacks.declaration.plan_facts import hub_name, preset_of_hub
-from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.stacks.trainers.maxtext import MODELS as MAXTEXT
 from meshwright.stacks.trainers.nemo import RECIPES as NEMO
@@ -31,7 +30,7 @@ def written(word: str, model: str, folder: Path, cluster: str = "h100x8", **layo
         model=presets.model(model), recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
         layout=Layout(**degrees), cluster=presets.cluster(cluster, 1),
     )  # fmt: skip
-    for name, text in texts(software, plan).items():
+    for name, text in file_texts(software, plan).items():
         (folder / name).write_text(text, encoding="utf-8")
     return plan
 

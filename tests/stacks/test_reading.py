@@ -8,8 +8,8 @@ import pytest
 import meshwright as mw
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
+from meshwright.stacks.config_files import file_texts
 from meshwright.stacks.config_reading import read
-from meshwright.stacks.config_writing import texts
 from meshwright.stacks.trainer_table import SOFTWARE
 from tests.interface.test_markup import parsed
 
@@ -174,7 +174,7 @@ def test_what_is_written_for_accelerate_says_the_precision(word: str, precision:
         recipe=Recipe(precision=precision, sequence=4096, global_batch=64),  # type: ignore[arg-type]  # one of its words
         layout=Layout(dp_shard=8, zero=3, micro_batch=1),
     )  # fmt: skip
-    for name, text in texts(SOFTWARE[word], plan).items():
+    for name, text in file_texts(SOFTWARE[word], plan).items():
         write(tmp_path, name, text)
     again = read(str(tmp_path), word)
     assert again.shape is not None
@@ -213,7 +213,7 @@ def test_what_is_always_written_the_same_is_refused_where_it_differs(
         recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
         layout=Layout(dp_shard=8, zero=1, micro_batch=1),
     )  # fmt: skip
-    text = texts(SOFTWARE["nanotron"], plan)["nanotron.yaml"]
+    text = file_texts(SOFTWARE["nanotron"], plan)["nanotron.yaml"]
     assert read(str(write(tmp_path, "a.yaml", text))).shape == plan.model
     assert text.count(old) == 1
     with pytest.raises(PlanError, match=message):
@@ -338,7 +338,7 @@ def test_values_of_a_function_of_torchtitans_registry_are_not_guessed(tmp_path: 
         recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
         layout=Layout(dp_shard=8, zero=3, micro_batch=1),
     )  # fmt: skip
-    written = texts(SOFTWARE["torchtitan"], plan)["torchtitan_plan.py"]
+    written = file_texts(SOFTWARE["torchtitan"], plan)["torchtitan_plan.py"]
     assert "config.parallelism.expert_parallel_degree = 1" in written
     assert read(str(write(tmp_path, "b.py", written))).shape == plan.model
 

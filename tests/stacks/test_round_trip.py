@@ -12,8 +12,8 @@ from meshwright.planner.search.bounds import families
 from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
+from meshwright.stacks.config_files import file_texts
 from meshwright.stacks.config_reading import read
-from meshwright.stacks.config_writing import texts
 from meshwright.stacks.trainer_table import SOFTWARE
 
 MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-30b-a3b", "llama-3.1-70b")
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: in
     layout = region.layout(*data.draw(st.sampled_from(least.splits)))
     original = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
     assert software.refusal(plan.model, layout) == ""
-    for name, text in texts(software, original).items():
+    for name, text in file_texts(software, original).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     again = read(str(tmp_path), word)
     assert again.unknown == ()
@@ -71,7 +71,7 @@ def test_each_file_alone_says_what_it_states(word: str, tmp_path: Path) -> None:
     offered = next(iter(families(build_estimator(plan, software.stack({})), plan, software.fixed())))
     layout = next(iter(offered[1].regions())).layout(*offered[0].splits[0])
     original = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
-    for name, text in texts(software, original).items():
+    for name, text in file_texts(software, original).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     for file in software.files:
         if {"sequence", "micro_batch"} <= {option.fact for option in file.options} and len(software.files) == 1:

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.declaration.shell_text import SCRIPT, read
+from meshwright.stacks.declaration.script_text import SCRIPT, read_shell
 
 LINES = r"""
 #!/bin/bash
@@ -26,7 +26,7 @@ srun -l \
 
 
 def options(text: str) -> dict[str, object]:
-    return {entry.key: entry.value for entry in read(text) if entry.key != SCRIPT}
+    return {entry.key: entry.value for entry in read_shell(text) if entry.key != SCRIPT}
 
 
 def test_a_string_over_several_lines_is_followed_to_the_command() -> None:
@@ -38,10 +38,10 @@ def test_a_string_over_several_lines_is_followed_to_the_command() -> None:
 
 def test_an_option_in_a_string_has_the_line_where_it_stands() -> None:
     lines = LINES.splitlines()
-    for entry in read(LINES):
+    for entry in read_shell(LINES):
         assert entry.key == SCRIPT or entry.key in lines[entry.line - 1]
-    assert [entry.value for entry in read(LINES) if entry.key == SCRIPT] == ["pretrain_gpt.py"]
-    assert {entry.line for entry in read(LINES) if entry.key == "--num-layers"} == {14}
+    assert [entry.value for entry in read_shell(LINES) if entry.key == SCRIPT] == ["pretrain_gpt.py"]
+    assert {entry.line for entry in read_shell(LINES) if entry.key == "--num-layers"} == {14}
 
 
 @pytest.mark.parametrize("text", ["x='\n--a 1\n", 'echo "a\n--a 1\n', "echo it's\n--a 1\n"])
@@ -79,7 +79,7 @@ def test_options_that_a_script_leaves_to_one_that_sources_it() -> None:
     """NVIDIA/Megatron-LM examples/post_training/modelopt/conf/qwen/Qwen3-8B.sh."""
     text = 'NAME=x\nMODEL_ARGS=" \\\n    --num-layers 36 \\\n    --swiglu \\\n    --hidden-size 4096 \\\n"\n'
     assert options(text) == {"--num-layers": 36, "--swiglu": True, "--hidden-size": 4096}
-    assert {entry.line for entry in read(text) if entry.key == "--hidden-size"} == {5}
+    assert {entry.line for entry in read_shell(text) if entry.key == "--hidden-size"} == {5}
     assert options(f"{text}torchrun pretrain_gpt.py --num-layers 2\n") == {"--num-layers": 2}
 
 
@@ -90,4 +90,4 @@ def test_what_is_no_number_stays_text() -> None:
 def test_variables_that_hold_variables_end() -> None:
     text = "A=xxxxxxxxxx\n" + 40 * 'A="$A$A"\n' + "--a $A\n"
     with pytest.raises(PlanError, match="once its variables are known"):
-        read(text)
+        read_shell(text)

@@ -11,12 +11,11 @@ from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.hub_names import download_hint
 from meshwright.spec.presets import suggest
+from meshwright.stacks.config_files import ENDINGS, entries_of, form_of, option_word
 from meshwright.stacks.declaration.option import OUTSIDE, ConfigFile, Entry, Facts
 from meshwright.stacks.declaration.plan_facts import likely_preset, plan_of, preset_of_hub, shape_of
-from meshwright.stacks.declaration.python_text import NAMED
-from meshwright.stacks.declaration.shell_text import SCRIPT
+from meshwright.stacks.declaration.script_text import NAMED, SCRIPT
 from meshwright.stacks.declaration.software import TrainingSoftware
-from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of, option_word
 from meshwright.stacks.trainer_table import READ, SOFTWARE, software
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
 from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
@@ -26,6 +25,27 @@ CODED = re.compile(r"gptq|awq|aqlm|hqq|w4a16|w8a8|int[48]\b|[48]bit|\bfp8\b")
 """Words in names of folders with quantized matrices."""
 ReadFolder = Callable[[Path], ModelShape]
 ReadHub = Callable[[str], ModelShape | None]
+ABSENT = "is not beside the file, and may shard the run, which needs less memory: not counted."
+"""End of the sentence about a file that another file names."""
+OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", {}, [])
+"""Values besides False that turn an option off."""
+DECIDES = re.compile(
+    r"(^|[._-])(tp|pp|cp|sp|ep|autotp|autoep|((tensor|pipeline|context|sequence|expert|ulysses)_?(model_)?(parallel)?))"
+    r"_?(world_)?(size|degree|stages|dim)$"
+)
+"""Keys that set how many ranks share the work. An unlisted one decides the answer all the same."""
+PARTS = re.compile(r"(size|degree|parallelism|stages|instances|tiling)$")
+"""Endings of keys that split something into parts or over ranks: 1 and -1 are off."""
+FEWEST_KNOWN = 1 / 4
+"""Smallest share of a file's keys that its software must know."""
+OTHER_TRAINING = re.compile(r"(?<![a-z])(grpo|ppo|kto|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])")
+"""Words in names of programs that compare or reward answers."""
+NO_TRAINING = re.compile(
+    r"^(?!.*(train|tun|sft|clm)).*(generat|inference|export|convert|quantiz|evaluat|(?<![a-z])(eval|serve|ptq|prompt)(?![a-z]))"
+)
+"""Words in names of programs that train nothing."""
+PAIRS = re.compile(r"(?<![a-z])(dpo|orpo|simpo|cpo)(?![a-z])")
+"""Words in names of programs that compare pairs of answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,7 @@ class NamedModel:
 
     def shape(self, software: TrainingSoftware, facts: Facts, path: Path, notes: list[str]) -> ModelShape | None:
         """Return the model that the file names, or None. A guess is added to the notes."""
+        # Names of the software itself come first: a flavor such as 8B means nothing on the Hub.
         shape = software.shape(facts)
         if shape is not None:
             return shape
@@ -75,29 +96,6 @@ class NamedModel:
 def example(path: Path) -> str:
     """Return a command that passes a known model beside the file."""
     return f"meshwright plan llama-3.1-8b --from {path.name}"
-
-
-ABSENT = "is not beside the file, and may shard the run, which needs less memory: not counted."
-"""End of the sentence about a file that another file names."""
-OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", {}, [])
-"""Values besides False that turn an option off."""
-DECIDES = re.compile(
-    r"(^|[._-])(tp|pp|cp|sp|ep|autotp|autoep|((tensor|pipeline|context|sequence|expert|ulysses)_?(model_)?(parallel)?))"
-    r"_?(world_)?(size|degree|stages|dim)$"
-)
-"""Keys that set how many ranks share the work. An unlisted one decides the answer all the same."""
-PARTS = re.compile(r"(size|degree|parallelism|stages|instances|tiling)$")
-"""Endings of keys that split something into parts or over ranks: 1 and -1 are off."""
-FEWEST_KNOWN = 1 / 4
-"""Smallest share of a file's keys that its software must know."""
-OTHER_TRAINING = re.compile(r"(?<![a-z])(grpo|ppo|kto|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])")
-"""Words in names of programs that compare or reward answers."""
-NO_TRAINING = re.compile(
-    r"^(?!.*(train|tun|sft|clm)).*(generat|inference|export|convert|quantiz|evaluat|(?<![a-z])(eval|serve|ptq|prompt)(?![a-z]))"
-)
-"""Words in names of programs that train nothing."""
-PAIRS = re.compile(r"(?<![a-z])(dpo|orpo|simpo|cpo)(?![a-z])")
-"""Words in names of programs that compare pairs of answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +166,7 @@ def read(
 
 def _split(text: str) -> tuple[Path, str]:
     head, colon, function = text.rpartition(":")
+    # Paths of Windows hold a colon too, so only one behind .py counts.
     return (Path(head), function) if colon and head.endswith(".py") else (Path(text), "")
 
 
@@ -223,6 +222,7 @@ def _software_of_file(path: Path, entries: Sequence[Entry], word: str) -> tuple[
         if file.form == form
     ]
     best = max((score for score, *_ in scored), default=0.0)
+    # A better reason than "no option is known", where the name of the program tells it.
     other = next((script for script in scripts if OTHER_TRAINING.search(str(script).lower())),
                  next((entry.key for entry in entries if OTHER_TRAINING.match(entry.key.lower())), ""))  # fmt: skip
     if best < 1 and other:
@@ -261,6 +261,7 @@ def _read(
     for file, entries in files:
         file_path = path / file.name if path.is_dir() else path
         file_facts = _facts(file, entries, file_path, notes)
+        # Of several files the last one that states a fact wins; an open fact replaces nothing.
         facts.update({name: value for name, value in file_facts.items() if value is not None or name not in facts})
         with notes.collected(f"{file_path}, "):
             facts.update(software.noticed(entries))
@@ -273,6 +274,7 @@ def _read(
     with notes.collected():
         shape = named.chosen or named.shape(software, facts, path, notes.uncounted)
     if shape is not None:
+        # Some trainers state stages by their layers, so the model is needed before facts are resolved.
         facts["layers"] = shape.layers
     scripts = [str(entry.value) for _, entries in files for entry in entries if entry.key == SCRIPT]
     # A job may convert and then train: it is refused only if none of its programs trains.
@@ -333,6 +335,7 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, notes: FileNo
         if matching is not None:
             with notes.collected(f"{path}, "):
                 facts[matching.fact] = matching.read(entry)
+        # Judged for the whole file in _read, where an absent option has a meaning too.
         elif entry.key in {option.key for option in file.unread}:
             continue
         elif entry.key in file.refused and not off:
@@ -409,6 +412,7 @@ def _beside(path: Path, name: str) -> Path | None:
 
 def is_off(key: str, value: Any) -> bool:
     """Return True if an option with this value has no effect."""
+    # True == 1 in Python, so booleans are answered before the table of values.
     if isinstance(value, bool):
         return not value
     return value in OFF or (value in (1, -1) and PARTS.search(key) is not None)
@@ -416,6 +420,7 @@ def is_off(key: str, value: Any) -> bool:
 
 def _check_fixed(file: ConfigFile, entry: Entry, path: Path) -> None:
     """Raise PlanError if an option that is written with one value for every plan has another."""
+    # A fixed key that is also ignored was written for convenience, and any value will do.
     if entry.key not in file.fixed or file.ignores(entry.key):
         return
     value, _ = file.fixed[entry.key]

@@ -20,6 +20,14 @@ EXIT = typer.Exit
 
 USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Base class of parser errors. Some versions of typer carry their own copy of click."""
+TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
+"""Typer's name of a type -> its name in the help."""
+FORMER = ("--output",)
+"""Former names of options, still accepted and no longer shown."""
+FUNCTIONS = {"eval": "evaluate", "import": "import_"}
+"""Verb -> name of its function, where the two differ."""
+FOLDERS = {"import": "import_"}
+"""Verb -> name of its folder, where the two differ."""
 
 
 class KnownHelp:
@@ -55,12 +63,6 @@ class Verb(KnownHelp, TyperCommand):
                     formatter.write_dl(rows)
 
 
-TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
-"""Typer's name of a type -> its name in the help."""
-FORMER = ("--output",)
-"""Former names of options, still accepted and no longer shown."""
-
-
 def _shown_name(name: str, *, argument: bool) -> str:
     if argument:  # its name needs no type beside it
         return re.sub(r" <[^<>]*>$", "", name)
@@ -70,12 +72,6 @@ def _shown_name(name: str, *, argument: bool) -> str:
 
 class Verbs(KnownHelp, TyperGroup):
     """A group of commands."""
-
-
-FUNCTIONS = {"eval": "evaluate", "import": "import_"}
-"""Verb -> name of its function, where the two differ."""
-FOLDERS = {"import": "import_"}
-"""Verb -> name of its folder, where the two differ."""
 
 
 def application(verbs: Iterable[str] = help.VERBS) -> typer.Typer:

@@ -258,20 +258,22 @@ def refusal(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> str 
         return f"a pipeline of {numbers} cannot be: all must be 1 or more"
     kind = KINDS[name]
     if not kind.deeper and virtual != kind.stages:
-        usual, instead = ("one stage", " or schedule=interleaved") if kind.stages == 1 else ("two stages", "")
-        return f"layout.schedule={name} has {usual} a rank, not vp={virtual}: take vp={kind.stages}{instead}"
+        usual, instead = ("one stage", " or layout.schedule=interleaved") if kind.stages == 1 else ("two stages", "")
+        return (
+            f"layout.schedule={name} has {usual} a rank, not layout.vp={virtual}: take layout.vp={kind.stages}{instead}"
+        )
     if micro_batches < kind.fewest * ranks:
         fewest = f"{kind.fewest} x pp = {kind.fewest * ranks}"
         return (
             f"layout.schedule={name} wants {fewest} micro-batches or more, not {micro_batches}: "
-            f"make them smaller (layout.micro_batch), or take schedule=zb-v"
+            f"make them smaller (layout.micro_batch), or take layout.schedule=zb-v"
         )
     rounds = max(1, micro_batches // ranks)
     if virtual > 1 and isinstance(kind.order, Rounds) and micro_batches % rounds:
         lower, upper = micro_batches - micro_batches % ranks, micro_batches - micro_batches % ranks + ranks
         return (
-            f"layout.schedule={name} with vp={virtual} runs {micro_batches} micro-batches in {rounds} rounds (one for "
-            f"each pp={ranks}), which must be equal: take {lower} or {upper} micro-batches"
+            f"layout.schedule={name} with layout.vp={virtual} runs {micro_batches} micro-batches in {rounds} rounds "
+            f"(one for each layout.pp={ranks}), which must be equal: take {lower} or {upper} micro-batches"
         )
     return None
 

@@ -54,6 +54,7 @@ def nest(settings: Iterable[Setting]) -> dict[str, Any]:
 
 def flatten(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
     """Yield (dotted key, value) of everything that is not a mapping with entries."""
+    # An empty mapping is a value: it may switch an option off.
     if isinstance(value, Mapping) and (value or not key):
         for name, inner in value.items():
             yield from flatten(inner, f"{key}.{name}" if key else str(name))
@@ -145,7 +146,9 @@ class Option:
             if self.fact in ASKED:
                 return stated
             raise PlanError(f"line {entry.line}: {self.key}={stated} is set outside the file, and decides the answer")
+        # A boolean is an int in Python, and `layers: true` must not mean one layer.
         number = isinstance(stated, int | float) and not isinstance(stated, bool) and isfinite(stated)
+        # Files write whole numbers as 8.0 or 1e3 as well.
         if number and (not whole or stated == int(stated)):
             return int(stated) if whole else stated
         raise PlanError(
@@ -167,6 +170,7 @@ class UncountedOption:
 
     def note(self, value: Any) -> str:
         """Return a sentence about a file with this value, or an empty string for the counted value."""
+        # The same value is a boolean in YAML and a word in a shell script.
         if value == self.counted or str(value).lower() == str(self.counted).lower():
             return ""
         return f"{self.key}={str(value).lower()} {self.effect}: not counted."
@@ -242,6 +246,7 @@ def as_shell(file: ConfigFile) -> ConfigFile:
         replace(option, key=f"--{option.key}", also=tuple(f"--{key}" for key in option.also)) for option in file.options
     )
     return replace(
+        # Fixed values are for written files, and files of this form are only read.
         file, form="shell", options=tuple(options), marks=tuple(f"--{key}" for key in file.marks), fixed={},
         ignored=tuple(f"--{key}" for key in file.ignored),
         refused=flags(file.refused), bounded=flags(file.bounded),

@@ -37,6 +37,16 @@ OTHER_PARTS = re.compile(
     r"minitron|distill|-a\d+b|coder-next|scout|maverick|franken|(?<!8)x\d+b|8x8b"
 )
 """Words in names of models whose parts differ from those of their family."""
+LAYOUT = ("tp", "cp", "pp", "ep", "vp", "sp", "zero", "schedule", "recompute", "recompute_layers")
+DEGREES = ("tp", "cp", "pp", "ep", "vp")
+SIZES = (
+    "vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "norm", "norm_eps", "mlp", "positions",
+    "rope_theta", "qkv_bias", "qk_norm", "window", "tied",
+)  # fmt: skip
+"""Fields of a shape by which a model is recognized."""
+ROUTED = ("experts", "top_k", "ffn", "shared_experts", "first_dense")
+"""Fields of its experts by which a model is recognized."""
+MADE_OF = ("vocab", "layers", "hidden", "heads", "kv_heads", "ffn")
 
 
 @cache
@@ -77,6 +87,7 @@ def _fields(name: str) -> Mapping[str, Any]:
     if entry is None:
         return presets.published(name).fields
     changed = {key: value for key, value in entry.items() if key not in UNSHAPED}
+    # Parts that are not built here are stated by each entry, and not inherited.
     base = {key: value for key, value in _fields(entry["base"]).items() if key != "unbuilt"}
     return {**base, **changed, "name": name}
 
@@ -122,18 +133,6 @@ def likely_preset(name: str) -> ModelShape | None:
             with suppress(PlanError):
                 return presets.model(word)
     return None
-
-
-LAYOUT = ("tp", "cp", "pp", "ep", "vp", "sp", "zero", "schedule", "recompute", "recompute_layers")
-DEGREES = ("tp", "cp", "pp", "ep", "vp")
-SIZES = (
-    "vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "norm", "norm_eps", "mlp", "positions",
-    "rope_theta", "qkv_bias", "qk_norm", "window", "tied",
-)  # fmt: skip
-"""Fields of a shape by which a model is recognized."""
-ROUTED = ("experts", "top_k", "ffn", "shared_experts", "first_dense")
-"""Fields of its experts by which a model is recognized."""
-MADE_OF = ("vocab", "layers", "hidden", "heads", "kv_heads", "ffn")
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -204,6 +203,7 @@ def degrees(facts: Facts, devices: int) -> dict[str, int]:
     shard = -1 if shard is None else int(shard)
     if shard < 1:
         if copies < 1:
+            # Where nothing is stated, ZeRO shards over all replicas, and without it all are copies.
             copies, shard = (1, replicas) if facts.get("zero") else (replicas, 1)
         else:
             shard = replicas // copies
@@ -225,6 +225,7 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
     local: Any = facts.get("local_batch")
     together: Any = facts.get("pipeline_batch")
     if not _is_whole(batch):
+        # Text is a variable whose value the script gets from outside.
         is_stated = not isinstance(micro, str) and not isinstance(times, str)
         batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp if is_stated else 0
     if not _is_whole(micro):
@@ -270,15 +271,18 @@ def shape_of(facts: Facts) -> ModelShape | None:
     mla = {name.removeprefix("mla_"): value for name, value in facts.items() if name.startswith("mla_")}
     parts = {**({"moe": moe} if moe.get("experts") else {}), **({"mla": mla} if mla else {})}
     parts |= {"unbuilt": {"unrotated_every": 1}} if facts.get("unrotated") else {}
+    # Only learned positions take memory, and files of such models state their number.
     positions = int(facts.get("max_positions") or facts.get("sequence") or 8192)
     return presets.shape_of({**fields, "max_positions": positions, **parts})
 
 
 def _matches(preset: ModelShape, facts: Facts) -> bool:
+    # Files state some sizes only, and those that they leave out fit any preset.
     sizes = all(
         getattr(preset, name) == facts.get(name, getattr(preset, name)) for name in SIZES if facts.get(name) is not None
     )
     longest = facts.get("max_positions")
+    # Learned positions are parameters, so another number of them is another model.
     if preset.positions == "learned" and longest not in (None, preset.max_positions):
         return False
     experts = facts.get("moe_experts") or 0

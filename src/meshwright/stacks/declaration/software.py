@@ -106,6 +106,7 @@ class TrainingSoftware:
     def round_refusal(self, plan: Plan) -> str:
         """Return why there are too few micro-batches for its interleaved schedule, or an empty string."""
         layout = plan.layout
+        # While a batch grows, its first and smallest size decides.
         fewest = min(map(layout.micro_batches, plan.recipe.global_batches))
         if not self.full_rounds or layout.vp == 1 or fewest >= layout.pp:
             return ""

@@ -165,6 +165,11 @@ SCRIPTS = hf.as_script(as_shell(replace(hf.RUN_CLM, refused=BESIDE, options=(
     Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
 ))))  # fmt: skip
 """Arguments of any script over transformers' Trainer."""
+WORDS = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD",
+         "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2", "no_shard": "NO_SHARD"}  # fmt: skip
+"""The Trainer's words for FSDP -> accelerate's: transformers, FSDPOption."""
+ARGUMENTS = {3: '"full_shard auto_wrap"', 2: '"shard_grad_op auto_wrap"', 0: None}
+"""ZeRO stage -> value of --fsdp as typed."""
 
 
 def accelerate_facts(plan: Plan) -> Facts:
@@ -203,17 +208,13 @@ def bounds(facts: Facts) -> Iterator[str]:
         yield "Sharding is not said in the file, and may be by its launcher, which needs less memory: not counted."
 
 
-WORDS = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD",
-         "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2", "no_shard": "NO_SHARD"}  # fmt: skip
-"""The Trainer's words for FSDP -> accelerate's: transformers, FSDPOption."""
-
-
 def _trainer_sharding(facts: Facts) -> Facts:
     """Return the sharding of the Trainer's argument `fsdp`, if no file of accelerate or DeepSpeed says otherwise."""
     words = facts.get("fsdp_words")
     settings = [str(word) for word in words] if isinstance(words, list) else str(words or "").replace(",", " ").split()
     if not settings or not hf.is_on(settings[0]) or facts.get("deepspeed_file"):
         return {}
+    # One FSDP unit for the whole model gathers all weights at once, as large as without sharding.
     if "auto_wrap" not in settings:
         raise PlanError(f"fsdp={' '.join(settings)} without auto_wrap gathers the whole model at once: not counted")
     kind = next((WORDS[word] for word in settings if word in WORDS), None)
@@ -231,6 +232,7 @@ def variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
     sharded = hf.is_on(words)
     # Of two switches of recomputation the argument counts if it is on, or if the other is not written.
     argument = hf.is_on(facts.get("checkpointing")) or (sharded and facts.get("fsdp_checkpointing") is None)
+    # Nothing to say in other words: the common files already state both.
     if not (sharded or argument):
         return software
 
@@ -250,10 +252,6 @@ def variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
     return replace(software, facts=stated, split_refusal=refusal)
 
 
-ARGUMENTS = {3: '"full_shard auto_wrap"', 2: '"shard_grad_op auto_wrap"', 0: None}
-"""ZeRO stage -> value of --fsdp as typed."""
-
-
 def _sharding(facts: Facts) -> Facts:
     strategy = facts.get("strategy")
     if strategy is not None and str(strategy) not in STRATEGIES:
@@ -264,6 +262,7 @@ def _sharding(facts: Facts) -> Facts:
     if strategy is not None:
         zero = STRATEGIES[str(strategy)]
     hybrid = str(strategy or "").startswith("HYBRID") or str(strategy) in ("4", "5")
+    # Hybrid strategies shard within a node and copy over nodes, unless sizes are stated.
     shard = facts.get("shards") or (facts.get("devices_per_node") if hybrid else None)
     copies = facts.get("replicas") or (None if hybrid else 1)
     return {"zero": zero, "dp_shard": 1 if zero == 0 else shard, "dp_replicate": None if zero == 0 else copies}

@@ -172,6 +172,7 @@ def resolve(facts: Facts) -> Facts:
         "SHARD_GRAD_OP",
         "2",
     )
+    # A stated number of shards leaves the number of replicas to the devices.
     copies = resolved.get("dp_replicate") or (None if resolved.get("dp_shard") else 1)
     return {**resolved, "zero": 2 if keeps_parameters else 3, "dp_replicate": copies}
 

@@ -133,6 +133,7 @@ def zero_degrees(stage: object) -> Facts:
     """Return the split of data parallelism at a stage of ZeRO. Raises PlanError for an unknown stage."""
     if stage not in (0, 1, 2, 3):
         raise PlanError(f"zero_optimization.stage={stage} is not understood: take 0, 1, 2 or 3")
+    # ZeRO shards over all ranks of data parallelism, and without it each rank is a copy.
     return {"zero": stage, "dp_replicate": 1, "dp_shard": None} if stage else {"zero": 0, "dp_shard": 1}
 
 

@@ -57,6 +57,7 @@ def adapter_facts(facts: Facts) -> Facts:
     four, eight = _on(facts, "base_4bit") or facts.get("base_bits") == 4, _on(facts, "base_8bit")
     base = "llm-int8" if eight or facts.get("base_bits") == 8 else "same"
     nested = facts.get("nested", True) is not False
+    # 8 is the default of PEFT: peft/tuners/lora/config.py, LoraConfig.
     rank = facts.get("lora_rank") or 8
     whole = {WHOLE[name] for name in _whole(facts) if name in WHOLE}
     return {"whole": ",".join(sorted(whole)), "lora": {
@@ -108,6 +109,7 @@ def _targets(facts: Facts) -> str:
 
 
 def _on(facts: Facts, name: str) -> bool:
+    # Files hold booleans, and options of scripts hold words.
     return str(facts.get(name) or False).lower() == "true"
 
 
@@ -327,6 +329,7 @@ def preference_facts(facts: Facts) -> Facts:
     word = next((str(name) for name in words if str(name) in PREFERENCES), "")
     if not word and facts.get("preference_beta") is None:
         return {}
+    # With a margin no reference is asked, and one that was asked beforehand is not kept.
     free = facts.get("margin") is not None or is_on(facts.get("asked_before"))
     return {"pairs": True, "reference": PREFERENCES.get(word, True) and not free}
 

@@ -82,6 +82,7 @@ def resolve(facts: Facts) -> Facts:
         resolved["devices"] = per_node * nodes
     if alone:
         return {**resolved, "zero": 0, "dp_shard": 1, "dp_replicate": 1, "recompute": "none"}
+    # litgpt pretrain shards within a node and keeps activations; fine-tuning shards over all devices and recomputes.
     pretrains = bool(resolved.get("pretrains"))
     resolved["recompute"] = "none" if pretrains else "full"
     shard = per_node if pretrains and isinstance(per_node, int) else None
@@ -104,6 +105,7 @@ def objections(facts: Facts) -> Iterator[str]:
 
 def bounds(facts: Facts) -> Iterator[str]:
     """Yield uncounted settings that save memory or time."""
+    # The suffix -true holds weights and states in 16 bits, where the count has fp32 of both.
     if str(facts.get("word")) in ("bf16-true", "16-true") and not is_adapted(facts):
         yield f"precision={facts['word']} {NARROW}"
     optimizer = str(facts.get("optimizer_class") or "")

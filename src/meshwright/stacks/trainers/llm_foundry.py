@@ -137,6 +137,7 @@ def objections(facts: Facts) -> Iterator[str]:
     if kind == MPT and facts.get("kernel") == "torch":
         yield "attn_impl=torch writes the weights of attention, which is not counted: take flash"
     optimizer = str(facts.get("optimizer_name") or "decoupled_adamw")
+    # Composer's decoupled_adamw has the two fp32 states of AdamW.
     if "adam" not in optimizer and not hf.SMALLER.search(optimizer):
         yield f"optimizer {optimizer} is not counted: take decoupled_adamw"
     if facts.get("peft_type") and str(facts["peft_type"]).upper() != "LORA":

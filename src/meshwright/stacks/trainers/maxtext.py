@@ -139,6 +139,7 @@ def _facts(plan: Plan) -> Facts:
     return {
         **_mesh(layout, plan.cluster.devices_per_node),
         "mt_model": MODELS[name], "hardware": "tpu" if tpu else "gpu",
+        # Each platform has its own fused kernel, and the fallback of either writes all scores.
         "attention": "flash" if tpu else "cudnn_flash_te",
         "optimizer": "adamw", "per_device": micro / (layout.tp * layout.cp),
     }  # fmt: skip
@@ -151,8 +152,10 @@ def _resolve(facts: Facts) -> Facts:
         if any(not isinstance(size, int) or size < 1 for size in sizes):
             raise PlanError(f"ici_ or dcn_{axis}_parallelism={sizes} is filled in by MaxText: state the number")
         resolved[field] = prod(sizes)
+    # Its defaults fill these axes with whatever devices there are, so the file alone does not tell.
     if "ici_dp_shard" not in resolved or not {"dcn_dp_replicate", "dcn_dp_shard"} & resolved.keys():
         raise PlanError("ici_fsdp_parallelism and dcn_data_parallelism are filled in by MaxText: state the numbers")
+    # MaxText divides a batch by all devices, and ranks of tensor and context axes share its sequences.
     micro = resolved["per_device"] * resolved["tp"] * resolved["cp"]
     if micro != int(micro) or micro < 1:
         raise PlanError(f"per_device_batch_size={resolved['per_device']} gives {micro:g} sequences per replica")

@@ -134,6 +134,7 @@ def model_of(facts: Facts) -> Facts:
     if not model.get("vocab") and (rows := _vocabulary(model)):
         model["vocab"] = rows
     if model.get("positions") == "alibi":
+        # ALiBi has neither a table of positions nor rotations, which costs what unrotated layers cost.
         model["positions"], model["unrotated"] = "rope", True
     model["tied"], model["mlp"] = not model.get("untied"), "swiglu" if model.get("gated") else "gelu_tanh"
     grouped = model.get("grouped") and not model.get("latent")
@@ -141,10 +142,12 @@ def model_of(facts: Facts) -> Facts:
     model["qkv_bias"] = bool(model.get("only_qkv_bias")) or not model.get("no_bias")
     if model.get("hidden") and not model.get("ffn"):
         wide = 4 * model["hidden"]
+        # megatron/training/arguments.py: gated MLPs get two thirds of 4 x hidden, in multiples of 64.
         model["ffn"] = int(wide * 2 / 3 / 64) * 64 if model.get("gated") else wide
     if model.get("rotary_base") and model.get("positions") == "rope":
         model["rope_theta"] = model["rotary_base"]
     pair = str(model.get("window_pair") or "").partition(",")[0].strip()
+    # Megatron-LM counts keys before the query, and a window here includes its own.
     model["window"] = int(pair) + 1 if pair.isdecimal() else 0
     width, pattern = model.pop("moe_shared_width", None), model.pop("moe_pattern", None)
     return {**model, **_experts_of(model, width, pattern)} if model.get("moe_experts") else model
@@ -377,10 +380,12 @@ def stack_of(facts: Facts) -> Stack:
         return replace(MEGATRON_DEEPSPEED, attention="flash" if facts.get("flash") else "fused-softmax")
     overlapped = facts.get("tp_overlap", True) or (facts.get("tp") or 1) == 1
     stack = replace(MEGATRON_CORE, product_bytes=1.0) if facts.get("narrow") else MEGATRON_CORE
+    # In bf16 Megatron-LM sums and exchanges gradients in fp32, unless an option says otherwise.
     narrow = facts.get("narrow_sums") or facts.get("precision") == "fp16"
     stack = replace(stack, gradient_exchange_bytes=2.0 if narrow else 4.0)
     stack = stack if overlapped else replace(stack, hides_tensor=0.0)
     stack = replace(stack, dropout=float(facts.get("hidden_dropout") or 0.0) > 0)
+    # This dispatcher sends the counts of tokens to the host, which waits for them in each layer.
     if facts.get("dispatcher") == "alltoall" and (facts.get("ep") or 1) > 1:
         stack = replace(stack, counts_s=COUNTS_S, routes_once=False)
     return stack if facts.get("overlap_reduce", True) else replace(stack, hides_gradients=0.0)
@@ -491,6 +496,7 @@ def _resolve(facts: Facts) -> Facts:
 
 def _launch(plan: Plan) -> LaunchCommand:
     return LaunchCommand(
+        # A single launch queue keeps exchanges ahead of the products that they run beside; Megatron-LM demands it.
         before=("export CUDA_DEVICE_MAX_CONNECTIONS=1", 'source "$HERE/arguments.sh"'),
         command='torchrun $TORCHRUN "${MEGATRON:?folder of pretrain_gpt.py}/pretrain_gpt.py" "${ARGUMENTS[@]}"',
         yours=("MEGATRON (its folder, exported)", "TOKENIZER", "DATA", "learning rate and its schedule"),

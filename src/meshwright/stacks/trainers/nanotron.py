@@ -129,6 +129,7 @@ def _facts(plan: Plan) -> Facts:
     usual = (shape.mlp, shape.norm, shape.positions) == ("swiglu", "rmsnorm", "rope")
     if not usual or shape.moe or shape.mla or shape.qkv_bias or shape.qk_norm or shape.window:
         raise PlanError(f"nanotron trains Llama models, and {shape.name} is not one: take a Llama")
+    # Its configuration has no width of heads, and computes it as hidden / heads.
     if shape.head_dim * shape.heads != shape.hidden:
         raise PlanError(f"nanotron's heads share the hidden size out, and those of {shape.name} do not")
     return {"asynchronous": plan.layout.tp > 1, "regathered": True, "wide_sums": True}

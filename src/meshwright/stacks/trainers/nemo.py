@@ -9,7 +9,7 @@ from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import Called, ConfigFile, Entry, Facts, Option, UncountedOption
-from meshwright.stacks.declaration.python_text import NAMED
+from meshwright.stacks.declaration.script_text import NAMED
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import megatron_lm as megatron
@@ -307,10 +307,12 @@ def noticed(entries: Sequence[Entry]) -> Facts:
         size = f"0.{sized[4][0]}b" if sized[4].endswith("m") else sized[4].replace("p", ".")
         return {"hub": f"{sized[1]}{dash}{number}-{size}"} | ({"recipe": recipe} if recipe else {})
     imported = ",".join(str(entry.value) for entry in entries if entry.key == "import")
+    # Classes such as Llama31Config8B name the model where no recipe does.
     sizes = re.search(r"\b(Llama|Qwen|Mixtral|Gemma)(\d?)(\d?)Config(\d\w*)", imported)
     named = {}
     if sizes:
         family, version = sizes[1].lower(), ".".join(filter(None, sizes.group(2, 3)))
+        # Presets are called llama-3.1-8b, but qwen2.5-7b.
         dash = "-" * (version != "" and family != "qwen")
         named = {"hub": f"{family}{dash}{version}-{sizes[4].lower()}"}
     return named | ({"recipe": recipe} if recipe else {})

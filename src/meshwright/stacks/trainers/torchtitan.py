@@ -205,6 +205,7 @@ REFUSED = {
 
 def _stack(facts: Facts) -> Stack:
     stack = TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
+    # Float8 products read numbers of one byte; all else stays in bf16.
     return replace(stack, product_bytes=1.0) if converters(facts) else stack
 
 
@@ -271,6 +272,7 @@ def _resolve(facts: Facts) -> Facts:
         )
     converters(resolved)
     piped, reshards = (resolved.get("pp") or 1) > 1, resolved.get("resharded", "default")
+    # torchtitan's default keeps gathered weights under a pipeline and frees them otherwise; only that is counted.
     if reshards not in ("default", "never" if piped else "always"):
         raise PlanError(
             f"fsdp_reshard_after_forward={reshards} {'with' if piped else 'without'} a pipeline is not counted"
@@ -279,6 +281,7 @@ def _resolve(facts: Facts) -> Facts:
         resolved |= _selective(resolved)
     resolved["sp"] = (resolved.get("tp") or 1) > 1 and bool(resolved.get("shares_sequence", True))
     local, batch = resolved.pop("local_batch", 8), resolved.get("global_batch", -1)
+    # Without a pipeline the local batch runs at once, and a pipeline cuts it into micro-batches.
     resolved["micro_batch"] = resolved.get("pipeline_micro_batch", 1) if piped else local
     if not isinstance(batch, int) or batch < 1:
         resolved["global_batch"], resolved["local_batch"] = None, local

@@ -116,12 +116,14 @@ def noticed(entries: object) -> Facts:
 def resolve(facts: Facts) -> Facts:
     """Return adapters, recomputation and sharding, by the recipe that the file's name belongs to."""
     resolved = dict(facts)
+    # A switch of its own for the MLP, beside the list of attention matrices.
     if resolved.get("lora_mlp"):
         named = resolved.get("lora_targets") or []
         resolved["lora_targets"] = [*named, "gate_proj", "up_proj", "down_proj"]
     resolved |= adapter_facts(resolved)
     resolved["recompute"] = "full" if hf.is_on(resolved.get("checkpointing")) else "none"
     resolved["precision"] = resolved.get("precision") or "bf16"
+    # The recipe is named on the command line alone; by custom the file is called like it.
     if SINGLE in str(resolved.get("file_name")):
         return {**resolved, "zero": 0, "dp_shard": 1, "dp_replicate": 1, "devices": 1}
     return {**resolved, "zero": 3 if hf.is_on(resolved.get("resharded")) else 2}

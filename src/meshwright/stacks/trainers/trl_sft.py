@@ -5,7 +5,7 @@ from dataclasses import replace
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption, as_shell
-from meshwright.stacks.declaration.shell_text import SCRIPT
+from meshwright.stacks.declaration.script_text import SCRIPT
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import accelerate_fsdp as accelerate
 from meshwright.stacks.trainers import hugging_face as hf

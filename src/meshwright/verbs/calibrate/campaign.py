@@ -68,6 +68,7 @@ def calibrate(
         quick: Take seconds instead of a minute and train nothing, to see that it works.
     """
     started, load = time.perf_counter(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    # Only a warning: on a shared machine there may be no better moment.
     if load > BUSY:
         say(f"other processes are running (load {load:.1f}); results will be unreliable")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,6 +78,7 @@ def calibrate(
     for world in worlds:
         unit = "GPU" if device == "cuda" else "process" if world == 1 else "processes"
         say(f"rates of {world} {unit}")
+        # Fresh processes for each number of ranks: threads and allocations of another would disturb the rates.
         measured[world] = _average_ranks(on_ranks(world, _measure_rank, effort, device, limit_s=LIMIT_S, device=device))
     # Each fit uses what the one before it found: rates, then host times, then the overheads of whole steps.
     machine = _describe_machine(device, measured)
@@ -141,6 +143,7 @@ def _describe_machine(kind: str, measured: Mapping[int, RankMeasurement]) -> Clu
     title, memory = _title(kind), _memory_bytes(kind)
     device = Device(
         name=title,
+        # On a CPU the ranks of a node share its memory; a GPU has its own.
         memory_bytes=memory // (per_node if kind == "cpu" else 1),
         bf16_flop_per_s=best,
         bf16_matmul_flop_per_s=best,
@@ -165,6 +168,7 @@ def _describe_machine(kind: str, measured: Mapping[int, RankMeasurement]) -> Clu
 
 def _measured_together(kind: str, ranks: int, measurement: RankMeasurement) -> MeasuredRates:
     best = max(max(grid.values) for grid in measurement.curves.products.values())
+    # More ranks than cores take turns, so each gets a share of a core.
     crowd = max(1.0, ranks / threads_of(1)) if kind == "cpu" else 1.0
     plain: dict[str, Any] = {
         "product_share": 1.0,
@@ -176,6 +180,7 @@ def _measured_together(kind: str, ranks: int, measurement: RankMeasurement) -> M
         matmul_flop_per_s=best, peak_flop_per_s=best, memory_bytes_per_s=measurement.curves.passes.values[-1],
         ranks_per_core=crowd, launch_s=0.0, curves=measurement.curves, **plain,
     )  # fmt: skip
+    # One rank has no link to measure, and the fields may not be zero; no plan of one rank reads them.
     link = _link_bytes_per_s({ranks: measurement}) or 1e9
     links = Links(per_node=ranks, link_bytes_per_s=link, network_bytes_per_s=link / 10)
     return MeasuredRates(
@@ -269,6 +274,7 @@ def sample_plans(machine: ClusterFile, worlds: Sequence[int], precision: str) ->
             recipe=Recipe(sequence=sequence, global_batch=batch, precision=precision),  # type: ignore[arg-type]  # one of the words of Recipe
             layout=Layout(compile="off", cuda_graphs="off", **layout),
         )
+        # A plan on an unmeasured number of ranks would fit overheads to interpolated rates.
         if plan.layout.world in worlds:
             plan = replace(plan, cluster=machine.cluster(plan.layout.world))
             plan.check()

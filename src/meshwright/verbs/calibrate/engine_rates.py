@@ -78,11 +78,15 @@ def engine_rates(effort: ServingEffort | None = None, clock: Clock = time.perf_c
     """Measure on the CPU with the threads that torch has, for half a minute, or a second with QUICK."""
     effort = effort or ServingEffort()
     probe = _Probe(effort, clock, _products(effort, clock))
+    # Differences of steps that change one size each isolate its cost: layers, sequences, then logits.
     base, deep, wide = probe.step(1, 1, 16), probe.step(5, 1, 16), probe.step(1, 8, 16)
     logit_s = max(0.0, probe.step(1, 8, 16, vocab=effort.vocab) - wide) / (8 * (effort.vocab - 256))
     layer_s = max(1e-7, (deep - base) / 4)
     sequence_s = max(1e-8, (wide - base) / 7 - 256 * logit_s)
+    # Reading the cache is the only part of a step that grows with the context.
     long, short = probe.step(4, 8, effort.long, 256), probe.step(4, 8, 16, 256)
+    # Layers x sequences x positions x (keys, values) x numbers of all query heads x 4 bytes, as the planner counts
+    # reads.
     read = 4 * 8 * (effort.long - 16) * 2 * 256 * 4.0
     pair_flop = 2.0 * 4 * 256
     once_s, linear_s, square_s = _fit_prompts(
@@ -193,6 +197,7 @@ def _least(run: Callable[[], object], effort: ServingEffort, clock: Clock) -> fl
 def _step_s(shape: ModelShape, batch: int, context: int, effort: ServingEffort, clock: Clock) -> float:
     """Return the mean step in which `batch` sequences get a token, since some steps begin blocks; of each the least."""
     engine = _engine(shape, batch)
+    # The least of each step over rounds: the same steps begin new cache blocks in every round.
     least = [float("inf")] * effort.steps
     for turn in range(min(4, effort.rounds)):
         options = RequestOptions(max_new_tokens=effort.steps + 2 + context * batch // 256, salt=None)
@@ -211,6 +216,7 @@ def _prompt_s(shape: ModelShape, tokens: int, effort: ServingEffort, clock: Cloc
     engine = _engine(shape, 1)
     seconds = []
     for number in range(max(3, effort.steps // 4)):
+        # A different prompt each time, since a cached prefix would not be computed again.
         request = engine.add(_prompt(tokens, number), RequestOptions(max_new_tokens=1, salt=None))
         start = clock()
         engine.run([request])

@@ -29,6 +29,7 @@ def learn(machine: ClusterFile, runs: Sequence[Path]) -> tuple[ClusterFile, list
         (replace(run.plan_as_run, cluster=machine.cluster(run.plan_as_run.layout.world)), seconds_of(run))
         for run in finished
     ]
+    # With few runs nothing can be left out to judge the fit, so the steps are believed as they are.
     trust = 1.0 if len(timed) < FEW else None
     improved = fit_overheads(machine, [plan for plan, _ in timed], [seconds for _, seconds in timed], trust)
     names = ", ".join(str(path) for path in runs)
@@ -40,6 +41,7 @@ def seconds_of(run: FinishedRun) -> float:
     """Return the median step of a run without waits for data. Raises RunError for a wrong profile or too few steps."""
     if run.profile is not None:
         return _profiled(run, run.profile)
+    # During a batch warm-up steps are shorter; only steps of the final batch tell its time.
     last = run.plan_as_run.recipe.global_batch
     full_batch_steps = [row for row in run.steps if row.get("global_batch", last) == last]
     taken = [row["step_seconds"] - (row.get("data_wait_seconds") or 0.0) for row in full_batch_steps]

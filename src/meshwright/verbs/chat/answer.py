@@ -69,7 +69,9 @@ class Dialogue:
         """
         message = {"role": "user", "content": turn}
         began = time.perf_counter()
+        # The turn is only kept once it is encoded, so that one that is too long can be said again shorter.
         ids = self._model.encode_messages([*self.messages, message])
+        # Another seed for each turn: equal questions may get different answers, as people expect of sampling.
         request = self._engine.add(ids, replace(self._options, seed=self._options.seed + len(self.messages)))
         (answer,) = request.answers
         self.messages.append(message)
@@ -81,6 +83,7 @@ class Dialogue:
                 if piece:
                     yield piece
         finally:
+            # Also runs when the caller closes the generator (Ctrl-C), and does nothing to a finished request.
             self._engine.cancel(request)
             self.messages.append({"role": "assistant", "content": answer.text})
             self.last = TurnFigures(

@@ -7,7 +7,7 @@ import typer
 
 from meshwright.interface import options as asked
 from meshwright.interface.terminal.screen_text import printable
-from meshwright.spec.errors import MeshwrightError, PlanError, RunError
+from meshwright.spec.errors import ArgumentError, MeshwrightError, RunError
 
 if TYPE_CHECKING:
     from meshwright.verbs.chat.answer import Dialogue, TurnFigures
@@ -33,7 +33,7 @@ def chat(
     """Talk with a model by its chat template. /reset begins anew, /quit ends, Ctrl-C stops an answer."""
     chosen_temperature = asked.chosen_temperature(greedy, temperature)
     if max_new_tokens < 1:
-        raise PlanError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+        raise ArgumentError("max_new_tokens", max_new_tokens, "must be at least 1")
     asked.check_adapter(adapter)
 
     from meshwright.serving.engine.answers.request_options import RequestOptions

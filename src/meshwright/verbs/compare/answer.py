@@ -150,6 +150,7 @@ def _dry_runner(run: FinishedRun, told: Told) -> DryRunner:
             replace_file(run.path / DRYRUN, (text + "\n").encode())
         except OSError as error:  # a read-only folder is compared all the same
             told(f"the dry run is not kept in {run.path}: {error.strerror}")
+        # Through the text that is kept, so that a first and a later comparison read the same numbers.
         return parse_document(json.loads(text), "the dry run")
 
     return dry

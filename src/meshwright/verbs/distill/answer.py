@@ -66,6 +66,7 @@ def distillation_plan(
     """
     text = _teacher_data(words, _teacher_word(words, teacher))
     added = [*distillation_words(words, teacher, student), *text]
+    # Words of the user come last, since the last one of a key counts.
     plan, resume = read_plan([*added, *words], {}, processes=processes, notes=notes)
     if plan.teacher is None:
         raise PlanError(
@@ -137,6 +138,7 @@ def _teacher_data(words: Sequence[Any], teacher: str) -> list[str]:
     plan = RunFolder.open(folder).plan
     # A student takes the tokenizer beside its teacher.
     plan = replace(plan, data=replace(plan.data, tokenizer=Data().tokenizer))
+    # A teacher of preferences was trained on pairs of answers, which are no text to distil on.
     known = plan.data == Data() or plan.recipe.traits.pairs
     return [] if known else [f"data={json.dumps(dump(plan)['data'], ensure_ascii=False)}"]
 

@@ -21,6 +21,7 @@ from meshwright.verbs.doctor.findings import Check, Finding, State, merge_ranks,
 Say = Callable[[str], None]
 LINKS_S = 60.0
 """Time limit of the measurement of links on this machine, in seconds."""
+Checks = list[tuple[str, Check]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +78,13 @@ def examine(
     if world.index:
         say = _silent  # the first rank speaks for all
     local = _run_checks(checks, say)
+    # Checks of one machine run on all ranks, since one bad node of many is what people look for.
     findings = merge_ranks(network.gather_from_all(world, local), nodes)
     findings += _check_world(world, device, nodes, local, say) if world.size > 1 else _check_locally(device, quick, say)
     return Examination(
         findings=tuple(findings), ranks=world.size, node_names=tuple(dict.fromkeys(names)),
         seconds=time.perf_counter() - began,
     )  # fmt: skip
-
-
-Checks = list[tuple[str, Check]]
 
 
 def _machine_checks(folder: Path, gpu: bool) -> Checks:
@@ -119,6 +118,7 @@ def _check_locally(device: torch.device, quick: bool, say: Say) -> list[Finding]
     """Run the checks that start several processes on this machine, or train."""
     kind = device.type
     most = torch.cuda.device_count() if kind == "cuda" else 2
+    # The cheap check comes first; the others start processes and take most of the two minutes.
     checks: Checks = [("links", partial(_check_local_links, kind, most))]
     if not quick:
         checks += [
@@ -164,7 +164,9 @@ def _check_world(
     say("links")
     link_finding = run_check("links", lambda: network.judge_links(network.measure_links(world, device), nodes))
     rate = next(
-        (float(finding.figures.get("flop_per_s", 0.0)) for finding in local if finding.check == "products"), 0.0
+        # The check of products has measured the rate of this rank already.
+        (float(finding.figures.get("flop_per_s", 0.0)) for finding in local if finding.check == "products"),
+        0.0,
     )
     rates = network.gather_from_all(world, rate)
     return [*merged, link_finding, run_check("equal ranks", lambda: network.judge_ranks(rates, nodes))]

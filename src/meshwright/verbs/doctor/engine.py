@@ -85,10 +85,12 @@ def _compare_with_one_device(
     if most < 2:
         return skipped(check, "two processes are needed, and there is one GPU")
     chosen = [candidate for candidate in map(trial, ([name] for name in names)) if isinstance(candidate, Trial)]
+    # Compilation would take minutes per layout, and a hang shows without it.
     chosen = [replace(candidate, layout=replace(candidate.layout, compile="off")) for candidate in chosen]
     case = replace(DENSE, steps=1 if cold else 2)
     alone = outcome(case, Layout(compile="off"), device=kind)
     wrong: dict[str, str] = {}
+    # A hang of lazily created connections shows only in the first step of a fresh process.
     for batch in [[candidate] for candidate in chosen] if cold else [chosen]:
         try:
             limit_s = COLD_S * (1 if cold else len(batch))
@@ -96,6 +98,7 @@ def _compare_with_one_device(
             ranks = run(2, outcomes_of, cases, kind, limit_s=limit_s, device=kind)
         except RankError as error:
             # Ranks that failed together share one message, since nobody knows which layout it was.
+            # The words of observe.ranks for a rank that missed its deadline.
             hangs = "did not answer" in str(error)
             message = f"hangs (no step in {COLD_S:.0f} s)" if hangs else _last_line(error)
             wrong |= {candidate.title: message for candidate in batch}
@@ -135,6 +138,7 @@ def _save_and_load(device: torch.device, folder: Path, world: Group) -> Finding:
             "weight": torch.randn(64, 33, generator=generator).to(device),
             "step": torch.zeros((), device=device),
         }
+        # The draw below continues from exactly these states, so a restored run must repeat it.
         states, values = rng_state(rank)
         before = {name: x.clone() for name, x in (tensors | states).items()}
         expected = _draw(device)
@@ -143,6 +147,7 @@ def _save_and_load(device: torch.device, folder: Path, world: Group) -> Finding:
 
     # Each part that can fail on one rank alone runs on all, so that all give up together.
     saving, before, values, expected = run_everywhere(world, begin)
+    # Rank 0 names the folder for all: each rank would otherwise test a folder of its own.
     scratch_name = run_everywhere(world, lambda: tempfile.mkdtemp(prefix=".doctor-", dir=folder) if rank == 0 else "")
     scratch = Path(gather_from_all(world, scratch_name)[0])
 
@@ -152,11 +157,13 @@ def _save_and_load(device: torch.device, folder: Path, world: Group) -> Finding:
         )
 
     def load(saved: Path) -> dict[str, torch.Tensor]:
+        # Zeros instead of copies: a load that writes nothing must not pass.
         loaded = {name: torch.zeros_like(x) for name, x in before.items()}
         checkpoint.load(saved, loaded, group=world.process_group)
         return loaded
 
     try:
+        # A folder on a local disk exists on one node only, and checkpoints of many nodes need a shared one.
         seen = gather_from_all(world, run_everywhere(world, scratch.is_dir))
         if blind_ranks := [other for other, sees in enumerate(seen) if not sees]:
             advice = "keep runs in a folder that all nodes share"
@@ -187,6 +194,7 @@ def check_step_speed(device: torch.device, seconds_of_step: float = 0.0) -> Find
     gpu = device.type == "cuda"
     shape, sequence, batch = (SMALL, 2048, 8) if gpu else (SMALLER, 256, 4)
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16" if gpu else "fp32")
+    # Uncompiled and without graphs, since the check should find slow hardware in seconds.
     plan = Plan(model=shape, recipe=recipe, layout=Layout(compile="off", cuda_graphs="off"))
     took = seconds_of_step or step_s(plan, Timing(seconds=2.0, least=2, most=6), device.type)
     rate = sequence * batch / took
@@ -242,10 +250,12 @@ def check_attention(device: torch.device, dtype: torch.dtype, kernels: Kernels |
         sizes = ((form.heads, form.width), (form.keys, form.width), (form.keys, form.values))
         length = form.positions
         tensors = [_random((2, length, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
+        # Borders at multiples of 100 lie inside the tiles of every kernel, where a wrong mask shows.
         documents = (torch.arange(length, device=device) // 100).expand(2, -1) if form.packed else None
         spans = DocumentSpans(6, 100) if form.packed else UNKNOWN
         mask = causal_mask(length, length, window=form.window, documents=documents, spans=spans, device=device)
 
+        # The mask is bound as a default: a closure would see the mask of the last form.
         def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
             return attend_reference(q, k, v, mask, scale=0.1)
 
@@ -283,9 +293,11 @@ def check_flash_parts(device: torch.device, dtype: torch.dtype) -> Finding:
 def check_experts(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
     """Check products of a mixture of experts. Experts without tokens must get zero gradients."""
     product = (kernels or fast()).expert_linear
+    # Experts without tokens lie in between: their gradients were left unset by some grouped kernels.
     counts = [40, 0, 24, 0, 64]
     rows = _random((sum(counts), 64), device, dtype, 0)
     weights = _random((len(counts), 32, 64), device, dtype, 1)
+    # Grouped kernels read the counts on the device, and the loop over experts reads them on the host.
     on_device = torch.tensor(counts, device=device)
     grouped = groups_on_device(rows, weights)
 
@@ -312,6 +324,7 @@ def check_experts(device: torch.device, dtype: torch.dtype, kernels: Kernels | N
 def check_loss(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
     """Check the fused head and loss."""
     targets = torch.arange(64, device=device) % 50
+    # The ignored target of cross-entropy: it must count neither in the loss nor in the mean.
     targets[3] = -100
     cross_entropy = (kernels or fast()).linear_cross_entropy
     worst = {
@@ -331,6 +344,7 @@ def check_products(device: torch.device, dtype: torch.dtype, flop_per_s: float =
     summary = f"{shown} in {str(dtype).removeprefix('torch.')}"
     preset = known_device(device)
     best = preset.half_matmul_flop_per_s or preset.half_flop_per_s if preset else 0.0
+    # Presets hold 16-bit rates, so fp32 has nothing to be compared with.
     if best and dtype != torch.float32 and rate < SLOW * best:
         return warning(
             "products", f"{summary}: {rate / best:.0%} of what this GPU reaches elsewhere",
@@ -359,6 +373,7 @@ def check_quantized_products(
     weight = _random((size, size), device, torch.bfloat16, 0)
     matrix = quantize_matrix(name, weight, SCHEMES["int4-rtn"], None, torch.bfloat16)
     began = time.perf_counter()
+    # Two rows are the shape of decoding, where serving spends its time.
     out = contest.product(weight[:2].contiguous(), matrix, None)
     seconds = time.perf_counter() - began
     contest.close()
@@ -379,6 +394,7 @@ def product_flop_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 5
         torch.mm(a, b)
         synchronize(device)
         taken.append(time.perf_counter() - began)
+    # The first product includes the choice of a kernel and the clocks rising.
     return 2.0 * size**3 / statistics.median(taken[1:])
 
 
@@ -407,6 +423,7 @@ def _judge(
 ) -> Finding:
     name = max(worst, key=lambda key: worst[key])
     summary = f"largest error {worst[name]:.1e} ({name}), allowed {bar:.0e}"
+    # Written this way round so that NaN fails too.
     if not worst[name] <= bar:
         return failure(
             check, summary, "layout.kernels=reference avoids the kernel; report it with this file", errors=dict(worst)
@@ -422,7 +439,9 @@ def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         run()
         torch.cuda.synchronize(device)
+    # Torch does not tell which backend it took; the names of its kernels do.
     names = " ".join(event.key.lower() for event in seen.key_averages())
+    # Order matters: the name of FlashAttention 4 also contains "flash".
     known = {
         "cudnn": "cudnn",
         "flash_attncute": "flash-4",

@@ -8,6 +8,8 @@ from typing import Any, Literal
 State = Literal["ok", "warning", "failure", "skipped"]
 WORST: tuple[State, ...] = ("failure", "warning", "ok", "skipped")
 """States from the worst to the best."""
+SHOWN = 5
+"""Ranks that are listed by number before `and N more`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ def run_check(name: str, check: Check) -> Finding:
     try:
         finding = check()
     except Exception as error:
+        # The last line of an error with several lines usually names the cause.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         message = f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"[:300]
         finding = failure(
@@ -71,18 +74,16 @@ def verdict(findings: Sequence[Finding]) -> State:
 def merge_ranks(ranks: Sequence[Sequence[Finding]], nodes: Sequence[int]) -> list[Finding]:
     """Merge the findings of all ranks into one per check, keeping the worst. Ranks that differ are named."""
     merged = []
+    # Every rank ran the same checks in the same order, so columns belong together.
     for findings in zip(*ranks, strict=True):
         worst = verdict(findings)
         worst_ranks = [rank for rank, finding in enumerate(findings) if finding.state == worst]
         first = replace(findings[worst_ranks[0]], seconds=max(finding.seconds for finding in findings))
+        # A finding that all ranks share is one of the cluster and needs no rank numbers.
         if len(worst_ranks) < len(findings):
             first = replace(first, observation=f"{name_ranks(worst_ranks, nodes)}: {first.observation}")
         merged.append(first)
     return merged
-
-
-SHOWN = 5
-"""Ranks that are listed by number before `and N more`."""
 
 
 def name_ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:

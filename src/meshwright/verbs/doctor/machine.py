@@ -40,6 +40,7 @@ def check_versions(
     python: Sequence[int] = sys.version_info[:2], torch_version: str = str(torch.__version__)
 ) -> Finding:
     """Check that Python and torch are supported versions."""
+    # The part after + names the build (cu128, cpu), which may hold letters and dots.
     numbers = tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2])
     summary = f"Python {'.'.join(map(str, python))}, torch {torch_version}"
     if not PYTHONS[0] <= tuple(python) < PYTHONS[1]:
@@ -51,11 +52,14 @@ def check_versions(
 
 def check_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> Finding:
     """Count the cores of this process, and check that no quota gives it less time than they have."""
+    # os.cpu_count() ignores taskset and the core lists of batch systems.
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.read_text().split() if cgroup.is_file() else ["max"]
     summary = f"{count} cores ({processor()}), torch uses {many(torch.get_num_threads(), 'thread')}"
     if quota[0].isdigit():
+        # cpu.max of cgroup v2 holds "quota period" in microseconds, or "max period" for no limit.
         allowed = int(quota[0]) / int(quota[1])
+        # A quota that is a tenth smaller costs too little for a warning.
         if allowed < 0.9 * count:
             return warning(
                 "cores", f"{summary}, but a quota allows the time of {allowed:.1f}",
@@ -82,6 +86,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
     """Check the memory that processes of a node can share. Containers get 64 MiB by default."""
     if not path.is_dir():
         return skipped("shared memory", f"there is no {path}")
+    # NCCL creates its segments in /dev/shm, and fails when it is full.
     usage = shutil.disk_usage(path)
     summary = f"{gib(usage.free)} free in {path}"
     if usage.free < LEAST_SHARED_BYTES:
@@ -94,6 +99,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 def check_open_files(limit: int | None = None) -> Finding:
     """Check how many files and sockets a process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    # RLIM_INFINITY is -1 in Python, which is more than any number.
     if 0 <= soft < LEAST_FILES:
         return warning("open files", f"at most {soft} for a process", f"ulimit -n {16 * LEAST_FILES} before the start")
     return ok("open files", f"{soft} for a process", limit=soft)
@@ -101,6 +107,7 @@ def check_open_files(limit: int | None = None) -> Finding:
 
 def check_disk(folder: Path, size_bytes: int = 64 * MIB) -> Finding:
     """Check space and speed of the disk of runs. A checkpoint takes 12 to 16 bytes per parameter."""
+    # The folder of runs is created by the first run, so test the file system where it will lie.
     nearest_folder = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(nearest_folder).free
     text = f"{gib(free)} free where runs are kept"
@@ -112,6 +119,7 @@ def check_disk(folder: Path, size_bytes: int = 64 * MIB) -> Finding:
             for _ in range(size_bytes // MIB):
                 file.write(block)
             file.flush()
+            # Without fsync this times the page cache, which is far faster than any disk.
             os.fsync(file.fileno())
     except OSError as error:
         return failure(
@@ -152,11 +160,13 @@ class Build:
 
 def read_build(driver: Path = Path("/proc/driver/nvidia/version")) -> Build:
     """Read the GPU support of this machine."""
+    # The version is the first number after these words; open drivers add words in between.
     text = driver.read_text().split("Kernel Module")[-1].split() if driver.is_file() else []
     version = next((word for word in text if word[:1].isdigit()), "loaded" if text else "")
     available, reason = torch.cuda.is_available(), ""
     if version and torch.version.cuda and not available:
         try:
+            # is_available() swallows the reason; init() raises it, such as a driver that is too old.
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             reason = str(error).splitlines()[0][:200]
@@ -187,6 +197,7 @@ def check_gpus(build: Build) -> Finding:
 
 def check_libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = None) -> Finding:
     """Check the libraries through which ranks communicate."""
+    # is_gloo_available exists only in builds with distributed support, hence the order.
     gloo = dist.is_available() and dist.is_gloo_available() if gloo is None else gloo
     nccl = dist.is_available() and dist.is_nccl_available() if nccl is None else nccl
     if not gloo:

@@ -62,6 +62,7 @@ def check_collectives(world: Group, device: torch.device) -> Finding:
     # Allocations come first: a rank that fails here would leave the others waiting in a collective.
     own_values, every, arrived = run_everywhere(world, buffers)
     following, previous = (mine + 1) % n, (mine - 1) % n
+    # Every rank sends and receives at once, so each link of the ring is used.
     for work in world.exchange([(own_values.clone(), following)], [(arrived, previous)]):
         work.wait()
     pairs = {
@@ -71,6 +72,7 @@ def check_collectives(world: Group, device: torch.device) -> Finding:
         "all-to-all": (world.all_to_all(own_values[:1].expand(n).contiguous(), [1] * n, [1] * n), every),
         "send and receive": (arrived, torch.full_like(own_values, float(previous + 1))),
     }
+    # Small whole numbers are exact in every dtype and order of sums, so equality is the right test.
     wrong = [name for name, (got, want) in pairs.items() if not torch.equal(got.float().cpu(), want.float().cpu())]
     if wrong:
         return failure(
@@ -102,6 +104,7 @@ def measure_links(world: Group, device: torch.device) -> list[NetworkLink]:
     while stride < world.size:
         target, source = (world.index + stride) % world.size, (world.index - stride) % world.size
         taken = [_exchange_s(world, message, arriving, target, source, device) for _ in range(ROUNDS + 1)]
+        # The first exchange opens the connection. The fastest of the others is least disturbed by neighbours.
         own_rate = torch.tensor([len(message) / min(taken[1:])], dtype=torch.float64, device=device)
         rates = world.all_gather(own_rate).tolist()
         # A rank is done when its message has arrived: the rate is of the link that ends here.
@@ -113,6 +116,7 @@ def measure_links(world: Group, device: torch.device) -> list[NetworkLink]:
 def _exchange_s(
     world: Group, message: torch.Tensor, arriving: torch.Tensor, target: int, source: int, device: torch.device
 ) -> float:
+    # All ranks begin together, else a late sender counts as a slow link.
     world.barrier()
     began = time.perf_counter()
     for work in world.exchange([(message, target)], [(arriving, source)]):
@@ -132,6 +136,7 @@ def judge_links(links: Sequence[NetworkLink], nodes: Sequence[int]) -> Finding:
     for link in links:
         kind = "within a node" if nodes[link.source] == nodes[link.target] else "between nodes"
         kinds.setdefault(kind, []).append(link)
+    # The median of each kind is the reference: no data sheet knows the cables and switches of a site.
     medians = {kind: statistics.median(link.bytes_per_s for link in of_kind) for kind, of_kind in kinds.items()}
     every = [(link, kind) for kind, of_kind in kinds.items() for link in of_kind]
     slow = [(link, kind) for link, kind in every if link.bytes_per_s < SLOW_LINK * medians[kind]]
@@ -160,6 +165,7 @@ def judge_links(links: Sequence[NetworkLink], nodes: Sequence[int]) -> Finding:
 
 def _all_slow(rank: int, links: Sequence[NetworkLink], slow: set[tuple[int, int]]) -> bool:
     pairs = [(link.source, link.target) for link in links if rank in (link.source, link.target)]
+    # With one or two links there is no telling whether the rank or its peer is slow.
     return len(set(pairs)) > 2 and all(pair in slow for pair in pairs)
 
 
@@ -182,6 +188,7 @@ def judge_ranks(flop_per_s: Sequence[float], nodes: Sequence[int]) -> Finding:
 
 def node_numbers(names: Sequence[str]) -> list[int]:
     """Return the node number of each rank, numbered by first appearance."""
+    # Numbers stand for host names, which must not leave the cluster in a shared document.
     order = list(dict.fromkeys(names))
     return [order.index(name) for name in names]
 

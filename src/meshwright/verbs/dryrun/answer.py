@@ -147,6 +147,7 @@ def dry_run(
         keys: Keys of a plan file, as model="llama-tiny", layout={"tp": 2}.
     """
     parsed = read_plan(plan, keys, device=device, load=load)
+    # Before torch is loaded, so that a mistyped rank costs no seconds.
     check_ranks(parsed.layout, ranks)
     from meshwright.observe.dryrun.document import room_of  # loads torch
     from meshwright.observe.dryrun.simulate import dry_run as simulate

@@ -45,6 +45,8 @@ TOKENS_PER_PASS = {"cpu": 8192, "cuda": 65536}
 """Tokens of one forward pass over items of tasks, by device."""
 Progress = Callable[[int, int], None]
 Loader = Callable[[], TrainedModel]
+_ByMetric = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Metric -> item -> (nats, tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,7 @@ class AdaptersInTurn:
         weights_by_name = self.plain().model.state_dict()
         adapter = opened_adapter(name, self.folders[name], self.base.model, self.base.path)
         adapted = {key: parts for key in weights_by_name if (parts := adapter_parts(key, adapter.tensors))}
+        # Quantized matrices are no weights of the state dict, so their adapters find nothing to merge into.
         if sum(map(len, adapted.values())) < len(adapter.tensors):
             raise ArgumentError(
                 "adapter",
@@ -183,6 +186,7 @@ class AdaptersInTurn:
         with torch.no_grad():
             for key, parts in adapted.items():
                 weight = weights_by_name[key]
+                # A copy, since subtracting the adapter again would leave rounding errors in the base.
                 self._plain[key] = weight.to("cpu", copy=True)
                 low = {part: tensor.to(weight.device) for part, tensor in parts.items()}
                 weight.copy_(merge_adapter(weight.float(), low, adapter.lora))
@@ -290,6 +294,7 @@ def _on_held_out(
     """
     open_first, *others = models.values()
     opened = open_first()
+    # Both models read the same rows, held out by whichever of them is a run.
     theirs = None if other is None or opened.plan is not None else _run_of(other)
     reads = described(theirs) if theirs is not None and (theirs / "plan.yaml").is_file() else opened
     parts = reads.held_out_rows(data, sequences, apart=True).parts
@@ -313,10 +318,6 @@ def _on_held_out(
         means = _weighted_means(each, [weight for _, weight in named]) if sources else ()
         figures += [replace(figure, adapter=name) for figure in (*means, *chain.from_iterable(each))]
     return figures
-
-
-_ByMetric = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Metric -> item -> (nats, tokens)."""
 
 
 def _source_figures(task: str, after: _ByMetric, before: _ByMetric | None) -> list[EvaluatedFigure]:

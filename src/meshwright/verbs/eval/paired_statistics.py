@@ -69,6 +69,7 @@ def difference(before: Sequence[Any], after: Sequence[Any], figure: Aggregate) -
         drawn = [figure.compute([b for _, b in draw]) - figure.compute([a for a, _ in draw]) for draw in pairs]
         return Estimate(value=mean_change, error=_spread(drawn))
     first, second = _sums(before, figure.kind), _sums(after, figure.kind)
+    # Weights are tokens of the same items, hence equal for both models.
     changes = np.stack((second[:, 0] - first[:, 0], first[:, 1]), axis=1)
     return Estimate(value=mean_change, error=_linear_error(changes))
 
@@ -89,6 +90,7 @@ def verdict(change: Estimate, items: int, higher_is_better: bool | None) -> Verd
     """Judge a difference: beyond noise means outside its two-sided 95 % interval (Student's t)."""
     if items < FEWEST or change.error is None:
         return "too few items"
+    # _SMALL covers rounding where both models agree on every item and the error is 0.
     if abs(change.value) <= max(critical(items - 1) * change.error, _SMALL):
         return "within noise"
     if higher_is_better is None:
@@ -126,6 +128,7 @@ def _resample(items: Sequence[Any]) -> list[list[Any]]:
     if len(items) < 2:
         return []
     draws = DRAWS_OF_TEXTS if "str" in {type(part).__name__ for part in _flat(items[0])} else DRAWS
+    # A fixed seed: the same figures must give the same verdict on every run.
     chosen = np.random.default_rng(0).integers(len(items), size=(draws, len(items)))
     return [[items[at] for at in row] for row in chosen.tolist()]
 

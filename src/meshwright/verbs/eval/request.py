@@ -24,6 +24,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotatio
     """YAML loader that allows `!function module.name` without following it."""
 
 
+# Task files name Python functions by tags. Resolving them would run code of the file while it is only read.
 _Loader.add_multi_constructor("!", lambda loader, tag, node: f"{tag} {getattr(node, 'value', '')}")
 
 
@@ -37,16 +38,20 @@ def task_configs(paths: Sequence[str]) -> list[dict[str, Any]]:
     for given_path in paths:
         path = Path(given_path).expanduser()
         if not path.exists():
-            raise DataError(f"--tasks {given_path} does not exist: name a task's YAML file, or a folder of them")
+            raise DataError(
+                f"{argument('tasks', given_path)} does not exist: name a task's YAML file, or a folder of them"
+            )
         files = sorted(path.glob("**/*.yaml")) if path.is_dir() else [path]
         tasks = [(file, content) for file in files if isinstance((content := _read(file)).get("task"), str)]
         if not tasks:
             what = "holds no task: no .yaml file there" if path.is_dir() else "is no task: it"
-            raise DataError(f"--tasks {given_path} {what} names one with 'task: NAME'")
+            raise DataError(f"{argument('tasks', given_path)} {what} names one with 'task: NAME'")
         for file, content in tasks:
             name = content["task"]
             if name in configs:
-                raise DataError(f"--tasks: two tasks are named {name}, in {configs[name]['include']} and in {file}")
+                raise DataError(
+                    f"{argument('tasks')}: two tasks are named {name}, in {configs[name]['include']} and in {file}"
+                )
             configs[name] = {"include": str(file.resolve()), "task": name, **_data_location(file, content)}
     return list(configs.values())
 
@@ -63,9 +68,10 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = _Loader(file.read_text(encoding="utf-8")).get_single_data()
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"--tasks {file} cannot be read: {' '.join(str(error).split())}") from None
+        raise DataError(f"{argument('tasks', file)} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise DataError(f"--tasks {file} is no task: a YAML mapping with 'task: NAME' is needed")
+        raise DataError(f"{argument('tasks', file)} is no task: a YAML mapping with 'task: NAME' is needed")
+    # Before includes are joined: paths are relative to the file that states them.
     content = {**content, **_resolve_data_paths(file, content)}
     included = content.pop("include", ())
     for name in reversed([included] if isinstance(included, str) else list(included)):
@@ -93,7 +99,7 @@ def _absolute(file: Path, names: Any) -> Any:
         return [_absolute(file, part) for part in names]
     path = (file.parent / str(names)).resolve()
     if "*" not in str(names) and not path.is_file():
-        raise DataError(f"--tasks {file}: data_files names {names}, and there is no {path}")
+        raise DataError(f"{argument('tasks', file)}: data_files names {names}, and there is no {path}")
     return str(path)
 
 
@@ -104,8 +110,8 @@ def _data_location(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     named = data_path in BUILDERS and isinstance(options, dict) and options.get("data_files")
     if not (makes_its_own or named or (isinstance(data_path, str) and Path(data_path).is_dir())):
         raise DataError(
-            f"--tasks {file}: its data (dataset_path: {data_path}) is not on this machine: give a folder, or "
-            "dataset_path: json with dataset_kwargs.data_files. Nothing is downloaded"
+            f"{argument('tasks', file)}: its data (dataset_path: {data_path}) is not on this machine: give a "
+            "folder, or dataset_path: json with dataset_kwargs.data_files. Nothing is downloaded"
         )
     return {name: content[name] for name in ("dataset_path", "dataset_kwargs") if name in content}
 

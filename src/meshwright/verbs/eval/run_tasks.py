@@ -65,6 +65,7 @@ def run_tasks(
             if shots is not None or task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=shots or 0)
             task.set_fewshot_seed(seed=SEED)
+        # Bootstrap is off in the harness: errors are computed here, paired by item.
         evaluation = _evaluate(tasks, HarnessModel(text, progress=progress), limit, chat=text.template is not None)
     return [figure for name, task in tasks.items() for figure in _figures(name, task, evaluation)]
 
@@ -97,6 +98,7 @@ def _failure(what: str, error: Exception) -> DataError:
 def _figures(name: str, task: Any, evaluation: Any) -> Iterator[TaskFigure]:
     samples: dict[tuple[str, str], dict[str, Any]] = {}
     for sample in evaluation["samples"][name]:
+        # The hash of the content guards against pairing items of two versions of a data set.
         item_name = f"{sample['doc_id']} {sample['doc_hash']}"
         for metric in sample["metrics"]:
             samples.setdefault((metric, sample["filter"]), {})[item_name] = sample[metric]

@@ -23,8 +23,8 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.presets import suggest
+from meshwright.stacks.config_files import option_words
 from meshwright.stacks.declaration.software import TrainingSoftware, error_sentences
-from meshwright.stacks.file_forms import option_words
 
 BESIDE = ("cluster", "nodes", "stack", "price")
 """Keys of `beside`. `for` means `stack`."""
@@ -32,6 +32,7 @@ KEYS = ("cluster", "nodes", "for", "price")
 """The keys as users type them."""
 MOST_USD = 1e6
 """Highest price of a device-hour, in dollars."""
+COMPARED = ("tokens_per_second", "peak_bytes", "usd_per_billion_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -92,9 +93,6 @@ class ExploreAnswer(Answer):
         return whole(table(("cluster", "layout", "tokens/s", "GiB", "per 1e9 tokens"), cells))
 
 
-COMPARED = ("tokens_per_second", "peak_bytes", "usd_per_billion_tokens")
-
-
 def _ratio(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     first, second = rows[0][name], rows[1][name]
     return None if first is None or second is None else second / first
@@ -126,6 +124,7 @@ def _data(half: Half) -> dict[str, Any]:
             raise
         software = chosen_software(half.software.word)
         assert software is not None
+        # The error of the page knows no software; this one names what the software lacks.
         raise none_offered(software, half.estimator, half.plan, {}) from None
 
 
@@ -175,6 +174,7 @@ def explore(
         return ExploreAnswer(halves=(first,))
     batch = first.plan.recipe  # both make the same step
     same = (f"sequence={batch.sequence}", f"global_batch={batch.global_batch}")
+    # A price belongs to a device: on another cluster the first one would be wrong.
     other = changes.get("cluster", cluster)
     count = int(changes["nodes"]) if "nodes" in changes else nodes
     paid = float(changes["price"]) if "price" in changes else price if other == cluster else None

@@ -9,7 +9,7 @@ import typer
 
 from meshwright.interface import options as asked
 from meshwright.interface.terminal.screen_text import printable
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import ArgumentError, PlanError
 
 if TYPE_CHECKING:
     from meshwright.interface.trained.trained_model import Generated, TrainedModel
@@ -49,9 +49,9 @@ def generate(
     if [prompt is None, typed_ids is None, prompts is None].count(False) != 1:
         raise PlanError("give a prompt: either --prompt TEXT, --prompt-ids 1,2,3, or --prompts FILE")
     if samples < 1:
-        raise PlanError(f"--samples {samples} must be at least 1")
+        raise ArgumentError("samples", samples, "must be at least 1")
     if max_new_tokens < 0:
-        raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")
+        raise ArgumentError("max_new_tokens", max_new_tokens, "must be 0 or more")
     asked.check_adapter(adapter)
     if chat and typed_ids is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template takes text, as --prompt")
@@ -128,5 +128,5 @@ def _ids(text: str) -> list[int]:
     except ValueError:
         ids = []
     if not ids or min(ids) < 0:
-        raise PlanError(f"--prompt-ids {text!r} is not understood: give token ids as 1,2,3")
+        raise ArgumentError("prompt_ids", text, "is not understood", "give token ids as 1,2,3")
     return ids

@@ -113,9 +113,9 @@ class PlanAnswer(Answer):
                 "stack",
                 sentence=f"write() is for another training software: ask with {argument('stack')}, or take save(FILE)",
             )
-        from meshwright.stacks.config_writing import write
+        from meshwright.stacks.config_files import write_files
 
-        return write(self.software, self.plan, Path(folder))
+        return write_files(self.software, self.plan, Path(folder))
 
     def save(self, file: str | Path) -> Path:
         """Write the recommended plan, for `train`."""
@@ -201,6 +201,7 @@ def plan(
         PlanError: An argument makes no sense.
     """
     asked = asked_plan(model, cluster, nodes, section_words(recipe), tune, str(teacher))
+    # A lower limit is a smaller device to every rule, so the search needs no second notion of room.
     asked = asked if memory is None else within(asked, memory)
     budget = tokens_of(tokens)
     _check_price(price, budget)
@@ -225,6 +226,7 @@ def plan(
         ranking = rank_candidates(estimator, asked, fixed)
     if not ranking.best:
         every = software.fixed() if software else {}
+        # If another layout fits, the fixed fields are to blame, and more nodes would be bad advice.
         free = not (fixed_degrees and search(estimator, asked, fixed=every, listed=1).best)
         adapted = None
         if not (tune or teacher or words) and asked.model.lora is None:
@@ -233,6 +235,7 @@ def plan(
                 adapted = plan(model, cluster=cluster, tune="lora", listed=1, **shared).best.peak_bytes
         raise _does_not_fit(estimator, ranking, every, free=free, adapted_bytes=adapted)
     ranking = recommend(estimator, asked, ranking, fixed)
+    # After the recommendation, which may come from below the listed ones.
     del ranking.best[listed or LISTED_LAYOUTS :]
     return PlanAnswer(ranking=ranking, estimator=estimator, fixed=fixed, tokens=budget, price=price, software=software)
 

@@ -161,7 +161,7 @@ def plan(
     if save is not None:
         _check_save(save, model)
     if top is not None and not 1 <= top <= MOST_SHOWN:
-        raise PlanError(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
+        raise ArgumentError("top", top, f"must be at least 1 and at most {MOST_SHOWN}")
     try:
         answer = rank_layouts(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
@@ -205,10 +205,17 @@ def _with_gpus(cluster: str | None, gpus: int | None) -> str | None:
         return cluster
     if cluster is not None and (sold := machine(cluster)) is not None:
         if sold.devices != gpus:
-            raise PlanError(f"--cluster {cluster} has {sold.devices} devices: leave --gpus out, or name the device")
+            raise ArgumentError(
+                "cluster", cluster, f"has {sold.devices} devices", f"leave {argument('gpus')} out, or name the device"
+            )
         return cluster
     if cluster is None or split_cluster(cluster)[1] not in (1, gpus):
-        raise PlanError(f"--gpus {gpus} counts the devices of --cluster per node: name the device, as --cluster h100")
+        raise ArgumentError(
+            "gpus",
+            gpus,
+            f"counts the devices of {argument('cluster')} per node",
+            f"name the device, as {argument('cluster', 'h100')}",
+        )
     return f"{split_cluster(cluster)[0]}x{gpus}"
 
 
@@ -234,10 +241,12 @@ def _check_save(save: Path, model: str) -> None:
     from meshwright.interface.answers.answer import check_parent
 
     if save == Path(model):
-        raise PlanError(f"--save {save} is the plan that was read: name another file")
+        raise ArgumentError("save", save, "is the plan that was read", "name another file")
     check_parent(save, "save")
     if save.is_file() and "#" in save.read_text(encoding="utf-8", errors="replace"):
-        raise PlanError(f"--save {save} would replace a file with comments, which --save did not write: name another")
+        raise ArgumentError(
+            "save", save, "would replace a file with comments, which --save did not write", "name another"
+        )
 
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
@@ -274,4 +283,4 @@ def _check_folder(folder: Path | None, stack: str) -> None:
     if stack in ("", "meshwright"):
         raise PlanError("--out is for --for STACK: take --save FILE for a plan of this package's engine")
     if folder.is_file():
-        raise PlanError(f"--out {folder} is a file: name a folder")
+        raise ArgumentError("out", folder, "is a file", "name a folder")

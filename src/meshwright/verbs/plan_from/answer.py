@@ -19,10 +19,10 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from meshwright.spec.plan.plan import differences
+from meshwright.stacks.config_files import ENDINGS, option_word
 from meshwright.stacks.config_reading import ReadConfig, example, read
 from meshwright.stacks.declaration.option import Form
 from meshwright.stacks.declaration.software import TrainingSoftware, error_sentences
-from meshwright.stacks.file_forms import ENDINGS, option_word
 
 RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
 
@@ -82,6 +82,7 @@ class ConfigAnswer(Answer):
             old, new = (self.software.all_facts(replace(asked, model=asked.model.base)) for asked in (self.plan, plan))
         except PlanError:
             return differences(self.plan.layout, plan.layout)
+        # Of a single file only its own options may change, and those of files that it names.
         files = self.software.files if self.config.paths[0].is_dir() else [self._file, *self.software.named_files]
         words = [
             word for file in files for word in _changed(file.form == "shell", file.settings(old), file.settings(new))
@@ -188,6 +189,7 @@ def plan_from(
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ArgumentError("nodes", nodes, f"must be at least 1 and at most {MOST_NODES:,}")
     node = presets.cluster(cluster)
+    # The user knows the cluster better than the file, which may come from another site.
     machine = replace(node, nodes=nodes or config.nodes(node.devices_per_node))
     # A file may be for fewer devices than the cluster has, and its batch is divided among these.
     config, machine = _with_its_devices(config, machine)

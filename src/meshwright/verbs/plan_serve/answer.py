@@ -93,6 +93,7 @@ class ServingAnswer(Answer):
     def bytes_per_parameter(self) -> float:
         """Bytes of all GPUs of one engine, for weights and the cache of its requests, per parameter."""
         best = self.best
+        # More requests than fit wait in the queue and take no memory.
         sequences = min(self.asked.concurrency / best.engines, best.memory.most_sequences * best.degrees.attention_dp)
         ranks = best.degrees.tp
         held = best.memory.weights_bytes * best.degrees.gpus + sequences * ranks * best.memory.sequence_bytes
@@ -230,6 +231,7 @@ def plan_serving(
         PlanError: An argument makes no sense.
     """
     plan = asked_plan(model, cluster, nodes, ())
+    # A measured machine is planned for our own engine, which `measure` runs in fp32.
     machine_file = cluster if cluster is not None and is_file(cluster) else None
     default_format = "fp32" if machine_file else "bf16"
     quantization, kv_dtype = quantization or default_format, kv_dtype or default_format
@@ -252,6 +254,7 @@ def plan_serving(
     if not answer.fitting:
         raise _does_not_fit(answer)
     # Prefer a layout that holds all requests at once to faster ones that let some wait.
+    # Layouts are ordered by speed, so the first that holds all requests is the fastest of these.
     holding = [layout for layout in planned if layout.fits and not layout.waits]
     if holding and holding[0] is not planned[0]:
         planned.remove(holding[0])
@@ -322,6 +325,7 @@ def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes
     if file.serving:
         return engine_times(file.serving, estimator.speeds, estimator.links)
     host = estimator.speeds.host
+    # Without rates of the serving engine, launches cost what they do in training.
     each = host.layer(plan.model.base, routed=plan.model.moe is not None, experts=0)[0] if host else 0.0
 
     def timed(deployment: Deployment) -> StepTimes:
@@ -337,6 +341,7 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
     """Return step times of Meshwright's engine by its measured rates on a machine."""
 
     def timed(deployment: Deployment) -> StepTimes:
+        # Sampling reads all logits of a sequence, so its time grows with the vocabulary.
         sequence_s = rates.sequence_s + rates.logit_s * deployment.model.shape.vocab
         rules = deployment.framework._replace(
             layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=sequence_s * 1e6, fuses=True,
@@ -355,6 +360,7 @@ def _adapter(asked: ServingRequest, number: int, rank: int, targets: str) -> LoR
         lora = LoRAShape(rank=rank, targets=targets)
         replace(asked.model.shape.base, lora=lora)
     except ArgumentError as error:
+        # The shape names keys of a plan, and the caller knows arguments of this function.
         name = error.argument.replace("model.lora.", "adapter_")
         raise ArgumentError(name, error.value, error.rule, error.remedy) from None
     return lora
@@ -375,6 +381,7 @@ def _does_not_fit(answer: ServingAnswer) -> DoesNotFit:
         for name in NARROWER if FORMATS[name].width < load.formats.experts.width
     ]  # fmt: skip
     smaller = smallest_format(load, others)
+    # Tensor parallelism stays within a node, so more nodes would not help: name a larger node.
     more = Cluster(device=load.cluster.device, devices_per_node=2 * load.cluster.devices_per_node)
     hint = (
         smaller

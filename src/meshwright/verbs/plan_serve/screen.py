@@ -54,6 +54,7 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
     yield from marked([f"  {word}  {best.words}{note}"], word, colour)
     first, each = f"first token {_ms(served.first_token_s)}", f"per token {_ms(served.per_token_s)}"
     yield from wrapped([first, each, f"{_rate(best.tokens_per_s)} tokens/s"], width(), "    speed    ")
+    # A device without a known memory has nothing to divide; its rows of memory would be infinite.
     if memory.usable_bytes < float("inf"):
         graphs = [f"CUDA graphs {short_gib(memory.graphs_bytes)}"] if memory.graphs_bytes else []
         cache = f"cache {short_gib(memory.cache_bytes)} of {short_gib(memory.usable_bytes)}"

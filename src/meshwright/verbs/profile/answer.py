@@ -163,6 +163,7 @@ def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
     """Measure a plan and write the files into its run folder. None = another rank than the first."""
     plan.check()
     refuse_unwritable(Path(plan.run))
+    # A named folder may hold another plan, whose files would then describe two programs.
     if not default_folders.is_open(plan.run):
         refuse_other(Path(plan.run), plan)
     measured = measure(plan)
@@ -170,6 +171,7 @@ def measure_and_keep(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
         return None
     from meshwright.observe.profile.perfetto import trace
 
+    # The number of a default folder is chosen last: a failed measurement leaves none behind.
     plan = replace(plan, run=default_folders.settle_run(plan))
     answer = ProfileAnswer(
         profile=measured, plan=plan, files=(Path(plan.run, "profile.json"), Path(plan.run, "trace.json"))

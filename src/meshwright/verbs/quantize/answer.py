@@ -235,6 +235,7 @@ def quantize(
             path, target, scheme, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
             checkpoint=checkpoint, quality=quality, keep=keep,
         )  # fmt: skip
+    # Readers of these formats take fp16 scales only; the scheme must say so before sizes are predicted.
     if format in FP16_SCALES:
         taken = replace(taken, scales="float16")
     limit = None if budget is None else bytes_of(budget)
@@ -251,11 +252,13 @@ def quantize(
     columns: Mapping[str, Tensor] = {}
     if taken.outliers == "calibrated":
         assert before is not None and text is not None
+        # Which columns hold outliers is a property of the model, so a few windows of text are enough.
         peaks = column_peaks(before.opened.model, text.calibration, whole_model.schemes)
         columns = outlier_columns(peaks, taken.threshold)
         whole_model = replace(whole_model, outlier_columns={name: len(numbers) for name, numbers in columns.items()})
     if limit is not None:
         assert before is not None and text is not None
+        # Sensitivities are measured on the calibration text: scored text must stay unseen.
         whole_model = _within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
     # The size is known before a byte is written, so a disk that is too small is refused now.
     predicted = predicted_bytes(FORMATS[format], whole_model)
@@ -278,6 +281,7 @@ def quantize(
         calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0,
         calibration_text=text.source if text and taken.calibrated else "", resumed_blocks=made.resumed,
         budget_bytes=limit, bits=bits_of(whole_model.schemes),
+        # The native folder can be read by Meshwright alone, so the answer names the formats that others read.
         other_formats=tuple(name for name in FORMATS if name != DEFAULT and not FORMATS[name].refusal(whole_model))
         if format == DEFAULT else (),
     )  # fmt: skip
@@ -292,6 +296,7 @@ def _quantize_to_gguf(
     wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_to_quantize(original, keep)
     unquantized = tuple(layer for layer in quantizable(original.shape) if layer not in names)
     plan = plan_gguf(original, wanted, taken, unquantized)
+    # GGUF is written in one pass without unfinished blocks beside it, so the file itself is all it needs.
     check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
     layers: list[QuantizedLayer] = []

@@ -28,6 +28,7 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
     """Return the scheme of a name, with the given changes. Raises ArgumentError for options that it lacks."""
     if name not in SCHEMES:
         known = [*SCHEMES, *GGUF_SCHEMES]
+        # A bare method such as int4 is completed to its schemes before spelling is compared.
         close = [candidate for candidate in known if candidate.startswith(f"{name}-")] or find_nearest(name, known, 1)
         hint = f"; nearest: {', '.join(close)}" if close else ""
         raise ArgumentError("scheme", name, "is not known", f"take one of {', '.join(known)}{hint}")
@@ -77,6 +78,7 @@ def check_request(
     for option, number in (("sequences", sequences), ("calibration", calibration)):
         if number < 1:
             raise ArgumentError(option, number, "must be 1 or more")
+    # Written with not, so that NaN is refused as well.
     if max_kl is not None and not max_kl >= 0:
         raise ArgumentError("max_kl", max_kl, "must be 0 or more")
     check_dtype(dtype)
@@ -90,6 +92,7 @@ def check_request(
         refuse_taken(target, "out")
         if budget is not None:
             bytes_of(budget)
+            # It raises for a scheme of one fixed width, before the model is read.
             ladder(taken)
     refuse_unwritable(target, "out")
     if data is not None:
@@ -115,6 +118,7 @@ def bytes_of(budget: str | int) -> int:
     if isinstance(budget, int):
         number, unit = str(budget), ""
     else:
+        # Units keep their case: MB is 10^6 bytes, and Mb would be bits.
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
         number, unit = match.groups() if match else ("", "")
     if not number or unit not in UNITS or float(number) <= 0:
@@ -126,6 +130,7 @@ def bytes_of(budget: str | int) -> int:
 def check_room(target: Path, needed: int) -> None:
     """Raise RunError unless the disk of `target` has room for this many bytes."""
     free = free_bytes(target)
+    # Some network file systems do not tell their free space; then the disk itself refuses.
     if free is not None and needed > free:
         raise RunError(
             f"{argument('out', target)}: the disk is too small. Quantizing needs {gib(needed)} ({needed:,} bytes), and "
@@ -139,6 +144,7 @@ def matrices_to_quantize(original: "OriginalModel", keep: Sequence[str]) -> list
 
     names = list(quantizable(original.shape))
     for pattern in keep:
+        # A mistyped pattern would silently quantize what the user wanted to keep.
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ArgumentError(
                 "keep", pattern, f"names no matrix that would be quantized; the first ones are {', '.join(names[:3])}"

@@ -29,6 +29,8 @@ OUTLIER_WINDOWS = 16
 """Windows to find outlier columns on. Schemes without outliers set as many aside."""
 CALIBRATION_WINDOWS = 128
 """Windows that a calibrated method reads by default."""
+MOST_FP32 = 2**30
+"""Most parameters of a model that is calibrated and compared in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,10 @@ def quantization_text(
         text = quantization_text(opened, None, sequences, None)
         rows = opened.held_out_rows(None, windows, trained=True)
         return replace(text, calibration=_batches(rows), source="what the run trained on")
+    # One reading of the text serves both parts, which are then cut so that they never overlap.
     beside = OUTLIER_WINDOWS if windows is None else windows
     rows = opened.held_out_rows(data, sequences + beside)
+    # Small batches, so that the cut between both parts falls near the wanted share even for short texts.
     batches = _batches(replace(rows, at_once=max(1, min(rows.at_once, sequences // 8, len(rows.rows) // 2))))
     if len(batches) < 2:
         window = max((batch.tokens.shape[1] for batch in batches), default=0)
@@ -71,6 +75,7 @@ def quantization_text(
             f"take 2 windows of {window:,}, which are {window + 2:,} tokens. Give a longer text as "
             f"{argument('data', 'PATH')}"
         )
+    # Both parts keep at least one batch, however short the text is.
     used = min(len(batches) - 1, max(1, round(len(batches) * beside / (sequences + beside))))
     source = "what the run held out" if data is None else str(data)
     return QuantizationText(calibration=batches[:used], scored=batches[used:], source=source)
@@ -78,10 +83,6 @@ def quantization_text(
 
 def _batches(rows: HeldOutRows) -> list[Batch]:
     return [batch for batch in rows.batches(pick_device()) if batch.valid]
-
-
-MOST_FP32 = 2**30
-"""Most parameters of a model that is calibrated and compared in fp32."""
 
 
 class QuantizedFolder:
@@ -97,6 +98,7 @@ class QuantizedFolder:
 
         A calibrated method also keeps its unfinished blocks beside them until the end.
         """
+        # Only blocks are kept unfinished: embeddings and head go straight into the folder.
         outside = sum(prod(size) for name, size in tensor_sizes(self.model.shape).items() if "layers." not in name)
         blocks = predicted - outside * self.model.dtype.itemsize - FinishedBlocks(self.target).bytes
         check_room(self.target, predicted + (max(0, blocks) if calibrated else 0))
@@ -110,6 +112,7 @@ class QuantizedFolder:
         calibrated = calibrate(self.target, self.original, self.model, text.calibration, dtype, done)
         self.layers, self.resumed = list(calibrated.layers), calibrated.resumed
         self._write({}, calibrated.weights)
+        # Not before the folder is complete: a killed run continues from these blocks.
         calibrated.finished.remove()
 
     def _write(self, columns: Mapping[str, Tensor], calibrated: Weights | None) -> None:
@@ -149,7 +152,9 @@ class BeforeQuantized:
 
         Also return output errors of layers with the same inputs in both.
         """
+        # Read back from disk, so that the comparison also covers the format and its reader.
         after = load(target, self.dtype).model
+        # Errors of layers need inputs of every layer, so they are measured on a few batches only.
         return compare(self.opened.model, after, self.scored), output_errors(
             self.opened.model, after, same, self.scored[:4]
         )

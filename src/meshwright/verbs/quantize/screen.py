@@ -62,6 +62,7 @@ def _details(answer: "QuantizeAnswer") -> Iterator[str]:
         return
     quality = answer.quality
     low, high = (SCHEMES if answer.scheme in SCHEMES else GGUF_SCHEMES)[answer.scheme].expected_kl
+    # Outside the usual range something may be wrong with the text or the model, even within the limit.
     usual = "" if low <= quality.kl <= high else f"; usual for {answer.scheme}: {low:g} to {high:g}"
     error = plus_minus(f"{quality.kl:.4g} ± {quality.kl_error:.2g}")
     limit = f"limit {answer.max_kl:g}; 99% of tokens below {quality.kl_p99:.3g}{usual}"

@@ -227,6 +227,7 @@ def rent(
     # The run on one device: every cluster takes its batch, so all train alike.
     plan = asked_plan(model, "h100", 1, section_words(recipe), tune)
     deadline_s = seconds_of(deadline)
+    # Runs beyond the limit are not searched, so a later deadline has to raise it.
     longest_s = LONGEST_S if deadline_s == float("inf") else max(LONGEST_S, deadline_s)
     asked = RentRequest(plan=plan, tokens=total, conditions=conditions, longest_s=longest_s, thorough=not quick)
     swept = sweep(asked, offers, names, numbers)
@@ -235,6 +236,7 @@ def rent(
     return RentAnswer(
         asked=asked, swept=swept, prices=offers, words=_words(model, plan, section_words(recipe), tune, total),
         deadline_s=deadline_s, budget_usd=float("inf") if budget is None else budget,
+        # Named devices without a figure are an error instead, raised by asked_devices.
         left_out={} if devices else left_out(offers),
     )  # fmt: skip
 
@@ -242,6 +244,7 @@ def rent(
 def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: float) -> tuple[str, ...]:
     words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name]
     words += ["--tune", tune] if tune else []
+    # `plan` would choose another batch for the cluster, and the figures would differ from this row.
     batch = [] if any("batch" in word for word in recipe) else [f"global_batch={plan.recipe.global_batch}"]
     for word in (*recipe, *batch):
         words += ["--recipe", word]
@@ -249,6 +252,7 @@ def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: flo
 
 
 def _total(tokens: str | float | None, size: str | float | None, epochs: float) -> float:
+    # Exactly one of both: two lengths could contradict each other, and none leaves the run open.
     if (tokens is None) == (size is None):
         raise ArgumentError(
             "tokens",
@@ -280,6 +284,7 @@ def asked_devices(names: str | Sequence[str] | None, table: Prices) -> tuple[str
     if names is None:
         return priced
     devices = price_tables.keys_of(names)
+    # Errors name the device as typed, which may be another spelling than that of its preset.
     for name, device in zip(names, devices, strict=True):
         if device not in priced:
             raise ArgumentError(
@@ -313,6 +318,7 @@ def _conditions(
     plain = Conditions()
     return replace(
         plain,
+        # The largest published record of failures: 419 interruptions of 16,384 GPUs in 54 days.
         mtbf_device_hours=LLAMA_3.mtbf_device_hours if mtbf is None else float(mtbf),
         restart_s=plain.restart_s if restart is None else float(restart),
         repair_s=plain.repair_s if repair is None else repair * HOUR_S,
@@ -329,6 +335,7 @@ def _within(name: str, number: float | None, least: float, most: float) -> None:
 
 def _no_run(asked: RentRequest, swept: Swept) -> DoesNotFit:
     name, years = asked.plan.model.name, many(round(asked.longest_s / LONGEST_S), "year")
+    # With no run at all, each cluster either lacks memory or takes too long.
     slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
     if slow and not unfit:
         return DoesNotFit(

@@ -128,6 +128,7 @@ def rent(
         else:
             answer = rent_training(model, **asked)
             lines = rent_answer(answer, every=every)
+    # The page and the JSON print one document, so they cannot disagree.
     document = answer.to_dict()
     if html is not None:
         write_page(html, page(document))

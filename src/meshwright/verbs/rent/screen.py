@@ -57,6 +57,7 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
     asked = f" that ends within {days(limit_s)}" if limit_s < float("inf") else ""
     best = answer.cheapest
     if best is None:
+        # Instead of a bare refusal, tell how far the best run is from the deadline.
         first = min(answer.front, key=lambda run: run.wall_s)
         yield f"NONE{asked}: the fastest takes {first.days} ({first.title})."
     else:
@@ -112,6 +113,7 @@ def _left_out(number: int) -> Iterator[str]:
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
     """Yield aligned columns as wide as their widest cell. Those without room follow below each row, by name."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # A narrow terminal drops whole columns from the right: the first ones answer the question.
     fits = sum(end <= width() for end in accumulate(size + 2 for size in wide))
     for row in rows:
         cells = (f"{cell:{side}{size}}" for cell, side, size in zip(row, sides, wide[:fits], strict=False))
@@ -144,6 +146,7 @@ def _energy(run: RentedRun) -> str:
 def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
     """Yield what was tried and what was assumed."""
     swept, conditions, longest_s = answer.swept, answer.asked.conditions, answer.asked.longest_s
+    # The limit grows with a later deadline, so the sentence has to name the limit that was used.
     longest = "a year" if longest_s == LONGEST_S else days(longest_s)
     whose = " (Llama 3)" if conditions.mtbf_device_hours == LLAMA_3.mtbf_device_hours else ""
     yield (

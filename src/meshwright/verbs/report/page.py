@@ -42,6 +42,17 @@ SAMPLED, LONGEST = 12, 4000
 """Steps whose samples are shown, and most characters of a text."""
 MOMENTS = 400
 """Most points of a memory timeline; the highest of each interval is shown."""
+POINTS = 600
+"""Most points of a curve, which a screen can still show."""
+SERIES = ("loss", "cross_entropy", "grad_norm", "tokens_per_second", "mfu_causal", "lr", "step_seconds")
+PLACES = ("step", "tokens", "seconds")
+MOST_BOXES = 20_000
+"""Most boxes of all ranks. A longer step is cut after its beginning."""
+Box = tuple[str, int, int, float, float]
+"""(kind, stage, micro-batch, start, length)."""
+PASSES = ("F", "B", "W", "BW")
+MADE_ELSEWHERE = ("F", "B", "BW")
+"""Passes that read what a neighbouring stage sends."""
 
 
 def page(runs: Sequence[FinishedRun], planners: Sequence[Estimator | None] = (), tolerance: float = 0.1) -> str:
@@ -183,12 +194,6 @@ def _thin_moments(moments: Sequence[PartPeak]) -> list[tuple[PartPeak, int]]:
     return [max(group, key=lambda entry: sum(held.bytes for held in entry[0].memory)) for group in groups]
 
 
-POINTS = 600
-"""Most points of a curve, which a screen can still show."""
-SERIES = ("loss", "cross_entropy", "grad_norm", "tokens_per_second", "mfu_causal", "lr", "step_seconds")
-PLACES = ("step", "tokens", "seconds")
-
-
 def curves(steps: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Return series by name.
 
@@ -237,15 +242,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _extreme(choose: Any, values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return choose(known) if known else None
-
-
-MOST_BOXES = 20_000
-"""Most boxes of all ranks. A longer step is cut after its beginning."""
-Box = tuple[str, int, int, float, float]
-"""(kind, stage, micro-batch, start, length)."""
-PASSES = ("F", "B", "W", "BW")
-MADE_ELSEWHERE = ("F", "B", "BW")
-"""Passes that read what a neighbouring stage sends."""
 
 
 def planned_timeline(planner: Estimator, plan: Plan, *, seconds: bool) -> dict[str, Any]:

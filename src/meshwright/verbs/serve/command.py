@@ -251,6 +251,7 @@ def serve(
             max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
         ),
     )  # fmt: skip
+    # Bit 4 of the last digit: other users may read it. Only a warning, since containers have one user.
     if api_key_file is not None and api_key_file.stat().st_mode & 0o004:
         remedy = f"chmod 600 {api_key_file}"
         print(f"meshwright: {api_key_file} can be read by every user of this machine: {remedy}", file=sys.stderr)
@@ -268,6 +269,7 @@ def serve(
         check_model(draft, dtype=dtype, named="draft")
     called = name or served_name(model)
     adapters = named_adapters(adapter, called)
+    # Bind the port once before the model is loaded: a port in use is refused in a second, not after minutes.
     options.listener().close()
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,

@@ -124,6 +124,7 @@ def _check(task: _Task) -> None:
     shape = described(path, task.checkpoint).model.shape
     refused = layout_violations(shape, Recipe(sequence=layout.tp), layout)
     if refused:
+        # The caller gave tp and ep as arguments, not as keys of a plan.
         raise IllegalLayout(refused[0].replace("layout.", ""))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus and layout.tp > gpus:
@@ -141,10 +142,12 @@ def _with_processes(task: _Task) -> Iterator[TrainedModel]:
         others = [start(_serve_rank, _follow_task, task, rank) for rank in range(1, task.layout.tp)]
         try:
             torch.set_num_threads(threads)
+            # Rank 0 watches the others while it waits, so a rank that fails to start is reported at once.
             _meet(task, 0, [process for process, _ in others])
             with _rank_part(task) as part:
                 assert part is not None and part.ranks is not None
                 ends = [process.sentinel for process, _ in others]
+                # An idle server sends nothing, so only the end of a process tells that its rank is gone.
                 threading.Thread(target=_watch, args=(ends, part.ranks), daemon=True).start()
                 yield part
             for process, _ in others:
@@ -156,6 +159,7 @@ def _with_processes(task: _Task) -> Iterator[TrainedModel]:
         finally:
             torch.set_num_threads(before)
             for process, pipe in others:
+                # A rank has nothing to save, and one inside a collective must not delay the end.
                 process.kill()
                 process.join()
                 pipe.close()
@@ -207,8 +211,10 @@ def _allocate_part(mesh: Mesh) -> Allocate:
 
 def _meet(task: _Task, rank: int, others: list[Any]) -> None:
     """Make the process group once all ranks are there. Raises RunError if one has ended."""
+    # A file needs no port, which another program could take between the choice and its use.
     store = dist.FileStore(task.store, task.layout.tp)
     store.set_timeout(NEVER)
+    # init_process_group would wait for a missing rank until its timeout, which is ten years here.
     store.set(f"here/{rank}", "")
     end = time.monotonic() + MEET_S
     while not store.check([f"here/{other}" for other in range(task.layout.tp)]):

@@ -173,6 +173,7 @@ class LiveDisplay(Display):
             self._console.print(f"[dim]{label:<6}[/dim] ", end="")
             self._console.print(sentence, markup=False, highlight=False)
         self._panel = Panel(info)
+        # rich would otherwise draw from a thread of its own, beside the thread that launches kernels.
         self._live = Live(self._panel, console=self._console, auto_refresh=False)
         self._live.start()
         self._draw()
@@ -204,6 +205,7 @@ class LiveDisplay(Display):
         if self._live is not None:
             self._live.refresh()
         took = time.monotonic() - began
+        # Drawing over a slow connection may take long; the pause grows with it, so training keeps its speed.
         self._next_s = began + max(REFRESH_S, took / SHARE)
 
 
@@ -381,6 +383,7 @@ def span(values: Sequence[float], keep: float = 0.95) -> tuple[float, float]:
     numbers = sorted(v for v in values if math.isfinite(v))
     if not numbers:
         return 0.0, 1.0
+    # Loss falls from its first value within few steps, and the rest of the curve would be a flat line.
     low, high = numbers[0], numbers[round(keep * (len(numbers) - 1))]
     room = 0.05 * (high - low) or 0.05 * abs(low) or 1.0
     return low - room, high + room

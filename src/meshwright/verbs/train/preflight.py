@@ -34,6 +34,7 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
     Ranks are spread evenly over `machines`. Raises DoesNotFit if the dry run does not fit, unless `anyway`.
     """
     predicted = build_estimator(plan).predict(plan)
+    # A plan for GPUs may be tried on a CPU; its planned times then describe another machine.
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
     sentences = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
     by_length = partial(_with_documents, plan) if plan.recipe.document_mask else None
@@ -61,6 +62,7 @@ def settle(plan: Plan, lacks: str) -> tuple[Plan, str]:
     `lacks`: what compiling needs and is missing here.
     """
     requested = plan
+    # Only auto gives way: an explicit compile=on must fail loudly rather than train slowly.
     if lacks and plan.layout.compile == "auto":
         plan = replace(plan, layout=replace(plan.layout, compile="off"))
     prediction = predict(plan)

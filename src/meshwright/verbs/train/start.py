@@ -12,7 +12,7 @@ import typer
 
 from meshwright.interface.process.environment import unread_accelerate_settings
 from meshwright.interface.process.launch import command, joined, launched, nodes, processes, rank, refuse_unnumbered
-from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.errors import ArgumentError, IllegalLayout
 from meshwright.spec.extras import require
 from meshwright.spec.plan.plan import SAMPLES, world_violation
 
@@ -62,7 +62,7 @@ class Options:
             if wanted:
                 require(service, f"--{service}")
         if self.hang_after is not None and not 0 <= self.hang_after < float("inf"):
-            raise PlanError(f"--hang-after {self.hang_after} must be a number of seconds, or 0 for no limit")
+            raise ArgumentError("hang_after", self.hang_after, "must be a number of seconds, or 0 for no limit")
 
     @property
     def words(self) -> list[str]:
@@ -79,6 +79,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     from meshwright.store.durable import refuse_unwritable
 
     hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
+    # Launchers that start processes without numbering them would train the same run many times.
     refuse_unnumbered(os.environ)
     violation = world_violation(plan, processes(), nodes())
     if violation:
@@ -89,6 +90,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     if rank() == 0:
         refuse_unwritable(Path(plan.run))
     check_sources(plan.data)
+    # One rank speaks for all, since every rank has read the same words.
     for note in (*notes, *unread_accelerate_settings(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 

@@ -48,6 +48,7 @@ Settings = dict[str, Any]
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """Weights with which each number of processes is drawn."""
+# No rank count divides a prime, so every split of the vocabulary has an uneven last part.
 VOCABULARIES = (31, 37, 41, 53, 61, 67, 97)
 """Primes."""
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -82,6 +83,7 @@ class DrawnCase:
 
 
 def _fields_by_key(kind: type, prefix: str = "") -> Iterator[tuple[str, "Field[Any]", Any]]:
+    # Dataclass fields hold annotations as written, which may be strings: only resolved hints can parse a word.
     hints = get_type_hints(kind)
     for field in fields(kind):
         if prefix or field.name not in SKIPPED_FIELDS:
@@ -120,6 +122,8 @@ def settings_of(drawn: DrawnCase) -> Settings:
                         (DrawnTeacher, drawn.case.teacher), (Layout, drawn.layout), (Case, drawn.case)):  # fmt: skip
         for key, field, _ in TABLES[kind] if owner is not None else []:
             setting = getattr(owner, field.name)
+            # A part whose settings all equal their defaults would otherwise vanish from the line, and with it the part
+            # itself.
             is_marker = ("." in key and field.default is MISSING) or key in MARKERS
             if is_marker or setting != derived.get(key, _default(key, field)):
                 settings[key] = setting
@@ -152,6 +156,7 @@ def violations(drawn: DrawnCase) -> list[str]:
     case, layout = drawn.case, drawn.layout
     if case.shape.positions == "learned" and case.sequence > case.shape.max_positions:
         return [f"sequence={case.sequence} exceeds max_positions={case.shape.max_positions}: take a shorter sequence"]
+    # Steps may differ in their batch, and each batch must be divisible by the ranks and micro-batches.
     for batch in sorted({case.sequences(step) for step in range(1, case.steps + 1)}):
         recipe = replace(case.recipe, sequence=case.sequence, global_batch=batch)
         refusals = layout_violations(case.shape, recipe, layout)
@@ -160,6 +165,7 @@ def violations(drawn: DrawnCase) -> list[str]:
             refusals += distillation_violations(recipe, case.shape, theirs, layout, drawn=False, mixed=False)
         if refusals:
             return refusals
+        # It raises PlanError itself for a batch that micro-batches do not divide.
         layout.micro_batches(batch)
     return []
 
@@ -195,6 +201,7 @@ def _format_value(value: Any) -> str:
 
 def _parse_word(key: str, word: str) -> Any:
     hint = HINTS[key]
+    # Only `T | None` occurs here, and None is never written: parse the word as T.
     if get_origin(hint) is UnionType:
         hint = next(alternative for alternative in get_args(hint) if alternative is not NoneType)
     if get_origin(hint) is Literal:
@@ -215,6 +222,7 @@ def _parse_word(key: str, word: str) -> Any:
 
 def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = False) -> DrawnCase:
     """Return case `index` of a seed, the same on every machine. `compiled` compiles blocks."""
+    # Python hashes a text seed by SHA-512, so the draws are equal on every platform and version.
     random = Random(f"{seed}:{index}")
     for _ in range(ATTEMPTS):
         settings = _draw_layout(random, processes)
@@ -226,6 +234,7 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= {"optimizer": "muon"} if often(random, MUON) else {}
         settings |= draw_adapters(random, settings)  # after the others, so that earlier seeds draw the same cases
         settings |= draw_teacher(random, settings)  # and this after it
+        # Later features are drawn last: a draw in between would shift all that follow, and change every seed.
         settings |= draw_codes(random, settings) | draw_rounding(random, settings)
         try:
             return _drop_unused(build_case(settings))
@@ -248,6 +257,7 @@ def _draw_layout(random: Random, processes: int) -> Settings:
     world = random.choices(list(worlds), list(worlds.values()))[0]
     degrees = dict.fromkeys(DEGREES, 1)
     while world > 1:
+        # Any divisor may go to any axis: degrees such as dp_shard=4 must occur beside products of smaller ones.
         factor = random.choice([n for n in range(2, world + 1) if world % n == 0])
         degrees[random.choice(DEGREES)] *= factor
         world //= factor
@@ -261,6 +271,7 @@ def _draw_layout(random: Random, processes: int) -> Settings:
     if layout["recompute"] != "none" and often(random, 0.4):
         layout["recompute_layers"] = random.randint(1, 3)
     layout["offload"] = "activations" if layout["recompute"] in OFFLOADED and often(random, 0.3) else "off"
+    # Reference kernels are slower and hide errors of the fast ones, so they are drawn once in six cases.
     layout["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
         layout["schedule"] = random.choice(NAMES)
@@ -304,10 +315,12 @@ def _draw_shape(random: Random, layout: Settings) -> Settings:
 
 def _draw_plain_attention(random: Random, heads: int, tp: int) -> Settings:
     """Draw key heads from one to all, as tp allows, and odd head sizes where nothing is rotated."""
+    # Key heads are either split over tp or repeated on its ranks: one number must divide the other.
     legal = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
     attention: Settings = {"kv_heads": random.choice([1, *legal]), "qk_norm": often(random, MORE_SHAPES)}
     if often(random, 0.25):
         return attention | {"positions": "learned", "head_dim": random.choice((3, 5, 7, 8, 9, 11))}
+    # Rotary embeddings turn pairs of numbers, so the head size is even wherever positions are rotated.
     return attention | {"head_dim": random.choice((4, 6, 8, 10, 14) if attention["qk_norm"] else (2, 4, 6, 8, 10, 14))}
 
 
@@ -323,6 +336,7 @@ def _draw_latent_attention(random: Random) -> Settings:
 
 
 def _draw_experts(random: Random, layout: Settings, layers: int) -> Settings:
+    # Experts are spread over the ranks of these axes; ep must divide both the ranks and the experts.
     ranks = layout["dp_shard"] * layout["cp"] * layout["tp"]
     experts = random.choice((3, 4, 5, 6, 7, 8))
     shared = gcd(experts, ranks)
@@ -395,6 +409,7 @@ def _draw_recipe(random: Random, settings: Settings) -> Settings:
         recipe["empty"] = _draw_empty_sequences(random, dp, rows, batch)
     if often(random, 0.15):
         recipe["last_target"] = random.randint(1, sequence)
+    # An overflow in one sequence must make every rank skip the step and halve the same loss scale.
     if recipe["precision"] == "fp16" and often(random, 0.6):
         recipe["overflow"], recipe["overflow_sequence"] = random.choice((1, 2)), random.randrange(batch)
     recipe |= _draw_states(random, recipe["precision"])
@@ -412,6 +427,7 @@ def _draw_states(random: Random, precision: str) -> Settings:
         states["master_weights"] = "none"
     if often(random, 0.2):
         states["optimizer_states"] = random.choice(("bf16", "int8"))
+        # Small tensors keep plain states, so an 8-bit state is only tested with matrices above that size.
         if states["optimizer_states"] == "int8":
             states |= {"hidden": random.randint(64, 80), "ffn": random.choice((64, 128, 256, 500))}
     return states
@@ -429,6 +445,7 @@ def _draw_fp8(random: Random, settings: Settings) -> Settings:
     fp8: Settings = {"products": every, "head_dim": MULTIPLE, "hidden": unit * units}
     fp8["ffn"] = unit * random.randint(1, 2)
     # Every width of a product in fp8 is a multiple of 16 on each rank of tp.
+    # The experts multiply in fp8 as well, so their width obeys the same rule.
     return fp8 | ({"moe.ffn": unit} if "moe.ffn" in settings else {})
 
 
@@ -473,6 +490,7 @@ def draw_adapters(random: Random, settings: Settings) -> Settings:
     plain = settings["precision"] == "fp32" and "compile" not in settings
     if plain and often(random, CODES):  # each rank quantizes what one device does
         lora["lora.base"] = random.choice(BASES)
+        # Codes are sharded by ZeRO-3 alone, which few draws combine with a quantized base by chance.
         if settings["pp"] == 1 and settings["dp_shard"] * settings["cp"] > 1 and often(random, SHARED_CODES):
             lora["zero"] = 3
     return lora

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.interface.answers.answer import check_parent
-from meshwright.spec.errors import OutsideTolerance, PlanError
+from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, argument
 from meshwright.spec.units import many
 
 if TYPE_CHECKING:
@@ -53,21 +53,23 @@ def verify(
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - ALL.keys()
     if unknown:
-        raise PlanError(f"--only {sorted(unknown)[0]!r} is not a feature: choose from {', '.join(ALL)}")
+        raise ArgumentError("only", sorted(unknown)[0], "is not a feature", f"choose from {', '.join(ALL)}")
     if processes < 1:
-        raise PlanError(f"--processes {processes} must be at least 1")
+        raise ArgumentError("processes", processes, "must be at least 1")
     if seed is not None and random is None:
-        raise PlanError(f"--seed {seed} chooses random cases: add --random N")
+        raise ArgumentError("seed", seed, "chooses random cases", f"add {argument('random', 'N')}")
     if page is not None:
         check_parent(page, "page")
     if random is not None and random < 1:
-        raise PlanError(f"--random {random} must be at least 1")
+        raise ArgumentError("random", random, "must be at least 1")
     if device not in ("cpu", "cuda"):
-        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+        raise ArgumentError("device", device, "is not known", "take cpu or cuda")
+    # Options are checked by now; these imports load torch, which takes seconds.
     from meshwright.observe.oracle.feature_matrix import run, trials, trials_of_one_rank
     from meshwright.verbs.verify.random_run import verify_case, verify_random  # loads torch
 
     allowed = _devices(device)
+    # On GPUs each rank takes one, since NCCL refuses two ranks on a device.
     processes = min(processes, allowed)
     if random is not None or case is not None:
         if (random is not None and case is not None) or wanted or page:
@@ -83,11 +85,13 @@ def verify(
         chosen, refused = trials_of_one_rank(every_compiled=compiled)
     else:
         chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
+    # The matrix covers pairs. A request for three features or more may need a layout of its own.
     having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
     chosen = having or [_fitting_trial(wanted, processes, allowed)]
     summary = f"{many(len(chosen), 'case')}, {sum(trial.layout.compile == 'on' for trial in chosen)} of them compiled"
     if one_gpu:
         summary = f"1 GPU: {summary}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
+    # On stderr, so that --json leaves one document on stdout.
     print(summary, file=sys.stderr, flush=True)
     outcomes = []
     for trial, difference in run(chosen, device):
@@ -161,10 +165,12 @@ def support_page(outcomes: Sequence[tuple["Trial", str | None]], refused: Mappin
         for pair in combinations(sorted(ran.features), 2):
             key = frozenset(pair)
             if difference:
+                # One failing layout condemns a pair, whatever the other layouts with it say.
                 state[key] = "different"
             else:
                 state.setdefault(key, "equal")
     features = {name for ran, _ in outcomes for name in ran.features}
+    # Without --compiled no layout has this feature, and its row would be empty.
     names = [name for name in FEATURES if name != "compiled" or name in features]
     lines = [
         "# Support",

@@ -103,6 +103,7 @@ PROPORTIONAL = (*DEGREES, "heads", "kv_heads", "sequence", "global_batch", "batc
 """Numbers that a degree divides: they get smaller in proportion with it."""
 UNORDERED = ("seed", "overflow", "overflow_sequence", "zero")
 """Numbers of which a smaller one is not simpler."""
+Change = Callable[[Settings], Settings | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,7 @@ class CaseVerdict:
 
 def judge_cases(cases: Sequence[DrawnCase], device: str = "cpu") -> Iterator[CaseVerdict]:
     """Yield the verdict on each case, smallest worlds first."""
+    # Small worlds start fastest, so a fault that all cases share is seen within seconds.
     for world in sorted({drawn.layout.world for drawn in cases}):
         indices = [index for index, drawn in enumerate(cases) if drawn.layout.world == world]
         for start in range(0, len(indices), BATCH):
@@ -130,6 +132,7 @@ def judge_cases(cases: Sequence[DrawnCase], device: str = "cpu") -> Iterator[Cas
 def judge_case(drawn: DrawnCase, device: str = "cpu", *, settle: bool = False) -> CaseVerdict:
     """Return the verdict on one case. Its tokens are drawn again only with `settle`."""
     alone, redrawn = _settle_case(drawn.case, device) if settle else (outcome(drawn.case, ALONE, device=device), 0)
+    # The verdict carries the final seed: printed as a command, it repeats exactly this case.
     drawn = replace(drawn, case=replace(drawn.case, seed=drawn.case.seed + redrawn))
     return CaseVerdict(index=0, drawn=drawn, difference=_run_and_compare(drawn, alone, device), redrawn=redrawn)
 
@@ -162,11 +165,13 @@ def _settle_case(case: Case, device: str) -> tuple[RankOutcome, int]:
         # Rounding decides which expert or code wins a near tie, and layouts may then differ without an error.
         if alone.margin >= NEAR_TIE and (case.precision != "fp32" or _rounding(drawn, alone, device) <= ROUNDING):
             return alone, redrawn
+    # Some cases never settle, such as Muon with few targets: they are judged with the wider band below.
     return outcome(case, ALONE, device=device), 0
 
 
 def _rounding(case: Case, alone: RankOutcome, device: str) -> float:
     """Return the largest distance of one device from itself with sums in another order."""
+    # Other kernels and single-sequence micro-batches change the order of nearly every sum.
     several = replace(ALONE, kernels="reference", micro_batch=1)
     other = outcome(case, several, device=device)
     whole = {name: tensor for name, (_, tensor) in other.tensors.items()}
@@ -178,6 +183,7 @@ def _run_and_compare(drawn: DrawnCase, alone: RankOutcome, device: str) -> str |
     try:
         [ranks] = _run_ranks(drawn.layout.world, [drawn], device)
     except RankError as error:
+        # The first line names the rank, and the last one of a traceback is the exception itself.
         lines = [line for line in str(error).splitlines() if line.strip()]
         return f"{lines[0].rstrip(':')}: {lines[-1]}" if len(lines) > 1 else lines[0]
     return difference(drawn.case, alone, ranks)
@@ -191,6 +197,7 @@ def _run_ranks(world: int, cases: Sequence[DrawnCase], device: str) -> list[list
 def difference(case: Case, alone: RankOutcome, ranks: Sequence[RankOutcome]) -> str | None:
     """Return the first difference, or an error of one device itself."""
     message = first_difference(alone, ranks, case.band)
+    # A band computed from NaN or infinity would accept anything, so such cases keep the fixed band.
     finite = all(map(isfinite, (*alone.losses, *alone.norms)))
     # Wider bands cost more runs on one device, so they are made only where the fixed one is broken.
     if message and finite and case.precision != "fp32" and not case.overflow:
@@ -231,6 +238,7 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
     def all_gradients(step: int) -> float:
         """Return the relative length of the difference, which bounds the error of the norm."""
         names = [name for name in gaps if name.startswith(f"step {step} gradient of ")]
+        # The norm of a difference bounds the difference of norms, by the triangle inequality.
         squares = [float((whole[name] - alone.tensors[name][1]).square().sum()) for name in names]
         return sqrt(sum(squares)) / exact.norms[step - 1]
 
@@ -245,11 +253,13 @@ def wider_band(case: Case, alone: RankOutcome) -> Band:
 
 def wrong_alone(case: Case, alone: RankOutcome) -> str | None:
     """Return an error that all layouts share: a wrong loss scale in fp16, or a loss far from that of fp32."""
+    # Only fp16 has a loss scale, and bf16 has the exponent range of fp32.
     if case.precision != "fp16":
         return None
     # The scale is followed by hand here: ranks and one device share the code that could be wrong.
     scale, good = SCALE, 0
     for step, actual in enumerate(alone.scales, start=1):
+        # The planted overflow skips the step and halves the scale that caused it.
         if step == case.overflow:
             scale, good = OVERFLOWING_SCALE / 2, 0
         else:
@@ -278,6 +288,7 @@ def smallest(failed: CaseVerdict, device: str = "cpu", *, limit_s: float = SHRIN
         best = replace(attempt, index=failed.index)
         return attempt.drawn
 
+    # The deadline is asked before each try, so the last try may end after it.
     shrink_case(failed.drawn, failing, lambda: monotonic() < end)
     return best
 
@@ -285,6 +296,7 @@ def smallest(failed: CaseVerdict, device: str = "cpu", *, limit_s: float = SHRIN
 def _difference_kind(difference: str) -> str:
     """Classify a difference: wrong on one device already, a failed rank (with its error), or another number."""
     if difference.startswith("one device"):
+        # Words 4 and 5 name the quantity, such as "loss scale": step numbers must not make two kinds of one fault.
         return " ".join(difference.split()[4:6])
     return difference.split(": ", 1)[1] if difference.startswith("rank") else "number"
 
@@ -312,6 +324,7 @@ def shrink_case(
             tried.add(repr(candidate))
             failing_case = failing(candidate)
             if failing_case is not None:
+                # Continue with the case as it failed: its seed may have changed while it was settled.
                 drawn, progress = failing_case, True
     return drawn
 
@@ -319,6 +332,7 @@ def shrink_case(
 def _size(drawn: DrawnCase) -> tuple[int, int, int, float]:
     """Return the size of a case: processes, then settings, then their numbers."""
     settings = settings_of(drawn)
+    # type() instead of isinstance: True is an int, and a switch is no size.
     numbers = [value for key, value in settings.items() if type(value) in (int, float) and key not in UNORDERED]
     return drawn.layout.world, len(settings), sum(len(v) for v in settings.values() if type(v) is tuple), sum(numbers)
 
@@ -330,9 +344,6 @@ def _build_or_none(settings: Settings | None) -> DrawnCase | None:
         return None
 
 
-Change = Callable[[Settings], Settings | None]
-
-
 def _changes(settings: Settings) -> Iterator[Change]:
     """Yield every change to try, largest first."""
     # Whole parts go first: one success there saves a try for each of their settings.
@@ -342,6 +353,7 @@ def _changes(settings: Settings) -> Iterator[Change]:
     groups += [(key,) for key in settings if any(key.startswith(part) for part in PARTS)]
     for keys in filter(None, groups):
         yield _leave_out(keys)
+    # A degree of 2 cannot shrink and stay parallel; leaving it out was tried above.
     for degree in sorted({settings.get(key, 1) for key in DEGREES} - {1, 2}):
         for smaller in range(2, degree):
             yield _scale_down(degree, smaller)
@@ -358,6 +370,7 @@ def _changes(settings: Settings) -> Iterator[Change]:
 
 def _leave_out(keys: tuple[str, ...]) -> Change:
     def change(settings: Settings) -> Settings | None:
+        # The smallest extra set that gives a legal case wins, so that as much as possible stays comparable.
         for more in ALSO_LEFT_OUT:
             rest = {key: value for key, value in settings.items() if key not in (*keys, *more)}
             if len(rest) < len(settings) and _build_or_none(rest) is not None:
@@ -397,6 +410,7 @@ def _scale_down(degree: int, smaller: int) -> Change:
 def _shorten(key: str, index: int) -> Change:
     def change(settings: Settings) -> Settings | None:
         setting = settings.get(key, ())
+        # The last element stays, since an empty tuple means the default and not a shorter list.
         if len(setting) <= index + (len(setting) == 1):
             return None
         return settings | {key: setting[:index] + setting[index + 1 :]}

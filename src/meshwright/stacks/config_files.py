@@ -1,4 +1,4 @@
-"""Text of a configuration file in its form: YAML, JSON, TOML, shell or Python."""
+"""Configuration files in their form (YAML, JSON, TOML, shell, Python), and those of a plan with its launch scripts."""
 
 import json
 import re
@@ -11,12 +11,24 @@ from typing import Any
 import yaml
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.declaration import python_text, shell_text
+from meshwright.spec.plan.plan import Plan
 from meshwright.stacks.declaration.option import Called, ConfigFile, Entry, Facts, Form, Setting, flatten, nest
+from meshwright.stacks.declaration.script_text import read_python, read_shell, write_python, write_shell
+from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 
 VARIABLE = re.compile(r"\$\{(\.?[\w.]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """Numbers that PyYAML reads as text: 3e-4 lacks a point."""
+ENDINGS: Mapping[str, Form] = {
+    ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".py": "python", ".sh": "shell",
+    ".slurm": "shell",
+    ".sbatch": "shell", ".bash": "shell", ".sub": "shell", ".args": "shell",
+}  # fmt: skip
+LARGEST_BYTES = 2**20
+MARK = "Written by meshwright plan --for"
+"""First words of every written file with comments. A file without them is never overwritten."""
+TORCHRUN = "--nnodes $NNODES --nproc_per_node $GPUS --node_rank $NODE_RANK --master_addr $HEAD --master_port $PORT"
+PORT = 29500
 
 
 def write_yaml(settings: Sequence[Setting], title: Sequence[str]) -> str:
@@ -41,6 +53,7 @@ def _yaml_word(value: Any) -> str:
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value):
         return value if yaml.safe_load(value) == value else json.dumps(value)
     if isinstance(value, float):
+        # repr writes 1e-05, which YAML 1.1 reads as text for want of a point.
         return f"{value:.10f}".rstrip("0") if 1e-9 < abs(value) < 1 else repr(value)
     return json.dumps(value)
 
@@ -48,6 +61,7 @@ def _yaml_word(value: Any) -> str:
 def read_yaml(text: str) -> list[Entry]:
     """Return every option with its line. Raises PlanError unless the text is a YAML mapping."""
     try:
+        # Nodes instead of values, because only nodes know their lines.
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
             raise PlanError("line 1: no mapping of keys to values")
@@ -131,6 +145,7 @@ def write_toml(settings: Sequence[Setting], title: Sequence[str]) -> str:
 
 
 def _toml_tables(tree: dict[str, Any], table: str) -> Iterator[str]:
+    # Plain keys come first: below the header of a table they would belong to that table.
     plain = {key: setting for key, setting in tree.items() if not isinstance(setting, dict)}
     if table and plain:
         yield ""
@@ -158,18 +173,12 @@ def read_toml(text: str) -> list[Entry]:
 
 WRITERS: Mapping[Form, Callable[[Sequence[Setting], Sequence[str]], str]] = {
     "yaml": write_yaml, "json": write_json, "toml": write_toml,
-    "shell": shell_text.write, "python": python_text.write,
+    "shell": write_shell, "python": write_python,
 }  # fmt: skip
 READERS: Mapping[Form, Callable[[str], list[Entry]]] = {
     "yaml": read_yaml, "json": read_json, "toml": read_toml,
-    "shell": shell_text.read, "python": python_text.read,
+    "shell": read_shell, "python": read_python,
 }  # fmt: skip
-ENDINGS: Mapping[str, Form] = {
-    ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".py": "python", ".sh": "shell",
-    ".slurm": "shell",
-    ".sbatch": "shell", ".bash": "shell", ".sub": "shell", ".args": "shell",
-}  # fmt: skip
-LARGEST_BYTES = 2**20
 
 
 def text_of(file: ConfigFile, facts: Facts, title: Sequence[str]) -> str:
@@ -208,15 +217,94 @@ def entries_of(path: Path, function: str = "") -> list[Entry]:
     """Return every option of a file. Raises PlanError of one line, with the file and the line."""
     form = form_of(path)
     try:
+        # Before reading, since a mistyped name may be a checkpoint of many gigabytes.
         if path.stat().st_size > LARGEST_BYTES:
             raise PlanError(f"larger than {LARGEST_BYTES:,} bytes: no file of options")
+        # utf-8-sig drops the byte order mark that some editors of Windows write.
         text = path.read_text(encoding="utf-8-sig")
-        return python_text.read(text, function) if form == "python" else READERS[form](text)
+        return read_python(text, function) if form == "python" else READERS[form](text)
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PlanError(f"{path} is no text") from None
+    # Parsers recurse for each level, and strangers' files may have any number of levels.
     except RecursionError:
         raise PlanError(f"{path} is nested too deeply") from None
     except PlanError as error:
         raise PlanError(f"{path}, {error}") from None
+
+
+def file_texts(software: TrainingSoftware, plan: Plan) -> dict[str, str]:
+    """Return the text of each file by name. Raises PlanError if the software lacks such a model."""
+    facts, launch = software.all_facts(plan), software.launch(plan)
+    cluster = plan.cluster
+    machines = f"{cluster.nodes} x {cluster.devices_per_node} {cluster.device.name}"
+    title = f"{plan.model.name} on {machines}, {plan.recipe.global_batch} x {plan.recipe.sequence} tokens per step"
+    configs = {
+        file.name: text_of(file, facts, [f"{MARK} {software.word}: {file.title}.", title]) for file in software.files
+    }
+    heading = f"{MARK} {software.word}: {title}"
+    scripts = {"launch.sh": launch_script(plan, launch, heading), "launch.sbatch": slurm_script(plan, launch, heading)}
+    return configs | scripts
+
+
+def write_files(software: TrainingSoftware, plan: Plan, folder: Path) -> list[Path]:
+    """Write the files into a folder, which is created. Raises PlanError rather than replace somebody else's file."""
+    files = file_texts(software, plan)
+    # All files are checked before the first is written, so that no folder is replaced by half.
+    for name in files:
+        check_writable(folder / name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{folder} cannot be written: {error.strerror}") from None
+    return [folder / name for name in files]
+
+
+def check_writable(path: Path) -> None:
+    """Raise PlanError if the path holds a file that meshwright did not write."""
+    if not path.exists():
+        return
+    # JSON has no comments: such a file is recognized by the launch script beside it.
+    marked = path.with_name("launch.sh") if path.suffix == ".json" else path
+    if not marked.is_file() or MARK not in marked.read_text(encoding="utf-8", errors="replace"):
+        raise PlanError(f"{path} would be replaced, and meshwright did not write it: take another folder")
+
+
+def launch_script(plan: Plan, launch: LaunchCommand, title: str) -> str:
+    """Return launch.sh, which is run on each node with the number of the node."""
+    cluster = plan.cluster
+    many = cluster.nodes > 1
+    usage = f"on each node: NODE_RANK=0..{cluster.nodes - 1} HEAD=name of node 0" if many else "on its node"
+    return "\n".join([
+        "#!/usr/bin/env bash", f"# {title}", f"# Run {usage}: bash launch.sh", *_yours(launch), "set -euo pipefail",
+        'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"', f"NNODES={cluster.nodes}",
+        f"GPUS={cluster.devices_per_node}",
+        # Of several nodes the user must say which this is, else two nodes would both be the first.
+        "NODE_RANK=${NODE_RANK:?number of this node}" if many else "NODE_RANK=${NODE_RANK:-0}",
+        "HEAD=${HEAD:?name of node 0}" if many else "HEAD=${HEAD:-localhost}", f"PORT=${{PORT:-{PORT}}}",
+        f'TORCHRUN="{TORCHRUN}"', *launch.before, launch.command, "",
+    ])  # fmt: skip
+
+
+def slurm_script(plan: Plan, launch: LaunchCommand, title: str) -> str:
+    """Return launch.sbatch: one task per node, which runs launch.sh."""
+    cluster = plan.cluster
+    return "\n".join([
+        "#!/usr/bin/env bash",
+        # sbatch reads its directives up to the first command, so they stand at the top.
+        "#SBATCH --job-name=meshwright-plan", f"#SBATCH --nodes={cluster.nodes}", "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --gpus-per-node={cluster.devices_per_node}", "#SBATCH --exclusive", f"# {title}",
+        "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(launch), "set -euo pipefail",
+        'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+        'HERE="${SLURM_SUBMIT_DIR:-$PWD}"',
+        '[ -f "$HERE/launch.sh" ] || { echo "no launch.sh in $HERE: cd to its folder, then sbatch" >&2; exit 1; }',
+        f'srun --nodes={cluster.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \\',
+        "    'NODE_RANK=$SLURM_NODEID exec bash \"$0/launch.sh\"' \"$HERE\"", "",
+    ])  # fmt: skip
+
+
+def _yours(launch: LaunchCommand) -> list[str]:
+    return [f"# Yours to set: {', '.join(launch.yours)}."] if launch.yours else []
